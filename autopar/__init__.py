@@ -1,0 +1,54 @@
+"""autopar: a single-device JAX train step, run well on many devices, by itself."""
+
+from autopar.api import (
+    ParallelFunction,
+    ShardingSolution,
+    compile,
+    init,
+    parallelize,
+    plan,
+    shutdown,
+    solve_sharding,
+)
+from autopar.errors import (
+    ArgumentError,
+    AutoparError,
+    CompileError,
+    MeshError,
+    PlanError,
+    SolverError,
+    SpecError,
+    TraceError,
+)
+from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
+from autopar.ir.plan import ParallelPlan
+from autopar.methods import DataParallel, ManualParallel, ShardingOptions, ShardParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "AutoparError",
+    "ClusterSpec",
+    "CompileError",
+    "DataParallel",
+    "DeviceSpec",
+    "LogicalMesh",
+    "ManualParallel",
+    "MeshError",
+    "ParallelFunction",
+    "ParallelPlan",
+    "PlanError",
+    "ShardParallel",
+    "ShardingOptions",
+    "ShardingSolution",
+    "SolverError",
+    "SpecError",
+    "TraceError",
+    "compile",
+    "init",
+    "parallelize",
+    "plan",
+    "shutdown",
+    "solve_sharding",
+]

@@ -1,0 +1,147 @@
+"""The only file that touches JAX's internals, so that a new JAX release breaks one file.
+
+Everything here is checked against JAX 0.10.2 (the oldest supported) and 0.12. The rest of autopar
+sees primitives, parameters and abstract values only through these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src.lib.mlir import ir as mlir_ir
+from jax._src.lib.mlir import passmanager as _passmanager
+
+Literal = _core.Literal
+DropVar = _core.DropVar
+
+# Call-like primitives that are inlined, and the parameter that holds their body. Names differ
+# between releases (`closed_call` became `eval_jaxpr` in 0.11, `pjit` became `jit`).
+_CALL_BODY = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": None,
+}
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, closed or not, as (jaxpr, constants)."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner, tuple(getattr(jaxpr, "consts", ()) or ())
+
+
+def call_body(eqn: Any) -> Any | None:
+    """The body of a call-like equation that may be inlined, else None."""
+    parameter = _CALL_BODY.get(eqn.primitive.name)
+    if parameter is None:
+        return None
+    return eqn.params.get(parameter) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+
+
+def remat_barrier_mask(eqn: Any) -> tuple[bool, ...]:
+    """Which operands of a `jax.checkpoint` equation JAX shields from common-subexpression
+    elimination when it lowers it; all False for other equations."""
+    none = (False,) * len(eqn.invars)
+    if eqn.primitive.name not in ("remat2", "checkpoint") or not eqn.params.get("differentiated"):
+        return none
+    prevent_cse = eqn.params.get("prevent_cse", True)
+    return (prevent_cse,) * len(none) if isinstance(prevent_cse, bool) else tuple(prevent_cse)
+
+
+def optimization_barrier_primitive() -> Any:
+    from jax._src.lax.lax import optimization_barrier_p
+
+    return optimization_barrier_p
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Apply a primitive as JAX's own jaxpr evaluation does; always a list of results."""
+    bind_params = primitive.get_bind_params(params)
+    if isinstance(bind_params, tuple):  # releases where sub-functions are passed positionally
+        subfuns, bind_params = bind_params
+        results = primitive.bind(*subfuns, *operands, **bind_params)
+    else:
+        results = primitive.bind(*operands, **bind_params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def equation_context(source_info: Any, name_stack: Any, eqn_ctx: Any) -> Iterator[None]:
+    """Bind under the user's traceback and module names, so profiles and HLO keep them."""
+    stack = _source_info.current_name_stack() + name_stack
+    with _source_info.user_context(source_info.traceback, name_stack=stack), eqn_ctx.manager:
+        yield
+
+
+def empty_name_stack() -> Any:
+    return _source_info.NameStack()
+
+
+def source_line(source_info: Any) -> str:
+    """`file.py:12 (function)` of the user's code that made an equation."""
+    return _source_info.summarize(source_info)
+
+
+def is_extended_dtype(dtype: Any) -> bool:
+    """True for PRNG keys and other dtypes that have no numpy equivalent."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def populate_sharding_rules(module: Any) -> None:
+    """Run Shardy's rule pass: every op of every function gains an `sdy.sharding_rule`."""
+    with module.context:
+        pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+        _passmanager.PassManager.parse(pipeline).run(module.operation)
+
+
+def is_tracing() -> bool:
+    """Whether the caller itself is being traced (a parallelized step inside `jax.jit`)."""
+    return not _core.trace_state_clean()
+
+
+def op_result_or_none(value: Any) -> Any | None:
+    """The op that defines an SSA value, or None for a block argument."""
+    return None if isinstance(value.owner, mlir_ir.Block) else value.owner
+
+
+def block_arguments(operation: Any) -> list[Any]:
+    return list(operation.regions[0].blocks[0].arguments)
+
+
+def fresh_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh whose axes the partitioner may use freely (`AxisType.Auto`)."""
+    auto = (jax.sharding.AxisType.Auto,) * len(axis_names)
+    return jax.sharding.Mesh(devices, axis_names, axis_types=auto)
+
+
+def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: str) -> list[Any]:
+    """Devices of a GPU cluster that need not exist: programs can be compiled for them."""
+    from jax.experimental import topologies
+
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology=f"{num_hosts}x{devices_per_host}x1",
+        target_config=target_config,
+    )
+    return list(description.devices)

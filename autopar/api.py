@@ -1,0 +1,323 @@
+"""What users call: `parallelize`, `plan`, `solve_sharding`, `compile`, `init`, `shutdown`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten
+
+from autopar.compiler import PlannedStep, StepOptions, annotate, flatten_call, plan_step
+from autopar.errors import ArgumentError, MeshError
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.plan import ParallelPlan
+from autopar.methods import ParallelMethod, ShardingOptions, ShardParallel
+from autopar.runtime.local import LocalExecutable, SignatureChanged
+
+_DEVICE_KINDS = (
+    ("H200", "h200-sxm"),
+    ("H100", "h100-sxm"),
+    ("A100-PCIE", "a100-pcie"),
+    ("A100", "a100-sxm"),
+    ("V100", "v100"),
+)
+
+
+@dataclass
+class _Session:
+    devices: tuple[Any, ...] | None = None
+
+
+_session = _Session()
+
+
+def init(cluster: str = "local", devices: Sequence[Any] | None = None) -> None:
+    """Choose the devices that parallelized functions run on; all of this process if never
+    called."""
+    if cluster != "local":
+        raise ArgumentError(
+            f"init(cluster={cluster!r}): this version runs on the devices of one process; "
+            "use cluster='local'."
+        )
+    if devices is not None and not devices:
+        raise ArgumentError("init(devices=[]): needs at least one device, or None for all.")
+    _session.devices = tuple(devices) if devices is not None else None
+
+
+def shutdown() -> None:
+    """Forget what `init` was told."""
+    _session.devices = None
+
+
+def local_devices() -> tuple[Any, ...]:
+    return _session.devices if _session.devices is not None else tuple(jax.devices())
+
+
+def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
+    """What is known of the given devices, as a cluster."""
+    hosts = {d.process_index for d in devices}
+    per_host = max(1, len(devices) // max(1, len(hosts)))
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return ClusterSpec(len(devices) // per_host, per_host, "cpu")
+    for sign, preset in _DEVICE_KINDS:
+        if sign in kind.upper():
+            return ClusterSpec(len(devices) // per_host, per_host, preset)
+    return ClusterSpec(len(devices) // per_host, per_host, "h100-sxm")
+
+
+class ParallelFunction:
+    """A train step that runs sharded; called like the function it wraps."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        method: ParallelMethod | ParallelPlan | None,
+        options: StepOptions,
+    ) -> None:
+        self._fn = fn
+        self._method = method
+        self._options = options
+        self._entries: dict[Any, list[tuple[PlannedStep, LocalExecutable]]] = {}
+        self.last_executable: LocalExecutable | None = None
+        functools.update_wrapper(self, fn, updated=())
+
+    def __repr__(self) -> str:
+        return f"<parallelized {getattr(self._fn, '__name__', self._fn)!r}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A parallelized method: `self` becomes part of the function, not an argument."""
+        if instance is None:
+            return self
+        name = f"_autopar_{id(self)}"
+        bound = instance.__dict__.get(name)
+        if bound is None:
+            function = self._fn.__get__(instance, owner)
+            bound = ParallelFunction(function, self._method, self._options)
+            instance.__dict__[name] = bound
+        return bound
+
+    def plan(self, *args: Any, **kwargs: Any) -> ParallelPlan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`); runs nothing."""
+        return self._plan(args, kwargs).plan
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        return plan_step(
+            self._fn,
+            args,
+            kwargs,
+            cluster=cluster_of_devices(local_devices()),
+            method=self._method,
+            options=self._options,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        static = self._options.static_argnums
+        if static:
+            values = tuple(args[i] for i in static if i < len(args))
+            dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+        else:
+            values, dynamic = (), args
+        leaves, treedef = tree_flatten((dynamic, kwargs))
+        try:
+            entries = self._entries.get((treedef, values, _session.devices))
+        except TypeError:  # unhashable static argument: the slow path explains
+            entries = None
+        for planned, executable in entries or ():
+            call = planned.traced.call
+            if call.static:
+                positions = dict(call.static)
+                if any(positions[i].value is not leaves[i] and positions[i] != _static(leaves[i])
+                       for i in positions):
+                    continue
+                arrays = [x for i, x in enumerate(leaves) if i not in positions]
+            else:
+                arrays = leaves
+            try:
+                results = executable(arrays)
+            except SignatureChanged:
+                continue
+            self.last_executable = executable
+            return planned.traced.rebuild_output(results)
+        return self._first_call(args, kwargs, (treedef, values, _session.devices))
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        planned, executable = self._compile(args, kwargs)
+        leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
+        results = executable(leaves)
+        self._entries.setdefault(key, []).insert(0, (planned, executable))
+        self.last_executable = executable
+        return planned.traced.rebuild_output(results)
+
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[PlannedStep, LocalExecutable]:
+        planned = self._plan(args, kwargs)
+        return planned, make_executable(planned, local_devices())
+
+
+def _static(value: Any) -> Any:
+    from autopar.trace.flatten import StaticLeaf
+
+    return StaticLeaf(value)
+
+
+def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
+    flat_fn, mesh = annotate(planned, devices)
+    traced = planned.traced
+    return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    method: ParallelMethod | ParallelPlan | None = None,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = (1,),
+) -> Any:
+    """Make a train step run on all devices. Use as `@parallelize`, `@parallelize(method=…)` or
+    `parallelize(fn, method=…)`.
+
+    method:         how; default: the solver chooses mesh and shardings (`ShardParallel()`). A
+                    `ParallelPlan`, saved earlier or made elsewhere, is a method too.
+    static_argnums: positions of arguments that are part of the program (hashable).
+    donate_argnums: "auto" donates training state that comes back updated; or positions.
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+    """
+    if fn is None:
+        return functools.partial(
+            parallelize,
+            method=method,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            batch_argnums=batch_argnums,
+        )
+    if not callable(fn):
+        raise ArgumentError(
+            f"parallelize({fn!r}): needs a function; options are given by keyword, "
+            "as in parallelize(fn, method=…)."
+        )
+    options = StepOptions(
+        _positions("static_argnums", static_argnums),
+        donate_argnums
+        if isinstance(donate_argnums, str)
+        else _positions("donate_argnums", donate_argnums),
+        _positions("batch_argnums", batch_argnums),
+    )
+    return ParallelFunction(fn, method, options)
+
+
+def _positions(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    positions = (given,) if isinstance(given, int) else tuple(given)
+    if not all(isinstance(p, int) and p >= 0 for p in positions):
+        raise ArgumentError(f"{name}={given!r}: needs argument positions, whole numbers ≥ 0.")
+    return positions
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterSpec,
+    method: ParallelMethod | None = None,
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] = (1,),
+    **kwargs: Any,
+) -> ParallelPlan:
+    """Plan for a cluster that need not exist: arguments may be `jax.ShapeDtypeStruct`s."""
+    fn, options = _unwrap(fn, static_argnums, batch_argnums)
+    if not isinstance(cluster, ClusterSpec):
+        raise ArgumentError(f"plan(cluster={cluster!r}): needs an autopar.ClusterSpec.")
+    return plan_step(fn, args, kwargs, cluster=cluster, method=method, options=options).plan
+
+
+def _unwrap(
+    fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
+) -> tuple[Callable[..., Any], StepOptions]:
+    if isinstance(fn, ParallelFunction):
+        return fn._fn, fn._options
+    options = StepOptions(
+        _positions("static_argnums", static_argnums),
+        "auto",
+        _positions("batch_argnums", batch_argnums),
+    )
+    return fn, options
+
+
+@dataclass(frozen=True)
+class ShardingSolution:
+    """What `solve_sharding` found. Costs are in the units of the mesh's α and β."""
+
+    plan: ParallelPlan
+
+    @property
+    def objective(self) -> float:
+        return self.plan.solver.objective
+
+    @property
+    def lower_bound(self) -> float:
+        return self.plan.solver.lower_bound
+
+    @property
+    def gap(self) -> float:
+        return self.plan.solver.gap
+
+    @property
+    def input_specs(self) -> Any:
+        return self.plan.input_specs
+
+    @property
+    def output_specs(self) -> Any:
+        return self.plan.output_specs
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self.plan.solver.sizes
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.plan.solver.seconds
+
+
+def solve_sharding(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: LogicalMesh,
+    options: ShardingOptions | None = None,
+    **kwargs: Any,
+) -> ShardingSolution:
+    """Shard a function's operators on a logical mesh; no device is needed."""
+    if not isinstance(mesh, LogicalMesh):
+        raise ArgumentError(f"solve_sharding(mesh={mesh!r}): needs an autopar.LogicalMesh.")
+    fn, step_options = _unwrap(fn, (), (1,))
+    cluster = ClusterSpec(1, mesh.num_devices, mesh.device or "cpu")
+    method = ShardParallel(mesh_shape=mesh, options=options or ShardingOptions())
+    planned = plan_step(
+        fn, args, kwargs, cluster=cluster, method=method, options=step_options
+    )
+    return ShardingSolution(planned.plan)
+
+
+def compile(
+    fn: Callable[..., Any],
+    *args: Any,
+    plan: ParallelPlan,
+    devices: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, jax.stages.Compiled]:
+    """Compile a planned function for given devices, those of a topology included: no GPU is
+    needed to compile for GPUs. Returns {program name: compiled program}."""
+    fn, options = _unwrap(fn, (), (1,))
+    devices = local_devices() if devices is None else devices
+    if len(devices) < plan.num_devices:
+        raise MeshError(
+            f"compile(devices=…): the plan's mesh {plan.mesh_shape} needs {plan.num_devices} "
+            f"devices; {len(devices)} were given."
+        )
+    planned = plan_step(
+        fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options
+    )
+    return {"step": make_executable(planned, devices).compiled}

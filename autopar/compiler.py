@@ -1,0 +1,553 @@
+"""The whole compiler, as a list of passes.
+
+    trace      function, arguments           → TracedStep      (trace.flatten, trace.program)
+    graph      TracedStep                    → Graph           (trace.build, trace.rules)
+    meshes     cluster, method               → LogicalMesh …   (candidate meshes)
+    shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)
+    assign     GraphSharding                 → ProgramSharding (lower.assign)
+    plan       all of the above              → ParallelPlan
+    annotate   ParallelPlan, devices         → function for jax.jit (lower.annotate)
+
+Each pass takes and gives frozen data; `PassTimer` keeps what each took.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_flatten, tree_flatten_with_path
+
+from autopar import _jax
+from autopar.cost.report import CostReport, cost_report
+from autopar.errors import ArgumentError, MeshError, PlanError, SpecError
+from autopar.ir.graph import Graph, Node, NodeKind, check_graph
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.plan import (
+    Fingerprint,
+    ParallelPlan,
+    SolverReport,
+    StagePlan,
+    Tensor,
+)
+from autopar.ir.spec import WHOLE, Layout, from_partition_spec
+from autopar.lower.annotate import annotated_function
+from autopar.lower.assign import assign_layouts
+from autopar.methods import (
+    DataParallel,
+    ManualParallel,
+    ParallelMethod,
+    ShardingOptions,
+    ShardParallel,
+)
+from autopar.sharding.ilp import check_solver
+from autopar.sharding.solve import GraphSharding, solve_graph
+from autopar.sharding.strategies import Strategy
+from autopar.trace.build import build_graph
+from autopar.trace.flatten import FlatCall, TracedStep, flatten_call, trace_step
+from autopar.trace.program import Program
+
+
+@dataclass
+class PassTimer:
+    """Seconds per pass, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str):
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How the user's function is called; the arguments of `parallelize`."""
+
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] | str = "auto"
+    batch_argnums: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    traced: TracedStep
+    plan: ParallelPlan
+
+
+def plan_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cluster: ClusterSpec,
+    method: ParallelMethod | ParallelPlan | LogicalMesh | None = None,
+    options: StepOptions | None = None,
+) -> PlannedStep:
+    """Run every pass up to the plan."""
+    options = options or StepOptions()
+    timer = PassTimer()
+    method = method if method is not None else ShardParallel()
+    with timer("trace"):
+        traced = trace_step(
+            fn,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+        )
+    if isinstance(method, ParallelPlan):
+        return PlannedStep(traced, bind_plan(method, traced))
+    solver_options = getattr(method, "options", ShardingOptions())
+    check_solver(solver_options.solver)
+    meshes = candidate_meshes(cluster, method)
+    if meshes[0].num_devices == 1:
+        return PlannedStep(traced, _replicated_plan(traced, meshes[0], method, timer))
+    with timer("graph"):
+        graph = build_graph(traced)
+        check_graph(graph)
+    meshes = _divisible_meshes(graph, meshes, method)
+    with timer("shard"):
+        best = min(
+            (shard(graph, traced, mesh, method, solver_options) for mesh in meshes),
+            key=lambda sharding: sharding.objective,
+        )
+    with timer("assign"):
+        plan = make_plan(traced, graph, best, method, cluster, timer)
+    return PlannedStep(traced, plan)
+
+
+# -- meshes
+
+
+def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
+    """The meshes a method may use on a cluster."""
+    devices = cluster.num_devices
+    if isinstance(method, LogicalMesh):
+        return [method]
+    if isinstance(method, DataParallel):
+        return [mesh_of_cluster(cluster, (devices,))]
+    if isinstance(method, ManualParallel):
+        mesh = mesh_of_cluster(cluster, tuple(method.mesh_shape))
+        return [replace(mesh, axis_names=tuple(method.axis_names))]
+    if not isinstance(method, ShardParallel):
+        raise ArgumentError(
+            f"method={method!r}: needs ShardParallel, DataParallel, ManualParallel or a "
+            "ParallelPlan."
+        )
+    if isinstance(method.mesh_shape, LogicalMesh):
+        if method.mesh_shape.num_devices > devices:
+            raise MeshError(
+                f"ShardParallel(mesh_shape={method.mesh_shape.shape}) needs "
+                f"{method.mesh_shape.num_devices} devices; there are {devices}."
+            )
+        return [method.mesh_shape]
+    if method.mesh_shape != "auto":
+        return [mesh_of_cluster(cluster, tuple(method.mesh_shape))]  # type: ignore[arg-type]
+    shapes = [(devices,)]
+    shapes += [(n, devices // n) for n in range(2, devices // 2 + 1) if devices % n == 0]
+    meshes, seen = [], set()
+    for shape in shapes:
+        mesh = mesh_of_cluster(cluster, shape)
+        # Axes that swap sizes on equal links make the same mesh.
+        key = tuple(sorted(zip(mesh.shape, mesh.alpha, mesh.beta, strict=True)))
+        if key not in seen:
+            seen.add(key)
+            meshes.append(mesh)
+    return meshes
+
+
+def _divisible_meshes(graph: Graph, meshes: list[LogicalMesh], method: Any) -> list[LogicalMesh]:
+    """Meshes of which every axis divides something; an error if none is left."""
+    sizes = {n for value in graph.values for n in value.shape}
+    useful = [
+        m for m in meshes if all(a == 1 or any(n % a == 0 for n in sizes) for a in m.shape)
+    ]
+    if useful:
+        return useful
+    mesh = meshes[0]
+    axis = next(
+        i for i, a in enumerate(mesh.shape) if a > 1 and not any(n % a == 0 for n in sizes)
+    )
+    raise MeshError(
+        f"mesh_shape={mesh.shape}: the axis {mesh.axis_names[axis]!r} of size {mesh.shape[axis]} "
+        "divides no dimension of any array in the program, so nothing could be sharded over it. "
+        "Use a mesh whose axes divide the batch or the model's dimensions, or pad them."
+    )
+
+
+# -- sharding
+
+
+def shard(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, options: ShardingOptions
+) -> GraphSharding:
+    pins: dict[int, Layout] = {}
+    keep = None
+    if isinstance(method, DataParallel):
+        pins, keep = _data_parallel(graph, traced, mesh)
+    elif isinstance(method, ManualParallel):
+        pins = _manual_pins(graph, traced, mesh, method)
+    return solve_graph(
+        graph,
+        mesh,
+        pins=pins,
+        keep=keep,
+        solver=options.solver,
+        time_limit_s=options.solver_time_limit_s,
+        fold=options.fold_layers,
+        allow_parameter_gather=options.allow_parameter_gather,
+    )
+
+
+def _data_parallel(graph: Graph, traced: TracedStep, mesh: LogicalMesh):
+    """Batch inputs split along their first dimension, everything else whole."""
+    if not graph.batch:
+        raise ArgumentError(
+            f"DataParallel: {traced.name} was called without a batch argument "
+            "(batch_argnums names none). Pass the batch as argument 1 or set batch_argnums."
+        )
+    pins: dict[int, Layout] = {}
+    for index, value in enumerate(graph.inputs):
+        shape = graph.values[value].shape
+        if index not in graph.batch or not shape:
+            pins[value] = (WHOLE,) * len(mesh.shape)
+            continue
+        if shape[0] % mesh.num_devices:
+            raise MeshError(
+                f"{traced.call.paths[index]}: its batch dimension of {shape[0]} is not divisible "
+                f"by the {mesh.num_devices} devices of DataParallel. Use a batch size that is a "
+                f"multiple of {mesh.num_devices}, or fewer devices."
+            )
+        pins[value] = tuple(0 if size > 1 else WHOLE for size in mesh.shape)
+
+    def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
+        every = list(range(len(strategies)))
+        whole = [i for i in every if not any(f >= 0 for f in strategies[i].factors)]
+        if node.batch_factor is not None:
+            wanted = tuple(node.batch_factor if n > 1 else -1 for n in mesh.shape)
+            split = [i for i in every if strategies[i].factors == wanted]
+            return split or whole or every
+        generated = node.kind is NodeKind.OP and all(
+            not graph.values[v].shape for v in node.operands
+        )
+        return every if generated else whole or every
+
+    return pins, keep
+
+
+def _manual_pins(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
+) -> dict[int, Layout]:
+    pins: dict[int, Layout] = {}
+    given = _broadcast_specs(method.in_specs, traced.call.treedef, traced, "in_specs")
+    for value, spec, path in zip(graph.inputs, given, traced.call.paths, strict=True):
+        if spec is not None:
+            shape = graph.values[value].shape
+            pins[value] = from_partition_spec(spec, shape, mesh.axis_names, mesh.shape, path)
+    if method.out_specs is not None:
+        outs = _broadcast_specs(method.out_specs, traced.out_tree, traced, "out_specs")
+        for value, spec, path in zip(graph.outputs, outs, traced.out_paths, strict=True):
+            if spec is not None and value is not None:
+                shape = graph.values[value].shape
+                layout = from_partition_spec(spec, shape, mesh.axis_names, mesh.shape, path)
+                if pins.setdefault(value, layout) != layout:
+                    raise SpecError(f"{path}: two different specs are asked for one array.")
+    return pins
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _broadcast_specs(
+    specs: Any, treedef: Any, traced: TracedStep, argument: str
+) -> list[PartitionSpec | None]:
+    """One spec per array leaf, from a pytree that is a prefix of the arguments (or result)."""
+    if argument == "in_specs":
+        markers = list(range(len(traced.call.leaves)))
+        args, kwargs = traced.call.rebuild(markers)
+        target: Any = args if not kwargs else (args, kwargs)
+        count = len(markers)
+    else:
+        markers = list(range(len(traced.out_avals)))
+        target, count = traced.rebuild_output(markers), len(traced.out_avals)
+    found: list[PartitionSpec | None] = [None] * count
+
+    def walk(spec: Any, tree: Any, path: str) -> None:
+        if _is_spec(spec):
+            for leaf in tree_flatten(tree)[0]:
+                if isinstance(leaf, int):
+                    found[leaf] = spec
+            return
+        own, own_def = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)
+        try:
+            children = own_def.flatten_up_to(tree)
+        except (ValueError, TypeError) as error:
+            raise SpecError(
+                f"ManualParallel({argument}=…): at {path or argument} the specs have the "
+                f"structure {own_def}, which is not a prefix of the {argument.split('_')[0]}puts' "
+                f"structure: {error}"
+            ) from error
+        if len(own) == 1 and own[0][1] is spec:
+            raise SpecError(
+                f"ManualParallel({argument}=…): {path or argument} is a "
+                f"{type(spec).__name__}; give PartitionSpec or None at the leaves."
+            )
+        for (key, child_spec), child in zip(own, children, strict=True):
+            walk(child_spec, child, path + jax.tree_util.keystr(key))
+
+    walk(specs, target, "")
+    return found
+
+
+# -- plan
+
+
+def program_fingerprint(program: Program) -> str:
+    """A hash of every equation with its shapes: equal programs can share a plan."""
+    digest = hashlib.sha256()
+
+    def visit(part: Program) -> None:
+        for equation in part.equations:
+            shapes = [
+                (getattr(part.avals[r], "shape", ()), str(getattr(part.avals[r], "dtype", "")))
+                for r in equation.results
+            ]
+            operands = [o if isinstance(o, int) else "c" for o in equation.operands]
+            digest.update(repr((equation.name, operands, equation.results, shapes)).encode())
+            for body in equation.bodies:
+                visit(body)
+
+    visit(program)
+    inputs = [(program.avals[v].shape, str(program.avals[v].dtype)) for v in program.inputs]
+    digest.update(repr(inputs).encode())
+    return digest.hexdigest()
+
+
+def _in_tree(traced: TracedStep) -> Any:
+    def build(call: FlatCall, leaves: list[Any]) -> Any:
+        args, kwargs = call.rebuild(leaves)
+        return (args, kwargs) if kwargs else args
+
+    return build, traced.call
+
+
+def _out_tree(traced: TracedStep) -> Any:
+    return lambda step, leaves: step.rebuild_output(leaves), traced
+
+
+def make_plan(
+    traced: TracedStep,
+    graph: Graph,
+    sharding: GraphSharding,
+    method: Any,
+    cluster: ClusterSpec,
+    timer: PassTimer,
+) -> ParallelPlan:
+    mesh = sharding.mesh
+    program = assign_layouts(traced.program, graph, sharding.layouts, mesh)
+    report = cost_report(graph, mesh, sharding.layouts)
+    stats = sharding.stats
+    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
+    out_roles = {o: "state" for _, o in traced.state}
+    out_layouts = []
+    for index, (out, chain) in enumerate(zip(traced.program.outputs, program.outputs, strict=True)):
+        whole = (WHOLE,) * len(mesh.shape)
+        layout = chain[-1] if chain else whole
+        if not chain and isinstance(out, int):
+            value = graph.outputs[index]
+            assert value is not None
+            node, position = graph.producer[value]
+            layout = tuple(max(e, WHOLE) for e in sharding.layouts[node][1][position])
+        out_layouts.append(layout)
+    objective = report.compute_s + report.communication_s
+    return ParallelPlan(
+        name=traced.name,
+        method=_describe(method),
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        device=mesh.device.name if mesh.device else "communication only",
+        inputs=_tensors(traced.call.paths, traced.avals, program.inputs, roles),
+        outputs=_tensors(traced.out_paths, traced.out_avals, out_layouts, out_roles),
+        program=program,
+        stages=(_one_stage(mesh, cluster, objective),),
+        num_micro_batches=1,
+        estimated_step_s=objective,
+        estimated_peak_bytes=report.peak_bytes,
+        communication_bytes=report.communication_bytes,
+        modules=report.modules,
+        solver=SolverReport(
+            objective=objective,
+            lower_bound=objective * (1 - sharding.gap),
+            gap=sharding.gap,
+            sizes={
+                "equations": traced.program.num_equations(),
+                "nodes": stats.num_nodes,
+                "classes": stats.num_classes,
+                "strategies": stats.num_strategies,
+                "core_nodes": stats.num_core_nodes,
+                "variables": stats.num_variables,
+                "constraints": stats.num_constraints,
+                "relaxation_integral": int(stats.relaxation_integral),
+            },
+            seconds={**timer.seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
+        ),
+        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        warnings=_warnings(graph, mesh, report),
+        in_tree=_in_tree(traced),
+        out_tree=_out_tree(traced),
+    )
+
+
+def _describe(method: Any) -> str:
+    if isinstance(method, ManualParallel):
+        return f"ManualParallel(mesh_shape={tuple(method.mesh_shape)})"
+    if isinstance(method, LogicalMesh):
+        return "solve_sharding"
+    return repr(method)
+
+
+def _one_stage(mesh: LogicalMesh, cluster: ClusterSpec, cost: float) -> StagePlan:
+    per_host = min(mesh.num_devices, cluster.devices_per_host)
+    return StagePlan((0, 1), (max(1, mesh.num_devices // per_host), per_host), mesh.shape, cost)
+
+
+def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(path, tuple(aval.shape), str(aval.dtype), layout, roles.get(index, ""))
+        for index, (path, aval, layout) in enumerate(zip(paths, avals, layouts, strict=True))
+    )
+
+
+def _warnings(graph: Graph, mesh: LogicalMesh, report: CostReport) -> tuple[str, ...]:
+    found = [
+        f"{op.count} × {op.name} at {op.source} runs replicated: no sharding rule is known for it"
+        for op in graph.unruled
+    ]
+    if mesh.memory_bytes is not None and report.peak_bytes > mesh.memory_bytes:
+        found.append(
+            f"the estimated peak of {report.peak_bytes / 2**30:.1f} GiB per device is more than "
+            f"the device's {mesh.memory_bytes / 2**30:.1f} GiB; this version does not bound memory"
+        )
+    return tuple(found)
+
+
+def _replicated_plan(
+    traced: TracedStep, mesh: LogicalMesh, method: Any, timer: PassTimer
+) -> ParallelPlan:
+    """One device: nothing to search, nothing to annotate."""
+    from autopar.ir.plan import EquationSharding, ProgramSharding
+
+    whole = (WHOLE,) * len(mesh.shape)
+
+    def untouched(program: Program) -> ProgramSharding:
+        return ProgramSharding(
+            (None,) * len(program.inputs),
+            tuple(
+                EquationSharding(
+                    ((),) * len(e.operands),
+                    (None,) * len(e.results),
+                    tuple(untouched(b) for b in e.bodies),
+                )
+                for e in program.equations
+            ),
+            ((),) * len(program.outputs),
+        )
+
+    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
+    out_roles = {o: "state" for _, o in traced.state}
+    return ParallelPlan(
+        name=traced.name,
+        method=_describe(method),
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        device=mesh.device.name if mesh.device else "communication only",
+        inputs=_tensors(traced.call.paths, traced.avals, [whole] * len(traced.avals), roles),
+        outputs=_tensors(
+            traced.out_paths, traced.out_avals, [whole] * len(traced.out_avals), out_roles
+        ),
+        program=untouched(traced.program),
+        stages=(StagePlan((0, 1), (1, 1), mesh.shape, 0.0),),
+        num_micro_batches=1,
+        estimated_step_s=0.0,
+        estimated_peak_bytes=float(
+            sum(prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in traced.avals)
+        ),
+        communication_bytes=0.0,
+        modules=(),
+        solver=SolverReport(0.0, 0.0, 0.0, {}, dict(timer.seconds)),
+        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        in_tree=_in_tree(traced),
+        out_tree=_out_tree(traced),
+    )
+
+
+def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
+    """A plan made elsewhere, checked against this program and given its pytrees."""
+    here = [
+        (p, tuple(a.shape), str(a.dtype))
+        for p, a in zip(traced.call.paths, traced.avals, strict=True)
+    ]
+    there = [(t.path, t.shape, t.dtype) for t in plan.inputs]
+    for (path, shape, dtype), (_, planned_shape, planned_dtype) in zip(here, there, strict=False):
+        if (shape, dtype) != (planned_shape, planned_dtype):
+            raise PlanError(
+                f"{path}: the plan was made for {planned_dtype}{list(planned_shape)}, the call has "
+                f"{dtype}{list(shape)}. Plan again for these shapes."
+            )
+    if len(here) != len(there):
+        raise PlanError(
+            f"the plan for {plan.name} has {len(there)} input arrays, this call of {traced.name} "
+            f"has {len(here)}. Plan again for this function."
+        )
+    if program_fingerprint(traced.program) != plan.fingerprint.program:
+        version = plan.fingerprint.jax_version
+        cause = (
+            f"it was made with JAX {version} and this is {jax.__version__}"
+            if version != jax.__version__
+            else "the function is not the one it was made for"
+        )
+        raise PlanError(
+            f"the plan for {plan.name} does not fit {traced.name}: shapes agree but the traced "
+            f"programs differ; {cause}. Plan again."
+        )
+    return replace(plan, in_tree=_in_tree(traced), out_tree=_out_tree(traced))
+
+
+# -- programs
+
+
+def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[..., list[Any]], Any]:
+    """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
+    plan = planned.plan
+    if len(devices) < plan.num_devices:
+        raise MeshError(
+            f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
+            f"{len(devices)} were given. Use more devices or a smaller mesh."
+        )
+    grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
+    mesh = _jax.fresh_mesh(grid, plan.axis_names)
+    return annotated_function(planned.traced.program, plan.program, mesh), mesh
+
+
+__all__ = [
+    "PassTimer",
+    "PlannedStep",
+    "StepOptions",
+    "annotate",
+    "bind_plan",
+    "flatten_call",
+    "plan_step",
+]

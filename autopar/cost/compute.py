@@ -1,0 +1,27 @@
+"""What an op costs one device: the roofline, and a fair way to break ties.
+
+Time is the larger of flops over the device's effective peak and bytes over its memory bandwidth,
+for the shard that the device holds, so replicated work costs what it costs. A mesh without a
+device prices no compute; then only the tie-break, far below any communication, says that less
+work and fewer bytes per device are better.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.mesh import DeviceSpec, LogicalMesh
+
+_WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")
+# Relative to the price of one byte: small enough never to outweigh a collective.
+TIE_BREAK = 1e-7
+
+
+def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) -> float:
+    """Seconds for one device's share of an op."""
+    peak = device.flops_32bit if dtype in _WIDE else device.flops_16bit
+    return max(flops / (peak * device.efficiency), num_bytes / device.memory_bandwidth)
+
+
+def tie_break_s(mesh: LogicalMesh, num_bytes: float) -> float:
+    if mesh.device is not None:
+        return 1e-3 * num_bytes / mesh.device.memory_bandwidth
+    return TIE_BREAK * max(*mesh.beta, 1e-30, 0.0) * num_bytes

@@ -1,0 +1,182 @@
+"""What a solved graph costs, piece by piece: per module, per collective, and at the peak.
+
+These are the figures the user reads; the solver's objective is their sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.compute import compute_s
+from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import ModuleCost
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
+
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+
+
+@dataclass(frozen=True)
+class CostReport:
+    modules: tuple[ModuleCost, ...]
+    compute_s: float
+    communication_s: float
+    communication_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective: its kind, the axes it runs on, bytes that each device sends."""
+
+    kind: str
+    axes: tuple[int, ...]
+    sent_bytes: float
+
+
+def edge_weight(producer: Node, consumer: Node) -> float:
+    """How often a value is resharded: where loops meet their surroundings it is done outside."""
+    if consumer.name == "scan_slice":
+        return producer.weight if producer.name != "scan_stack" else consumer.weight
+    if producer.name == "scan_stack":
+        return consumer.weight
+    return max(producer.weight, consumer.weight)
+
+
+def describe_step(mesh: LogicalMesh, before: Layout, after: Layout, num_bytes: float) -> Step:
+    """Name the collective between two neighbouring layouts of a resharding path."""
+    axes = tuple(a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c)
+    source, target = before[axes[0]], after[axes[0]]
+    ranks = 1
+    for a in axes:
+        ranks *= mesh.shape[a]
+    local = num_bytes / num_shards(before, mesh.shape)
+    ring = (ranks - 1) / ranks
+    if source == WHOLE:
+        return Step("slice", axes, 0.0)
+    if source == PARTIAL:
+        if target == WHOLE:
+            return Step("all-reduce", axes, 2 * ring * local)
+        return Step("reduce-scatter", axes, ring * local)
+    if target == WHOLE:
+        return Step("all-gather", axes, ring * local * ranks)
+    return Step("all-to-all", axes, ring * local)
+
+
+def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> CostReport:
+    compute: dict[tuple[str, str], float] = defaultdict(float)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for node, own in zip(graph.nodes, layouts, strict=True):
+        compute[node.module, node.region] += _compute(graph, mesh, node, own)
+    for producer, consumer, value, source, target in _edges(graph, layouts):
+        if source == target:
+            continue
+        info = graph.values[value]
+        owner = consumer if consumer.kind is not NodeKind.INPUT else producer
+        key = (owner.module, owner.region)
+        if consumer.kind is NodeKind.INPUT:
+            key = (producer.module, producer.region)
+        share = DEFERRED_ALPHA_SHARE if info.deferred and mesh.device is not None else 1.0
+        partial = PARTIAL in source or PARTIAL in target
+        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+        weight = edge_weight(producer, consumer) if consumer.kind is not NodeKind.INPUT else 1.0
+        seconds[key] += weight * table.cost(source, target)
+        here = source
+        for layout in table.path(source, target):
+            step = describe_step(mesh, here, layout, float(info.num_bytes))
+            here = layout
+            if step.kind != "slice" and info.shape:
+                names = ",".join(mesh.axis_names[a] for a in step.axes)
+                kinds[key][f"{step.kind}({names})"] += int(weight)
+                sent[key] += weight * step.sent_bytes
+    keys = [k for k in dict.fromkeys([*compute, *seconds]) if compute[k] or seconds[k]]
+    modules = tuple(
+        ModuleCost(
+            module, region, compute[module, region], seconds[module, region],
+            sent[module, region], tuple(sorted(kinds[module, region].items())),
+        )
+        for module, region in keys
+    )
+    return CostReport(
+        modules,
+        sum(compute.values()),
+        sum(seconds.values()),
+        sum(sent.values()),
+        peak_bytes(graph, mesh, layouts),
+    )
+
+
+def _compute(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts) -> float:
+    if mesh.device is None or node.kind is not NodeKind.OP:
+        return 0.0
+    values = (*node.operands, *node.results)
+    all_layouts = (*own[0], *own[1])
+    moved = sum(
+        touched / num_shards(layout, mesh.shape)
+        for touched, layout in zip(node.touched_bytes, all_layouts, strict=True)
+    )
+    dtype = graph.values[values[0]].dtype
+    return node.weight * compute_s(
+        mesh.device, node.flops / parallelism(node, own, mesh), moved, dtype
+    )
+
+
+def parallelism(node: Node, own: NodeLayouts, mesh: LogicalMesh) -> int:
+    """Over how many devices a node's work is divided: axes that split an operand or a result."""
+    ways = 1
+    for axis, size in enumerate(mesh.shape):
+        if any(layout[axis] >= 0 for layout in (*own[0], *own[1])):
+            ways *= size
+    return ways
+
+
+def _edges(graph: Graph, layouts: Sequence[NodeLayouts]):
+    for index, node in enumerate(graph.nodes):
+        for position, value in enumerate(node.operands):
+            u, result = graph.producer[value]
+            yield graph.nodes[u], node, value, layouts[u][1][result], layouts[index][0][position]
+    for i, o in graph.state:
+        source, target = graph.outputs[o], graph.inputs[i]
+        if source is None:
+            continue
+        u, result = graph.producer[source]
+        v, _ = graph.producer[target]
+        if u != v:
+            yield graph.nodes[u], graph.nodes[v], source, layouts[u][1][result], layouts[v][1][0]
+
+
+def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> float:
+    """Largest sum of live bytes per device over the program, values fused away not counted.
+    State is updated in place, so an updated leaf costs nothing beside the old one."""
+    last_read: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in node.operands:
+            last_read[value] = index
+    outputs = {o for o in graph.outputs if o is not None}
+    donated = {graph.outputs[o] for _, o in graph.state}
+    in_memory: set[int] = set()
+    for node in graph.nodes:
+        for value, touched in zip(
+            (*node.operands, *node.results), node.touched_bytes, strict=True
+        ):
+            if touched:
+                in_memory.add(value)
+    live = peak = 0.0
+    ends: dict[int, list[float]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        for value, layout in zip(node.results, layouts[index][1], strict=True):
+            resident = node.kind is NodeKind.INPUT
+            if not resident and (value not in in_memory or value in donated):
+                continue
+            size = graph.values[value].num_bytes / num_shards(layout, mesh.shape)
+            live += size
+            if not resident and value not in outputs:
+                ends[last_read.get(value, index)].append(size)
+        peak = max(peak, live)
+        live -= sum(ends.pop(index, ()))
+    return peak

@@ -1,0 +1,121 @@
+"""The cost of taking a tensor from one layout to another, by its cheapest sequence of steps.
+
+Steps, each on one mesh axis (or on all axes of one dimension, or all partial axes, together):
+
+    slice            whole → split            free
+    all-gather       split → whole
+    all-to-all       split by one dimension → split by another
+    all-reduce       partial → whole
+    reduce-scatter   partial → split
+
+Where two axes split one dimension the later axis is the minor one, so only it can be taken off
+or put on by a step of its own. Closing the table under composition (Floyd–Warshall) gives the
+cheapest sequence for every pair and makes the triangle inequality hold by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, all_layouts, num_shards
+
+# The share of α that a collective pays when XLA merges it with others of its kind.
+DEFERRED_ALPHA_SHARE = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """All layouts of one tensor on one mesh and the cost between any two."""
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    cost_s: np.ndarray
+    first_step: np.ndarray  # layout after the first step of the cheapest sequence
+
+    def cost(self, source: Layout, target: Layout) -> float:
+        return float(self.cost_s[self.index[source], self.index[target]])
+
+    def path(self, source: Layout, target: Layout) -> list[Layout]:
+        """Layouts after each step of the cheapest sequence, the target last."""
+        here, goal = self.index[source], self.index[target]
+        steps = []
+        while here != goal:
+            here = int(self.first_step[here, goal])
+            steps.append(self.layouts[here])
+        return steps
+
+
+@lru_cache(maxsize=4096)
+def reshard_table(
+    mesh: LogicalMesh,
+    shape: tuple[int, ...],
+    num_bytes: float,
+    with_partial: bool = False,
+    alpha_share: float = 1.0,
+) -> ReshardTable:
+    layouts = tuple(all_layouts(shape, mesh.shape, with_partial=with_partial))
+    index = {layout: i for i, layout in enumerate(layouts)}
+    count = len(layouts)
+    cost = np.full((count, count), np.inf)
+    np.fill_diagonal(cost, 0.0)
+    first = np.tile(np.arange(count), (count, 1))
+    for i, layout in enumerate(layouts):
+        for target, seconds in _steps(mesh, layout, num_bytes, alpha_share, len(shape)):
+            j = index.get(target)
+            if j is not None and seconds < cost[i, j]:
+                cost[i, j] = seconds
+    for k in range(count):
+        through = cost[:, k, None] + cost[None, k, :]
+        better = through < cost - 1e-15
+        cost = np.where(better, through, cost)
+        first = np.where(better, first[:, k, None], first)
+    return ReshardTable(layouts, index, cost, first)
+
+
+def _steps(
+    mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
+) -> list[tuple[Layout, float]]:
+    local = num_bytes / num_shards(layout, mesh.shape)
+    found: list[tuple[Layout, float]] = []
+
+    def moved(axes: tuple[int, ...], entry: int) -> Layout:
+        return tuple(entry if a in axes else e for a, e in enumerate(layout))
+
+    def is_minor(axis: int, dim: int) -> bool:
+        return not any(e == dim for e in layout[axis + 1 :])
+
+    for axis, entry in enumerate(layout):
+        axes, size = (axis,), mesh.shape[axis]
+        free_dims = [d for d in range(ndim) if d != entry and is_minor(axis, d)]
+        if size == 1:
+            continue
+        if entry == WHOLE:
+            found += [(moved(axes, d), 0.0) for d in free_dims]
+        elif entry == PARTIAL:
+            found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
+            seconds = reduce_scatter_s(mesh, axes, local, share)
+            found += [(moved(axes, d), seconds) for d in free_dims]
+        elif is_minor(axis, entry):
+            whole = local * size
+            found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole, share)))
+            seconds = all_to_all_s(mesh, axes, whole, share)
+            found += [(moved(axes, d), seconds) for d in free_dims]
+    for entry in set(layout) - {WHOLE}:
+        axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh.shape[a] > 1)
+        if len(axes) < 2:
+            continue
+        if entry == PARTIAL:
+            found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
+            seconds = reduce_scatter_s(mesh, axes, local, share)
+            found += [(moved(axes, d), seconds) for d in range(ndim)]
+        else:
+            whole = local * mesh.num_devices
+            found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole, share)))
+            seconds = all_to_all_s(mesh, axes, whole, share)
+            found += [(moved(axes, d), seconds) for d in range(ndim) if d != entry]
+    return found

@@ -1,0 +1,39 @@
+"""Errors that a user can act on.
+
+Each message says what failed, what was given, what was needed and what to change. A class per
+kind of mistake, so that callers can tell them apart; all are :class:`AutoparError`.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of everything autopar raises on purpose."""
+
+
+class ArgumentError(AutoparError, ValueError):
+    """An argument of an autopar function has a value that cannot work."""
+
+
+class TraceError(AutoparError, TypeError):
+    """The function or its arguments cannot be traced to a program of arrays."""
+
+
+class MeshError(AutoparError, ValueError):
+    """A mesh that the devices cannot form, or that nothing in the program divides."""
+
+
+class SpecError(AutoparError, ValueError):
+    """A partition spec that does not fit the array it is for."""
+
+
+class SolverError(AutoparError, RuntimeError):
+    """The solver is unknown, failed, or proved that no sharding satisfies the constraints."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan file that is malformed, was altered, or was made for another program."""
+
+
+class CompileError(AutoparError, RuntimeError):
+    """XLA refused the sharded program."""

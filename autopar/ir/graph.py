@@ -1,0 +1,121 @@
+"""The graph that the solver shards: values, nodes and their einsum-like rules.
+
+A node is one equation of the traced program (or a small structural step beside one, see
+`NodeKind`). Its `Rule` gives a *factor* to every dimension of every operand and result, in
+Shardy's sense: dimensions that share a factor are split together. A mesh axis is put on a factor,
+never on a dimension, so a legal assignment needs no communication inside the node except the sum
+over split reduction factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+
+class NodeKind(Enum):
+    INPUT = "input"  # an argument of the step, or a constant it captured
+    OP = "op"  # an equation
+    USE = "use"  # one layout of an input that several consumers can share
+    FINISH = "finish"  # where the partial sums of the node before are reduced
+    MERGE = "merge"  # a loop carry, or the join of branches: all operands and the result agree
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Factors of every dimension, major first.
+
+    operands, results: value -> dimension -> factors. A dimension of size 1 has none.
+    sizes:             factor -> size.
+    reduction:         factors that no result has: splitting one leaves partial sums.
+    fixed:             factors that may not be split (replication or a permutation needed).
+    linear:            partial sums may flow through (the op is a plain sum of its operands).
+    """
+
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    sizes: tuple[int, ...]
+    reduction: frozenset[int] = frozenset()
+    fixed: frozenset[int] = frozenset()
+    linear: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the program. `deferred` values (gradients on their way to the optimizer,
+    parameters on their way to their first use) are off the critical path, so that the latency of
+    their collectives is shared."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    path: str | None = None
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    kind: NodeKind
+    name: str
+    rule: Rule
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    weight: float = 1.0  # how often it runs in a step
+    flops: float = 0.0
+    touched_bytes: tuple[float, ...] = ()  # per operand, then per result; 0 where fused away
+    module: str = ""
+    region: str = "forward"
+    equation: int | None = None
+    batch_factor: int | None = None  # the factor that carries the batch dimension
+    signature: int = -1  # equal signatures have equal rules, costs and strategies
+
+    @property
+    def is_heavy(self) -> bool:
+        """Matrix products and convolutions: the work that must not be done twice."""
+        return self.name in ("dot_general", "conv_general_dilated")
+
+
+@dataclass(frozen=True)
+class Unruled:
+    """An equation for which no rule is known; it runs replicated."""
+
+    name: str
+    source: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]  # values, in the order of the program's inputs
+    outputs: tuple[int | None, ...]  # values; None where the program returns a literal
+    state: tuple[tuple[int, int], ...]  # (input index, output index) that must share a spec
+    batch: tuple[int, ...]  # input indices of batch arguments
+    unruled: tuple[Unruled, ...] = ()
+    producer: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> node, result
+
+    @property
+    def total_flops(self) -> float:
+        return sum(node.flops * node.weight for node in self.nodes)
+
+
+def check_graph(graph: Graph) -> None:
+    """Every value is produced once, before use, and rules match shapes. For our own bugs."""
+    for index, node in enumerate(graph.nodes):
+        rule = node.rule
+        assert len(rule.operands) == len(node.operands), (index, node)
+        assert len(rule.results) == len(node.results), (index, node)
+        groups = ((rule.operands, node.operands), (rule.results, node.results))
+        for dims_of, values in groups:
+            for dims, value in zip(dims_of, values, strict=True):
+                shape = graph.values[value].shape
+                assert len(dims) == len(shape), (node.name, dims, shape)
+                for factors, size in zip(dims, shape, strict=True):
+                    split = prod(rule.sizes[f] for f in factors if f not in rule.fixed)
+                    assert split <= max(size, 1) or rule.fixed, (node.name, dims, shape)
+        for value in node.results:
+            assert graph.producer[value][0] == index, (index, value)
+        for value in node.operands:
+            assert value in graph.producer, (node.name, value)

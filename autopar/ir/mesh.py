@@ -1,0 +1,194 @@
+"""Clusters, devices and logical meshes: what the machine is, as data.
+
+A `ClusterSpec` is hosts × devices with two kinds of link. A `LogicalMesh` arranges devices in a
+grid of named axes and prices each axis: α seconds per collective, β seconds per byte. Axes of a
+mesh made from a cluster know how many of their ranks share a host; a group that leaves its host
+is priced at the slow link, which the groups of one host share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from autopar.errors import ArgumentError, MeshError
+
+DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What one device can do. Peak rates are the vendor's, `flops_32bit` for float32 products as
+    JAX computes them by default (TF32 where the device has it); `efficiency` is the share of them
+    that large matrix products reach in practice. Bandwidths are bytes per second each way:
+    `intra_host_bandwidth` of one device's link, `host_bandwidth` of a host's whole network."""
+
+    name: str
+    flops_16bit: float
+    flops_32bit: float
+    memory_bytes: float
+    memory_bandwidth: float
+    intra_host_bandwidth: float
+    host_bandwidth: float
+    intra_host_alpha_s: float = 5e-6
+    inter_host_alpha_s: float = 15e-6
+    efficiency: float = 0.7
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        # p3.16xlarge: NVLink 8 per host (150 GB/s each way per device), 25 Gb/s between hosts.
+        DeviceSpec("v100", 125e12, 15.7e12, 16e9, 0.9e12, 130e9, 25e9 / 8, efficiency=0.55),
+        # A100 40 GB on PCIe gen 4: one link of about 25 GB/s per device.
+        DeviceSpec("a100-pcie", 312e12, 156e12, 40e9, 1.55e12, 22e9, 25e9),
+        # A100 80 GB SXM: NVLink 300 GB/s each way per device, 8 × 200 Gb/s per host.
+        DeviceSpec("a100-sxm", 312e12, 156e12, 80e9, 2.0e12, 270e9, 200e9),
+        # DGX H100: NVLink 450 GB/s each way per device, 8 × 400 Gb/s InfiniBand per host.
+        DeviceSpec("h100-sxm", 989e12, 494e12, 80e9, 3.35e12, 400e9, 400e9),
+        # H200: the same chip with 141 GB of faster memory; 790 TFLOP/s seen on an 8192³ product.
+        DeviceSpec("h200-sxm", 989e12, 494e12, 141e9, 4.8e12, 400e9, 400e9, efficiency=0.8),
+        # Virtual CPU devices of one process: collectives are memory copies between threads.
+        DeviceSpec("cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
+    )
+}
+
+
+def device_spec(device: str | DeviceSpec) -> DeviceSpec:
+    if isinstance(device, DeviceSpec):
+        return device
+    if device not in DEVICES:
+        raise ArgumentError(
+            f"device={device!r} is not a preset; choose one of {sorted(DEVICES)} or pass an "
+            "autopar.DeviceSpec with your own figures."
+        )
+    return DEVICES[device]
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """`num_hosts` hosts of `devices_per_host` equal devices. Any figure of the preset can be
+    replaced: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`."""
+
+    num_hosts: int
+    devices_per_host: int
+    device: str | DeviceSpec = "h100-sxm"
+    memory_bytes: float | None = None
+    intra_host_bandwidth: float | None = None
+    host_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_hosts", "devices_per_host"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a whole number ≥ 1.")
+        for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth"):
+            given = getattr(self, name)
+            if given is not None and not given > 0:
+                raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a number > 0, or None.")
+        device_spec(self.device)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """The device with this cluster's own figures put in."""
+        own = {
+            name: getattr(self, name)
+            for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth")
+            if getattr(self, name) is not None
+        }
+        return replace(device_spec(self.device), **own)
+
+    def link(self, group_size: int, stride: int) -> tuple[float, float]:
+        """(α, β) of a ring over `group_size` devices `stride` apart in host-major order."""
+        device = self.spec
+        ranks_per_host = max(1, min(group_size, self.devices_per_host // stride))
+        if group_size <= ranks_per_host:
+            return device.intra_host_alpha_s, 1 / device.intra_host_bandwidth
+        # Each ring crosses the host's boundary once each way; the rings of the groups that share
+        # the host share its network.
+        rings = max(1, self.devices_per_host // ranks_per_host)
+        beta = max(1 / device.intra_host_bandwidth, rings / device.host_bandwidth)
+        return device.inter_host_alpha_s, beta
+
+
+@dataclass(frozen=True)
+class LogicalMesh:
+    """Devices in a grid; the solver's whole picture of the machine.
+
+    shape:        devices along each axis.
+    axis_names:   one name per axis, used in every `PartitionSpec`.
+    alpha, beta:  seconds per collective and per byte along each axis (any unit, if both agree).
+    memory_bytes: of one device, or None for no limit.
+    device:       compute figures; None prices communication alone, and then large products may
+                  not be computed redundantly.
+    joint_link:   (α, β) of one ring through all devices; the worst axis if None.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...] = ()
+    alpha: tuple[float, ...] = ()
+    beta: tuple[float, ...] = ()
+    memory_bytes: float | None = None
+    device: DeviceSpec | None = None
+    joint_link: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        shape = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+        if not shape or len(shape) > 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
+            raise MeshError(
+                f"LogicalMesh(shape={self.shape!r}): needs one or two whole numbers ≥ 1, "
+                "such as (8,) or (2, 4)."
+            )
+        names = tuple(self.axis_names) or DEFAULT_AXIS_NAMES[: len(shape)]
+        names = names[: len(shape)] if names == DEFAULT_AXIS_NAMES[:2] else names
+        if len(names) != len(shape) or len(set(names)) != len(names):
+            raise MeshError(
+                f"LogicalMesh(axis_names={self.axis_names!r}): needs {len(shape)} different "
+                f"names, one per axis of the shape {shape}."
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "axis_names", names)
+        for field in ("alpha", "beta"):
+            given = tuple(getattr(self, field)) or (1.0,) * len(shape)
+            if len(given) != len(shape) or any(v < 0 for v in given):
+                raise MeshError(
+                    f"LogicalMesh({field}={getattr(self, field)!r}): needs {len(shape)} numbers "
+                    f"≥ 0, one per axis of the shape {shape}."
+                )
+            object.__setattr__(self, field, tuple(float(v) for v in given))
+
+    @property
+    def num_devices(self) -> int:
+        return prod(self.shape)
+
+    def link(self, axes: tuple[int, ...]) -> tuple[float, float]:
+        """(α, β) of a collective over the given axes together."""
+        if len(axes) == 1:
+            return self.alpha[axes[0]], self.beta[axes[0]]
+        if self.joint_link is not None:
+            return self.joint_link
+        return max(self.alpha[a] for a in axes), max(self.beta[a] for a in axes)
+
+
+def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh:
+    """Arrange a cluster's devices, host-major, in a grid and price its axes."""
+    if prod(shape) > cluster.num_devices:
+        raise MeshError(
+            f"mesh_shape={shape} needs {prod(shape)} devices; the cluster has "
+            f"{cluster.num_devices} ({cluster.num_hosts} × {cluster.devices_per_host}). "
+            "Choose a smaller mesh or a larger cluster."
+        )
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    links = [cluster.link(size, stride) for size, stride in zip(shape, strides, strict=True)]
+    return LogicalMesh(
+        shape=shape,
+        alpha=tuple(alpha for alpha, _ in links),
+        beta=tuple(beta for _, beta in links),
+        memory_bytes=cluster.spec.memory_bytes,
+        device=cluster.spec,
+        joint_link=cluster.link(prod(shape), 1),
+    )

@@ -1,0 +1,367 @@
+"""The parallel plan: everything decided, as plain data that can be saved, read and shared.
+
+A plan holds the layout of every operand and result of the program it was made for, so running it
+needs no search. It is JSON, never code: `ParallelPlan.load` checks the format, the checksum and
+every field before it believes a file, and applying a plan checks that the program is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_unflatten
+
+from autopar.errors import PlanError
+from autopar.ir.spec import Layout, fits, to_partition_spec
+
+FORMAT = "autopar-plan"
+FORMAT_VERSION = 1
+
+Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
+
+
+@dataclass(frozen=True)
+class EquationSharding:
+    """Operands: the layouts each is resharded through. Results: the layout each is given, None
+    where it is left to the compiler (partial sums, keys)."""
+
+    operands: tuple[Chain, ...]
+    results: tuple[Layout | None, ...]
+    bodies: tuple[ProgramSharding, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgramSharding:
+    inputs: tuple[Layout | None, ...]
+    equations: tuple[EquationSharding, ...]
+    outputs: tuple[Chain, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output by its path, with where it lies."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    role: str = ""  # "state", "batch" or ""
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """What one of the user's modules costs in one step, on each device."""
+
+    module: str
+    region: str
+    compute_s: float
+    communication_s: float
+    communication_bytes: float
+    collectives: tuple[tuple[str, int], ...] = ()  # (kind and axes, how many)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A contiguous part of the step on its own submesh. Intra-operator plans have one."""
+
+    layers: tuple[int, int]
+    submesh: tuple[int, int]  # hosts, devices per host
+    mesh_shape: tuple[int, ...]
+    cost: float
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a plan was made for."""
+
+    program: str  # hash of every equation with its shapes
+    jax_version: str
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How the sharding was found and how good it is known to be."""
+
+    objective: float
+    lower_bound: float
+    gap: float
+    sizes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    name: str
+    method: str
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    device: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    program: ProgramSharding
+    stages: tuple[StagePlan, ...]
+    num_micro_batches: int
+    estimated_step_s: float
+    estimated_peak_bytes: float
+    communication_bytes: float
+    modules: tuple[ModuleCost, ...]
+    solver: SolverReport
+    fingerprint: Fingerprint
+    warnings: tuple[str, ...] = ()
+    in_tree: Any = field(default=None, compare=False, repr=False)
+    out_tree: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        count = 1
+        for size in self.mesh_shape:
+            count *= size
+        return count
+
+    def spec_of(self, tensor: Tensor) -> PartitionSpec:
+        return to_partition_spec(tensor.layout, len(tensor.shape), self.axis_names)
+
+    @property
+    def input_specs(self) -> Any:
+        """`PartitionSpec`s in the pytree of the function's arguments. A plan read from a file
+        knows paths, not pytrees: there it is a dict from path to spec."""
+        return self._tree(self.inputs, self.in_tree, self.spec_of)
+
+    @property
+    def output_specs(self) -> Any:
+        """`PartitionSpec`s in the pytree of the function's result (a dict if read from a file)."""
+        return self._tree(self.outputs, self.out_tree, self.spec_of)
+
+    @property
+    def input_stages(self) -> Any:
+        """The stages that hold each input: always `(0,)` without a pipeline."""
+        return self._tree(self.inputs, self.in_tree, lambda _: (0,))
+
+    @property
+    def output_stages(self) -> Any:
+        return self._tree(self.outputs, self.out_tree, lambda _: (0,))
+
+    @staticmethod
+    def _tree(tensors: tuple[Tensor, ...], tree: Any, of: Any) -> Any:
+        if tree is None:
+            return {t.path: of(t) for t in tensors}
+        build, args = tree
+        return build(args, [of(t) for t in tensors])
+
+    def explain(self) -> str:
+        """The plan as a table, in the names of the user's own modules."""
+        from autopar.ir.table import explain_plan
+
+        return explain_plan(self)
+
+    # -- files
+
+    def to_json(self) -> str:
+        body = _encode(replace(self, in_tree=None, out_tree=None))
+        document = {"format": FORMAT, "version": FORMAT_VERSION, "plan": body}
+        document["sha256"] = _digest(body)
+        return json.dumps(document, indent=None, separators=(",", ":"))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; a crash leaves the old file or the new one, never half."""
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise PlanError(f"plan.save({str(path)!r}): the folder {target.parent} does not exist.")
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_text(self.to_json())
+        temporary.replace(target)
+
+    @staticmethod
+    def load(path: str | Path) -> ParallelPlan:
+        """Read and check a plan file."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"ParallelPlan.load({str(path)!r}): cannot be read: {error}") from error
+        return ParallelPlan.from_json(text, where=str(path))
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> ParallelPlan:
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{where}: not JSON ({error}). Save the plan again.") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise PlanError(f"{where}: not an autopar plan. Give a file written by plan.save().")
+        if document.get("version") != FORMAT_VERSION:
+            raise PlanError(
+                f"{where}: plan format {document.get('version')!r}, this autopar reads "
+                f"{FORMAT_VERSION}. Plan again with this version."
+            )
+        body = document.get("plan")
+        if document.get("sha256") != _digest(body):
+            raise PlanError(
+                f"{where}: the checksum does not match, so the file was altered or cut short. "
+                "Plan again, or restore the file."
+            )
+        try:
+            plan = _decode_plan(body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{where}: malformed plan ({error!r}). Plan again.") from error
+        check_plan(plan, where)
+        return plan
+
+
+def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
+    """Layouts have one entry per mesh axis, fit their arrays, and counts agree."""
+    axes = len(plan.mesh_shape)
+    if len(plan.axis_names) != axes or not all(n >= 1 for n in plan.mesh_shape):
+        raise PlanError(f"{where}: mesh {plan.mesh_shape} with axes {plan.axis_names}.")
+    for tensor in (*plan.inputs, *plan.outputs):
+        in_range = all(-1 <= entry < len(tensor.shape) for entry in tensor.layout)
+        if len(tensor.layout) != axes or not in_range:
+            raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
+        if not fits(tensor.layout, tensor.shape, plan.mesh_shape):
+            raise PlanError(
+                f"{where}: {tensor.path} {tensor.shape} is not divided evenly by its layout "
+                f"{tensor.layout} on the mesh {plan.mesh_shape}."
+            )
+    if len(plan.program.inputs) != len(plan.inputs):
+        raise PlanError(f"{where}: {len(plan.inputs)} inputs, {len(plan.program.inputs)} layouts.")
+    if len(plan.program.outputs) != len(plan.outputs):
+        raise PlanError(
+            f"{where}: {len(plan.outputs)} outputs, {len(plan.program.outputs)} layouts."
+        )
+    _check_program(plan.program, axes, where)
+
+
+def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
+    def check(layout: Layout | None) -> None:
+        if layout is not None and (len(layout) != axes or any(e < -1 for e in layout)):
+            raise PlanError(f"{where}: a layout {layout} for a mesh of {axes} axes.")
+
+    for layout in program.inputs:
+        check(layout)
+    for chain in program.outputs:
+        for layout in chain:
+            check(layout)
+    for equation in program.equations:
+        for layout in equation.results:
+            check(layout)
+        for chain in equation.operands:
+            for layout in chain:
+                check(layout)
+        for body in equation.bodies:
+            _check_program(body, axes, where)
+
+
+def _digest(body: Any) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encode(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        skip = ("in_tree", "out_tree")
+        names = [n for n in value.__dataclass_fields__ if n not in skip]
+        return {n: _encode(getattr(value, n)) for n in names}
+    if isinstance(value, (tuple, list)):
+        return [_encode(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _encode(v) for k, v in value.items()}
+    return value
+
+
+def _layout(value: Any) -> Layout | None:
+    if value is None:
+        return None
+    if not all(isinstance(e, int) and not isinstance(e, bool) for e in value):
+        raise ValueError(f"layout {value!r}")
+    return tuple(value)
+
+
+def _chain(value: Any) -> Chain:
+    layouts = tuple(_layout(v) for v in value)
+    if None in layouts:
+        raise ValueError("an empty layout in a chain")
+    return layouts  # type: ignore[return-value]
+
+
+def _decode_program(body: dict[str, Any]) -> ProgramSharding:
+    return ProgramSharding(
+        inputs=tuple(_layout(v) for v in body["inputs"]),
+        equations=tuple(
+            EquationSharding(
+                operands=tuple(_chain(c) for c in e["operands"]),
+                results=tuple(_layout(r) for r in e["results"]),
+                bodies=tuple(_decode_program(b) for b in e["bodies"]),
+            )
+            for e in body["equations"]
+        ),
+        outputs=tuple(_chain(c) for c in body["outputs"]),
+    )
+
+
+def _decode_tensor(body: dict[str, Any]) -> Tensor:
+    layout = _layout(body["layout"])
+    if layout is None:
+        raise ValueError(f"{body['path']}: no layout")
+    return Tensor(
+        str(body["path"]), tuple(body["shape"]), str(body["dtype"]), layout, str(body["role"])
+    )
+
+
+def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
+    return ParallelPlan(
+        name=str(body["name"]),
+        method=str(body["method"]),
+        mesh_shape=tuple(int(n) for n in body["mesh_shape"]),
+        axis_names=tuple(str(n) for n in body["axis_names"]),
+        device=str(body["device"]),
+        inputs=tuple(_decode_tensor(t) for t in body["inputs"]),
+        outputs=tuple(_decode_tensor(t) for t in body["outputs"]),
+        program=_decode_program(body["program"]),
+        stages=tuple(
+            StagePlan(
+                layers=(int(s["layers"][0]), int(s["layers"][1])),
+                submesh=(int(s["submesh"][0]), int(s["submesh"][1])),
+                mesh_shape=tuple(int(n) for n in s["mesh_shape"]),
+                cost=float(s["cost"]),
+            )
+            for s in body["stages"]
+        ),
+        num_micro_batches=int(body["num_micro_batches"]),
+        estimated_step_s=float(body["estimated_step_s"]),
+        estimated_peak_bytes=float(body["estimated_peak_bytes"]),
+        communication_bytes=float(body["communication_bytes"]),
+        modules=tuple(
+            ModuleCost(
+                str(m["module"]),
+                str(m["region"]),
+                float(m["compute_s"]),
+                float(m["communication_s"]),
+                float(m["communication_bytes"]),
+                tuple((str(k), int(n)) for k, n in m["collectives"]),
+            )
+            for m in body["modules"]
+        ),
+        solver=SolverReport(
+            float(body["solver"]["objective"]),
+            float(body["solver"]["lower_bound"]),
+            float(body["solver"]["gap"]),
+            {str(k): int(v) for k, v in body["solver"]["sizes"].items()},
+            {str(k): float(v) for k, v in body["solver"]["seconds"].items()},
+        ),
+        fingerprint=Fingerprint(
+            str(body["fingerprint"]["program"]), str(body["fingerprint"]["jax_version"])
+        ),
+        warnings=tuple(str(w) for w in body["warnings"]),
+    )
+
+
+def unflatten_builder(treedef: Any, leaves: list[Any]) -> Any:
+    return tree_unflatten(treedef, leaves)

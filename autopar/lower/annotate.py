@@ -1,0 +1,134 @@
+"""The program with its sharding written on it: a function that `jax.jit` compiles.
+
+Every equation is bound again as it was traced, under the user's own names and source lines, with
+public `with_sharding_constraint`s on operands that change layout and on every result. Custom
+calls, callbacks and custom partitioning therefore keep working, and the partitioner is left no
+freedom to wander.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import _jax
+from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
+from autopar.ir.spec import Layout, to_partition_spec
+
+
+def annotated_function(
+    program: Any, sharding: ProgramSharding, mesh: Mesh
+) -> Callable[..., list[Any]]:
+    """A flat function of the program's inputs, constrained as planned."""
+    writer = _Writer(mesh)
+
+    def run(*inputs: Any) -> list[Any]:
+        return writer.run(program, sharding, inputs)
+
+    return run
+
+
+class _Writer:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
+
+    def constrain(self, value: Any, layout: Layout | None) -> Any:
+        ndim = getattr(value, "ndim", 0)
+        if layout is None or ndim == 0 or _jax.is_extended_dtype(value.dtype):
+            return value
+        key = (layout, ndim)
+        if key not in self.shardings:
+            spec = to_partition_spec(layout, ndim, self.mesh.axis_names)
+            self.shardings[key] = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(value, self.shardings[key])
+
+    def run(self, program: Any, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
+        env: dict[int, Any] = {}
+        moved: dict[tuple[int, Chain], Any] = {}  # values already taken to another layout
+        for value, const in program.captured:
+            env[value] = const
+        for value, array, layout in zip(program.inputs, inputs, sharding.inputs, strict=True):
+            env[value] = self.constrain(array, layout)
+
+        def read(operand: Any, chain: Chain) -> Any:
+            if not isinstance(operand, int):
+                return operand.value
+            if not chain:
+                return env[operand]
+            for end in range(1, len(chain) + 1):
+                key = (operand, chain[:end])
+                if key not in moved:
+                    before = moved[operand, chain[: end - 1]] if end > 1 else env[operand]
+                    moved[key] = self.constrain(before, chain[end - 1])
+            return moved[operand, chain]
+
+        for equation, own in zip(program.equations, sharding.equations, strict=True):
+            context = _jax.equation_context(
+                equation.source_info, equation.name_stack, equation.context
+            )
+            with context:
+                operands = [
+                    read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
+                ]
+                results = self.bind(equation, own, operands)
+                layouts = own.results or (None,) * len(results)
+                for value, array, layout in zip(equation.results, results, layouts, strict=True):
+                    env[value] = self.constrain(array, layout)
+        return [read(o, c) for o, c in zip(program.outputs, sharding.outputs, strict=True)]
+
+    def bind(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+        if equation.name == "scan":
+            return self.scan(equation, own, operands)
+        if equation.name == "while":
+            return self.while_loop(equation, own, operands)
+        if equation.name == "cond":
+            return self.cond(equation, own, operands)
+        return _jax.bind(equation.primitive, equation.params, operands)
+
+    def scan(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+        (body,), (sharding,) = equation.bodies, own.bodies
+        num_consts, num_carry = _jax.scan_sizes(equation.params)
+        consts = operands[:num_consts]
+        init = operands[num_consts : num_consts + num_carry]
+        xs = operands[num_consts + num_carry :]
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = self.run(body, sharding, [*consts, *carry, *x])
+            return out[:num_carry], out[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            init,
+            xs,
+            length=equation.params["length"],
+            reverse=equation.params["reverse"],
+            unroll=equation.params["unroll"],
+        )
+        return [*carry, *ys]
+
+    def while_loop(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+        (condition, body), (cond_sharding, body_sharding) = equation.bodies, own.bodies
+        cond_consts = equation.params["cond_nconsts"]
+        num_consts = cond_consts + equation.params["body_nconsts"]
+        return list(
+            jax.lax.while_loop(
+                lambda carry: self.run(
+                    condition, cond_sharding, [*operands[:cond_consts], *carry]
+                )[0],
+                lambda carry: self.run(
+                    body, body_sharding, [*operands[cond_consts:num_consts], *carry]
+                ),
+                operands[num_consts:],
+            )
+        )
+
+    def cond(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+        branches = [
+            lambda *args, b=branch, s=sharding: self.run(b, s, args)
+            for branch, sharding in zip(equation.bodies, own.bodies, strict=True)
+        ]
+        return list(jax.lax.switch(operands[0], branches, *operands[1:]))

@@ -1,0 +1,146 @@
+"""Collectives of a compiled program, read from XLA's optimized HLO.
+
+Bytes are those of the result on one device (for an all-gather the gathered tensor, for a
+reduce-scatter the scattered one's whole input). `ring_seconds` prices the lot by the ring formulas
+of `autopar.cost.collectives`, so that programs compiled by different means can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {
+    "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4,
+    "s64": 8, "u64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+}  # fmt: skip
+_LINE = re.compile(
+    r"=\s*(?P<type>\(?[^=]*?\)?)\s*(?P<kind>" + "|".join(_KINDS) + r")(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_GROUPS_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{")
+_CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclass(frozen=True)
+class CollectiveOp:
+    """One collective instruction: how often it runs in a step, over how many ranks, and the
+    shapes it moves."""
+
+    kind: str
+    num_bytes: int
+    group_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    trips: int = 1
+    op_name: str = ""
+    in_loop: bool = False
+
+    @property
+    def is_scalar(self) -> bool:
+        return all(shape == () for shape in self.shapes)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes each device sends in a ring, all trips."""
+        n = max(self.group_size, 1)
+        ring = (n - 1) / n
+        if self.kind == "all-reduce":
+            return self.trips * 2 * ring * self.num_bytes
+        if self.kind == "reduce-scatter":
+            return self.trips * ring * self.num_bytes * n
+        if self.kind == "collective-permute":
+            return float(self.trips * self.num_bytes)
+        return self.trips * ring * self.num_bytes
+
+
+def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
+    """Every collective of an HLO module; those in loops carry the trip count."""
+    trips = _trip_counts(hlo_text)
+    found = []
+    computation = ""
+    for line in hlo_text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header and not line.startswith(" "):
+            computation = header[1]
+            continue
+        match = _LINE.search(line)
+        if match is None or "-done(" in line:
+            continue
+        arrays = [
+            (dtype, tuple(int(d) for d in dims.split(",") if d))
+            for dtype, dims in _ARRAY.findall(match["type"])
+            if dtype in _BYTES
+        ]
+        if match["start"] and len(arrays) > 1:  # (operands, results): the results alone
+            arrays = arrays[len(arrays) // 2 :]
+        num_bytes = sum(_BYTES[d] * _product(shape) for d, shape in arrays)
+        name = re.search(r'op_name="([^"]*)"', line)
+        found.append(
+            CollectiveOp(
+                match["kind"],
+                num_bytes,
+                _group_size(line),
+                tuple(shape for _, shape in arrays),
+                trips.get(computation, 1),
+                name[1] if name else "",
+                computation in trips,
+            )
+        )
+    return tuple(found)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _group_size(line: str) -> int:
+    match = _GROUPS_IOTA.search(line)
+    if match:
+        return int(match[2])
+    match = _GROUPS_LIST.search(line)
+    if match:
+        return len(match[1].split(","))
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+    return 2 if pairs else 1
+
+
+def _trip_counts(hlo_text: str) -> dict[str, int]:
+    """computation -> how often it runs because of while loops around it."""
+    calls: dict[str, list[tuple[str, int]]] = {}
+    computation = ""
+    for line in hlo_text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header and not line.startswith(" "):
+            computation = header[1]
+            continue
+        for callee in _CALLED.findall(line):
+            is_body = re.search(rf"body=%?{re.escape(callee)}\b", line) is not None
+            known = _TRIPS.search(line)
+            count = int(known[1]) if is_body and known else 1
+            calls.setdefault(callee, []).append((computation, count))
+    loops: dict[str, int] = {}
+
+    def trips(name: str, depth: int = 0) -> int:
+        if depth > 32 or name not in calls:
+            return 1
+        return max(count * trips(parent, depth + 1) for parent, count in calls[name])
+
+    for name in calls:
+        total = trips(name)
+        if total > 1:
+            loops[name] = total
+    return loops
+
+
+def collective_seconds(
+    ops: tuple[CollectiveOp, ...], bandwidth: float, alpha_s: float = 0.0
+) -> float:
+    """Time of all collectives by the ring formulas on links of one bandwidth."""
+    return sum(op.trips * alpha_s + op.sent_bytes / bandwidth for op in ops)

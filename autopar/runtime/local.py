@@ -1,0 +1,123 @@
+"""A compiled step on the devices of this process.
+
+The jitted function takes the flat array leaves, so a warm call is: flatten, look up, JAX's own
+dispatch, unflatten. JAX checks shapes and shardings of its arguments itself; only when it finds
+them other than planned does the slow path run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.errors import ArgumentError, CompileError
+from autopar.ir.plan import ParallelPlan
+from autopar.runtime.hlo import CollectiveOp, read_collectives
+
+
+class SignatureChanged(Exception):
+    """The arguments are not those the program was made for. Internal."""
+
+
+class LocalExecutable:
+    """What `step.last_executable` gives: the compiled program and ways to look into it."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        flat_fn: Callable[..., list[Any]],
+        avals: Sequence[Any],
+        donated: Sequence[int],
+        mesh: Mesh,
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.avals = tuple(avals)
+        self.input_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.inputs]
+        self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
+        expected = [(a.shape, a.dtype) for a in self.avals]
+
+        def checked(*leaves: Any) -> list[Any]:
+            if [(x.shape, x.dtype) for x in leaves] != expected:
+                raise SignatureChanged
+            return flat_fn(*leaves)
+
+        checked.__name__ = checked.__qualname__ = plan.name
+        self.jitted = jax.jit(
+            checked,
+            in_shardings=self.input_shardings,
+            out_shardings=self.output_shardings,
+            donate_argnums=tuple(donated),
+            keep_unused=True,
+        )
+        self._compiled: Any = None
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        try:
+            return self.jitted(*leaves)
+        except ValueError:
+            # An argument committed to another place: move it as planned, then try once more.
+            # Whatever else was wrong is raised again by the second call.
+            return self.jitted(*self.place(leaves))
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Put host or device arrays where the plan wants them."""
+        return jax.device_put(list(leaves), self.input_shardings)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        if self._compiled is None:
+            shapes = [
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+                for a, s in zip(self.avals, self.input_shardings, strict=True)
+            ]
+            try:
+                self._compiled = self.jitted.lower(*shapes).compile()
+            except jax.errors.JaxRuntimeError as error:
+                raise CompileError(
+                    f"XLA could not compile {self.plan.name} for the mesh "
+                    f"{self.plan.mesh_shape}: {error}"
+                ) from error
+        return self._compiled
+
+    def hlo_text(self) -> str:
+        """XLA's optimized HLO."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return text
+
+    def collectives(self) -> tuple[CollectiveOp, ...]:
+        """Every collective XLA will run, with bytes and group sizes."""
+        return read_collectives(self.hlo_text())
+
+    def memory_bytes(self) -> int:
+        """XLA's own figure of peak bytes per device: arguments, outputs and temporaries, with
+        donated buffers counted once."""
+        stats = self.compiled.memory_analysis()
+        return int(
+            stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            + stats.temp_size_in_bytes
+            - stats.alias_size_in_bytes
+        )
+
+    def dump_debug_info(self, directory: str | Path) -> None:
+        """Write plan, explanation and HLO into a folder."""
+        folder = Path(directory)
+        if folder.exists() and not folder.is_dir():
+            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / "plan.json")
+        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
+        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
+        figures = {
+            "memory_bytes": self.memory_bytes(),
+            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
+            "jax": jax.__version__,
+        }
+        (folder / "figures.json").write_text(json.dumps(figures, indent=1))

@@ -1,0 +1,236 @@
+"""The reduced problem as an integer linear programme.
+
+Variables: x_{v,s} ∈ {0,1}, node v takes strategy s; y_{uv,st} ≥ 0, edge (u,v) takes the pair.
+
+    minimise    Σ c_v[s]·x_{v,s} + Σ M_uv[s,t]·y_{uv,st}                        (`_model`)
+    subject to  Σ_s x_{v,s} = 1                          for every node v        (`_node_rows`)
+                Σ_t y_{uv,st} = x_{u,s}                  for every edge and s    (`_edge_rows`)
+                Σ_s y_{uv,st} = x_{v,t}                  for every edge and t    (`_edge_rows`)
+
+The edge marginals make the relaxation tight: y is integral whenever x is, and on train steps the
+linear relaxation usually is integral by itself, which proves the optimum without branching. If it
+is not, the programme is solved with integral x. HiGHS gets the arrays directly; any other solver
+that PuLP knows gets the same model by name.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import pulp
+
+from autopar.errors import ArgumentError, SolverError
+from autopar.sharding.reduce import PairwiseProblem
+
+_INTEGRAL = 1e-6
+
+
+@dataclass(frozen=True)
+class IlpResult:
+    choice: dict[int, int]
+    objective: float
+    lower_bound: float
+    num_variables: int
+    num_constraints: int
+    relaxation_integral: bool
+
+
+@dataclass(frozen=True)
+class _Model:
+    """min c·z, A z = b, 0 ≤ z ≤ 1, the first `num_nodes_vars` entries of z integral. A is stored
+    by columns."""
+
+    cost: np.ndarray
+    starts: np.ndarray
+    rows: np.ndarray
+    values: np.ndarray
+    rhs: np.ndarray
+    num_node_vars: int
+    node_slices: dict[int, slice]
+    scale: float
+
+
+def known_solvers() -> list[str]:
+    return ["highs", *(name for name in pulp.listSolvers() if name.upper() != "HIGHS")]
+
+
+def check_solver(solver: str) -> None:
+    """Raise for a solver that nobody knows or that is not installed."""
+    if solver == "highs":
+        return
+    if solver not in pulp.listSolvers():
+        raise ArgumentError(
+            f"ShardingOptions(solver={solver!r}): no such solver. Use 'highs' (bundled) or one "
+            f"that PuLP knows: {known_solvers()}."
+        )
+    if not pulp.getSolver(solver, msg=False).available():
+        raise SolverError(
+            f"ShardingOptions(solver={solver!r}): PuLP knows this solver but it is not installed "
+            "here. Install it, or use the default 'highs'."
+        )
+
+
+def solve_ilp(
+    problem: PairwiseProblem, *, solver: str = "highs", time_limit_s: float = 60.0
+) -> IlpResult:
+    """Solve what the reductions left; empty problems cost nothing."""
+    if not problem.costs:
+        return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
+    model = _model(problem)
+    if solver == "highs":
+        solution, bound, integral = _solve_with_highs(model, time_limit_s)
+    else:
+        solution, bound, integral = _solve_with_pulp(model, solver, time_limit_s)
+    choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+    objective = problem.objective(choice)
+    lower = min(bound / model.scale + problem.constant, objective)
+    if objective - lower <= 1e-6 * max(abs(objective), 1e-30):
+        lower = objective
+    return IlpResult(choice, objective, lower, len(model.cost), len(model.rhs), integral)
+
+
+def _model(problem: PairwiseProblem) -> _Model:
+    nodes = sorted(problem.costs)
+    slices, row_of = {}, {}
+    position = 0
+    for row, u in enumerate(nodes):
+        count = len(problem.costs[u])
+        slices[u] = slice(position, position + count)
+        row_of[u] = row
+        position += count
+    num_node_vars = position
+    num_rows = len(nodes)
+    edges = [(u, v, m) for u in nodes for v, m in problem.edges.get(u, {}).items() if u < v]
+    edge_rows = []
+    for u, v, _ in edges:
+        edge_rows.append((num_rows, num_rows + len(problem.costs[u])))
+        num_rows += len(problem.costs[u]) + len(problem.costs[v])
+    rows, columns, values = _node_rows(nodes, slices, row_of)
+    costs = [problem.costs[u] for u in nodes]
+    for (u, v, matrix), (first_u, first_v) in zip(edges, edge_rows, strict=True):
+        s, t = np.indices(matrix.shape)
+        variables = position + np.arange(matrix.size)
+        position += matrix.size
+        costs.append(matrix.ravel())
+        parts = _edge_rows(slices[u], slices[v], first_u, first_v, s.ravel(), t.ravel(), variables)
+        for store, part in zip((rows, columns, values), parts, strict=True):
+            store.append(part)
+    cost = np.concatenate(costs)
+    scale = 1e4 / max(float(np.abs(cost).max()), 1e-300)
+    row, column, value = (np.concatenate(p) for p in (rows, columns, values))
+    order = np.lexsort((row, column))
+    starts = np.zeros(position + 1, dtype=np.int32)
+    np.cumsum(np.bincount(column, minlength=position), out=starts[1:])
+    rhs = np.zeros(num_rows)
+    rhs[: len(nodes)] = 1.0
+    return _Model(
+        cost * scale,
+        starts,
+        row[order].astype(np.int32),
+        value[order],
+        rhs,
+        num_node_vars,
+        slices,
+        scale,
+    )
+
+
+def _node_rows(nodes: list[int], slices: dict[int, slice], row_of: dict[int, int]) -> tuple:
+    columns = [np.arange(slices[u].start, slices[u].stop) for u in nodes]
+    rows = [np.full(len(c), row_of[u]) for u, c in zip(nodes, columns, strict=True)]
+    values = [np.ones(len(c)) for c in columns]
+    return rows, columns, values
+
+
+def _edge_rows(
+    slice_u: slice,
+    slice_v: slice,
+    first_u: int,
+    first_v: int,
+    s: np.ndarray,
+    t: np.ndarray,
+    variables: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    own_u = np.arange(slice_u.start, slice_u.stop)
+    own_v = np.arange(slice_v.start, slice_v.stop)
+    rows = (first_u + s, first_v + t, first_u + np.arange(len(own_u)), first_v + np.arange(len(own_v)))
+    columns = (variables, variables, own_u, own_v)
+    ones = np.ones(len(variables))
+    values = (ones, ones, -np.ones(len(own_u)), -np.ones(len(own_v)))
+    return np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
+
+
+def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, float, bool]:
+    started = time.monotonic()
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", time_limit_s)
+    lp = highspy.HighsLp()
+    count = len(model.cost)
+    lp.num_col_, lp.num_row_ = count, len(model.rhs)
+    lp.col_cost_ = model.cost
+    lp.col_lower_ = np.zeros(count)
+    lp.col_upper_ = np.ones(count)
+    lp.row_lower_ = lp.row_upper_ = model.rhs
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = model.starts
+    lp.a_matrix_.index_ = model.rows
+    lp.a_matrix_.value_ = model.values
+    highs.passModel(lp)
+    highs.run()
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kOptimal:
+        solution = np.array(highs.getSolution().col_value)
+        bound = highs.getInfo().objective_function_value
+        nodes = solution[: model.num_node_vars]
+        if np.all(np.minimum(nodes, 1 - nodes) < _INTEGRAL):
+            return solution, bound, True
+    # The relaxation is fractional (or ran out of time): branch.
+    integer = np.arange(model.num_node_vars, dtype=np.int32)
+    kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
+    highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
+    left = max(time_limit_s - (time.monotonic() - started), 1.0)
+    highs.setOptionValue("time_limit", time_limit_s + left)
+    highs.setOptionValue("mip_rel_gap", 0.0)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise SolverError(
+            f"HiGHS found no sharding within {time_limit_s:.0f} s "
+            f"({highs.modelStatusToString(highs.getModelStatus())}). Raise "
+            "ShardingOptions(solver_time_limit_s=…) or use a mesh with fewer axes."
+        )
+    return np.array(highs.getSolution().col_value), info.mip_dual_bound, False
+
+
+def _solve_with_pulp(
+    model: _Model, solver: str, time_limit_s: float
+) -> tuple[np.ndarray, float, bool]:
+    problem = pulp.LpProblem("sharding", pulp.LpMinimize)
+    variables = [
+        problem.add_variable(
+            f"z{i}", 0, 1, pulp.LpBinary if i < model.num_node_vars else pulp.LpContinuous
+        )
+        for i in range(len(model.cost))
+    ]
+    problem += pulp.LpAffineExpression(list(zip(variables, model.cost.tolist(), strict=True)))
+    by_row: list[list] = [[] for _ in model.rhs]
+    for column, variable in enumerate(variables):
+        for at in range(model.starts[column], model.starts[column + 1]):
+            by_row[model.rows[at]].append((variable, float(model.values[at])))
+    for terms, rhs in zip(by_row, model.rhs.tolist(), strict=True):
+        problem += pulp.LpAffineExpression(terms) == rhs
+    problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise SolverError(
+            f"{solver} found no sharding within {time_limit_s:.0f} s "
+            f"({pulp.LpStatus[problem.status]}). Raise ShardingOptions(solver_time_limit_s=…) "
+            "or use the default solver 'highs'."
+        )
+    solution = np.array([v.value() or 0.0 for v in variables])
+    proven = problem.sol_status == pulp.LpSolutionOptimal
+    bound = float(model.cost @ solution) if proven else -np.inf
+    return solution, bound, False

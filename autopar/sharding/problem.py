@@ -1,0 +1,186 @@
+"""The graph, its strategies and the mesh as a pairwise problem: where costs are put together.
+
+Node costs are compute, edge costs are resharding (and the reduction of partial sums, which is
+resharding from a partial layout). Nodes of one class (see `fold`) share one decision, so costs of
+all members add up in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost.compute import compute_s, tie_break_s
+from autopar.cost.report import edge_weight
+from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.errors import SolverError
+from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import PARTIAL, Layout, num_shards
+from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.strategies import Strategy, enumerate_strategies
+
+FORBIDDEN = 1e18  # a price no plan pays if it can help it
+# Pins and filters say which strategies a node may use.
+StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingProblem:
+    graph: Graph
+    mesh: LogicalMesh
+    classes: list[int]
+    representative: dict[int, int]  # class -> one of its nodes
+    strategies: dict[int, list[Strategy]]  # class -> strategies
+    pairwise: PairwiseProblem
+
+
+def build_problem(
+    graph: Graph,
+    mesh: LogicalMesh,
+    classes: list[int],
+    pins: Mapping[int, Layout],
+    keep: StrategyFilter | None = None,
+    allow_parameter_gather: bool = True,
+) -> ShardingProblem:
+    """`pins`: value -> layout that its producer must give it."""
+    members: dict[int, list[int]] = {}
+    for index, owner in enumerate(classes):
+        members.setdefault(owner, []).append(index)
+    strategies: dict[int, list[Strategy]] = {}
+    costs: dict[int, np.ndarray] = {}
+    cache: dict[tuple, list[Strategy]] = {}
+    for owner, indices in members.items():
+        node = graph.nodes[indices[0]]
+        pinned = {
+            (r, pins[v])
+            for i in indices
+            for r, v in enumerate(graph.nodes[i].results)
+            if v in pins
+        }
+        key = (node.kind, node.name, node.rule, node.batch_factor, node.region, frozenset(pinned))
+        if key not in cache:
+            cache[key] = _allowed(graph, node, mesh, pinned, keep)
+        strategies[owner] = cache[key]
+        costs[owner] = len(indices) * _node_costs(graph, node, mesh, strategies[owner])
+    pairwise = PairwiseProblem(costs)
+    for (u, v, _), (matrix, count) in _edges(graph, mesh, classes, members, strategies).items():
+        if not allow_parameter_gather and _reads_parameter(graph, members[u][0]):
+            matrix = np.where(matrix > 0, FORBIDDEN, 0.0)
+        pairwise.add_edge(u, v, matrix * count)
+    representative = {owner: indices[0] for owner, indices in members.items()}
+    return ShardingProblem(graph, mesh, classes, representative, strategies, pairwise)
+
+
+def _reads_parameter(graph: Graph, node: int) -> bool:
+    """Whether a node is a state input, or a state input as its consumers see it."""
+    state = {graph.producer[graph.inputs[i]][0] for i, _ in graph.state}
+    if graph.nodes[node].kind is NodeKind.USE:
+        node = graph.producer[graph.nodes[node].operands[0]][0]
+    return node in state
+
+
+def _allowed(
+    graph: Graph,
+    node: Node,
+    mesh: LogicalMesh,
+    pinned: set[tuple[int, Layout]],
+    keep: StrategyFilter | None,
+) -> list[Strategy]:
+    every = enumerate_strategies(node.rule, mesh.shape)
+    if node.kind is NodeKind.FINISH and node.rule.linear:
+        every = tuple(s for s in every if s.results == s.operands)
+    chosen = list(every)
+    if keep is not None:
+        indices = keep(node, every)
+        chosen = [every[i] for i in indices]
+    for result, layout in pinned:
+        fitting = [s for s in chosen if s.results[result] == layout]
+        if not fitting:
+            fitting = [s for s in every if s.results[result] == layout]
+        if not fitting:
+            path = graph.values[node.results[result]].path or node.name
+            raise SolverError(
+                f"{path}: no strategy of {node.name} gives the layout that was asked for."
+            )
+        chosen = fitting
+    if mesh.device is None and node.is_heavy:
+        # Without a price on compute, large products must at least not be computed twice.
+        most = max(s.parallelism for s in chosen)
+        chosen = [s for s in chosen if s.parallelism == most]
+    return chosen
+
+
+def _node_costs(
+    graph: Graph, node: Node, mesh: LogicalMesh, strategies: list[Strategy]
+) -> np.ndarray:
+    values = (*node.operands, *node.results)
+    sizes = np.array([graph.values[v].num_bytes for v in values], dtype=float)
+    touched = np.array(node.touched_bytes or (0.0,) * len(values))
+    shards = np.array(
+        [
+            [num_shards(layout, mesh.shape) for layout in (*s.operands, *s.results)]
+            for s in strategies
+        ],
+        dtype=float,
+    ).reshape(len(strategies), len(values))
+    results = slice(len(node.operands), None)
+    cost = np.array(
+        [
+            tie_break_s(mesh, float(b))
+            for b in (sizes[results] / shards[:, results]).sum(axis=1)
+        ]
+    )
+    if mesh.device is not None and node.kind is NodeKind.OP:
+        moved = (touched / shards).sum(axis=1)
+        dtype = graph.values[node.operands[0] if node.operands else node.results[0]].dtype
+        for i, strategy in enumerate(strategies):
+            flops = node.flops / strategy.parallelism
+            cost[i] += compute_s(mesh.device, flops, float(moved[i]), dtype)
+    return cost * node.weight
+
+
+def _edges(
+    graph: Graph,
+    mesh: LogicalMesh,
+    classes: list[int],
+    members: dict[int, list[int]],
+    strategies: dict[int, list[Strategy]],
+) -> dict[tuple, tuple[np.ndarray, float]]:
+    counts: Counter[tuple] = Counter()
+    for index, node in enumerate(graph.nodes):
+        for position, value in enumerate(node.operands):
+            u, result = graph.producer[value]
+            weight = edge_weight(graph.nodes[u], node)
+            info = graph.values[value]
+            key = (classes[u], classes[index], result, position, info.deferred)
+            counts[(*key, value if len(members[classes[u]]) == 1 else -1)] += weight
+    # State must leave the step as it came in.
+    for i, o in graph.state:
+        source, target = graph.outputs[o], graph.inputs[i]
+        assert source is not None
+        u, result = graph.producer[source]
+        v, _ = graph.producer[target]
+        if u != v:
+            counts[(classes[u], classes[v], result, -1, True, -1)] += 1.0
+    found: dict[tuple, tuple[np.ndarray, float]] = {}
+    for key, weight in counts.items():
+        u, v, result, position, deferred, _ = key
+        producer = graph.nodes[members[u][0]]
+        consumer = graph.nodes[members[v][0]]
+        value = producer.results[result]
+        info = graph.values[value]
+        share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
+        partial = any(PARTIAL in s.results[result] for s in strategies[u]) or consumer.rule.linear
+        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+        rows = [table.index[s.results[result]] for s in strategies[u]]
+        if position == -1:
+            columns = [table.index[s.results[0]] for s in strategies[v]]
+        else:
+            columns = [table.index[s.operands[position]] for s in strategies[v]]
+        matrix = table.cost_s[np.ix_(rows, columns)]
+        found[(u, v, key[2:])] = (matrix, weight)
+    return found

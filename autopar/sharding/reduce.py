@@ -1,0 +1,202 @@
+"""Exact reductions of a quadratic assignment: what is left needs a solver.
+
+The problem: choose a strategy s_v for every node to minimise Σ c_v[s_v] + Σ M_uv[s_u, s_v].
+Reductions that keep the optimum (and remember how to undo themselves):
+
+- separable edges: row and column minima move to the nodes; an edge of zeros goes;
+- degree 0: take the cheapest strategy; degree 1: fold into the neighbour; degree 2: a min-plus
+  product replaces the node by an edge between its neighbours (`_eliminate`);
+- dominance: a strategy that another beats whatever the neighbours do goes (`_drop_dominated`).
+
+On series-parallel graphs nothing is left. These are the PBQP reductions of register allocation
+(Scholz and Eckstein, 2002).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_EPS = 1e-12
+
+
+@dataclass
+class PairwiseProblem:
+    """Costs per node and per edge (u < v). Mutable: reductions shrink it in place."""
+
+    costs: dict[int, np.ndarray]
+    edges: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)  # both directions
+    constant: float = 0.0
+
+    def add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
+        """Add a cost between two nodes; a self-edge becomes a node cost."""
+        if u == v:
+            self.costs[u] = self.costs[u] + np.diagonal(matrix)
+            return
+        row = self.edges.setdefault(u, {})
+        known = row.get(v)
+        total = matrix if known is None else known + matrix
+        row[v] = total
+        self.edges.setdefault(v, {})[u] = total.T
+
+    def remove_edge(self, u: int, v: int) -> None:
+        del self.edges[u][v]
+        del self.edges[v][u]
+
+    def degree(self, u: int) -> int:
+        return len(self.edges.get(u, ()))
+
+    @property
+    def num_edge_entries(self) -> int:
+        return sum(m.size for u, row in self.edges.items() for v, m in row.items() if u < v)
+
+    def objective(self, choice: dict[int, int]) -> float:
+        total = self.constant + sum(float(c[choice[u]]) for u, c in self.costs.items())
+        for u, row in self.edges.items():
+            total += sum(float(m[choice[u], choice[v]]) for v, m in row.items() if u < v)
+        return total
+
+
+@dataclass(frozen=True)
+class _Undo:
+    node: int
+    kept: np.ndarray  # original strategy indices that were still alive
+    cost: np.ndarray
+    neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]  # (node, matrix, its kept then)
+
+
+@dataclass
+class Reduction:
+    """A reduced problem and the way back to a choice for every node of the original."""
+
+    problem: PairwiseProblem
+    kept: dict[int, np.ndarray]
+    undo: list[_Undo]
+
+    def restore(self, choice: dict[int, int]) -> dict[int, int]:
+        """From indices into the reduced problem to indices into the original."""
+        full = {u: int(self.kept[u][s]) for u, s in choice.items()}
+        for step in reversed(self.undo):
+            total = step.cost.copy()
+            for other, matrix, kept in step.neighbours:
+                position = int(np.flatnonzero(kept == full[other])[0])
+                total = total + matrix[:, position]
+            full[step.node] = int(step.kept[int(np.argmin(total))])
+        return full
+
+
+def reduce_problem(problem: PairwiseProblem) -> Reduction:
+    """Apply every reduction until none applies."""
+    kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
+    reduction = Reduction(problem, kept, [])
+    for u in list(problem.edges):
+        for v in list(problem.edges[u]):
+            if u < v:
+                _normalise(problem, u, v)
+    changed = set(problem.costs)
+    while changed:
+        _eliminate_low_degree(reduction, changed)
+        changed = _drop_dominated(reduction)
+    return reduction
+
+
+def _normalise(problem: PairwiseProblem, u: int, v: int) -> bool:
+    """Move what depends on one end only to that end; True if the edge vanished."""
+    matrix = problem.edges[u][v]
+    rows = matrix.min(axis=1)
+    matrix = matrix - rows[:, None]
+    columns = matrix.min(axis=0)
+    matrix = matrix - columns[None, :]
+    problem.costs[u] = problem.costs[u] + rows
+    problem.costs[v] = problem.costs[v] + columns
+    if matrix.max(initial=0.0) <= _EPS:
+        problem.remove_edge(u, v)
+        return True
+    problem.edges[u][v] = matrix
+    problem.edges[v][u] = matrix.T
+    return False
+
+
+def _eliminate_low_degree(reduction: Reduction, start: set[int]) -> None:
+    problem = reduction.problem
+    queue = [u for u in start if u in problem.costs and problem.degree(u) <= 2]
+    while queue:
+        u = queue.pop()
+        if u not in problem.costs or problem.degree(u) > 2:
+            continue
+        queue += [v for v in _eliminate(reduction, u) if problem.degree(v) <= 2]
+
+
+def _eliminate(reduction: Reduction, u: int) -> list[int]:
+    """Remove a node of degree ≤ 2 exactly; returns its former neighbours."""
+    problem = reduction.problem
+    cost = problem.costs.pop(u)
+    around = list(problem.edges.pop(u, {}).items())
+    reduction.undo.append(
+        _Undo(
+            u,
+            reduction.kept[u],
+            cost,
+            tuple((v, matrix, reduction.kept[v]) for v, matrix in around),
+        )
+    )
+    for v, _ in around:
+        del problem.edges[v][u]
+    if not around:
+        problem.constant += float(cost.min())
+    elif len(around) == 1:
+        ((v, matrix),) = around
+        problem.costs[v] = problem.costs[v] + (cost[:, None] + matrix).min(axis=0)
+    else:
+        (v, to_v), (w, to_w) = around
+        through = (cost[:, None, None] + to_v[:, :, None] + to_w[:, None, :]).min(axis=0)
+        problem.add_edge(v, w, through)
+        _normalise(problem, v, w)
+    return [v for v, _ in around]
+
+
+def _drop_dominated(reduction: Reduction) -> set[int]:
+    """Remove strategies that another one beats for every choice of the neighbours."""
+    problem = reduction.problem
+    changed: set[int] = set()
+    for u in sorted(problem.costs, key=lambda n: len(problem.costs[n])):
+        cost = problem.costs[u]
+        count = len(cost)
+        if count == 1:
+            continue
+        # gain[t, s]: the most that taking t instead of s can cost
+        gain = cost[:, None] - cost[None, :]
+        for matrix in problem.edges.get(u, {}).values():
+            gain = gain + _worst_difference(matrix)
+        beats = gain <= _EPS
+        np.fill_diagonal(beats, False)
+        alive = np.ones(count, dtype=bool)
+        for s in range(count):
+            rivals = beats[:, s] & alive
+            rivals[s] = False
+            if rivals.any():
+                alive[s] = False
+        if alive.all():
+            continue
+        reduction.kept[u] = reduction.kept[u][alive]
+        problem.costs[u] = cost[alive]
+        changed.add(u)
+        for v in list(problem.edges.get(u, {})):
+            matrix = problem.edges[u][v][alive]
+            problem.edges[u][v] = matrix
+            problem.edges[v][u] = matrix.T
+            if _normalise(problem, u, v):
+                changed.add(v)
+    return changed
+
+
+def _worst_difference(matrix: np.ndarray) -> np.ndarray:
+    """D[t, s] = max over columns of matrix[t] − matrix[s]."""
+    rows, columns = matrix.shape
+    if rows * rows * columns <= 4_000_000:
+        return (matrix[:, None, :] - matrix[None, :, :]).max(axis=2)
+    worst = np.empty((rows, rows))
+    for t in range(rows):
+        worst[t] = (matrix[t][None, :] - matrix).max(axis=1)
+    return worst

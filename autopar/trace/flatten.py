@@ -1,0 +1,365 @@
+"""From a user's function and arguments to a flat program of arrays.
+
+Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs; every other leaf
+(activation functions in equinox modules, strings, `None`) is static: part of the program's
+identity, never traced. Inputs and outputs are named by their path as the user would write it,
+`state.params['Dense_0']['kernel']`.
+
+*State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf
+and updated elementwise, is training state. Its inputs and outputs share one spec and its buffers
+are donated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from autopar.errors import ArgumentError, TraceError
+from autopar.trace.program import LOOPS, Program, flatten_jaxpr
+
+_PASSES_STATE_THROUGH = frozenset(
+    "add sub mul div add_any neg convert_element_type select_n max min copy clamp pow "
+    "integer_pow sqrt rsqrt random_wrap random_unwrap reshape squeeze expand_dims "
+    "optimization_barrier sharding_constraint copy_p".split()
+) | frozenset(LOOPS)
+
+
+@dataclass(frozen=True)
+class StaticLeaf:
+    """A leaf that is not an array, compared by value where it can be, else by identity."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticLeaf):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        try:
+            return type(self.value) is type(other.value) and bool(self.value == other.value)
+        except Exception:  # a user's __eq__ may raise; then the leaves differ
+            return False
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """One call's arguments: array leaves apart from everything else."""
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    argument: tuple[int | str, ...]  # which argument each leaf belongs to
+    key_paths: tuple[tuple[Any, ...], ...]  # path of each leaf inside its argument
+    treedef: Any
+    static: tuple[tuple[int, StaticLeaf], ...]  # (position among all leaves, leaf)
+    static_args: tuple[tuple[int, Any], ...]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the user's function with other values for the array leaves."""
+        everything: list[Any] = []
+        static, dynamic = dict(self.static), iter(leaves)
+        for position in range(len(leaves) + len(self.static)):
+            is_static = position in static
+            everything.append(static[position].value if is_static else next(dynamic))
+        args, kwargs = tree_unflatten(self.treedef, everything)
+        args = list(args)
+        for position, value in self.static_args:
+            args.insert(position, value)
+        return tuple(args), kwargs
+
+
+def is_array_leaf(leaf: Any) -> bool:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        return True
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def flatten_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    static_argnums: Sequence[int] = (),
+) -> FlatCall:
+    for position in static_argnums:
+        if not 0 <= position < len(args):
+            raise ArgumentError(
+                f"static_argnums={tuple(static_argnums)} names argument {position}, but the call "
+                f"gave {len(args)} positional arguments. Give positions 0 to {len(args) - 1}."
+            )
+    static_args = tuple((i, args[i]) for i in sorted(static_argnums))
+    for position, value in static_args:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ArgumentError(
+                f"static_argnums={tuple(static_argnums)}: argument {position} is a "
+                f"{type(value).__name__}, which cannot be hashed. Static arguments are compared "
+                "between calls: pass a hashable value such as a number, string or tuple."
+            ) from error
+    dynamic = [(i, a) for i, a in enumerate(args) if i not in set(static_argnums)]
+    names = argument_names(fn, len(args))
+    flat, treedef = tree_flatten_with_path((tuple(a for _, a in dynamic), kwargs))
+    leaves, paths, owners, key_paths, static = [], [], [], [], []
+    for position, (path, leaf) in enumerate(flat):
+        if not is_array_leaf(leaf):
+            static.append((position, StaticLeaf(leaf)))
+            continue
+        if path[0].idx == 0:
+            owner = dynamic[path[1].idx][0]
+            name = names[owner]
+        else:
+            owner = name = path[1].key
+        leaves.append(leaf)
+        paths.append(name + keystr(path[2:]))
+        owners.append(owner)
+        key_paths.append(tuple(path[2:]))
+    return FlatCall(
+        tuple(leaves),
+        tuple(paths),
+        tuple(owners),
+        tuple(key_paths),
+        treedef,
+        tuple(static),
+        static_args,
+    )
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The user's own names of the positional arguments."""
+    names: list[str] = []
+    try:
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+    except (TypeError, ValueError):
+        pass
+    return names[:count] + [f"args[{i}]" for i in range(len(names), count)]
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A train step as a flat program, with the user's names for everything that enters and
+    leaves it."""
+
+    program: Program
+    call: FlatCall
+    avals: tuple[Any, ...]  # of the inputs
+    out_paths: tuple[str, ...]
+    out_avals: tuple[Any, ...]
+    out_tree: Any
+    out_static: tuple[tuple[int, StaticLeaf], ...]
+    state: tuple[tuple[int, int], ...]  # (input, output) indices
+    batch: tuple[int, ...]  # input indices
+    donated: tuple[int, ...]  # input indices
+    name: str
+    in_tree_hint: Any = field(default=None, compare=False)
+
+    def rebuild_output(self, leaves: Sequence[Any]) -> Any:
+        static, dynamic = dict(self.out_static), iter(leaves)
+        total = len(leaves) + len(self.out_static)
+        everything = [static[i].value if i in static else next(dynamic) for i in range(total)]
+        return tree_unflatten(self.out_tree, everything)
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] | str = "auto",
+    batch_argnums: Sequence[int] = (1,),
+) -> TracedStep:
+    call = flatten_call(fn, args, kwargs or {}, static_argnums)
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    if not call.leaves:
+        raise TraceError(
+            f"{name}: none of its arguments holds an array, so there is nothing to shard. Pass the "
+            "train state and the batch as arguments instead of closing over them."
+        )
+    out: dict[str, Any] = {}
+
+    def flat_fn(*leaves: Any) -> list[Any]:
+        call_args, call_kwargs = call.rebuild(leaves)
+        result = fn(*call_args, **call_kwargs)
+        flat, tree = tree_flatten_with_path(result)
+        dynamic, paths, key_paths, static = [], [], [], []
+        for position, (path, leaf) in enumerate(flat):
+            if is_array_leaf(leaf):
+                dynamic.append(leaf)
+                paths.append("result" + keystr(path))
+                key_paths.append(tuple(path))
+            else:
+                static.append((position, StaticLeaf(leaf)))
+        out.update(tree=tree, paths=paths, key_paths=key_paths, static=tuple(static))
+        return dynamic
+
+    flat_fn.__name__ = flat_fn.__qualname__ = name
+    traced = jax.jit(flat_fn, keep_unused=True).trace(*call.leaves)
+    program = flatten_jaxpr(traced.jaxpr)
+    avals = tuple(program.avals[v] for v in program.inputs)
+    out_avals = tuple(
+        program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs
+    )
+    if not out_avals:
+        raise TraceError(
+            f"{name}: it returns no array. Return the new state and the loss so that the parallel "
+            "step has something to give back."
+        )
+    state = _match_state(program, call, out["key_paths"], avals, out_avals)
+    return TracedStep(
+        program=program,
+        call=call,
+        avals=avals,
+        out_paths=tuple(out["paths"]),
+        out_avals=out_avals,
+        out_tree=out["tree"],
+        out_static=out["static"],
+        state=state,
+        batch=_batch_inputs(call, args, kwargs or {}, state, batch_argnums, name),
+        donated=_donated_inputs(call, program, args, state, donate_argnums),
+        name=name,
+    )
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _match_state(
+    program: Program,
+    call: FlatCall,
+    out_key_paths: Sequence[tuple[Any, ...]],
+    in_avals: Sequence[Any],
+    out_avals: Sequence[Any],
+) -> tuple[tuple[int, int], ...]:
+    by_path = {path: index for index, path in enumerate(out_key_paths)}
+    edges = _elementwise_edges(program)
+    taken: set[int] = set()
+    pairs: list[tuple[int, int]] = []
+    for owner in dict.fromkeys(call.argument):
+        inputs = [i for i, a in enumerate(call.argument) if a == owner]
+        first = call.key_paths[inputs[0]]
+        prefixes = [
+            path[: len(path) - len(first)]
+            for path in out_key_paths
+            if len(path) >= len(first) and path[len(path) - len(first) :] == first
+        ]
+        for prefix in prefixes:
+            outputs = [by_path.get(prefix + call.key_paths[i]) for i in inputs]
+            found = [(i, o) for i, o in zip(inputs, outputs, strict=True) if o is not None]
+            if len(found) < len(inputs) or any(o in taken for _, o in found):
+                continue
+            if not all(_same_array(in_avals[i], out_avals[o]) for i, o in found):
+                continue
+            updated = sum(
+                _reaches(edges, program.inputs[i], program.outputs[o]) for i, o in found
+            )
+            if 2 * updated < len(found):
+                continue
+            pairs += found
+            taken.update(o for _, o in found)
+            break
+    return tuple(sorted(pairs))
+
+
+def _elementwise_edges(program: Program) -> dict[int, set[int]]:
+    """value -> values of the same shape that an elementwise equation makes from it."""
+    edges: dict[int, set[int]] = {}
+    for equation in program.equations:
+        if equation.name not in _PASSES_STATE_THROUGH:
+            continue
+        for operand in equation.operands:
+            if not isinstance(operand, int):
+                continue
+            for result in equation.results:
+                a, b = program.avals[operand], program.avals[result]
+                if getattr(a, "shape", None) == getattr(b, "shape", ()):
+                    edges.setdefault(operand, set()).add(result)
+    return edges
+
+
+def _reaches(edges: dict[int, set[int]], start: int, target: Any) -> bool:
+    """Whether the target is the start after elementwise changes, as an optimizer makes them."""
+    reached, frontier = {start}, [start]
+    while frontier and target not in reached:
+        for value in edges.get(frontier.pop(), ()):
+            if value not in reached:
+                reached.add(value)
+                frontier.append(value)
+    return target in reached
+
+
+def _batch_inputs(
+    call: FlatCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: tuple[tuple[int, int], ...],
+    batch_argnums: Sequence[int],
+    name: str,
+) -> tuple[int, ...]:
+    state_args = {call.argument[i] for i, _ in state}
+    wanted = [n for n in batch_argnums if n < len(args) and n not in state_args]
+    if not wanted and tuple(batch_argnums) != (1,):
+        raise ArgumentError(
+            f"batch_argnums={tuple(batch_argnums)}: {name} was called with {len(args)} positional "
+            f"arguments, and training state came in {sorted(map(str, state_args))}. Name the "
+            "positions of the arguments whose arrays have a leading batch dimension."
+        )
+    owners: set[int | str] = set(wanted)
+    if not wanted:  # the default: what is neither state nor static is the batch
+        owners = {a for a in call.argument if a not in state_args} if state else set()
+    for position in wanted:
+        if position in {p for p, _ in call.static_args}:
+            continue
+        if not any(a == position for a in call.argument):
+            given = type(args[position]).__name__
+            path = argument_names(lambda: None, len(args))[position]
+            raise TraceError(
+                f"{path} (batch_argnums={tuple(batch_argnums)}): the batch argument of {name} "
+                f"is a {given} without arrays. Pass arrays with a leading batch dimension, or "
+                "set batch_argnums to the argument that has them."
+            )
+    return tuple(i for i, a in enumerate(call.argument) if a in owners)
+
+
+def _donated_inputs(
+    call: FlatCall,
+    program: Program,
+    args: tuple[Any, ...],
+    state: tuple[tuple[int, int], ...],
+    donate_argnums: Sequence[int] | str,
+) -> tuple[int, ...]:
+    if donate_argnums == "auto":
+        # An input returned untouched keeps its buffer.
+        return tuple(i for i, o in state if program.outputs[o] != program.inputs[i])
+    if isinstance(donate_argnums, str) or not all(isinstance(n, int) for n in donate_argnums):
+        raise ArgumentError(
+            f"donate_argnums={donate_argnums!r}: needs 'auto' or a tuple of argument positions."
+        )
+    wrong = [n for n in donate_argnums if not 0 <= n < len(args)]
+    if wrong:
+        raise ArgumentError(
+            f"donate_argnums={tuple(donate_argnums)} names argument {wrong[0]}, but the call gave "
+            f"{len(args)} positional arguments."
+        )
+    return tuple(i for i, a in enumerate(call.argument) if a in set(donate_argnums))
+
+
+def shape_of(leaf: Any) -> Any:
+    """What a leaf looks like to a cached plan: shape, dtype and weak type."""
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+

@@ -1,0 +1,258 @@
+"""The model zoo: sizes, training, closed-form FLOPs, and equal results of equivalent forms."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.models import MODELS, Example, build, gpt, llama, moe, transformer, wide_resnet
+
+TINY = [name for name in MODELS if "-tiny" in name]
+PAPER = [name for name in MODELS if "-tiny" not in name]
+
+# Names that do not spell a size.
+NAMED_SIZES = {"bert-large": 340e6, "moe-cfp": 7.1e9, "moe-cfp-2heads": 7.1e9}
+
+# Nothing here runs for long, so compiling quickly matters more than the code that comes out.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+def published_size(name: str) -> float:
+    if name in NAMED_SIZES:
+        return NAMED_SIZES[name]
+    number, unit = re.fullmatch(r".*-([\d.]+)([mb])", name).groups()
+    return float(number) * {"m": 1e6, "b": 1e9}[unit]
+
+
+def with_scanned_layers(name: str) -> Example:
+    """The same parameters in a form that is quicker to trace, where the family has one."""
+    if hasattr(MODELS[name].config, "scan_layers"):
+        return build(name, scan_layers=True)
+    return build(name)
+
+
+def equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    """Every equation of a jaxpr, with the number of times it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, 1
+        trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for param in equation.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from ((eqn, trips * count) for eqn, count in equations(inner))
+
+
+def count_flops(function: Any, *args: Any) -> int:
+    """Counts the products and convolutions that `function` traces to."""
+    flops = 0
+    for equation, count in equations(jax.make_jaxpr(function)(*args).jaxpr):
+        out = math.prod(equation.outvars[0].aval.shape)
+        if equation.primitive.name == "dot_general":
+            ((contracted, _), _) = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            flops += 2 * count * out * math.prod(shape[axis] for axis in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            out_features, *window = equation.params["dimension_numbers"].rhs_spec
+            shape = equation.invars[1].aval.shape
+            flops += 2 * count * out * math.prod(shape[axis] for axis in window)
+    return flops
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_num_params_is_what_the_name_says(name: str) -> None:
+    # Llama2-7B really has 6.74B parameters; all others are nearer.
+    assert with_scanned_layers(name).num_params == pytest.approx(published_size(name), rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["gpt-39b", "bert-large", "llama3-8b", "moe-70b", "wresnet-13b"])
+def test_abstract_step_of_large_model(name: str) -> None:
+    example = MODELS[name]
+    state, batch = example.abstract_state(), example.abstract_batch()
+    assert {array.shape[0] for array in batch.values()} == {example.batch_size}
+    new_state, loss = jax.eval_shape(example.train_step, state, batch)
+    assert loss.shape == () and loss.dtype == jnp.float32
+    assert new_state == state
+    assert all(param.dtype == jnp.float32 for param in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_model_trains(name: str) -> None:
+    example = MODELS[name]
+    create_state = jax.jit(example.create_state, compiler_options=COMPILER_OPTIONS)
+    train_step = jax.jit(example.train_step, compiler_options=COMPILER_OPTIONS)
+    state, batch, losses = create_state(), example.make_batch(), []
+    for _ in range(8):
+        state, loss = train_step(state, batch)
+        losses.append(float(loss))
+    assert np.isfinite(losses).all()
+    assert min(losses[-2:]) < 0.995 * losses[0]
+    assert int(state.step) == 8
+    # A step's output is as good an input as the initial state: same types, no second compilation.
+    assert train_step._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_states_of_one_config_have_one_structure(name: str) -> None:
+    states = [build(name).abstract_state() for _ in range(2)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny-scan", "bert-tiny", "llama-tiny-scan", "moe-tiny-scan"])
+def test_scanned_and_unrolled_layers_agree(name: str) -> None:
+    overrides = {"dropout": 0.0} if name == "bert-tiny" else {}
+    scanned = build(name, scan_layers=True, **overrides)
+    unrolled = build(name, scan_layers=False, **overrides)
+    rng = np.random.default_rng(0)
+    values = {
+        jax.tree_util.keystr(path): 0.1 * rng.standard_normal(leaf.shape, np.float32)
+        for path, leaf in jax.tree.leaves_with_path(scanned.abstract_state().params)
+    }
+
+    def value_of(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        layer = r"\['layer_(\d+)'\]|\['layers'\]\[(\d+)\]"  # linen's and nnx's
+        path = jax.tree_util.keystr(path)
+        if match := re.search(layer, path):
+            return values[re.sub(layer, "['layers']", path)][int(match[1] or match[2])]
+        return values[path]
+
+    def loss_of(example: Example) -> float:
+        abstract = example.abstract_state()
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+        state = state.replace(params=jax.tree.map_with_path(value_of, abstract.params))
+        loss = jax.jit(lambda *args: example.train_step(*args)[1])
+        return float(loss(state, example.make_batch()))
+
+    assert loss_of(scanned) == pytest.approx(loss_of(unrolled), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny", "gpt-tiny-scan", "bert-tiny"])
+@pytest.mark.parametrize("batch_size", [8, 16])
+def test_flops_closed_form(name: str, batch_size: int) -> None:
+    assert_closed_form(build(name, batch_size))
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "llama-tiny-scan", "moe-tiny", "moe-tiny-scan"])
+def test_flops_closed_form_of_other_families(name: str) -> None:
+    assert_closed_form(build(name))
+
+
+def assert_closed_form(example: Example) -> None:
+    counted = count_flops(example.train_step, example.abstract_state(), example.abstract_batch())
+    assert example.flops_per_step() == counted
+
+
+def test_flops_of_bert_layers_include_the_unused_input_gradient() -> None:
+    example = MODELS["bert-layers-tiny"]
+    counted = count_flops(example.train_step, example.abstract_state(), example.abstract_batch())
+    config = example.config
+    tokens = example.batch_size * config.seq_len
+    assert example.flops_per_step() - counted == 2 * tokens * 3 * config.hidden_size**2
+
+
+@pytest.mark.parametrize("name", ["wresnet-tiny", "wresnet-250m"])
+def test_flops_of_convolutions_are_three_times_the_forward_pass(name: str) -> None:
+    example = MODELS[name]
+    state, images = example.abstract_state(), example.abstract_batch()["images"]
+
+    def forward(params: Any, images: jax.Array) -> Any:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        return wide_resnet.WideResNet(example.config).apply(variables, images, mutable=True)
+
+    assert example.flops_per_step() == 3 * count_flops(forward, state.params, images)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "llama-tiny", "moe-tiny"])
+def test_bf16_products(name: str) -> None:
+    example = build(name, dtype=jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(example.train_step)(example.abstract_state(), example.abstract_batch())
+    num_float32 = sum(
+        any(operand.aval.dtype != jnp.bfloat16 for operand in equation.invars)
+        for equation, _ in equations(jaxpr.jaxpr)
+        if equation.primitive.name == "dot_general"
+    )
+    assert num_float32 == (3 if name == "moe-tiny" else 0)  # the router and its gradients
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "gpt-tiny-scan", "bert-layers-tiny", "llama-tiny", "moe-tiny"]
+)
+def test_remat_wraps_each_layer(name: str) -> None:
+    def num_remats(example: Example) -> int:
+        args = example.abstract_state(), example.abstract_batch()
+        jaxpr = jax.make_jaxpr(example.train_step)(*args).jaxpr
+        return sum(equation.primitive.name == "checkpoint" for equation, _ in equations(jaxpr))
+
+    assert num_remats(build(name)) == 0
+    assert num_remats(build(name, remat=True)) > 0
+
+
+def test_routing_keeps_every_token_when_there_is_room() -> None:
+    scores = np.random.default_rng(0).standard_normal((2, 16, 4), np.float32)
+    combine, balance_loss = moe.route_top2(jax.nn.softmax(scores), capacity=32)
+    assert np.sum(combine, axis=(2, 3)) == pytest.approx(1, rel=1e-5)
+    assert (np.sum(combine > 0, axis=(2, 3)) == 2).all()
+    assert (np.sum(combine > 0, axis=1) <= 1).all()
+    assert float(balance_loss) == pytest.approx(1, abs=0.5)
+
+
+def test_routing_drops_what_does_not_fit() -> None:
+    gates = jnp.tile(jnp.array([0.6, 0.3, 0.1]), (1, 5, 1))
+    combine, balance_loss = moe.route_top2(gates, capacity=2)
+    expected = np.zeros((1, 5, 3, 2), np.float32)
+    for token in range(2):
+        expected[0, token, 0, token] = 2 / 3
+        expected[0, token, 1, token] = 1 / 3
+    assert np.asarray(combine) == pytest.approx(expected)
+    assert float(balance_loss) == pytest.approx(3 * 0.6)
+
+
+def test_grouped_queries_share_keys() -> None:
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 6, 4, 8), np.float32)
+    key, value = rng.standard_normal((2, 2, 6, 2, 8), np.float32)
+    grouped = transformer.attention(query, key, value, causal=True)
+    repeated = (np.repeat(array, 2, axis=2) for array in (key, value))
+    expected = jax.nn.dot_product_attention(query, *repeated, is_causal=True)
+    assert np.asarray(grouped) == pytest.approx(np.asarray(expected), abs=1e-5)
+
+
+def test_rotary_scores_depend_on_distance() -> None:
+    config = llama.LlamaConfig(64, 1, 4, 4, 64, seq_len=8)
+    query, key = np.random.default_rng(0).standard_normal((2, 1, 1, 4, 16), np.float32)
+    angles = llama.rotary_angles(config)
+    queries, keys = (llama.rotate(jnp.tile(x, (1, 8, 1, 1)), angles) for x in (query, key))
+    scores = np.einsum("bqnd,bknd->nqk", queries, keys)
+    assert scores[:, 1:, 1:] == pytest.approx(scores[:, :-1, :-1], abs=1e-4)
+
+
+def test_cross_entropy_is_minus_log_softmax() -> None:
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((3, 5), np.float32), rng.integers(0, 5, (3,))
+    expected = -np.asarray(jax.nn.log_softmax(logits))[np.arange(3), targets]
+    assert np.asarray(transformer.cross_entropy(logits, targets)) == pytest.approx(expected)
+
+
+def test_ad_hoc_example() -> None:
+    config = gpt.GPTConfig(2560, 4, 32, dtype=jnp.bfloat16)
+    example = gpt.example(config, batch_size=64)
+    assert example.abstract_batch()["tokens"].shape == (64, 1024)
+    assert example.abstract_batch(8)["tokens"].shape == (8, 1024)
+    assert example.flops_per_step(128) == 2 * example.flops_per_step()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="no model is called 'gpt-7b'; there are mlp-tiny, "):
+        build("gpt-7b")
+    with pytest.raises(ValueError, match="groups of 2048"):
+        build("moe-380m", batch_size=1).abstract_batch()
+    with pytest.raises(ValueError, match="num_layers is 3"):
+        build("moe-tiny", num_layers=3)
+    with pytest.raises(ValueError, match="set dropout=0.0"):
+        build("gpt-tiny", attention="cudnn", dropout=0.1)
