@@ -13,6 +13,8 @@ from autopar.ir.mesh import DeviceSpec, LogicalMesh
 _WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")
 # Relative to the price of one byte: small enough never to outweigh a collective.
 TIE_BREAK = 1e-7
+# Relative to reading the bytes once, on a mesh that prices compute.
+TIE_BREAK_SHARE = 1e-5
 
 
 def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) -> float:
@@ -23,5 +25,5 @@ def compute_s(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) ->
 
 def tie_break_s(mesh: LogicalMesh, num_bytes: float) -> float:
     if mesh.device is not None:
-        return 1e-3 * num_bytes / mesh.device.memory_bandwidth
+        return TIE_BREAK_SHARE * num_bytes / mesh.device.memory_bandwidth
     return TIE_BREAK * max(*mesh.beta, 1e-30, 0.0) * num_bytes

@@ -69,9 +69,13 @@ def reshard_table(
             j = index.get(target)
             if j is not None and seconds < cost[i, j]:
                 cost[i, j] = seconds
+    # Rounding must not pass for an improvement, nor may a real one be missed: either way `path`
+    # could go in circles. So the tolerance is far below the cheapest step.
+    positive = cost[np.isfinite(cost) & (cost > 0)]
+    tolerance = 1e-9 * float(positive.min()) if positive.size else 0.0
     for k in range(count):
         through = cost[:, k, None] + cost[None, k, :]
-        better = through < cost - 1e-15
+        better = through < cost - tolerance
         cost = np.where(better, through, cost)
         first = np.where(better, first[:, k, None], first)
     return ReshardTable(layouts, index, cost, first)

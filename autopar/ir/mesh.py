@@ -102,12 +102,17 @@ class ClusterSpec:
         }
         return replace(device_spec(self.device), **own)
 
-    def link(self, group_size: int, stride: int) -> tuple[float, float]:
-        """(α, β) of a ring over `group_size` devices `stride` apart in host-major order."""
+    def link(
+        self, group_size: int, stride: int, num_devices: int | None = None
+    ) -> tuple[float, float]:
+        """(α, β) of rings over `group_size` devices `stride` apart in host-major order, all side
+        by side on the first `num_devices` (all, if None)."""
         device = self.spec
-        ranks_per_host = max(1, min(group_size, self.devices_per_host // stride))
-        if group_size <= ranks_per_host:
+        one_host = (num_devices or self.num_devices) <= self.devices_per_host
+        # Where the groups do not fill a host evenly, the next host begins inside one of them.
+        if group_size == 1 or one_host or self.devices_per_host % (group_size * stride) == 0:
             return device.intra_host_alpha_s, 1 / device.intra_host_bandwidth
+        ranks_per_host = max(1, min(group_size, self.devices_per_host // stride))
         # Each ring crosses the host's boundary once each way; the rings of the groups that share
         # the host share its network.
         rings = max(1, self.devices_per_host // ranks_per_host)
@@ -183,12 +188,13 @@ def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh
             "Choose a smaller mesh or a larger cluster."
         )
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    links = [cluster.link(size, stride) for size, stride in zip(shape, strides, strict=True)]
+    total = prod(shape)
+    links = [cluster.link(n, stride, total) for n, stride in zip(shape, strides, strict=True)]
     return LogicalMesh(
         shape=shape,
         alpha=tuple(alpha for alpha, _ in links),
         beta=tuple(beta for _, beta in links),
         memory_bytes=cluster.spec.memory_bytes,
         device=cluster.spec,
-        joint_link=cluster.link(prod(shape), 1),
+        joint_link=cluster.link(total, 1, total),
     )

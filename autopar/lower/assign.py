@@ -2,32 +2,34 @@
 
 The program and the graph number values alike, so this walk follows the program and looks up each
 equation's node. The layout of a value is the one its producer was given; an operand that is needed
-otherwise gets a chain of layouts to pass through, the cheapest sequence of collectives.
+otherwise gets a chain of layouts to pass through, the cheapest sequence of collectives. What a loop
+only reads is taken to its layout in front of the loop.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
-from autopar.ir.spec import PARTIAL, Layout, num_shards
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
+
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
 
 def assign_layouts(
-    program: object,
-    graph: Graph,
-    layouts: tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...],
-    mesh: LogicalMesh,
-    replicate_keys: bool = True,
+    program: Any, graph: Graph, layouts: Sequence[NodeLayouts], mesh: LogicalMesh
 ) -> ProgramSharding:
     """`layouts[n]` are (operand layouts, result layouts) of node n."""
     return _Assigner(graph, layouts, mesh).top(program)
 
 
 class _Assigner:
-    def __init__(self, graph: Graph, layouts: tuple, mesh: LogicalMesh) -> None:
+    def __init__(self, graph: Graph, layouts: Sequence[NodeLayouts], mesh: LogicalMesh) -> None:
         self.graph = graph
         self.layouts = layouts
         self.mesh = mesh
@@ -37,25 +39,34 @@ class _Assigner:
             for i, n in enumerate(graph.nodes)
             if n.equation is not None and n.kind is NodeKind.OP
         }
-        self.counter = 0
+        self.num_equations = 0  # seen so far; bodies are numbered right after their loop
+
+    # -- layouts
 
     def result_layout(self, value: int) -> Layout:
         """The layout that the graph gives a value where it is made."""
         node, position = self.graph.producer[value]
         return self.layouts[node][1][position]
 
-    def chain(self, value: int, target: Layout, via: int | None = None) -> Chain:
-        """Layouts to take a program value through, to its target; `via` is the graph value that
-        the consumer reads, which may be a shared use of an input."""
-        here = self.current[value]
+    def place(self, values: Sequence[int]) -> None:
+        """Values that are made here lie as their producer in the graph says."""
+        for value in values:
+            self.current[value] = self.result_layout(value)
+
+    def chain(self, operand: Any, target: Layout, via: int | None = None) -> Chain:
+        """Layouts to take an operand through, to its target; `via` is the graph value that the
+        consumer reads, which may be a shared use of an input."""
+        if not isinstance(operand, int):
+            return ()
+        here = self.current[operand]
         steps: list[Layout] = []
-        if via is not None:
+        if via is not None and via != operand:
             producer = self.graph.nodes[self.graph.producer[via][0]]
-            use = self.result_layout(via)
-            if producer.kind is NodeKind.USE and use != here:
-                steps += self.path(value, here, use)
-                here = use
-        steps += self.path(value, here, target)
+            if producer.kind is NodeKind.USE:
+                shared = self.result_layout(via)
+                steps += self.path(operand, here, shared)
+                here = shared
+        steps += self.path(operand, here, target)
         return tuple(s for s in steps if PARTIAL not in s)
 
     def path(self, value: int, source: Layout, target: Layout) -> list[Layout]:
@@ -66,36 +77,34 @@ class _Assigner:
         table = reshard_table(self.mesh, info.shape, float(info.num_bytes), partial)
         steps = table.path(source, target)
         shards = [num_shards(s, self.mesh.shape) for s in (source, *steps)]
+        # Slices alone, or gathers alone, are one step to the compiler.
         only_slices = all(b > a for a, b in zip(shards, shards[1:], strict=False))
         only_gathers = all(b < a for a, b in zip(shards, shards[1:], strict=False))
         return [target] if only_slices or only_gathers else steps
 
-    def top(self, program) -> ProgramSharding:
-        for value in program.inputs:
-            self.current[value] = self.result_layout(value)
+    # -- programs
+
+    def top(self, program: Any) -> ProgramSharding:
+        self.place(program.inputs)
         inputs = tuple(self.current[v] for v in program.inputs)
-        for value, _ in program.captured:
-            self.current[value] = self.result_layout(value)
         equations = self.equations(program)
-        target = {o: self.result_layout(program.inputs[i]) for i, o in self.graph.state}
+        state = {o: self.result_layout(program.inputs[i]) for i, o in self.graph.state}
         outputs = []
         for index, out in enumerate(program.outputs):
             if not isinstance(out, int):
                 outputs.append(())
                 continue
-            here = self.current[out]
-            whole = tuple(-1 if e == PARTIAL else e for e in here)
-            outputs.append(self.chain(out, target.get(index, whole)))
+            complete = tuple(max(entry, WHOLE) for entry in self.current[out])
+            outputs.append(self.chain(out, state.get(index, complete)))
         return ProgramSharding(inputs, equations, tuple(outputs))
 
-    def equations(self, program) -> tuple[EquationSharding, ...]:
-        for value, _ in program.captured:
-            self.current.setdefault(value, self.result_layout(value))
+    def equations(self, program: Any) -> tuple[EquationSharding, ...]:
+        self.place([value for value, _ in program.captured])
         return tuple(self.equation(e) for e in program.equations)
 
-    def equation(self, equation) -> EquationSharding:
-        index = self.counter
-        self.counter += 1
+    def equation(self, equation: Any) -> EquationSharding:
+        index = self.num_equations
+        self.num_equations += 1
         if equation.name == "scan":
             return self.scan(equation)
         if equation.name == "while":
@@ -109,27 +118,36 @@ class _Assigner:
         needed = iter(zip(node.operands, self.layouts[node_index][0], strict=True))
         chains: list[Chain] = []
         for operand in equation.operands:
-            if not isinstance(operand, int):
+            if isinstance(operand, int):
+                via, layout = next(needed)
+                chains.append(self.chain(operand, layout, via))
+            else:
                 chains.append(())
-                continue
-            via, layout = next(needed)
-            chains.append(self.chain(operand, layout, via))
-        results = []
-        for value in equation.results:
-            layout = self.result_layout(value)
-            self.current[value] = layout
-            results.append(None if PARTIAL in layout else layout)
-        return EquationSharding(tuple(chains), tuple(results))
+        self.place(equation.results)
+        results = [self.current[r] for r in equation.results]
+        return EquationSharding(
+            tuple(chains), tuple(None if PARTIAL in layout else layout for layout in results)
+        )
 
-    def pass_into(self, operand, value: int) -> Chain:
-        """A loop-invariant operand: the body sees it in the layout of its shared use."""
-        if not isinstance(operand, int):
-            self.current[value] = self.result_layout(value)
+    # -- loops
+
+    def pass_into_loop(self, operand: Any, value: int) -> Chain:
+        """An operand that a loop only reads: it enters in the layout it has inside."""
+        if not isinstance(operand, int) or not self.graph.values[value].shape:
+            self.current[value] = (WHOLE,) * len(self.mesh.shape)
             return ()
-        self.current[value] = self.current[operand]
-        return ()
+        self.place([value])
+        node = self.graph.nodes[self.graph.producer[value][0]]
+        return self.chain(operand, self.current[value], node.operands[0])
 
-    def scan(self, equation) -> EquationSharding:
+    def body(self, program: Any, targets: Sequence[Layout]) -> ProgramSharding:
+        """A body whose inputs have their layouts already, and whose outputs go to the targets."""
+        inputs = tuple(self.current[v] for v in program.inputs)
+        equations = self.equations(program)
+        outputs = [self.chain(o, t) for o, t in zip(program.outputs, targets, strict=True)]
+        return ProgramSharding(inputs, equations, tuple(outputs))
+
+    def scan(self, equation: Any) -> EquationSharding:
         (body,) = equation.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         first_x = num_consts + num_carry
@@ -138,94 +156,57 @@ class _Assigner:
             zip(equation.operands, body.inputs, strict=True)
         ):
             if position < num_consts:
-                chains.append(self.pass_into(operand, value))
+                chains.append(self.pass_into_loop(operand, value))
                 continue
-            self.current[value] = self.result_layout(value)
-            if not isinstance(operand, int):
-                chains.append(())
-            elif position < first_x:
+            self.place([value])
+            if position < first_x or not isinstance(operand, int):
                 chains.append(self.chain(operand, self.current[value]))
-            else:
+            else:  # the stack is laid out outside; the body takes slices of it
                 node = self.graph.producer[value][0]
-                via = self.graph.nodes[node].operands[0]
-                chains.append(self.chain(operand, self.layouts[node][0][0], via))
-        inputs = tuple(
-            None if p < num_consts else self.current[v] for p, v in enumerate(body.inputs)
-        )
-        equations = self.equations(body)
-        outputs: list[Chain] = []
-        results: list[Layout | None] = []
-        for position, (out, result) in enumerate(zip(body.outputs, equation.results, strict=True)):
-            if position < num_carry:
-                layout = self.result_layout(body.inputs[num_consts + position])
-                needed = layout
-            else:
-                node = self.graph.producer[result][0]
-                layout = self.result_layout(result)
-                needed = self.layouts[node][0][0] if self.layouts[node][0] else layout
-            outputs.append(self.chain(out, needed) if isinstance(out, int) else ())
-            self.current[result] = layout
-            results.append(layout)
-        return EquationSharding(
-            tuple(chains), tuple(results), (ProgramSharding(inputs, equations, tuple(outputs)),)
-        )
+                stacked, via = self.layouts[node][0][0], self.graph.nodes[node].operands[0]
+                chains.append(self.chain(operand, stacked, via))
+        targets = [self.current[v] for v in body.inputs[num_consts:first_x]]
+        for result in equation.results[num_carry:]:
+            node = self.graph.producer[result][0]
+            needed, made = self.layouts[node]
+            targets.append(needed[0] if needed else made[0])
+        inside = self.body(body, targets)
+        results = [*targets[:num_carry], *map(self.result_layout, equation.results[num_carry:])]
+        self.current.update(zip(equation.results, results, strict=True))
+        return EquationSharding(tuple(chains), tuple(results), (inside,))
 
-    def while_loop(self, equation) -> EquationSharding:
+    def while_loop(self, equation: Any) -> EquationSharding:
         condition, body = equation.bodies
         cond_consts = equation.params["cond_nconsts"]
         body_consts = equation.params["body_nconsts"]
+        const_inputs = (*condition.inputs[:cond_consts], *body.inputs[:body_consts])
+        operands = equation.operands
         chains = [
-            self.pass_into(o, v)
-            for o, v in zip(
-                equation.operands[: cond_consts + body_consts],
-                (*condition.inputs[:cond_consts], *body.inputs[:body_consts]),
-                strict=True,
-            )
+            self.pass_into_loop(operand, value)
+            for operand, value in zip(operands[: len(const_inputs)], const_inputs, strict=True)
         ]
         carries = body.inputs[body_consts:]
-        for operand, carry in zip(
-            equation.operands[cond_consts + body_consts :], carries, strict=True
-        ):
-            self.current[carry] = self.result_layout(carry)
-            chains.append(
-                self.chain(operand, self.current[carry]) if isinstance(operand, int) else ()
-            )
-        for value, carry in zip(condition.inputs[cond_consts:], carries, strict=True):
-            self.current[value] = self.current[carry]
-        programs = []
-        for program, num_consts in ((condition, cond_consts), (body, body_consts)):
-            inputs = tuple(
-                None if p < num_consts else self.current[v] for p, v in enumerate(program.inputs)
-            )
-            equations = self.equations(program)
-            outputs: tuple[Chain, ...] = ((),) * len(program.outputs)
-            if program is body:
-                outputs = tuple(
-                    self.chain(o, self.current[c]) if isinstance(o, int) else ()
-                    for o, c in zip(program.outputs, carries, strict=True)
-                )
-            programs.append(ProgramSharding(inputs, equations, outputs))
-        results = []
-        for carry, result in zip(carries, equation.results, strict=True):
-            self.current[result] = self.current[carry]
-            results.append(self.current[carry])
-        return EquationSharding(tuple(chains), tuple(results), tuple(programs))
+        self.place(carries)
+        layouts = [self.current[c] for c in carries]
+        for operand, layout in zip(operands[len(const_inputs) :], layouts, strict=True):
+            chains.append(self.chain(operand, layout))
+        self.current.update(zip(condition.inputs[cond_consts:], layouts, strict=True))
+        whole = (WHOLE,) * len(self.mesh.shape)
+        programs = (self.body(condition, [whole]), self.body(body, layouts))
+        self.current.update(zip(equation.results, layouts, strict=True))
+        return EquationSharding(tuple(chains), tuple(layouts), programs)
 
-    def cond(self, equation) -> EquationSharding:
+    def cond(self, equation: Any) -> EquationSharding:
+        targets = [self.result_layout(r) for r in equation.results]
         programs = []
         for branch in equation.bodies:
+            # Operands enter as they are: only the branch that runs pays for another layout.
             for operand, value in zip(equation.operands[1:], branch.inputs, strict=True):
-                self.pass_into(operand, value)
-            equations = self.equations(branch)
-            outputs = tuple(
-                self.chain(o, self.result_layout(r)) if isinstance(o, int) else ()
-                for o, r in zip(branch.outputs, equation.results, strict=True)
-            )
-            programs.append(ProgramSharding((None,) * len(branch.inputs), equations, outputs))
-        results = []
-        for result in equation.results:
-            self.current[result] = self.result_layout(result)
-            results.append(self.current[result])
-        return EquationSharding(
-            ((),) * len(equation.operands), tuple(results), tuple(programs)
-        )
+                if isinstance(operand, int):
+                    self.current[value] = self.current[operand]
+                else:
+                    self.place([value])
+            programs.append(self.body(branch, targets))
+        self.place(equation.results)
+        chains = ((),) * len(equation.operands)
+        return EquationSharding(chains, tuple(targets), tuple(programs))

@@ -21,6 +21,7 @@ _LINE = re.compile(
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _GROUPS_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{")
 _CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -53,7 +54,7 @@ class CollectiveOp:
         if self.kind == "reduce-scatter":
             return self.trips * ring * self.num_bytes * n
         if self.kind == "collective-permute":
-            return float(self.trips * self.num_bytes)
+            return float(self.trips * self.num_bytes) if n > 1 else 0.0
         return self.trips * ring * self.num_bytes
 
 
@@ -101,14 +102,18 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _group_size(line: str) -> int:
+    match = _GROUPS_MESH.search(line)
+    if match:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        return _product(tuple(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", match[2])))
     match = _GROUPS_IOTA.search(line)
     if match:
         return int(match[2])
     match = _GROUPS_LIST.search(line)
     if match:
         return len(match[1].split(","))
-    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
-    return 2 if pairs else 1
+    pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
+    return 2 if any(source != target for source, target in pairs) else 1
 
 
 def _trip_counts(hlo_text: str) -> dict[str, int]:
@@ -137,6 +142,36 @@ def _trip_counts(hlo_text: str) -> dict[str, int]:
         if total > 1:
             loops[name] = total
     return loops
+
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*[a-z]\w*\[([\d,]*)\]")
+_DOT = re.compile(r"\sdot\(\s*(?:[a-z]\w*\[[^\]]*\]\S*\s+)?%?([\w.\-]+)")
+_CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+
+
+def read_dot_flops(hlo_text: str) -> float:
+    """Flops of all matrix products of an HLO module on one device, loops counted by trips."""
+    trips = _trip_counts(hlo_text)
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    computation, total = "", 0.0
+    for line in hlo_text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header and not line.startswith(" "):
+            computation = header[1]
+            continue
+        own = _INSTRUCTION.match(line)
+        if own is None:
+            continue
+        shape = tuple(int(d) for d in own[2].split(",") if d)
+        shapes[computation, own[1]] = shape
+        dot = _DOT.search(line)
+        if dot is None:
+            continue
+        lhs = shapes[computation, dot[1]]
+        contracting = _CONTRACTING.search(line)
+        depth = _product(tuple(lhs[int(d)] for d in contracting[1].split(",") if d)) if contracting else 1
+        total += 2.0 * _product(shape) * depth * trips.get(computation, 1)
+    return total
 
 
 def collective_seconds(

@@ -23,7 +23,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import ArgumentError, SolverError
-from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _INTEGRAL = 1e-6
 
@@ -40,10 +40,11 @@ class IlpResult:
 
 @dataclass(frozen=True)
 class _Model:
-    """min c·z, A z = b, 0 ≤ z ≤ 1, the first `num_nodes_vars` entries of z integral. A is stored
+    """min c·z, A z = b, 0 ≤ z ≤ upper, the first `num_nodes_vars` entries of z integral. A is stored
     by columns."""
 
     cost: np.ndarray
+    upper: np.ndarray  # 0 for what is forbidden
     starts: np.ndarray
     rows: np.ndarray
     values: np.ndarray
@@ -78,6 +79,7 @@ def solve_ilp(
 ) -> IlpResult:
     """Solve what the reductions left; empty problems cost nothing."""
     if not problem.costs:
+        _check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
     model = _model(problem)
     if solver == "highs":
@@ -86,10 +88,20 @@ def solve_ilp(
         solution, bound, integral = _solve_with_pulp(model, solver, time_limit_s)
     choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
     objective = problem.objective(choice)
+    _check_feasible(objective)
     lower = min(bound / model.scale + problem.constant, objective)
     if objective - lower <= 1e-6 * max(abs(objective), 1e-30):
         lower = objective
     return IlpResult(choice, objective, lower, len(model.cost), len(model.rhs), integral)
+
+
+def _check_feasible(objective: float) -> None:
+    """The reductions only add up what is forbidden, so a forbidden total may come out of them."""
+    if objective >= FORBIDDEN / 2:
+        raise SolverError(
+            "no sharding satisfies the constraints: specs that were asked for, or "
+            "allow_parameter_gather=False, leave some operator no strategy. Ask for less."
+        )
 
 
 def _model(problem: PairwiseProblem) -> _Model:
@@ -119,6 +131,8 @@ def _model(problem: PairwiseProblem) -> _Model:
         for store, part in zip((rows, columns, values), parts, strict=True):
             store.append(part)
     cost = np.concatenate(costs)
+    forbidden = cost >= FORBIDDEN / 2
+    cost = np.where(forbidden, 0.0, cost)
     scale = 1e4 / max(float(np.abs(cost).max()), 1e-300)
     row, column, value = (np.concatenate(p) for p in (rows, columns, values))
     order = np.lexsort((row, column))
@@ -128,6 +142,7 @@ def _model(problem: PairwiseProblem) -> _Model:
     rhs[: len(nodes)] = 1.0
     return _Model(
         cost * scale,
+        np.where(forbidden, 0.0, 1.0),
         starts,
         row[order].astype(np.int32),
         value[order],
@@ -167,13 +182,15 @@ def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, f
     started = time.monotonic()
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
+    # Presolve costs more than it saves on these relaxations; branching turns it on again.
+    highs.setOptionValue("presolve", "off")
     highs.setOptionValue("time_limit", time_limit_s)
     lp = highspy.HighsLp()
     count = len(model.cost)
     lp.num_col_, lp.num_row_ = count, len(model.rhs)
     lp.col_cost_ = model.cost
     lp.col_lower_ = np.zeros(count)
-    lp.col_upper_ = np.ones(count)
+    lp.col_upper_ = model.upper
     lp.row_lower_ = lp.row_upper_ = model.rhs
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = model.starts
@@ -182,6 +199,8 @@ def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, f
     highs.passModel(lp)
     highs.run()
     status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        _check_feasible(np.inf)
     if status == highspy.HighsModelStatus.kOptimal:
         solution = np.array(highs.getSolution().col_value)
         bound = highs.getInfo().objective_function_value
@@ -194,9 +213,12 @@ def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, f
     highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
     left = max(time_limit_s - (time.monotonic() - started), 1.0)
     highs.setOptionValue("time_limit", time_limit_s + left)
+    highs.setOptionValue("presolve", "on")
     highs.setOptionValue("mip_rel_gap", 0.0)
     highs.run()
     info = highs.getInfo()
+    if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        _check_feasible(np.inf)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         raise SolverError(
             f"HiGHS found no sharding within {time_limit_s:.0f} s "
@@ -212,9 +234,9 @@ def _solve_with_pulp(
     problem = pulp.LpProblem("sharding", pulp.LpMinimize)
     variables = [
         problem.add_variable(
-            f"z{i}", 0, 1, pulp.LpBinary if i < model.num_node_vars else pulp.LpContinuous
+            f"z{i}", 0, up, pulp.LpInteger if i < model.num_node_vars else pulp.LpContinuous
         )
-        for i in range(len(model.cost))
+        for i, up in enumerate(model.upper.tolist())
     ]
     problem += pulp.LpAffineExpression(list(zip(variables, model.cost.tolist(), strict=True)))
     by_row: list[list] = [[] for _ in model.rhs]
@@ -224,6 +246,8 @@ def _solve_with_pulp(
     for terms, rhs in zip(by_row, model.rhs.tolist(), strict=True):
         problem += pulp.LpAffineExpression(terms) == rhs
     problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
+    if problem.status == pulp.LpStatusInfeasible:
+        _check_feasible(np.inf)
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise SolverError(
             f"{solver} found no sharding within {time_limit_s:.0f} s "

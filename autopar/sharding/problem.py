@@ -20,10 +20,9 @@ from autopar.errors import SolverError
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, Layout, num_shards
-from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
-FORBIDDEN = 1e18  # a price no plan pays if it can help it
 # Pins and filters say which strategies a node may use.
 StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
 
@@ -181,6 +180,6 @@ def _edges(
             columns = [table.index[s.results[0]] for s in strategies[v]]
         else:
             columns = [table.index[s.operands[position]] for s in strategies[v]]
-        matrix = table.cost_s[np.ix_(rows, columns)]
+        matrix = np.minimum(table.cost_s[np.ix_(rows, columns)], FORBIDDEN)
         found[(u, v, key[2:])] = (matrix, weight)
     return found

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-_EPS = 1e-12
+# Differences below this share of the largest cost are rounding.
+_ROUNDING = 1e-14
+FORBIDDEN = 1e18  # the price of what may not be chosen; sums of it stay comparable
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Reduction:
     problem: PairwiseProblem
     kept: dict[int, np.ndarray]
     undo: list[_Undo]
+    tolerance: float
 
     def restore(self, choice: dict[int, int]) -> dict[int, int]:
         """From indices into the reduced problem to indices into the original."""
@@ -89,11 +92,12 @@ class Reduction:
 def reduce_problem(problem: PairwiseProblem) -> Reduction:
     """Apply every reduction until none applies."""
     kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
-    reduction = Reduction(problem, kept, [])
+    tolerance = _ROUNDING * _largest_cost(problem)
+    reduction = Reduction(problem, kept, [], tolerance)
     for u in list(problem.edges):
         for v in list(problem.edges[u]):
             if u < v:
-                _normalise(problem, u, v)
+                _normalise(problem, u, v, tolerance)
     changed = set(problem.costs)
     while changed:
         _eliminate_low_degree(reduction, changed)
@@ -101,7 +105,12 @@ def reduce_problem(problem: PairwiseProblem) -> Reduction:
     return reduction
 
 
-def _normalise(problem: PairwiseProblem, u: int, v: int) -> bool:
+def _largest_cost(problem: PairwiseProblem) -> float:
+    tables = [*problem.costs.values(), *(m for row in problem.edges.values() for m in row.values())]
+    return max((float(t.max(initial=0.0, where=t < FORBIDDEN / 2)) for t in tables), default=0.0)
+
+
+def _normalise(problem: PairwiseProblem, u: int, v: int, tolerance: float) -> bool:
     """Move what depends on one end only to that end; True if the edge vanished."""
     matrix = problem.edges[u][v]
     rows = matrix.min(axis=1)
@@ -110,7 +119,7 @@ def _normalise(problem: PairwiseProblem, u: int, v: int) -> bool:
     matrix = matrix - columns[None, :]
     problem.costs[u] = problem.costs[u] + rows
     problem.costs[v] = problem.costs[v] + columns
-    if matrix.max(initial=0.0) <= _EPS:
+    if matrix.max(initial=0.0) <= tolerance:
         problem.remove_edge(u, v)
         return True
     problem.edges[u][v] = matrix
@@ -152,7 +161,7 @@ def _eliminate(reduction: Reduction, u: int) -> list[int]:
         (v, to_v), (w, to_w) = around
         through = (cost[:, None, None] + to_v[:, :, None] + to_w[:, None, :]).min(axis=0)
         problem.add_edge(v, w, through)
-        _normalise(problem, v, w)
+        _normalise(problem, v, w, reduction.tolerance)
     return [v for v, _ in around]
 
 
@@ -169,7 +178,7 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
         gain = cost[:, None] - cost[None, :]
         for matrix in problem.edges.get(u, {}).values():
             gain = gain + _worst_difference(matrix)
-        beats = gain <= _EPS
+        beats = gain <= reduction.tolerance
         np.fill_diagonal(beats, False)
         alive = np.ones(count, dtype=bool)
         for s in range(count):
@@ -186,7 +195,7 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
             matrix = problem.edges[u][v][alive]
             problem.edges[u][v] = matrix
             problem.edges[v][u] = matrix.T
-            if _normalise(problem, u, v):
+            if _normalise(problem, u, v, reduction.tolerance):
                 changed.add(v)
     return changed
 

@@ -17,7 +17,7 @@ from autopar import _jax
 LOOPS = ("scan", "while", "cond")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Constant:
     """An operand known while tracing."""
 
@@ -30,13 +30,24 @@ Operand = int | Constant
 
 @dataclass(frozen=True, slots=True)
 class Equation:
+    """One primitive applied.
+
+    scope:      transformations and module names, `transpose(jvp(GPT))/Block_0`.
+    name_stack: the same as JAX holds it; in the body of a loop, relative to the loop.
+    callers:    sources of the inlined calls around it, the innermost first.
+    has_effect: it does more than compute its results (a print, a callback, a write).
+    """
+
     primitive: Any
     params: dict[str, Any]
     operands: tuple[Operand, ...]
     results: tuple[int, ...]
+    scope: str
     name_stack: Any
     source_info: Any
     context: Any
+    callers: tuple[Any, ...] = ()
+    has_effect: bool = False
     bodies: tuple[Program, ...] = ()
 
     @property
@@ -44,13 +55,11 @@ class Equation:
         return self.primitive.name
 
     @property
-    def scope(self) -> str:
-        """Transformations and module names, `transpose(jvp(GPT))/Block_0`."""
-        return str(self.name_stack)
-
-    @property
     def source_line(self) -> str:
-        return _jax.source_line(self.source_info)
+        """Where the user's code made it. A function of JAX that is itself jitted is traced once
+        for all its callers and knows none of their lines; then the call's own line is given."""
+        lines = (_jax.source_line(source) for source in (self.source_info, *self.callers))
+        return next((line for line in lines if line), "an unknown line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,41 @@ class Program:
 
 
 def flatten_jaxpr(closed_jaxpr: Any) -> Program:
-    return _Flattener().program(closed_jaxpr, prefix=_jax.empty_name_stack())
+    empty = _jax.empty_name_stack()
+    return _Flattener().program(closed_jaxpr, _Place(empty, empty, ()))
+
+
+class _Place:
+    """Where in the user's modules equations stand. Equations of one module share one place, since
+    making its text for each of them would take longer than all else here."""
+
+    __slots__ = ("_inner", "callers", "full_stack", "name_stack", "scope")
+
+    def __init__(self, name_stack: Any, full_stack: Any, callers: tuple[Any, ...]) -> None:
+        self.name_stack = name_stack
+        self.full_stack = full_stack
+        self.callers = callers
+        self.scope = str(full_stack)
+        self._inner: dict[Any, _Place] = {}
+
+    def below(self, name_stack: Any) -> _Place:
+        """The place of an equation that has this name stack here."""
+        if not len(name_stack):
+            return self
+        found = self._inner.get(name_stack)
+        if found is None:
+            found = _Place(
+                self.name_stack + name_stack, self.full_stack + name_stack, self.callers
+            )
+            self._inner[name_stack] = found
+        return found
+
+    def called_from(self, source_info: Any) -> _Place:
+        return _Place(self.name_stack, self.full_stack, (source_info, *self.callers))
+
+    def in_loop(self, source_info: Any) -> _Place:
+        """The place of a loop's body: JAX puts the loop's own stack in front when it lowers."""
+        return _Place(_jax.empty_name_stack(), self.full_stack, (source_info, *self.callers))
 
 
 class _Flattener:
@@ -78,104 +121,100 @@ class _Flattener:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def program(self, closed_jaxpr: Any, prefix: Any) -> Program:
+    def program(self, closed_jaxpr: Any, place: _Place) -> Program:
         jaxpr, consts = _jax.open_jaxpr(closed_jaxpr)
         env: dict[Any, Operand] = {}
-        captured = []
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.new_value(var.aval)
-            captured.append((env[var], const))
-        inputs = []
-        for var in jaxpr.invars:
-            env[var] = self.new_value(var.aval)
-            inputs.append(env[var])
+        captured: list[tuple[int, Any]] = []
+        self.capture(jaxpr, consts, env, captured)
+        inputs = tuple(self.new_value(var.aval) for var in jaxpr.invars)
+        env.update(zip(jaxpr.invars, inputs, strict=True))
         equations: list[Equation] = []
-        self.inline(jaxpr, env, prefix, equations, captured)
-        outputs = tuple(self.read(env, atom) for atom in jaxpr.outvars)
-        return Program(tuple(inputs), outputs, tuple(equations), self.avals, tuple(captured))
+        self.inline(jaxpr, env, place, equations, captured)
+        outputs = tuple(_read(env, atom) for atom in jaxpr.outvars)
+        return Program(inputs, outputs, tuple(equations), self.avals, tuple(captured))
 
-    @staticmethod
-    def read(env: dict[Any, Operand], atom: Any) -> Operand:
-        if isinstance(atom, _jax.Literal):
-            return Constant(atom.val, atom.aval)
-        return env[atom]
+    def capture(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        env: dict[Any, Operand],
+        captured: list[tuple[int, Any]],
+    ) -> None:
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            value = self.new_value(var.aval)
+            env[var] = value
+            captured.append((value, const))
 
     def inline(
         self,
         jaxpr: Any,
         env: dict[Any, Operand],
-        prefix: Any,
+        around: _Place,
         equations: list[Equation],
         captured: list[tuple[int, Any]],
     ) -> None:
         for eqn in jaxpr.eqns:
-            stack = prefix + eqn.source_info.name_stack
-            operands = [self.read(env, atom) for atom in eqn.invars]
+            source_info = eqn.source_info
+            place = around.below(source_info.name_stack)
+            operands = [_read(env, atom) for atom in eqn.invars]
             body = _jax.call_body(eqn)
             if body is not None:
-                operands = self.shield(eqn, operands, stack, equations)
-                self.inline_call(eqn, body, operands, env, stack, equations, captured)
+                operands = self.shield(eqn, operands, place, equations)
+                inner, consts = _jax.open_jaxpr(body)
+                inner_env: dict[Any, Operand] = {}
+                self.capture(inner, consts, inner_env, captured)
+                inner_env.update(zip(inner.invars, operands, strict=True))
+                self.inline(inner, inner_env, place.called_from(source_info), equations, captured)
+                for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+                    env[var] = _read(inner_env, atom)
                 continue
             results = tuple(self.new_value(var.aval) for var in eqn.outvars)
-            for var, value in zip(eqn.outvars, results, strict=True):
-                env[var] = value
+            env.update(zip(eqn.outvars, results, strict=True))
             equations.append(
                 Equation(
-                    primitive=eqn.primitive,
-                    params=eqn.params,
-                    operands=tuple(operands),
-                    results=results,
-                    name_stack=stack,
-                    source_info=eqn.source_info,
-                    context=eqn.ctx,
-                    bodies=tuple(self.program(b, stack) for b in _loop_bodies(eqn)),
+                    eqn.primitive,
+                    eqn.params,
+                    tuple(operands),
+                    results,
+                    place.scope,
+                    place.name_stack,
+                    source_info,
+                    eqn.ctx,
+                    place.callers,
+                    bool(eqn.effects),
+                    tuple(self.program(b, place.in_loop(source_info)) for b in _loop_bodies(eqn)),
                 )
             )
 
-    def inline_call(
-        self,
-        eqn: Any,
-        body: Any,
-        operands: Sequence[Operand],
-        env: dict[Any, Operand],
-        stack: Any,
-        equations: list[Equation],
-        captured: list[tuple[int, Any]],
-    ) -> None:
-        inner, consts = _jax.open_jaxpr(body)
-        inner_env: dict[Any, Operand] = {}
-        for var, const in zip(inner.constvars, consts, strict=True):
-            inner_env[var] = self.new_value(var.aval)
-            captured.append((inner_env[var], const))
-        inner_env.update(zip(inner.invars, operands, strict=True))
-        self.inline(inner, inner_env, stack, equations, captured)
-        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
-            env[var] = self.read(inner_env, atom)
-
     def shield(
-        self, eqn: Any, operands: list[Operand], stack: Any, equations: list[Equation]
+        self, eqn: Any, operands: list[Operand], place: _Place, equations: list[Equation]
     ) -> list[Operand]:
         """Put the barrier of a rematerialised region in front of its operands."""
         mask = _jax.remat_barrier_mask(eqn)
-        kept = [i for i, on in enumerate(mask) if on and isinstance(operands[i], int)]
+        kept = {i: o for i, o in enumerate(operands) if mask[i] and isinstance(o, int)}
         if not kept:
             return operands
-        results = tuple(self.new_value(self.avals[operands[i]]) for i in kept)  # type: ignore[index]
+        results = {i: self.new_value(self.avals[o]) for i, o in kept.items()}
         equations.append(
             Equation(
                 primitive=_jax.optimization_barrier_primitive(),
                 params={},
-                operands=tuple(operands[i] for i in kept),
-                results=results,
-                name_stack=stack,
+                operands=tuple(kept.values()),
+                results=tuple(results.values()),
+                scope=place.scope,
+                name_stack=place.name_stack,
                 source_info=eqn.source_info,
                 context=eqn.ctx,
+                callers=place.callers,
             )
         )
-        shielded = list(operands)
-        for i, value in zip(kept, results, strict=True):
-            shielded[i] = value
-        return shielded
+        return [results.get(i, o) for i, o in enumerate(operands)]
+
+
+def _read(env: dict[Any, Operand], atom: Any) -> Operand:
+    if isinstance(atom, _jax.Literal):
+        return Constant(atom.val, atom.aval)
+    return env[atom]
 
 
 def _loop_bodies(eqn: Any) -> tuple[Any, ...]:

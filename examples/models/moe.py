@@ -264,9 +264,4 @@ EXAMPLES = {name: example(config, name=name) for name, config in _PAPER_CONFIGS.
         dataclasses.replace(_CFP, num_heads=2), batch_size=96, name="moe-cfp-2heads"
     ),
     "moe-tiny": example(_TINY, batch_size=16, name="moe-tiny"),
-    "moe-tiny-scan": example(
-        dataclasses.replace(_TINY, num_layers=4, scan_layers=True),
-        batch_size=16,
-        name="moe-tiny-scan",
-    ),
 }

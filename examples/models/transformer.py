@@ -64,8 +64,8 @@ class SelfAttention(nn.Module):
         batch, seq_len, hidden_size = x.shape
         qkv = nn.Dense(3 * hidden_size, dtype=self.dtype, name="qkv")(x)
         # Heads are outermost, so that a split of the Dense's features is a split of the heads.
-        qkv = qkv.reshape(batch, seq_len, self.num_heads, 3, hidden_size // self.num_heads)
-        query, key, value = (qkv[:, :, :, i] for i in range(3))
+        qkv = qkv.reshape(batch, seq_len, self.num_heads, -1)
+        query, key, value = jnp.split(qkv, 3, axis=-1)
         dropout = nn.Dropout(self.dropout, deterministic=False)
         x = attention(query, key, value, causal=self.causal, kind=self.kind, dropout=dropout)
         x = nn.Dense(hidden_size, dtype=self.dtype, name="out")(

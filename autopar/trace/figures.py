@@ -1,0 +1,128 @@
+"""What nodes cost and where the batch goes: flops, bytes touched, batch factors, deferred values.
+
+All of it is read off the graph before any sharding is known, and kept on nodes and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+from autopar.ir.graph import Node, NodeKind, Value
+from autopar.trace.program import Constant, Equation
+from autopar.trace.regions import UPDATE
+
+# Ops that XLA does not fuse into their neighbours: they read and write memory.
+_UNFUSED = frozenset(
+    "dot_general conv_general_dilated gather scatter scatter-add scatter_add sort top_k "
+    "dynamic_slice dynamic_update_slice concatenate cumsum cumlogsumexp cummax cumprod fft "
+    "reduce_window reduce_window_sum reduce_window_max select_and_scatter_add cholesky "
+    "triangular_solve custom_call pallas_call argsort scan_slice scan_stack".split()
+)
+_READS_PART = ("gather", "dynamic_slice", "scan_slice")  # of their first operand
+_WRITES_PART = {"scan_stack": 0, "dynamic_update_slice": 1}  # as much as this operand has
+
+
+def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
+    """Floating point operations: two per multiply-add of a product or convolution, one per
+    element of the largest operand or result elsewhere."""
+
+    def shape_of(operand: Any) -> tuple[int, ...]:
+        aval = operand.aval if isinstance(operand, Constant) else avals[operand]
+        return getattr(aval, "shape", ())
+
+    size = float(prod(shape_of(equation.results[0])))
+    if equation.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        shape = shape_of(equation.operands[0])
+        return 2.0 * size * prod(shape[d] for d in contracting)
+    if equation.name == "conv_general_dilated":
+        shape = shape_of(equation.operands[1])
+        out_feature = equation.params["dimension_numbers"].rhs_spec[0]
+        groups = equation.params["batch_group_count"]
+        return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1)
+    return max([size, *(float(prod(shape_of(o))) for o in equation.operands)])
+
+
+def values_in_memory(nodes: Sequence[Node], outputs: Collection[int | None]) -> set[int]:
+    """Values that XLA writes to memory rather than fuse into all of their readers."""
+    in_memory = {v for v in outputs if v is not None}
+    fused_region: dict[int, str] = {}  # value that could be fused -> region it is made in
+    for node in nodes:
+        fuses = node.kind is NodeKind.OP and node.name not in _UNFUSED
+        for value in node.operands:
+            if not fuses or fused_region.get(value, node.region) != node.region:
+                in_memory.add(value)
+        if fuses:
+            fused_region.update((value, node.region) for value in node.results)
+        else:
+            in_memory.update(node.results)
+    return in_memory
+
+
+def touched_bytes(node: Node, values: Sequence[Value], in_memory: set[int]) -> tuple[float, ...]:
+    """Bytes that a node moves to and from memory: per operand, then per result."""
+    if node.kind is not NodeKind.OP:
+        return (0.0,) * (len(node.operands) + len(node.results))
+    touched = [
+        float(values[v].num_bytes) if v in in_memory else 0.0
+        for v in (*node.operands, *node.results)
+    ]
+    if node.name in _READS_PART:
+        touched[0] = min(touched[0], float(values[node.results[0]].num_bytes))
+    elif node.name in _WRITES_PART:
+        # In place: the rest of the array is neither read nor written.
+        part = float(values[node.operands[_WRITES_PART[node.name]]].num_bytes)
+        touched = [min(count, part) for count in touched]
+    return tuple(touched)
+
+
+def batch_factors(
+    nodes: Sequence[Node], values: Sequence[Value], batch_inputs: Sequence[int]
+) -> list[int | None]:
+    """Follow the first dimension of the batch inputs through the rules."""
+    batch_dim = {v: 0 for v in batch_inputs if values[v].shape}
+    factors: list[int | None] = [None] * len(nodes)
+    for _ in range(2):  # twice: loop carries learn from their bodies
+        for index, node in enumerate(nodes):
+            factor = None
+            for value, dims in zip(node.operands, node.rule.operands, strict=True):
+                dim = batch_dim.get(value)
+                if dim is not None and dims[dim]:
+                    factor = dims[dim][0]
+                    break
+            if node.kind is NodeKind.INPUT and node.results[0] in batch_dim:
+                first = node.rule.results[0][0]
+                factor = first[0] if first else None
+            factors[index] = factor
+            if factor is None:
+                continue
+            for value, dims in zip(node.results, node.rule.results, strict=True):
+                for dim, own in enumerate(dims):
+                    if own and own[0] == factor:
+                        batch_dim[value] = dim
+                        break
+    return factors
+
+
+def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set[int]:
+    """Values that only the update reads, and values made from state alone."""
+    from_state: set[int] = set()
+    made: set[int] = set()
+    urgent: set[int] = set()  # read on the way to something that is waited for
+    for node in nodes:
+        if node.kind is NodeKind.INPUT:
+            from_state.update(v for v in node.results if v not in batch_inputs)
+        elif node.operands and all(v in from_state for v in node.operands):
+            from_state.update(node.results)
+        if node.kind is NodeKind.MERGE:  # what goes round a loop is waited for
+            urgent.update(v for v in node.operands if v not in made)
+        made.update(node.results)
+    deferred: set[int] = set()
+    for node in reversed(nodes):
+        own = [v for v in node.results if v not in urgent]
+        deferred.update(own)
+        if node.region != UPDATE and (len(own) < len(node.results) or not own):
+            urgent.update(node.operands)
+    return deferred | from_state

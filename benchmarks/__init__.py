@@ -1,0 +1,1 @@
+"""Benchmarks. Each module is a script: `python -m benchmarks.NAME --help`."""
