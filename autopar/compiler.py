@@ -207,7 +207,6 @@ def shard(
         solver=options.solver,
         time_limit_s=options.solver_time_limit_s,
         fold=options.fold_layers,
-        allow_parameter_gather=options.allow_parameter_gather,
     )
 
 

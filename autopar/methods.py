@@ -16,14 +16,11 @@ class ShardingOptions:
     solver:                 "highs", or the name of any solver that PuLP finds installed.
     solver_time_limit_s:    after this the best sharding so far is used, with its proven gap.
     fold_layers:            treat equal layers alike (the solve time then does not grow with depth).
-    allow_parameter_gather: whether a parameter may be kept split and gathered for its use, as
-                            ZeRO and FSDP do. Without it a parameter lies as its uses need it.
     """
 
     solver: str = "highs"
     solver_time_limit_s: float = 60.0
     fold_layers: bool = True
-    allow_parameter_gather: bool = True
 
     def __post_init__(self) -> None:
         if not self.solver_time_limit_s > 0:

@@ -73,7 +73,7 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for node, own in zip(graph.nodes, layouts, strict=True):
         compute[node.module, node.region] += _compute(graph, mesh, node, own)
-    for producer, consumer, value, source, target in _edges(graph, layouts):
+    for producer, consumer, value, source, target, deferred in _edges(graph, layouts):
         if source == target:
             continue
         info = graph.values[value]
@@ -81,7 +81,7 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
         key = (owner.module, owner.region)
         if consumer.kind is NodeKind.INPUT:
             key = (producer.module, producer.region)
-        share = DEFERRED_ALPHA_SHARE if info.deferred and mesh.device is not None else 1.0
+        share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
         partial = PARTIAL in source or PARTIAL in target
         table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
         weight = edge_weight(producer, consumer) if consumer.kind is not NodeKind.INPUT else 1.0
@@ -139,15 +139,17 @@ def _edges(graph: Graph, layouts: Sequence[NodeLayouts]):
     for index, node in enumerate(graph.nodes):
         for position, value in enumerate(node.operands):
             u, result = graph.producer[value]
-            yield graph.nodes[u], node, value, layouts[u][1][result], layouts[index][0][position]
+            source, target = layouts[u][1][result], layouts[index][0][position]
+            yield graph.nodes[u], node, value, source, target, graph.values[value].deferred
     for i, o in graph.state:
-        source, target = graph.outputs[o], graph.inputs[i]
-        if source is None:
+        value = graph.outputs[o]
+        if value is None:
             continue
-        u, result = graph.producer[source]
-        v, _ = graph.producer[target]
+        u, result = graph.producer[value]
+        v, _ = graph.producer[graph.inputs[i]]
         if u != v:
-            yield graph.nodes[u], graph.nodes[v], source, layouts[u][1][result], layouts[v][1][0]
+            source, target = layouts[u][1][result], layouts[v][1][0]
+            yield graph.nodes[u], graph.nodes[v], value, source, target, graph.values[value].deferred
 
 
 def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> float:
@@ -173,6 +175,8 @@ def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) 
             resident = node.kind is NodeKind.INPUT
             if not resident and (value not in in_memory or value in donated):
                 continue
+            if node.kind is NodeKind.USE and layouts[index][0][0] == layout:
+                continue  # the input itself
             size = graph.values[value].num_bytes / num_shards(layout, mesh.shape)
             live += size
             if not resident and value not in outputs:

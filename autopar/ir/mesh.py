@@ -9,7 +9,7 @@ is priced at the slow link, which the groups of one host share.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 from autopar.errors import ArgumentError, MeshError
 
@@ -159,7 +159,7 @@ class LogicalMesh:
         object.__setattr__(self, "axis_names", names)
         for field in ("alpha", "beta"):
             given = tuple(getattr(self, field)) or (1.0,) * len(shape)
-            if len(given) != len(shape) or any(v < 0 for v in given):
+            if len(given) != len(shape) or not all(0 <= v < inf for v in given):
                 raise MeshError(
                     f"LogicalMesh({field}={getattr(self, field)!r}): needs {len(shape)} numbers "
                     f"≥ 0, one per axis of the shape {shape}."

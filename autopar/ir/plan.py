@@ -193,7 +193,7 @@ class ParallelPlan:
     def from_json(text: str, where: str = "plan") -> ParallelPlan:
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{where}: not JSON ({error}). Save the plan again.") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlanError(f"{where}: not an autopar plan. Give a file written by plan.save().")
@@ -210,7 +210,7 @@ class ParallelPlan:
             )
         try:
             plan = _decode_plan(body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{where}: malformed plan ({error!r}). Plan again.") from error
         check_plan(plan, where)
         return plan
@@ -219,7 +219,8 @@ class ParallelPlan:
 def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
     """Layouts have one entry per mesh axis, fit their arrays, and counts agree."""
     axes = len(plan.mesh_shape)
-    if len(plan.axis_names) != axes or not all(n >= 1 for n in plan.mesh_shape):
+    one_name_each = len(plan.axis_names) == len(set(plan.axis_names)) == axes
+    if not one_name_each or not all(n >= 1 for n in plan.mesh_shape):
         raise PlanError(f"{where}: mesh {plan.mesh_shape} with axes {plan.axis_names}.")
     for tensor in (*plan.inputs, *plan.outputs):
         in_range = all(-1 <= entry < len(tensor.shape) for entry in tensor.layout)
@@ -276,12 +277,21 @@ def _encode(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = tuple(_whole(n) for n in value)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"shape {value!r}")
+    return shape
+
+
 def _layout(value: Any) -> Layout | None:
-    if value is None:
-        return None
-    if not all(isinstance(e, int) and not isinstance(e, bool) for e in value):
-        raise ValueError(f"layout {value!r}")
-    return tuple(value)
+    return None if value is None else tuple(_whole(e) for e in value)
 
 
 def _chain(value: Any) -> Chain:
@@ -311,7 +321,7 @@ def _decode_tensor(body: dict[str, Any]) -> Tensor:
     if layout is None:
         raise ValueError(f"{body['path']}: no layout")
     return Tensor(
-        str(body["path"]), tuple(body["shape"]), str(body["dtype"]), layout, str(body["role"])
+        str(body["path"]), _shape(body["shape"]), str(body["dtype"]), layout, str(body["role"])
     )
 
 
@@ -319,7 +329,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
     return ParallelPlan(
         name=str(body["name"]),
         method=str(body["method"]),
-        mesh_shape=tuple(int(n) for n in body["mesh_shape"]),
+        mesh_shape=_shape(body["mesh_shape"]),
         axis_names=tuple(str(n) for n in body["axis_names"]),
         device=str(body["device"]),
         inputs=tuple(_decode_tensor(t) for t in body["inputs"]),
@@ -327,14 +337,14 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         program=_decode_program(body["program"]),
         stages=tuple(
             StagePlan(
-                layers=(int(s["layers"][0]), int(s["layers"][1])),
-                submesh=(int(s["submesh"][0]), int(s["submesh"][1])),
-                mesh_shape=tuple(int(n) for n in s["mesh_shape"]),
+                layers=(_whole(s["layers"][0]), _whole(s["layers"][1])),
+                submesh=(_whole(s["submesh"][0]), _whole(s["submesh"][1])),
+                mesh_shape=_shape(s["mesh_shape"]),
                 cost=float(s["cost"]),
             )
             for s in body["stages"]
         ),
-        num_micro_batches=int(body["num_micro_batches"]),
+        num_micro_batches=_whole(body["num_micro_batches"]),
         estimated_step_s=float(body["estimated_step_s"]),
         estimated_peak_bytes=float(body["estimated_peak_bytes"]),
         communication_bytes=float(body["communication_bytes"]),
@@ -345,7 +355,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
                 float(m["compute_s"]),
                 float(m["communication_s"]),
                 float(m["communication_bytes"]),
-                tuple((str(k), int(n)) for k, n in m["collectives"]),
+                tuple((str(k), _whole(n)) for k, n in m["collectives"]),
             )
             for m in body["modules"]
         ),
@@ -353,7 +363,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
             float(body["solver"]["objective"]),
             float(body["solver"]["lower_bound"]),
             float(body["solver"]["gap"]),
-            {str(k): int(v) for k, v in body["solver"]["sizes"].items()},
+            {str(k): _whole(v) for k, v in body["solver"]["sizes"].items()},
             {str(k): float(v) for k, v in body["solver"]["seconds"].items()},
         ),
         fingerprint=Fingerprint(

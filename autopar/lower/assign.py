@@ -34,11 +34,10 @@ class _Assigner:
         self.layouts = layouts
         self.mesh = mesh
         self.current: dict[int, Layout] = {}  # program value -> layout it lies in now
-        self.node_of_equation = {
-            n.equation: i
-            for i, n in enumerate(graph.nodes)
-            if n.equation is not None and n.kind is NodeKind.OP
-        }
+        self.nodes_of_equation: dict[int, list[int]] = {}
+        for index, node in enumerate(graph.nodes):
+            if node.equation is not None and node.kind is NodeKind.OP:
+                self.nodes_of_equation.setdefault(node.equation, []).append(index)
         self.num_equations = 0  # seen so far; bodies are numbered right after their loop
 
     # -- layouts
@@ -111,11 +110,14 @@ class _Assigner:
             return self.while_loop(equation)
         if equation.name == "cond":
             return self.cond(equation)
-        node_index = self.node_of_equation.get(index)
-        if node_index is None:  # no results: an effect such as a debug print
+        nodes = self.nodes_of_equation.get(index)
+        if nodes is None:  # no results: an effect such as a debug print
             return EquationSharding(((),) * len(equation.operands), ())
-        node = self.graph.nodes[node_index]
-        needed = iter(zip(node.operands, self.layouts[node_index][0], strict=True))
+        needed = iter(
+            pair
+            for node in nodes
+            for pair in zip(self.graph.nodes[node].operands, self.layouts[node][0], strict=True)
+        )
         chains: list[Chain] = []
         for operand in equation.operands:
             if isinstance(operand, int):

@@ -99,8 +99,8 @@ def _check_feasible(objective: float) -> None:
     """The reductions only add up what is forbidden, so a forbidden total may come out of them."""
     if objective >= FORBIDDEN / 2:
         raise SolverError(
-            "no sharding satisfies the constraints: specs that were asked for, or "
-            "allow_parameter_gather=False, leave some operator no strategy. Ask for less."
+            "no sharding satisfies the constraints: the specs that were asked for leave some "
+            "operator no strategy. Ask for fewer, or for others."
         )
 
 

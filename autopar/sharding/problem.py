@@ -23,6 +23,7 @@ from autopar.ir.spec import PARTIAL, Layout, num_shards
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
+STATE_EDGE = -1  # the operand position of a state output that becomes the next step's input
 # Pins and filters say which strategies a node may use.
 StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
 
@@ -43,7 +44,6 @@ def build_problem(
     classes: list[int],
     pins: Mapping[int, Layout],
     keep: StrategyFilter | None = None,
-    allow_parameter_gather: bool = True,
 ) -> ShardingProblem:
     """`pins`: value -> layout that its producer must give it."""
     members: dict[int, list[int]] = {}
@@ -67,19 +67,9 @@ def build_problem(
         costs[owner] = len(indices) * _node_costs(graph, node, mesh, strategies[owner])
     pairwise = PairwiseProblem(costs)
     for (u, v, _), (matrix, count) in _edges(graph, mesh, classes, members, strategies).items():
-        if not allow_parameter_gather and _reads_parameter(graph, members[u][0]):
-            matrix = np.where(matrix > 0, FORBIDDEN, 0.0)
         pairwise.add_edge(u, v, matrix * count)
     representative = {owner: indices[0] for owner, indices in members.items()}
     return ShardingProblem(graph, mesh, classes, representative, strategies, pairwise)
-
-
-def _reads_parameter(graph: Graph, node: int) -> bool:
-    """Whether a node is a state input, or a state input as its consumers see it."""
-    state = {graph.producer[graph.inputs[i]][0] for i, _ in graph.state}
-    if graph.nodes[node].kind is NodeKind.USE:
-        node = graph.producer[graph.nodes[node].operands[0]][0]
-    return node in state
 
 
 def _allowed(
@@ -164,7 +154,7 @@ def _edges(
         u, result = graph.producer[source]
         v, _ = graph.producer[target]
         if u != v:
-            counts[(classes[u], classes[v], result, -1, True, -1)] += 1.0
+            counts[(classes[u], classes[v], result, STATE_EDGE, True, -1)] += 1.0
     found: dict[tuple, tuple[np.ndarray, float]] = {}
     for key, weight in counts.items():
         u, v, result, position, deferred, _ = key
@@ -176,7 +166,7 @@ def _edges(
         partial = any(PARTIAL in s.results[result] for s in strategies[u]) or consumer.rule.linear
         table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
         rows = [table.index[s.results[result]] for s in strategies[u]]
-        if position == -1:
+        if position == STATE_EDGE:
             columns = [table.index[s.results[0]] for s in strategies[v]]
         else:
             columns = [table.index[s.operands[position]] for s in strategies[v]]

@@ -68,13 +68,12 @@ def solve_graph(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     fold: bool = True,
-    allow_parameter_gather: bool = True,
 ) -> GraphSharding:
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
     clock.lap("fold")
-    problem = build_problem(graph, mesh, classes, pins or {}, keep, allow_parameter_gather)
+    problem = build_problem(graph, mesh, classes, pins or {}, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
     clock.lap("costs")
     reduction = reduce_problem(problem.pairwise)

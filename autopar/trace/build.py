@@ -200,6 +200,8 @@ class _Builder:
                 index = self.while_loop(equation, here, index)
             elif equation.name == "cond":
                 index = self.cond(equation, here, index)
+            elif equation.name == "optimization_barrier":
+                self.barrier(equation, here, index - 1)
             elif equation.results:
                 self.operation(equation, here, index - 1)
         return index
@@ -243,6 +245,29 @@ class _Builder:
             # A parameter in the precision of its use: gathered once, in that precision.
             if here.region != UPDATE and self.values[results[0]].shape:
                 self.share(results[0])
+
+    def barrier(self, equation: Equation, here: _Surroundings, index: int) -> None:
+        """One node per operand: a barrier orders them and ties nothing else."""
+        signature = self.signature_of[index]
+        assert signature is not None
+        for operand, result in zip(equation.operands, equation.results, strict=True):
+            if not isinstance(operand, int):
+                self.add_constant(result)
+                continue
+            self.nodes.append(
+                Node(
+                    NodeKind.OP,
+                    equation.name,
+                    _identity(self.values[result].shape),
+                    (self.read(operand),),
+                    (result,),
+                    here.weight,
+                    module=module_name(equation.scope),
+                    region=here.region,
+                    equation=index,
+                    signature=signature.number,
+                )
+            )
 
     def finish(self, node: Node, results: tuple[int, ...]) -> None:
         for raw, result in zip(node.results, results, strict=True):

@@ -1,0 +1,140 @@
+"""Planning time beside JAX's own trace + lower time of the same step, in one run.
+
+    python -m benchmarks.planning [--repeats 3] [--json FILE]
+
+Both sides start from cleared caches each time and alternate; the ratio is of the smallest times.
+`--only NAME` picks rows. The last rows compare the solver's own time (fold, costs, reductions,
+ILP; no tracing) at 96 and at 12 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autopar
+from autopar.cost.reshard import reshard_table
+from autopar.sharding.strategies import enumerate_strategies
+from examples.models import build
+
+H100 = "h100-sxm"
+
+
+def rows() -> dict[str, tuple[str, dict[str, Any], int, autopar.ClusterSpec, Any, float]]:
+    """name -> (model, overrides, batch, cluster, mesh shape, the ratio aimed at)"""
+    one_host = autopar.ClusterSpec(1, 8, H100)
+    eight_hosts = autopar.ClusterSpec(8, 8, H100)
+    return {
+        "GPT 24 layers, (2, 4)": ("gpt-1.3b", {}, 64, one_host, (2, 4), 3),
+        "GPT 24 layers, auto on 8": ("gpt-1.3b", {}, 64, one_host, "auto", 6),
+        "Llama3-8B, (8, 8)": ("llama3-8b", {"seq_len": 2048}, 16, eight_hosts, (8, 8), 4),
+        "Llama3-8B, (64,)": ("llama3-8b", {"seq_len": 2048}, 64, eight_hosts, (64,), 4),
+    }
+
+
+def _clear() -> None:
+    jax.clear_caches()
+    reshard_table.cache_clear()
+    enumerate_strategies.cache_clear()
+    gc.collect()
+
+
+def jax_seconds(example: Any, arguments: tuple[Any, ...]) -> float:
+    _clear()
+    started = time.perf_counter()
+    jax.jit(example.train_step).trace(*arguments).lower()
+    return time.perf_counter() - started
+
+
+def plan_seconds(
+    example: Any, arguments: tuple[Any, ...], cluster: autopar.ClusterSpec, mesh_shape: Any
+) -> tuple[float, autopar.ParallelPlan]:
+    _clear()
+    method = autopar.ShardParallel(mesh_shape)
+    started = time.perf_counter()
+    plan = autopar.plan(example.train_step, *arguments, cluster=cluster, method=method)
+    return time.perf_counter() - started, plan
+
+
+def measure_row(name: str, repeats: int) -> dict[str, Any]:
+    model, overrides, batch, cluster, mesh_shape, aim = rows()[name]
+    example = build(model, **overrides)
+    arguments = (example.abstract_state(), example.abstract_batch(batch))
+    theirs, ours, plan = [], [], None
+    for _ in range(repeats):
+        theirs.append(jax_seconds(example, arguments))
+        seconds, plan = plan_seconds(example, arguments, cluster, mesh_shape)
+        ours.append(seconds)
+    assert plan is not None
+    return {
+        "name": name,
+        "jax_s": min(theirs),
+        "plan_s": min(ours),
+        "ratio": min(ours) / min(theirs),
+        "aim": aim,
+        "gap": plan.solver.gap,
+        "mesh": plan.mesh_shape,
+        "passes_s": {k: round(v, 3) for k, v in plan.solver.seconds.items()},
+        "sizes": plan.solver.sizes,
+    }
+
+
+def depth_rows(repeats: int) -> list[dict[str, Any]]:
+    """Solver seconds at two depths."""
+    found = []
+    for layers in (12, 96):
+        example = build("gpt-1.3b", num_layers=layers)
+        arguments = (example.abstract_state(), example.abstract_batch(64))
+        cluster = autopar.ClusterSpec(1, 8, H100)
+        best = None
+        for _ in range(repeats):
+            _, plan = plan_seconds(example, arguments, cluster, (2, 4))
+            seconds = plan.solver.seconds["shard"]
+            best = seconds if best is None else min(best, seconds)
+        found.append({"layers": layers, "solve_s": best, "sizes": plan.solver.sizes})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=[*rows(), "depth"])
+    parser.add_argument("--json", help="write all rows to this file")
+    arguments = parser.parse_args()
+    results = []
+    for name in rows():
+        if arguments.only in (None, name):
+            row = measure_row(name, arguments.repeats)
+            results.append(row)
+            print(
+                f"{name:28s} JAX {row['jax_s']:6.2f} s  plan {row['plan_s']:6.2f} s  "
+                f"ratio {row['ratio']:.2f} (aim ≤ {row['aim']})  gap {row['gap']:.1%}  "
+                f"{row['passes_s']} {row['sizes']}",
+                flush=True,
+            )
+    depth = []
+    if arguments.only in (None, "depth"):
+        depth = depth_rows(arguments.repeats)
+        shallow, deep = depth
+        ratio = deep["solve_s"] / shallow["solve_s"]
+        print(
+            f"solve at 96 layers {deep['solve_s']:.2f} s over 12 layers {shallow['solve_s']:.2f} s"
+            f" = {ratio:.2f} (aim ≤ 2)"
+        )
+    if arguments.json:
+        document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": results}
+        document["depth"] = depth
+        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

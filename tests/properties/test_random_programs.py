@@ -1,0 +1,127 @@
+"""Random programs, sharded, equal `jax.jit`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from jax.sharding import NamedSharding
+
+import autopar
+from autopar import _jax
+from autopar.ir.spec import PARTIAL, to_partition_spec
+from autopar.lower.annotate import annotated_function
+from autopar.lower.assign import assign_layouts
+from autopar.sharding.strategies import enumerate_strategies
+from autopar.trace.build import build_graph
+from autopar.trace.flatten import trace_step
+from tests.properties.random_programs import MESHES, RandomProgram, programs
+
+FEW = settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+MANY = settings(FEW, max_examples=500)
+
+
+@st.composite
+def meshes(draw: Any) -> autopar.LogicalMesh:
+    """A mesh that prices communication alone, so that products must be split; α and β make the
+    solver favour one axis or the other, many small collectives or few large ones."""
+    shape = draw(st.sampled_from(MESHES))
+    powers = st.integers(-6, 0)
+    alpha = tuple(10.0 ** draw(powers) for _ in shape)
+    beta = tuple(10.0 ** (draw(powers) - 3) for _ in shape)
+    return autopar.LogicalMesh(shape, alpha=alpha, beta=beta)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        if np.issubdtype(theirs.dtype, np.integer):
+            np.testing.assert_array_equal(ours, theirs)
+        else:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def check_planned(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
+    floats, ints = program.inputs()
+    want = jax.jit(program)(floats, ints)
+    step = autopar.parallelize(program, method=autopar.ShardParallel(mesh))
+    try:
+        got = step(floats, ints)
+    except autopar.MeshError:  # a mesh axis that divides nothing of so small a program
+        return
+    assert_equal(got, want)
+
+
+def check_any_strategies(program: RandomProgram, mesh_shape: tuple[int, ...], seed: int) -> None:
+    """Whatever strategy each node takes, good or bad, the result is the same."""
+    floats, ints = program.inputs()
+    want = jax.jit(program)(floats, ints)
+    step = trace_step(program, (floats, ints))
+    graph = build_graph(step)
+    rng = random.Random(seed)
+    logical = autopar.LogicalMesh(mesh_shape)
+    layouts = []
+    for node in graph.nodes:
+        strategies = [
+            s
+            for s in enumerate_strategies(node.rule, mesh_shape)
+            if not any(PARTIAL in layout for layout in s.operands)
+        ]
+        strategy = rng.choice(strategies)
+        layouts.append((strategy.operands, strategy.results))
+    sharding = assign_layouts(step.program, graph, layouts, logical)
+    devices = np.array(jax.devices()[: logical.num_devices]).reshape(mesh_shape)
+    mesh = _jax.fresh_mesh(devices, logical.axis_names)
+    in_shardings = [
+        NamedSharding(mesh, to_partition_spec(layout, len(aval.shape), mesh.axis_names))
+        for layout, aval in zip(sharding.inputs, step.avals, strict=True)
+    ]
+    function = annotated_function(step.program, sharding, mesh)
+    results = jax.jit(function, in_shardings=in_shardings)(*floats, *ints)
+    assert_equal(step.rebuild_output(results), want)
+
+
+@FEW
+@given(programs(3, 8), meshes())
+def test_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
+    check_planned(program, mesh)
+
+
+@FEW
+@given(programs(3, 8), st.sampled_from(MESHES), st.integers(0, 2**16))
+def test_any_strategies_equal_jit(
+    program: RandomProgram, mesh_shape: tuple[int, ...], seed: int
+) -> None:
+    check_any_strategies(program, mesh_shape, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@MANY
+@given(programs(6, 14), meshes())
+def test_many_planned_programs_equal_jit(
+    program: RandomProgram, mesh: autopar.LogicalMesh
+) -> None:
+    check_planned(program, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@MANY
+@given(programs(6, 14), st.sampled_from(MESHES), st.integers(0, 2**16))
+def test_many_any_strategies_equal_jit(
+    program: RandomProgram, mesh_shape: tuple[int, ...], seed: int
+) -> None:
+    check_any_strategies(program, mesh_shape, seed)
