@@ -136,6 +136,8 @@ class ParallelFunction:
                 arrays = [x for i, x in enumerate(leaves) if i not in positions]
             else:
                 arrays = leaves
+            if len(entries or ()) > 1 and not executable.accepts(arrays):
+                continue
             try:
                 results = executable(arrays)
             except SignatureChanged:

@@ -149,7 +149,7 @@ def _edges(graph: Graph, layouts: Sequence[NodeLayouts]):
         v, _ = graph.producer[graph.inputs[i]]
         if u != v:
             source, target = layouts[u][1][result], layouts[v][1][0]
-            yield graph.nodes[u], graph.nodes[v], value, source, target, graph.values[value].deferred
+            yield graph.nodes[u], graph.nodes[v], value, source, target, True
 
 
 def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> float:

@@ -116,9 +116,9 @@ class _Writer:
         num_consts = cond_consts + equation.params["body_nconsts"]
         return list(
             jax.lax.while_loop(
-                lambda carry: self.run(
-                    condition, cond_sharding, [*operands[:cond_consts], *carry]
-                )[0],
+                lambda carry: self.run(condition, cond_sharding, [*operands[:cond_consts], *carry])[
+                    0
+                ],
                 lambda carry: self.run(
                     body, body_sharding, [*operands[cond_consts:num_consts], *carry]
                 ),

@@ -14,16 +14,21 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 _BYTES = {
     "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4,
     "s64": 8, "u64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+    "f8e4m3fn": 1, "f8e5m2": 1, "f8e4m3": 1, "f8e4m3fnuz": 1, "f8e5m2fnuz": 1, "f8e8m0fnu": 1,
 }  # fmt: skip
-_LINE = re.compile(
-    r"=\s*(?P<type>\(?[^=]*?\)?)\s*(?P<kind>" + "|".join(_KINDS) + r")(?P<start>-start)?\("
-)
+_ASSIGNMENT = re.compile(r"^\s*(?:ROOT\s+)?%?[\w.\-]+\s*=\s*")
+_OPCODE = re.compile(r"\s*(?P<kind>" + "|".join(_KINDS) + r")(?P<start>-start)?\(")
+_COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/ in long tuples
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _GROUPS_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{")
-_CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|async_computation|(?:true|false)_computation)=(%?[\w.\-]+)"
+    r"|branch_computations=\{([^}]*)\}"
+)
+_NUM_DEVICES = re.compile(r"(?:replica_count|num_partitions)=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -61,6 +66,9 @@ class CollectiveOp:
 def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
     """Every collective of an HLO module; those in loops carry the trip count."""
     trips = _trip_counts(hlo_text)
+    num_devices = _product(
+        tuple(int(n) for n in _NUM_DEVICES.findall(hlo_text.partition("\n")[0]))
+    )
     found = []
     computation = ""
     for line in hlo_text.splitlines():
@@ -68,23 +76,22 @@ def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
         if header and not line.startswith(" "):
             computation = header[1]
             continue
-        match = _LINE.search(line)
-        if match is None or "-done(" in line:
+        match = _read_instruction(line)
+        if match is None:
             continue
+        kind, results = match
         arrays = [
             (dtype, tuple(int(d) for d in dims.split(",") if d))
-            for dtype, dims in _ARRAY.findall(match["type"])
+            for dtype, dims in _ARRAY.findall(results)
             if dtype in _BYTES
         ]
-        if match["start"] and len(arrays) > 1:  # (operands, results): the results alone
-            arrays = arrays[len(arrays) // 2 :]
         num_bytes = sum(_BYTES[d] * _product(shape) for d, shape in arrays)
         name = re.search(r'op_name="([^"]*)"', line)
         found.append(
             CollectiveOp(
-                match["kind"],
+                kind,
                 num_bytes,
-                _group_size(line),
+                _group_size(line, num_devices),
                 tuple(shape for _, shape in arrays),
                 trips.get(computation, 1),
                 name[1] if name else "",
@@ -94,6 +101,49 @@ def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
     return tuple(found)
 
 
+def _read_instruction(line: str) -> tuple[str, str] | None:
+    """(kind, type of the results) of a line that is a collective."""
+    line = _COMMENT.sub("", line)
+    assignment = _ASSIGNMENT.match(line)
+    if assignment is None:
+        return None
+    rest = line[assignment.end() :]
+    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else (rest + " ").index(" ")
+    opcode = _OPCODE.match(rest, type_end)
+    if opcode is None:
+        return None
+    type_text = rest[:type_end]
+    if not opcode["start"] or not type_text.startswith("("):
+        return opcode["kind"], type_text
+    # An all-reduce-start has the type of its results. Others hold (operands, results, contexts…).
+    operands = _split(rest[opcode.end() : _closing(rest, opcode.end() - 1)])
+    parts = _split(type_text[1:-1])
+    is_plain = len(parts) == len(operands) and not parts[0].startswith("(")
+    return opcode["kind"], type_text if is_plain else parts[1]
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` is closed."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        if depth == 0:
+            return at
+    return len(text) - 1
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside all brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
 def _product(shape: tuple[int, ...]) -> int:
     count = 1
     for size in shape:
@@ -101,17 +151,20 @@ def _product(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _group_size(line: str) -> int:
+def _group_size(line: str, num_devices: int) -> int:
     match = _GROUPS_MESH.search(line)
     if match:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
-        return _product(tuple(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", match[2])))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])  # 'x', or a part of it
+        return _product(tuple(int(part or sizes[axis]) for axis, part in axes))
     match = _GROUPS_IOTA.search(line)
     if match:
         return int(match[2])
     match = _GROUPS_LIST.search(line)
     if match:
         return len(match[1].split(","))
+    if "source_target_pairs=" not in line:
+        return num_devices  # no groups: all devices are one
     pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
     return 2 if any(source != target for source, target in pairs) else 1
 
@@ -125,7 +178,10 @@ def _trip_counts(hlo_text: str) -> dict[str, int]:
         if header and not line.startswith(" "):
             computation = header[1]
             continue
-        for callee in _CALLED.findall(line):
+        callees = [
+            name.strip(" %") for called in _CALLED.findall(line) for name in "".join(called).split(",")
+        ]
+        for callee in callees:
             is_body = re.search(rf"body=%?{re.escape(callee)}\b", line) is not None
             known = _TRIPS.search(line)
             count = int(known[1]) if is_body and known else 1

@@ -1,7 +1,7 @@
 """A compiled step on the devices of this process.
 
 The jitted function takes the flat array leaves, so a warm call is: flatten, look up, JAX's own
-dispatch, unflatten. JAX checks shapes and shardings of its arguments itself; only when it finds
+dispatch, unflatten. JAX checks types and shardings of its arguments itself; only when it finds
 them other than planned does the slow path run.
 """
 
@@ -40,10 +40,11 @@ class LocalExecutable:
         self.avals = tuple(avals)
         self.input_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.inputs]
         self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
-        expected = [(a.shape, a.dtype) for a in self.avals]
+        self._types = [_type(aval) for aval in self.avals]
+        self._donated = frozenset(donated)
 
         def checked(*leaves: Any) -> list[Any]:
-            if [(x.shape, x.dtype) for x in leaves] != expected:
+            if not self.accepts(leaves):
                 raise SignatureChanged
             return flat_fn(*leaves)
 
@@ -58,12 +59,31 @@ class LocalExecutable:
         self._compiled: Any = None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        leaves = self._with_own_buffers(leaves)
         try:
             return self.jitted(*leaves)
         except ValueError:
             # An argument committed to another place: move it as planned, then try once more.
             # Whatever else was wrong is raised again by the second call.
             return self.jitted(*self.place(leaves))
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether the program was made for leaves of these types. A call finds out by itself; to
+        ask is cheaper where several programs may fit."""
+        return [_type(jax.typeof(leaf)) for leaf in leaves] == self._types
+
+    def _with_own_buffers(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """XLA ends the process if one buffer is donated twice, as happens when the average of the
+        parameters starts as the parameters themselves: copy what is donated and not alone."""
+        if len(set(map(id, leaves))) == len(leaves):
+            return leaves
+        seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in self._donated}
+        separate = list(leaves)
+        for i in self._donated:
+            if id(leaves[i]) in seen and isinstance(leaves[i], jax.Array):
+                separate[i] = jax.numpy.copy(leaves[i])
+            seen.add(id(leaves[i]))
+        return separate
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""
@@ -73,7 +93,9 @@ class LocalExecutable:
     def compiled(self) -> jax.stages.Compiled:
         if self._compiled is None:
             shapes = [
-                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+                jax.ShapeDtypeStruct(
+                    a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False)
+                )
                 for a, s in zip(self.avals, self.input_shardings, strict=True)
             ]
             try:
@@ -121,3 +143,7 @@ class LocalExecutable:
             "jax": jax.__version__,
         }
         (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+
+
+def _type(aval: Any) -> tuple[Any, Any, bool]:
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)

@@ -13,41 +13,58 @@ else it is doubled, so that layers may still alternate (column-, then row-split 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.ir.graph import Graph, NodeKind
 
 MIN_REPEATS = 4
+MIN_REPEATS_IN_LARGE_GRAPHS = 2
+LARGE_GRAPH = 3000  # nodes; above this, solve time matters more than treating pairs apart
+_NEAR = 48
 _FAR = 10**6
-_ROUNDS = 12
+_MATCHING_SHARE = 0.7
+_MAX_SWEEPS = 6
+
+
+@dataclass(frozen=True)
+class _Run:
+    """`length` positions from `start` on that repeat with a period. Positions in `odd` do not
+    match the rest and stay single."""
+
+    start: int
+    length: int
+    period: int
+    odd: frozenset[int] = frozenset()
 
 
 def fold_repeated_layers(graph: Graph) -> list[int]:
     """The class of every node; equal classes take equal strategies."""
     singles = list(range(len(graph.nodes)))
     positions = [
-        i for i, n in enumerate(graph.nodes) if n.kind in (NodeKind.OP, NodeKind.FINISH)
+        i
+        for i, n in enumerate(graph.nodes)
+        if n.kind in (NodeKind.OP, NodeKind.FINISH) and n.region != "update"
     ]
-    tokens = _tokens(graph, positions)
-    runs = _find_runs(graph, positions, tokens)
-    if not runs:
-        return singles
+    repeats = MIN_REPEATS if len(graph.nodes) < LARGE_GRAPH else MIN_REPEATS_IN_LARGE_GRAPHS
+    runs = _find_runs(graph, positions, _tokens(graph, positions), repeats)
     stretch = 1
-    for start, length, period in runs:
-        unit = [graph.nodes[positions[i]] for i in range(start, start + period)]
-        forward_products = sum(n.is_heavy for n in unit if n.region == "forward")
-        if any(n.region == "forward" and n.is_heavy for n in unit) and forward_products < 2:
+    for run in runs:
+        unit = [graph.nodes[positions[i]] for i in range(run.start, run.start + run.period)]
+        products = sum(n.is_heavy for n in unit if n.region == "forward")
+        if products == 1:
             stretch = 2
-    runs = [r for r in runs if r[1] >= MIN_REPEATS * stretch * r[2]]
+    runs = [r for r in runs if r.length >= repeats * stretch * r.period]
     if not runs:
         return singles
     fixed: dict[int, int] = {}
     next_class = 0
-    for start, length, period in runs:
-        for offset in range(length):
-            fixed[positions[start + offset]] = next_class + offset % (period * stretch)
-        next_class += period * stretch
+    for run in runs:
+        for offset in range(run.length):
+            if run.start + offset not in run.odd:
+                fixed[positions[run.start + offset]] = next_class + offset % (run.period * stretch)
+        next_class += run.period * stretch
     return _refine(graph, fixed)
 
 
@@ -62,40 +79,65 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
         for value in node.operands:
             producer = graph.producer[value][0]
             near = producer in place and graph.nodes[producer].region == node.region
-            reads.append(i - place[producer] if near else _FAR)
+            distance = i - place[producer] if near else _FAR
+            # What is computed once for all layers is ever farther from its readers.
+            reads.append(distance if distance <= _NEAR else _FAR)
         key = (node.kind, node.signature, node.name, node.weight, node.region, tuple(reads))
         tokens[i] = numbers.setdefault(key, len(numbers))
     return tokens
 
 
 def _find_runs(
-    graph: Graph, positions: list[int], tokens: np.ndarray
-) -> list[tuple[int, int, int]]:
-    """Disjoint periodic stretches as (start, length, period), the longest first."""
-    heavy = [i for i, index in enumerate(positions) if graph.nodes[index].is_heavy]
+    graph: Graph, positions: list[int], tokens: np.ndarray, repeats: int
+) -> list[_Run]:
+    """Disjoint periodic stretches, the longest first."""
     last_seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
-    for i in heavy:
-        token = int(tokens[i])
-        if token in last_seen:
-            distances[i - last_seen[token]] += 1
-        last_seen[token] = i
-    candidates = [d for d, count in distances.most_common(24) if count >= MIN_REPEATS - 1]
+    for i, index in enumerate(positions):
+        if graph.nodes[index].is_heavy:
+            token = int(tokens[i])
+            if token in last_seen:
+                distances[i - last_seen[token]] += 1
+            last_seen[token] = i
+    candidates = [d for d, count in distances.most_common(24) if count >= repeats - 1]
     free = np.ones(len(tokens), dtype=bool)
-    runs: list[tuple[int, int, int]] = []
+    runs: list[_Run] = []
     while candidates:
-        best: tuple[int, int, int] | None = None
+        best: _Run | None = None
         for period in candidates:
             start, length = _longest_run(tokens, free, period)
-            if length >= MIN_REPEATS * period and (
-                best is None or (length, -period) > (best[1], -best[2])
+            if length >= repeats * period and (
+                best is None or (length, -period) > (best.length, -best.period)
             ):
-                best = (start, length, period)
+                best = _Run(start, length, period)
         if best is None:
             break
+        best = _extend(tokens, free, best)
         runs.append(best)
-        free[best[0] : best[0] + best[1]] = False
+        free[best.start : best.start + best.length] = False
     return runs
+
+
+def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
+    """Take in whole periods on either side that are mostly alike, such as a first layer that
+    reads the embedding where the others read a layer."""
+    start, length, period, odd = run.start, run.length, run.period, set(run.odd)
+    while start >= period and free[start - period : start].all():
+        same = tokens[start - period : start] == tokens[start : start + period]
+        if same.mean() < _MATCHING_SHARE:
+            break
+        start, length = start - period, length + period
+        odd.update(int(i) for i in start + np.flatnonzero(~same))
+    while start + length + period <= len(tokens):
+        end = start + length
+        if not free[end : end + period].all():
+            break
+        same = tokens[end : end + period] == tokens[end - period : end]
+        if same.mean() < _MATCHING_SHARE:
+            break
+        length += period
+        odd.update(int(i) for i in end + np.flatnonzero(~same))
+    return _Run(start, length, period, frozenset(odd))
 
 
 def _longest_run(tokens: np.ndarray, free: np.ndarray, period: int) -> tuple[int, int]:
@@ -112,35 +154,41 @@ def _longest_run(tokens: np.ndarray, free: np.ndarray, period: int) -> tuple[int
 
 
 def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
-    """Colour refinement of the nodes outside the runs."""
-    readers: list[set[tuple[int, int]]] = [set() for _ in graph.nodes]
-    state_of = {graph.producer[graph.inputs[i]][0]: graph.outputs[o] for i, o in graph.state}
+    """Classes of all nodes, those of the runs given: colour refinement in sweeps.
+
+    A forward sweep colours a node by what it is made from, a backward sweep by what reads it, so
+    a few sweeps carry the runs' colours through the whole optimizer."""
+    readers: list[list[tuple[int, int]]] = [[] for _ in graph.nodes]
+    made_from: list[tuple[int, ...]] = []
     for index, node in enumerate(graph.nodes):
-        for position, value in enumerate(node.operands):
-            readers[graph.producer[value][0]].add((index, position))
-    numbers: dict[object, int] = {}
+        made_from.append(tuple(graph.producer[v][0] for v in node.operands))
+        for position, producer in enumerate(made_from[-1]):
+            readers[producer].append((index, position))
+    becomes = {
+        graph.producer[graph.inputs[i]][0]: graph.producer[value][0]
+        for i, o in graph.state
+        if (value := graph.outputs[o]) is not None
+    }
     colours: list[int] = []
     for index, node in enumerate(graph.nodes):
-        shape = tuple(graph.values[v].shape for v in node.results)
-        key: object = ("run", fixed.get(index))
-        if index not in fixed:
-            key = (node.kind, node.signature, node.name, node.weight, node.region, shape)
-        colours.append(numbers.setdefault(key, len(numbers)))
-    count = len(numbers)
-    for _ in range(_ROUNDS):
-        numbers = {}
-        updated = []
-        for index, node in enumerate(graph.nodes):
-            key = ("run", colours[index])
-            if index not in fixed:
-                made_from = tuple(colours[graph.producer[v][0]] for v in node.operands)
-                read_by = tuple(sorted({(colours[r], k) for r, k in readers[index]}))
-                out = state_of.get(index)
-                becomes = colours[graph.producer[out][0]] if out is not None else -1
-                key = (colours[index], made_from, read_by, becomes)
-            updated.append(numbers.setdefault(key, len(numbers)))
-        colours = updated
-        if len(numbers) == count:
+        if index in fixed:
+            colours.append(hash(("run", fixed[index])))
+            continue
+        shapes = tuple(graph.values[v].shape for v in node.results)
+        kind = (node.kind.value, node.signature, node.name, node.weight, node.region, shapes)
+        colours.append(hash(kind))
+    free = [i for i in range(len(graph.nodes)) if i not in fixed]
+    count = len(set(colours))
+    for _ in range(_MAX_SWEEPS):
+        for i in free:
+            own = tuple([colours[p] for p in made_from[i]])
+            colours[i] = hash((colours[i], own, colours[becomes.get(i, i)]))
+        for i in reversed(free):
+            own = frozenset([(colours[r], k) for r, k in readers[i]])
+            colours[i] = hash((colours[i], own))
+        distinct = len(set(colours))
+        if distinct == count:
             break
-        count = len(numbers)
-    return colours
+        count = distinct
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(c, len(numbers)) for c in colours]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 from autopar.ir.graph import Graph
@@ -46,7 +47,7 @@ class GraphSharding:
     lower_bound: float
     stats: SolveStats
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...]:
         """(operand layouts, result layouts) of every node."""
         return tuple((s.operands, s.results) for s in self.strategies)

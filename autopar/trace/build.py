@@ -149,9 +149,7 @@ class _Builder:
         }
         unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
-        return Graph(
-            values, nodes, program.inputs, outputs, state, step.batch, unruled, producer
-        )
+        return Graph(values, nodes, program.inputs, outputs, state, step.batch, unruled, producer)
 
     def new_value(self, like: int) -> int:
         self.values.append(replace(self.values[like], path=None))
@@ -214,7 +212,9 @@ class _Builder:
         # The update reads parameters where they are kept, everything else where they are used.
         kept = self.kept if here.region == UPDATE else ()
         operands = tuple(
-            o if o in kept else self.alias.get(o, o) for o in equation.operands if isinstance(o, int)
+            o if o in kept else self.alias.get(o, o)
+            for o in equation.operands
+            if isinstance(o, int)
         )
         rule = signature.rule
         if rule.linear and not self.sums_partial(rule, operands):
@@ -331,9 +331,7 @@ class _Builder:
         index = self.walk(body, inner, index)
         self.close_carries(merges, body.outputs[:num_carry])
         self.alias.update(zip(equation.results[:num_carry], carries, strict=True))
-        for out, result in zip(
-            body.outputs[num_carry:], equation.results[num_carry:], strict=True
-        ):
+        for out, result in zip(body.outputs[num_carry:], equation.results[num_carry:], strict=True):
             if isinstance(out, int):
                 rule = _stacking_rule(self.values[out].shape, stack=True)
                 self.stacking("scan_stack", rule, self.read(out), result, equation, inner)
@@ -378,9 +376,7 @@ class _Builder:
 
     def merge(self, name: str, operands: list[int], result: int, here: _Surroundings) -> None:
         rule = _identity(self.values[result].shape, len(operands))
-        self.nodes.append(
-            Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight)
-        )
+        self.nodes.append(Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight))
 
     def while_loop(self, equation: Equation, here: _Surroundings, index: int) -> int:
         """The number of trips is not known; one is counted."""

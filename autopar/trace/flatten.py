@@ -5,30 +5,34 @@ Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs;
 identity, never traced. Inputs and outputs are named by their path as the user would write it,
 `state.params['Dense_0']['kernel']`.
 
-*State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf
-and updated elementwise, is training state. Its inputs and outputs share one spec and its buffers
-are donated.
+*State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
+most of it updated elementwise as optimizers do, outside of any derivative. Its inputs and outputs
+share one spec. If the program takes a gradient it is a train step, and the state that it updates
+is donated.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from autopar import _jax
 from autopar.errors import ArgumentError, TraceError
-from autopar.trace.program import LOOPS, Program, flatten_jaxpr
+from autopar.trace.program import Equation, Operand, Program, flatten_jaxpr
+from autopar.trace.regions import BACKWARD, region_by_name
 
-_PASSES_STATE_THROUGH = frozenset(
+# What optimizers do to a parameter or a moment on its way to the next step.
+_UPDATES = frozenset(
     "add sub mul div add_any neg convert_element_type select_n max min copy clamp pow "
-    "integer_pow sqrt rsqrt random_wrap random_unwrap reshape squeeze expand_dims "
+    "integer_pow square sqrt rsqrt random_wrap random_unwrap reshape squeeze expand_dims "
     "optimization_barrier sharding_constraint copy_p".split()
-) | frozenset(LOOPS)
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def flatten_call(
                 "between calls: pass a hashable value such as a number, string or tuple."
             ) from error
     dynamic = [(i, a) for i, a in enumerate(args) if i not in set(static_argnums)]
-    names = argument_names(fn, len(args))
+    names = argument_names(fn)
     flat, treedef = tree_flatten_with_path((tuple(a for _, a in dynamic), kwargs))
     leaves, paths, owners, key_paths, static = [], [], [], [], []
     for position, (path, leaf) in enumerate(flat):
@@ -118,7 +122,7 @@ def flatten_call(
             continue
         if path[0].idx == 0:
             owner = dynamic[path[1].idx][0]
-            name = names[owner]
+            name = names[owner] if owner < len(names) else f"args[{owner}]"
         else:
             owner = name = path[1].key
         leaves.append(leaf)
@@ -136,16 +140,14 @@ def flatten_call(
     )
 
 
-def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+def argument_names(fn: Callable[..., Any]) -> list[str]:
     """The user's own names of the positional arguments."""
-    names: list[str] = []
     try:
-        for parameter in inspect.signature(fn).parameters.values():
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                names.append(parameter.name)
-    except (TypeError, ValueError):
-        pass
-    return names[:count] + [f"args[{i}]" for i in range(len(names), count)]
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some callables tell nothing
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional]
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,6 @@ class TracedStep:
     batch: tuple[int, ...]  # input indices
     donated: tuple[int, ...]  # input indices
     name: str
-    in_tree_hint: Any = field(default=None, compare=False)
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         static, dynamic = dict(self.out_static), iter(leaves)
@@ -210,9 +211,7 @@ def trace_step(
     traced = jax.jit(flat_fn, keep_unused=True).trace(*call.leaves)
     program = flatten_jaxpr(traced.jaxpr)
     avals = tuple(program.avals[v] for v in program.inputs)
-    out_avals = tuple(
-        program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs
-    )
+    out_avals = tuple(program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs)
     if not out_avals:
         raise TraceError(
             f"{name}: it returns no array. Return the new state and the loss so that the parallel "
@@ -228,7 +227,7 @@ def trace_step(
         out_tree=out["tree"],
         out_static=out["static"],
         state=state,
-        batch=_batch_inputs(call, args, kwargs or {}, state, batch_argnums, name),
+        batch=_batch_inputs(call, avals, argument_names(fn), state, batch_argnums, name),
         donated=_donated_inputs(call, program, args, state, donate_argnums),
         name=name,
     )
@@ -246,7 +245,9 @@ def _match_state(
     out_avals: Sequence[Any],
 ) -> tuple[tuple[int, int], ...]:
     by_path = {path: index for index, path in enumerate(out_key_paths)}
-    edges = _elementwise_edges(program)
+    edges: dict[Operand, set[Operand]] = {}
+    for source, target in _update_edges(program):
+        edges.setdefault(source, set()).add(target)
     taken: set[int] = set()
     pairs: list[tuple[int, int]] = []
     for owner in dict.fromkeys(call.argument):
@@ -264,9 +265,7 @@ def _match_state(
                 continue
             if not all(_same_array(in_avals[i], out_avals[o]) for i, o in found):
                 continue
-            updated = sum(
-                _reaches(edges, program.inputs[i], program.outputs[o]) for i, o in found
-            )
+            updated = sum(_reaches(edges, program.inputs[i], program.outputs[o]) for i, o in found)
             if 2 * updated < len(found):
                 continue
             pairs += found
@@ -275,23 +274,49 @@ def _match_state(
     return tuple(sorted(pairs))
 
 
-def _elementwise_edges(program: Program) -> dict[int, set[int]]:
-    """value -> values of the same shape that an elementwise equation makes from it."""
-    edges: dict[int, set[int]] = {}
+def _update_edges(program: Program) -> Iterator[tuple[Operand, Operand]]:
+    """(value, value of the same shape made from it elementwise, or passed in or out of a loop).
+
+    What happens inside of a derivative is no update: the gradient of a squared norm is made from
+    the parameters elementwise too.
+    """
+    avals = program.avals
     for equation in program.equations:
-        if equation.name not in _PASSES_STATE_THROUGH:
-            continue
-        for operand in equation.operands:
-            if not isinstance(operand, int):
-                continue
-            for result in equation.results:
-                a, b = program.avals[operand], program.avals[result]
-                if getattr(a, "shape", None) == getattr(b, "shape", ()):
-                    edges.setdefault(operand, set()).add(result)
-    return edges
+        if equation.bodies:
+            yield from _loop_edges(equation)
+            for body in equation.bodies:
+                yield from _update_edges(body)
+        elif equation.name in _UPDATES and region_by_name(equation.scope) is None:
+            for operand in equation.operands:
+                for result in equation.results:
+                    if isinstance(operand, int) and avals[operand].shape == avals[result].shape:
+                        yield operand, result
 
 
-def _reaches(edges: dict[int, set[int]], start: int, target: Any) -> bool:
+def _loop_edges(equation: Equation) -> Iterator[tuple[Operand, Operand]]:
+    operands, results, bodies = equation.operands, equation.results, equation.bodies
+    if equation.name == "cond":
+        for branch in bodies:
+            yield from zip(operands[1:], branch.inputs, strict=True)
+            yield from zip(branch.outputs, results, strict=True)
+        return
+    if equation.name == "scan":
+        num_consts, num_carry = _jax.scan_sizes(equation.params)
+        body, body_consts = bodies[0], num_consts
+    else:
+        body, body_consts = bodies[1], equation.params["body_nconsts"]
+        num_consts = body_consts + equation.params["cond_nconsts"]
+        num_carry = len(results)
+    inits = operands[num_consts : num_consts + num_carry]
+    yield from zip(
+        operands[num_consts - body_consts : num_consts], body.inputs[:body_consts], strict=True
+    )
+    yield from zip(inits, body.inputs[body_consts : body_consts + num_carry], strict=True)
+    yield from zip(inits, results[:num_carry], strict=True)
+    yield from zip(body.outputs[:num_carry], results[:num_carry], strict=True)
+
+
+def _reaches(edges: dict[Operand, set[Operand]], start: Operand, target: Operand) -> bool:
     """Whether the target is the start after elementwise changes, as an optimizer makes them."""
     reached, frontier = {start}, [start]
     while frontier and target not in reached:
@@ -302,37 +327,49 @@ def _reaches(edges: dict[int, set[int]], start: int, target: Any) -> bool:
     return target in reached
 
 
+def _takes_gradient(program: Program) -> bool:
+    return any(
+        region_by_name(equation.scope) == BACKWARD or any(map(_takes_gradient, equation.bodies))
+        for equation in program.equations
+    )
+
+
 def _batch_inputs(
     call: FlatCall,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    avals: Sequence[Any],
+    names: Sequence[str],
     state: tuple[tuple[int, int], ...],
     batch_argnums: Sequence[int],
     name: str,
 ) -> tuple[int, ...]:
+    given = set(call.argument)
     state_args = {call.argument[i] for i, _ in state}
-    wanted = [n for n in batch_argnums if n < len(args) and n not in state_args]
-    if not wanted and tuple(batch_argnums) != (1,):
-        raise ArgumentError(
-            f"batch_argnums={tuple(batch_argnums)}: {name} was called with {len(args)} positional "
-            f"arguments, and training state came in {sorted(map(str, state_args))}. Name the "
-            "positions of the arguments whose arrays have a leading batch dimension."
-        )
-    owners: set[int | str] = set(wanted)
-    if not wanted:  # the default: what is neither state nor static is the batch
-        owners = {a for a in call.argument if a not in state_args} if state else set()
-    for position in wanted:
-        if position in {p for p, _ in call.static_args}:
-            continue
-        if not any(a == position for a in call.argument):
-            given = type(args[position]).__name__
-            path = argument_names(lambda: None, len(args))[position]
+    # An argument may have been given by its name.
+    owners = [names[n] if n < len(names) and names[n] in given else n for n in batch_argnums]
+    if tuple(batch_argnums) == (1,) and (owners[0] not in given or owners[0] in state_args):
+        return _inferred_batch(call, avals, state_args) if state else ()
+    for position, owner in zip(batch_argnums, owners, strict=True):
+        if owner not in given and position not in dict(call.static_args):
+            path = names[position] if position < len(names) else f"args[{position}]"
             raise TraceError(
-                f"{path} (batch_argnums={tuple(batch_argnums)}): the batch argument of {name} "
-                f"is a {given} without arrays. Pass arrays with a leading batch dimension, or "
-                "set batch_argnums to the argument that has them."
+                f"{path} (batch_argnums={tuple(batch_argnums)}): the batch argument of {name} was "
+                "not given, or holds no arrays. Pass arrays with a leading batch dimension, or set "
+                "batch_argnums to the positions of the arguments that have them."
             )
-    return tuple(i for i, a in enumerate(call.argument) if a in owners)
+    return tuple(i for i, owner in enumerate(call.argument) if owner in owners)
+
+
+def _inferred_batch(
+    call: FlatCall, avals: Sequence[Any], state_args: set[int | str]
+) -> tuple[int, ...]:
+    """The default where argument 1 is not the batch: arrays that are not state and as many rows
+    as the first of them has (a random key among them has not)."""
+    others = [
+        i
+        for i, owner in enumerate(call.argument)
+        if owner not in state_args and avals[i].shape and not _jax.is_extended_dtype(avals[i].dtype)
+    ]
+    return tuple(i for i in others if avals[i].shape[0] == avals[others[0]].shape[0])
 
 
 def _donated_inputs(
@@ -343,6 +380,8 @@ def _donated_inputs(
     donate_argnums: Sequence[int] | str,
 ) -> tuple[int, ...]:
     if donate_argnums == "auto":
+        if not _takes_gradient(program):
+            return ()
         # An input returned untouched keeps its buffer.
         return tuple(i for i, o in state if program.outputs[o] != program.inputs[i])
     if isinstance(donate_argnums, str) or not all(isinstance(n, int) for n in donate_argnums):
@@ -356,10 +395,3 @@ def _donated_inputs(
             f"{len(args)} positional arguments."
         )
     return tuple(i for i, a in enumerate(call.argument) if a in set(donate_argnums))
-
-
-def shape_of(leaf: Any) -> Any:
-    """What a leaf looks like to a cached plan: shape, dtype and weak type."""
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
-

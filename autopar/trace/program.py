@@ -99,9 +99,7 @@ class _Place:
             return self
         found = self._inner.get(name_stack)
         if found is None:
-            found = _Place(
-                self.name_stack + name_stack, self.full_stack + name_stack, self.callers
-            )
+            found = _Place(self.name_stack + name_stack, self.full_stack + name_stack, self.callers)
             self._inner[name_stack] = found
         return found
 

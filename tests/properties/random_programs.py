@@ -500,9 +500,7 @@ def programs(min_steps: int, max_steps: int) -> st.SearchStrategy[RandomProgram]
         # Hypothesis likes small numbers; through a hash they give all operations alike.
         return random.Random(number).choice(sorted(OPERATIONS)), number
 
-    numbers = st.lists(
-        st.integers(0, 2**32), min_size=min_steps, max_size=max_steps, unique=True
-    )
+    numbers = st.lists(st.integers(0, 2**32), min_size=min_steps, max_size=max_steps, unique=True)
     return st.builds(
         RandomProgram,
         st.lists(shapes(1, 4), min_size=2, max_size=3).map(tuple),

@@ -111,9 +111,7 @@ def test_any_strategies_equal_jit(
 @pytest.mark.timeout(3600)
 @MANY
 @given(programs(6, 14), meshes())
-def test_many_planned_programs_equal_jit(
-    program: RandomProgram, mesh: autopar.LogicalMesh
-) -> None:
+def test_many_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
     check_planned(program, mesh)
 
 
