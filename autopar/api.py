@@ -127,16 +127,8 @@ class ParallelFunction:
         except TypeError:  # unhashable static argument: the slow path explains
             entries = None
         for planned, executable in entries or ():
-            call = planned.traced.call
-            if call.static:
-                positions = dict(call.static)
-                if any(positions[i].value is not leaves[i] and positions[i] != _static(leaves[i])
-                       for i in positions):
-                    continue
-                arrays = [x for i, x in enumerate(leaves) if i not in positions]
-            else:
-                arrays = leaves
-            if len(entries or ()) > 1 and not executable.accepts(arrays):
+            arrays = planned.traced.call.arrays_among(leaves)
+            if arrays is None:
                 continue
             try:
                 results = executable(arrays)
@@ -159,12 +151,6 @@ class ParallelFunction:
     ) -> tuple[PlannedStep, LocalExecutable]:
         planned = self._plan(args, kwargs)
         return planned, make_executable(planned, local_devices())
-
-
-def _static(value: Any) -> Any:
-    from autopar.trace.flatten import StaticLeaf
-
-    return StaticLeaf(value)
 
 
 def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
@@ -297,9 +283,7 @@ def solve_sharding(
     fn, step_options = _unwrap(fn, (), (1,))
     cluster = ClusterSpec(1, mesh.num_devices, mesh.device or "cpu")
     method = ShardParallel(mesh_shape=mesh, options=options or ShardingOptions())
-    planned = plan_step(
-        fn, args, kwargs, cluster=cluster, method=method, options=step_options
-    )
+    planned = plan_step(fn, args, kwargs, cluster=cluster, method=method, options=step_options)
     return ShardingSolution(planned.plan)
 
 

@@ -13,6 +13,7 @@ Each pass takes and gives frozen data; `PassTimer` keeps what each took.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,10 @@ from autopar.errors import ArgumentError, MeshError, PlanError, SpecError
 from autopar.ir.graph import Graph, Node, NodeKind, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import (
+    EquationSharding,
     Fingerprint,
     ParallelPlan,
+    ProgramSharding,
     SolverReport,
     StagePlan,
     Tensor,
@@ -93,8 +96,9 @@ def plan_step(
     cluster: ClusterSpec,
     method: ParallelMethod | ParallelPlan | LogicalMesh | None = None,
     options: StepOptions | None = None,
+    mesh: LogicalMesh | None = None,
 ) -> PlannedStep:
-    """Run every pass up to the plan."""
+    """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give."""
     options = options or StepOptions()
     timer = PassTimer()
     method = method if method is not None else ShardParallel()
@@ -111,21 +115,36 @@ def plan_step(
         return PlannedStep(traced, bind_plan(method, traced))
     solver_options = getattr(method, "options", ShardingOptions())
     check_solver(solver_options.solver)
-    meshes = candidate_meshes(cluster, method)
+    meshes = [mesh] if mesh is not None else candidate_meshes(cluster, method)
     if meshes[0].num_devices == 1:
         return PlannedStep(traced, _replicated_plan(traced, meshes[0], method, timer))
-    with timer("graph"):
-        graph = build_graph(traced)
-        check_graph(graph)
-    meshes = _divisible_meshes(graph, meshes, method)
-    with timer("shard"):
-        best = min(
-            (shard(graph, traced, mesh, method, solver_options) for mesh in meshes),
-            key=lambda sharding: sharding.objective,
-        )
-    with timer("assign"):
-        plan = make_plan(traced, graph, best, method, cluster, timer)
+    with _paused_garbage_collector():
+        with timer("graph"):
+            graph = build_graph(traced)
+            check_graph(graph)
+        meshes = _divisible_meshes(graph, meshes, method)
+        with timer("shard"):
+            best = min(
+                (shard(graph, traced, mesh, method, solver_options) for mesh in meshes),
+                key=lambda sharding: sharding.objective,
+            )
+        with timer("assign"):
+            program = assign_layouts(traced.program, graph, best.layouts, best.mesh)
+            report = cost_report(graph, best.mesh, best.layouts)
+        plan = make_plan(traced, graph, best, program, report, method, cluster, timer)
     return PlannedStep(traced, plan)
+
+
+@contextmanager
+def _paused_garbage_collector():
+    """The passes make many small objects and no cycles; collecting amid them only costs time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # -- meshes
@@ -171,15 +190,11 @@ def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
 def _divisible_meshes(graph: Graph, meshes: list[LogicalMesh], method: Any) -> list[LogicalMesh]:
     """Meshes of which every axis divides something; an error if none is left."""
     sizes = {n for value in graph.values for n in value.shape}
-    useful = [
-        m for m in meshes if all(a == 1 or any(n % a == 0 for n in sizes) for a in m.shape)
-    ]
+    useful = [m for m in meshes if all(a == 1 or any(n % a == 0 for n in sizes) for a in m.shape)]
     if useful:
         return useful
     mesh = meshes[0]
-    axis = next(
-        i for i, a in enumerate(mesh.shape) if a > 1 and not any(n % a == 0 for n in sizes)
-    )
+    axis = next(i for i, a in enumerate(mesh.shape) if a > 1 and not any(n % a == 0 for n in sizes))
     raise MeshError(
         f"mesh_shape={mesh.shape}: the axis {mesh.axis_names[axis]!r} of size {mesh.shape[axis]} "
         "divides no dimension of any array in the program, so nothing could be sharded over it. "
@@ -351,13 +366,13 @@ def make_plan(
     traced: TracedStep,
     graph: Graph,
     sharding: GraphSharding,
+    program: ProgramSharding,
+    report: CostReport,
     method: Any,
     cluster: ClusterSpec,
     timer: PassTimer,
 ) -> ParallelPlan:
     mesh = sharding.mesh
-    program = assign_layouts(traced.program, graph, sharding.layouts, mesh)
-    report = cost_report(graph, mesh, sharding.layouts)
     stats = sharding.stats
     roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
     out_roles = {o: "state" for _, o in traced.state}
@@ -447,8 +462,6 @@ def _replicated_plan(
     traced: TracedStep, mesh: LogicalMesh, method: Any, timer: PassTimer
 ) -> ParallelPlan:
     """One device: nothing to search, nothing to annotate."""
-    from autopar.ir.plan import EquationSharding, ProgramSharding
-
     whole = (WHOLE,) * len(mesh.shape)
 
     def untouched(program: Program) -> ProgramSharding:

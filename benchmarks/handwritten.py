@@ -122,9 +122,7 @@ def _largest_dim(axes: Any, num_shards: int) -> Callable[[str, tuple[int, ...]],
 
 def data_parallel(num_devices: int) -> HandWritten:
     tokens = P(ALL, None, None)
-    return HandWritten(
-        "data parallel", (num_devices, 1), _replicated, P(ALL), {"*": tokens}
-    )
+    return HandWritten("data parallel", (num_devices, 1), _replicated, P(ALL), {"*": tokens})
 
 
 def fsdp(num_devices: int) -> HandWritten:

@@ -97,8 +97,12 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     keys = [k for k in dict.fromkeys([*compute, *seconds]) if compute[k] or seconds[k]]
     modules = tuple(
         ModuleCost(
-            module, region, compute[module, region], seconds[module, region],
-            sent[module, region], tuple(sorted(kinds[module, region].items())),
+            module,
+            region,
+            compute[module, region],
+            seconds[module, region],
+            sent[module, region],
+            tuple(sorted(kinds[module, region].items())),
         )
         for module, region in keys
     )
@@ -163,9 +167,7 @@ def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) 
     donated = {graph.outputs[o] for _, o in graph.state}
     in_memory: set[int] = set()
     for node in graph.nodes:
-        for value, touched in zip(
-            (*node.operands, *node.results), node.touched_bytes, strict=True
-        ):
+        for value, touched in zip((*node.operands, *node.results), node.touched_bytes, strict=True):
             if touched:
                 in_memory.add(value)
     live = peak = 0.0

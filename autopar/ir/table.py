@@ -42,8 +42,11 @@ def explain_plan(plan: ParallelPlan) -> str:
     lines = [
         f"{plan.name}: {plan.method} on mesh {mesh} ({plan.device})",
         f"  objective {solver.objective:.6g} ({proven}"
-        + (f", {solver.sizes['classes']} decisions for {solver.sizes['nodes']} ops)"
-           if {"classes", "nodes"} <= set(solver.sizes) else ")"),
+        + (
+            f", {solver.sizes['classes']} decisions for {solver.sizes['nodes']} ops)"
+            if {"classes", "nodes"} <= set(solver.sizes)
+            else ")"
+        ),
     ]
     if timed:
         lines.append(
@@ -65,9 +68,12 @@ def _plain_outputs(plan: ParallelPlan) -> tuple[Tensor, ...]:
 
 def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    line = lambda row: "  " + "  ".join(  # noqa: E731
-        c.ljust(w) for c, w in zip(row, widths, strict=True)
-    ).rstrip()
+    line = lambda row: (
+        "  "
+        + "  ".join(  # noqa: E731
+            c.ljust(w) for c, w in zip(row, widths, strict=True)
+        ).rstrip()
+    )
     return [line(header), "  " + "  ".join("-" * w for w in widths), *map(line, rows)]
 
 
@@ -77,7 +83,13 @@ def _tensor_table(title: str, tensors: tuple[Tensor, ...], plan: ParallelPlan) -
         shape = f"{tensor.dtype}{list(tensor.shape)}"
         groups[_NUMBER.sub("*", tensor.path), shape, str(plan.spec_of(tensor)), tensor.role] += 1
     rows = [
-        (path if count > 1 else _only_path(tensors, path, plan, spec), shape, spec, role, str(count))
+        (
+            path if count > 1 else _only_path(tensors, path, plan, spec),
+            shape,
+            spec,
+            role,
+            str(count),
+        )
         for (path, shape, spec, role), count in groups.items()
     ]
     return [f"{title}:", *_rows(("path", "array", "spec", "role", "count"), rows)]

@@ -1,0 +1,1 @@
+"""Lowering: from the sharding of a graph to an annotated function."""

@@ -9,6 +9,7 @@ only reads is taken to its layout in front of the loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from autopar import _jax
@@ -77,8 +78,8 @@ class _Assigner:
         steps = table.path(source, target)
         shards = [num_shards(s, self.mesh.shape) for s in (source, *steps)]
         # Slices alone, or gathers alone, are one step to the compiler.
-        only_slices = all(b > a for a, b in zip(shards, shards[1:], strict=False))
-        only_gathers = all(b < a for a, b in zip(shards, shards[1:], strict=False))
+        only_slices = all(b > a for a, b in pairwise(shards))
+        only_gathers = all(b < a for a, b in pairwise(shards))
         return [target] if only_slices or only_gathers else steps
 
     # -- programs

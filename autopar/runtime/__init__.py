@@ -1,0 +1,1 @@
+"""Running: compiled steps on devices, and what can be read off them."""

@@ -1,8 +1,8 @@
 """Collectives of a compiled program, read from XLA's optimized HLO.
 
 Bytes are those of the result on one device (for an all-gather the gathered tensor, for a
-reduce-scatter the scattered one's whole input). `ring_seconds` prices the lot by the ring formulas
-of `autopar.cost.collectives`, so that programs compiled by different means can be compared.
+reduce-scatter one part of it). `collective_seconds` prices the lot by the ring formulas of
+`autopar.cost.collectives`, so that programs compiled by different means can be compared.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class CollectiveOp:
 def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
     """Every collective of an HLO module; those in loops carry the trip count."""
     trips = _trip_counts(hlo_text)
-    num_devices = _product(
-        tuple(int(n) for n in _NUM_DEVICES.findall(hlo_text.partition("\n")[0]))
-    )
+    num_devices = _product(tuple(int(n) for n in _NUM_DEVICES.findall(hlo_text.partition("\n")[0])))
     found = []
     computation = ""
     for line in hlo_text.splitlines():
@@ -178,10 +176,8 @@ def _trip_counts(hlo_text: str) -> dict[str, int]:
         if header and not line.startswith(" "):
             computation = header[1]
             continue
-        callees = [
-            name.strip(" %") for called in _CALLED.findall(line) for name in "".join(called).split(",")
-        ]
-        for callee in callees:
+        callees = ",".join("".join(called) for called in _CALLED.findall(line)).split(",")
+        for callee in (name.strip(" %") for name in callees if name):
             is_body = re.search(rf"body=%?{re.escape(callee)}\b", line) is not None
             known = _TRIPS.search(line)
             count = int(known[1]) if is_body and known else 1
@@ -225,7 +221,11 @@ def read_dot_flops(hlo_text: str) -> float:
             continue
         lhs = shapes[computation, dot[1]]
         contracting = _CONTRACTING.search(line)
-        depth = _product(tuple(lhs[int(d)] for d in contracting[1].split(",") if d)) if contracting else 1
+        depth = (
+            _product(tuple(lhs[int(d)] for d in contracting[1].split(",") if d))
+            if contracting
+            else 1
+        )
         total += 2.0 * _product(shape) * depth * trips.get(computation, 1)
     return total
 

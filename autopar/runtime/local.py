@@ -42,6 +42,9 @@ class LocalExecutable:
         self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
         self._types = [_type(aval) for aval in self.avals]
         self._donated = frozenset(donated)
+        # Virtual CPU devices share a pool of threads: steps that run ahead of each other can each
+        # hold threads the other's collectives wait for, and XLA then ends the process.
+        self._runs_on_threads = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
         def checked(*leaves: Any) -> list[Any]:
             if not self.accepts(leaves):
@@ -60,6 +63,8 @@ class LocalExecutable:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         leaves = self._with_own_buffers(leaves)
+        if self._runs_on_threads:
+            jax.block_until_ready(leaves)
         try:
             return self.jitted(*leaves)
         except ValueError:
@@ -121,6 +126,7 @@ class LocalExecutable:
         """XLA's own figure of peak bytes per device: arguments, outputs and temporaries, with
         donated buffers counted once."""
         stats = self.compiled.memory_analysis()
+        assert stats is not None
         return int(
             stats.argument_size_in_bytes
             + stats.output_size_in_bytes

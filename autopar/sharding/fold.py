@@ -82,14 +82,14 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
             distance = i - place[producer] if near else _FAR
             # What is computed once for all layers is ever farther from its readers.
             reads.append(distance if distance <= _NEAR else _FAR)
-        key = (node.kind, node.signature, node.name, node.weight, node.region, tuple(reads))
+        # The rule as well: equal equations differ in whether partial sums may flow through them.
+        kind = (node.kind, node.signature, node.name, node.rule, node.weight, node.region)
+        key = (kind, tuple(reads))
         tokens[i] = numbers.setdefault(key, len(numbers))
     return tokens
 
 
-def _find_runs(
-    graph: Graph, positions: list[int], tokens: np.ndarray, repeats: int
-) -> list[_Run]:
+def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: int) -> list[_Run]:
     """Disjoint periodic stretches, the longest first."""
     last_seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
@@ -122,8 +122,9 @@ def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
     """Take in whole periods on either side that are mostly alike, such as a first layer that
     reads the embedding where the others read a layer."""
     start, length, period, odd = run.start, run.length, run.period, set(run.odd)
+    first, last = tokens[start : start + period], tokens[start + length - period : start + length]
     while start >= period and free[start - period : start].all():
-        same = tokens[start - period : start] == tokens[start : start + period]
+        same = tokens[start - period : start] == first
         if same.mean() < _MATCHING_SHARE:
             break
         start, length = start - period, length + period
@@ -132,7 +133,7 @@ def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
         end = start + length
         if not free[end : end + period].all():
             break
-        same = tokens[end : end + period] == tokens[end - period : end]
+        same = tokens[end : end + period] == last
         if same.mean() < _MATCHING_SHARE:
             break
         length += period
@@ -175,8 +176,8 @@ def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
             colours.append(hash(("run", fixed[index])))
             continue
         shapes = tuple(graph.values[v].shape for v in node.results)
-        kind = (node.kind.value, node.signature, node.name, node.weight, node.region, shapes)
-        colours.append(hash(kind))
+        kind = (node.kind.value, node.signature, node.name, node.rule, node.weight, node.region)
+        colours.append(hash((kind, shapes)))
     free = [i for i in range(len(graph.nodes)) if i not in fixed]
     count = len(set(colours))
     for _ in range(_MAX_SWEEPS):

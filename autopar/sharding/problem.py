@@ -7,7 +7,7 @@ all members add up in it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -55,21 +55,31 @@ def build_problem(
     for owner, indices in members.items():
         node = graph.nodes[indices[0]]
         pinned = {
-            (r, pins[v])
-            for i in indices
-            for r, v in enumerate(graph.nodes[i].results)
-            if v in pins
+            (r, pins[v]) for i in indices for r, v in enumerate(graph.nodes[i].results) if v in pins
         }
         key = (node.kind, node.name, node.rule, node.batch_factor, node.region, frozenset(pinned))
         if key not in cache:
             cache[key] = _allowed(graph, node, mesh, pinned, keep)
         strategies[owner] = cache[key]
-        costs[owner] = len(indices) * _node_costs(graph, node, mesh, strategies[owner])
+        alike = Counter(_price_key(graph.nodes[i]) for i in indices)
+        example_of = {_price_key(graph.nodes[i]): graph.nodes[i] for i in indices}
+        costs[owner] = np.sum(
+            [
+                count * _node_costs(graph, example_of[key], mesh, strategies[owner])
+                for key, count in alike.items()
+            ],
+            axis=0,
+        )
     pairwise = PairwiseProblem(costs)
     for (u, v, _), (matrix, count) in _edges(graph, mesh, classes, members, strategies).items():
         pairwise.add_edge(u, v, matrix * count)
     representative = {owner: indices[0] for owner, indices in members.items()}
     return ShardingProblem(graph, mesh, classes, representative, strategies, pairwise)
+
+
+def _price_key(node: Node) -> tuple:
+    """Members of a class with equal keys cost the same."""
+    return node.touched_bytes, node.flops, node.weight
 
 
 def _allowed(
@@ -118,10 +128,7 @@ def _node_costs(
     ).reshape(len(strategies), len(values))
     results = slice(len(node.operands), None)
     cost = np.array(
-        [
-            tie_break_s(mesh, float(b))
-            for b in (sizes[results] / shards[:, results]).sum(axis=1)
-        ]
+        [tie_break_s(mesh, float(b)) for b in (sizes[results] / shards[:, results]).sum(axis=1)]
     )
     if mesh.device is not None and node.kind is NodeKind.OP:
         moved = (touched / shards).sum(axis=1)
@@ -139,14 +146,13 @@ def _edges(
     members: dict[int, list[int]],
     strategies: dict[int, list[Strategy]],
 ) -> dict[tuple, tuple[np.ndarray, float]]:
-    counts: Counter[tuple] = Counter()
+    counts: dict[tuple, float] = defaultdict(float)
     for index, node in enumerate(graph.nodes):
         for position, value in enumerate(node.operands):
             u, result = graph.producer[value]
             weight = edge_weight(graph.nodes[u], node)
             info = graph.values[value]
-            key = (classes[u], classes[index], result, position, info.deferred)
-            counts[(*key, value if len(members[classes[u]]) == 1 else -1)] += weight
+            counts[classes[u], classes[index], result, position, info.deferred] += weight
     # State must leave the step as it came in.
     for i, o in graph.state:
         source, target = graph.outputs[o], graph.inputs[i]
@@ -154,10 +160,10 @@ def _edges(
         u, result = graph.producer[source]
         v, _ = graph.producer[target]
         if u != v:
-            counts[(classes[u], classes[v], result, STATE_EDGE, True, -1)] += 1.0
+            counts[classes[u], classes[v], result, STATE_EDGE, True] += 1.0
     found: dict[tuple, tuple[np.ndarray, float]] = {}
     for key, weight in counts.items():
-        u, v, result, position, deferred, _ = key
+        u, v, result, position, deferred = key
         producer = graph.nodes[members[u][0]]
         consumer = graph.nodes[members[v][0]]
         value = producer.results[result]

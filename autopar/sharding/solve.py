@@ -21,7 +21,6 @@ from autopar.sharding.reduce import reduce_problem
 from autopar.sharding.strategies import Strategy
 
 
-
 @dataclass(frozen=True)
 class SolveStats:
     """Sizes before and after each reduction, and where the time went."""
@@ -73,6 +72,7 @@ def solve_graph(
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
+    classes = _part_by_pins(graph, classes, pins or {})
     clock.lap("fold")
     problem = build_problem(graph, mesh, classes, pins or {}, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
@@ -95,6 +95,16 @@ def solve_graph(
         seconds=seconds,
     )
     return GraphSharding(graph, mesh, chosen, result.objective, result.lower_bound, stats)
+
+
+def _part_by_pins(graph: Graph, classes: list[int], pins: Mapping[int, Layout]) -> list[int]:
+    """Equal layers that are asked for different layouts are not tied."""
+    numbers: dict[tuple, int] = {}
+    keys = [
+        (owner, *(pins.get(value) for value in node.results))
+        for owner, node in zip(classes, graph.nodes, strict=True)
+    ]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 class _Clock:

@@ -33,7 +33,7 @@ from autopar.trace.figures import (
 )
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import LOOPS, Equation, Operand, Program
-from autopar.trace.regions import FORWARD, UPDATE, equation_regions, module_name
+from autopar.trace.regions import UPDATE, equation_regions, module_name
 from autopar.trace.rules import equation_key, identity_rule, rules_of_equations
 
 
@@ -241,10 +241,13 @@ class _Builder:
         self.nodes.append(node)
         if partial:
             self.finish(node, equation.results)
-        elif equation.name == "convert_element_type" and equation.operands[0] in self.kept:
-            # A parameter in the precision of its use: gathered once, in that precision.
-            if here.region != UPDATE and self.values[results[0]].shape:
-                self.share(results[0])
+        elif (
+            equation.name == "convert_element_type"
+            and equation.operands[0] in self.kept
+            and here.region != UPDATE
+            and self.values[results[0]].shape
+        ):  # a parameter in the precision of its use: gathered once, in that precision
+            self.share(results[0])
 
     def barrier(self, equation: Equation, here: _Surroundings, index: int) -> None:
         """One node per operand: a barrier orders them and ties nothing else."""

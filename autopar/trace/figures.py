@@ -14,12 +14,13 @@ from autopar.trace.program import Constant, Equation
 from autopar.trace.regions import UPDATE
 
 # Ops that XLA does not fuse into their neighbours: they read and write memory.
-_UNFUSED = frozenset(
-    "dot_general conv_general_dilated gather scatter scatter-add scatter_add sort top_k "
-    "dynamic_slice dynamic_update_slice concatenate cumsum cumlogsumexp cummax cumprod fft "
-    "reduce_window reduce_window_sum reduce_window_max select_and_scatter_add cholesky "
-    "triangular_solve custom_call pallas_call argsort scan_slice scan_stack".split()
-)
+_UNFUSED = {
+    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add",
+    "sort", "top_k", "dynamic_slice", "dynamic_update_slice", "concatenate", "cumsum",
+    "cumlogsumexp", "cummax", "cumprod", "fft", "reduce_window", "reduce_window_sum",
+    "reduce_window_max", "select_and_scatter_add", "cholesky", "triangular_solve", "custom_call",
+    "pallas_call", "argsort", "scan_slice", "scan_stack",
+}  # fmt: skip
 _READS_PART = ("gather", "dynamic_slice", "scan_slice")  # of their first operand
 _WRITES_PART = {"scan_stack": 0, "dynamic_update_slice": 1}  # as much as this operand has
 
@@ -107,22 +108,24 @@ def batch_factors(
 
 
 def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set[int]:
-    """Values that only the update reads, and values made from state alone."""
+    """Values that nothing of weight waits for: those that reach the update by light ops alone
+    (gradients), and those made from state alone (parameters on their way to their use)."""
     from_state: set[int] = set()
     made: set[int] = set()
-    urgent: set[int] = set()  # read on the way to something that is waited for
+    urgent: set[int] = set()  # read on the way to a product, or round a loop
     for node in nodes:
         if node.kind is NodeKind.INPUT:
             from_state.update(v for v in node.results if v not in batch_inputs)
         elif node.operands and all(v in from_state for v in node.operands):
             from_state.update(node.results)
-        if node.kind is NodeKind.MERGE:  # what goes round a loop is waited for
+        if node.kind is NodeKind.MERGE:
             urgent.update(v for v in node.operands if v not in made)
         made.update(node.results)
     deferred: set[int] = set()
     for node in reversed(nodes):
         own = [v for v in node.results if v not in urgent]
         deferred.update(own)
-        if node.region != UPDATE and (len(own) < len(node.results) or not own):
+        waited_for = node.is_heavy or len(own) < len(node.results)
+        if node.region != UPDATE and waited_for:
             urgent.update(node.operands)
     return deferred | from_state

@@ -28,11 +28,12 @@ from autopar.trace.program import Equation, Operand, Program, flatten_jaxpr
 from autopar.trace.regions import BACKWARD, region_by_name
 
 # What optimizers do to a parameter or a moment on its way to the next step.
-_UPDATES = frozenset(
-    "add sub mul div add_any neg convert_element_type select_n max min copy clamp pow "
-    "integer_pow square sqrt rsqrt random_wrap random_unwrap reshape squeeze expand_dims "
-    "optimization_barrier sharding_constraint copy_p".split()
-)
+_UPDATES = {
+    "add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "max", "min",
+    "copy", "clamp", "pow", "integer_pow", "square", "sqrt", "rsqrt", "random_wrap",
+    "random_unwrap", "reshape", "squeeze", "expand_dims", "optimization_barrier",
+    "sharding_constraint", "copy_p",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ class FlatCall:
     treedef: Any
     static: tuple[tuple[int, StaticLeaf], ...]  # (position among all leaves, leaf)
     static_args: tuple[tuple[int, Any], ...]
+
+    def arrays_among(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """The array leaves of another call of this structure; None if a static leaf differs."""
+        if not self.static:
+            return leaves
+        positions = dict(self.static)
+        if any(leaf != StaticLeaf(leaves[i]) for i, leaf in positions.items()):
+            return None
+        return [leaf for i, leaf in enumerate(leaves) if i not in positions]
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the user's function with other values for the array leaves."""
@@ -217,7 +227,7 @@ def trace_step(
             f"{name}: it returns no array. Return the new state and the loss so that the parallel "
             "step has something to give back."
         )
-    state = _match_state(program, call, out["key_paths"], avals, out_avals)
+    state = _match_state(program, call, out["key_paths"], avals, out_avals, batch_argnums)
     return TracedStep(
         program=program,
         call=call,
@@ -243,6 +253,7 @@ def _match_state(
     out_key_paths: Sequence[tuple[Any, ...]],
     in_avals: Sequence[Any],
     out_avals: Sequence[Any],
+    batch_argnums: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
     by_path = {path: index for index, path in enumerate(out_key_paths)}
     edges: dict[Operand, set[Operand]] = {}
@@ -252,6 +263,8 @@ def _match_state(
     pairs: list[tuple[int, int]] = []
     for owner in dict.fromkeys(call.argument):
         inputs = [i for i, a in enumerate(call.argument) if a == owner]
+        if len(inputs) == 1 and owner in batch_argnums:
+            continue  # one array where the batch is said to be is the batch, whatever comes back
         first = call.key_paths[inputs[0]]
         prefixes = [
             path[: len(path) - len(first)]

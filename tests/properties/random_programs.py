@@ -206,9 +206,12 @@ def dynamic_update(pool: Pool) -> Any:
     if a is None or start is None:
         return None
     axis = pool.axis(a)
-    part = jax.lax.slice_in_dim(a.value, 0, max(1, a.shape[axis] // 2), 1, axis)
+    shape = list(a.shape)
+    shape[axis] = max(1, shape[axis] // 2)
     where = start.value.ravel()[0] % 3
-    return jax.lax.dynamic_update_slice_in_dim(a.value, part * 2, where, axis)
+    # The update must not be made from the array: XLA's CPU compiler fuses the two and reads what it
+    # has written already (`jax.jit` on one device, JAX 0.12).
+    return jax.lax.dynamic_update_slice_in_dim(a.value, _noise(tuple(shape)), where, axis)
 
 
 @operation

@@ -78,7 +78,7 @@ def skip_unless_installed(solver: str) -> None:
         pytest.skip(f"{solver} is not installed")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=250)
 @given(problems())
 def test_reduced_solved_and_restored_is_the_optimum(problem: PairwiseProblem) -> None:
     reduction = reduce_problem(copy.deepcopy(problem))
@@ -134,7 +134,7 @@ def test_other_solvers_agree(solver: str, problem: PairwiseProblem) -> None:
 
 @pytest.mark.parametrize("length", [3, 5, 7])
 def test_frustrated_odd_cycles_are_branched(length: int) -> None:
-    """Neighbours want to differ; half of each is free in the relaxation, but one pair must agree."""
+    """Neighbours want to differ. The relaxation takes half of each; one pair must agree."""
     problem = PairwiseProblem({u: np.zeros(2) for u in range(length)})
     for u in range(length):
         problem.add_edge(*sorted((u, (u + 1) % length)), np.eye(2))

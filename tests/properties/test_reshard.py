@@ -4,8 +4,8 @@ and every cost is that of the cheapest sequence of such steps, found here by ano
 from __future__ import annotations
 
 import heapq
-from functools import lru_cache
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
 from math import inf, isfinite, prod
 
 import numpy as np
@@ -18,7 +18,7 @@ from autopar.cost.reshard import ReshardTable, reshard_table
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, all_layouts, is_partial
 
-few = settings(deadline=None, max_examples=40)
+few = settings(deadline=None, max_examples=60)
 
 Held = dict[tuple[int, ...], np.ndarray]  # device -> the array it holds
 
@@ -26,7 +26,7 @@ Held = dict[tuple[int, ...], np.ndarray]  # device -> the array it holds
 # -- what devices hold, and what a collective makes of it
 
 
-@lru_cache
+@cache
 def addends(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> np.ndarray:
     """One addend per device; all entries of all their sums differ."""
     base = np.arange(prod(shape)).reshape(shape) + 1
@@ -34,7 +34,7 @@ def addends(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> np.ndarray:
     return np.multiply.outer(weights, base)
 
 
-@lru_cache(maxsize=None)
+@cache
 def held(layout: Layout, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Held:
     """By the definition of a layout: the earlier axis is the major one."""
     summed = tuple(a for a, entry in enumerate(layout) if entry != PARTIAL)
@@ -108,7 +108,7 @@ def tile_bytes(layout: Layout, mesh: LogicalMesh, num_bytes: float) -> float:
     return num_bytes / prod(n for e, n in zip(layout, mesh.shape, strict=True) if e >= 0)
 
 
-@lru_cache
+@cache
 def transitions(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> dict[Layout, list[tuple[str, tuple[int, ...], Layout]]]:
@@ -303,7 +303,5 @@ def test_known_paths(source, target, path) -> None:
     mesh = LogicalMesh((2, 2), alpha=(1e3, 1e3), beta=(1.0, 1.0))
     table = reshard_table(mesh, (8, 8), 256.0, True)
     steps = [source, *table.path(source, target)]
-    kinds = [
-        describe_step(mesh, a, b, 256.0).kind for a, b in zip(steps, steps[1:], strict=False)
-    ]
+    kinds = [describe_step(mesh, a, b, 256.0).kind for a, b in pairwise(steps)]
     assert kinds == path

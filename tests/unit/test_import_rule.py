@@ -35,7 +35,8 @@ ALLOWED_IMPORTS = {
     "compiler": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "api": {*BELOW_API, *EVERYONE},
     "__init__": {"api", *BELOW_API, *EVERYONE},
-    "cli": {"__init__", "api", *PASSES, *BELOW_API, *EVERYONE},
+    "demo": {"__init__", "errors"},  # a user's program
+    "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},
 }
 

@@ -30,9 +30,7 @@ def test_equal_meshes_are_one_key() -> None:
     assert hash(lists) == hash(tuples)
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (2, 2, 2), (0,), (2, -1), (2.0,), ("2",), 0], ids=str
-)
+@pytest.mark.parametrize("shape", [(), (2, 2, 2), (0,), (2, -1), (2.0,), ("2",), 0], ids=str)
 def test_shapes_that_no_mesh_has(shape) -> None:
     with pytest.raises(MeshError, match=r"needs one or two whole numbers ≥ 1"):
         LogicalMesh(shape)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def test_layers_of_one_product_may_still_alternate() -> None:
     assert len(set(classes)) < len(graph.nodes)
     products = [classes[i] for i in forward_products(graph)]
     inner = products[1:-1]
-    assert all(a != b for a, b in zip(inner, inner[1:], strict=False))
+    assert all(a != b for a, b in pairwise(inner))
     assert inner[2:] == inner[:-2]
     assert len(set(inner)) == 2
 

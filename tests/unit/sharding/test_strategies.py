@@ -8,16 +8,16 @@ from autopar.ir.graph import Rule
 from autopar.ir.spec import PARTIAL, WHOLE, fits
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
-I, J, K = 0, 1, 2
+ROW, COLUMN, INNER = 0, 1, 2
 
 
 def matmul(m: int, n: int, k: int) -> Rule:
-    """ik, kj → ij."""
+    """Rows × inner, inner × columns → rows × columns."""
     return Rule(
-        operands=(((I,), (K,)), ((K,), (J,))),
-        results=(((I,), (J,)),),
+        operands=(((ROW,), (INNER,)), ((INNER,), (COLUMN,))),
+        results=(((ROW,), (COLUMN,)),),
         sizes=(m, n, k),
-        reduction=frozenset({K}),
+        reduction=frozenset({INNER}),
     )
 
 
@@ -29,16 +29,16 @@ def test_a_product_on_one_axis() -> None:
     found = by_factors(matmul(8, 8, 8), (4,))
     assert {f: (s.operands, s.results, s.parallelism) for f, s in found.items()} == {
         (-1,): (((WHOLE,), (WHOLE,)), ((WHOLE,),), 1),
-        (I,): (((0,), (WHOLE,)), ((0,),), 4),
-        (J,): (((WHOLE,), (1,)), ((1,),), 4),
-        (K,): (((1,), (0,)), ((PARTIAL,),), 4),
+        (ROW,): (((0,), (WHOLE,)), ((0,),), 4),
+        (COLUMN,): (((WHOLE,), (1,)), ((1,),), 4),
+        (INNER,): (((1,), (0,)), ((PARTIAL,),), 4),
     }
 
 
 def test_a_product_on_two_axes() -> None:
     found = by_factors(matmul(8, 8, 8), (2, 4))
-    assert set(found) == set(product((-1, I, J, K), repeat=2))
-    both = found[I, K]
+    assert set(found) == set(product((-1, ROW, COLUMN, INNER), repeat=2))
+    both = found[ROW, INNER]
     assert both.operands == ((0, 1), (WHOLE, 0))
     assert both.results == ((0, PARTIAL),)
     assert both.parallelism == 8
@@ -46,12 +46,12 @@ def test_a_product_on_two_axes() -> None:
 
 def test_two_axes_on_one_factor() -> None:
     found = by_factors(matmul(8, 4, 6), (2, 4))
-    assert found[I, I].operands == ((0, 0), (WHOLE, WHOLE))
-    assert found[I, I].results == ((0, 0),)
-    assert found[I, I].parallelism == 8
-    assert (J, J) not in found  # 4 columns on 8 devices
-    assert (J, -1) in found and (-1, J) in found
-    assert (K, -1) in found and (-1, K) not in found  # 6 by 2, not by 4
+    assert found[ROW, ROW].operands == ((0, 0), (WHOLE, WHOLE))
+    assert found[ROW, ROW].results == ((0, 0),)
+    assert found[ROW, ROW].parallelism == 8
+    assert (COLUMN, COLUMN) not in found  # 4 columns on 8 devices
+    assert (COLUMN, -1) in found and (-1, COLUMN) in found
+    assert (INNER, -1) in found and (-1, INNER) not in found  # 6 by 2, not by 4
 
 
 @pytest.mark.parametrize(("size", "axis", "splits"), [(6, 2, True), (6, 4, False), (3, 2, False)])
@@ -158,9 +158,7 @@ def test_strategies_are_distinct_and_fit(rule: Rule, mesh_shape) -> None:
     found = enumerate_strategies(rule, mesh_shape)
     assert len({(s.operands, s.results) for s in found}) == len(found)
     assert any(s.parallelism == 1 for s in found)
-    shapes = [
-        [_size(rule, own) for own in dims] for dims in (*rule.operands, *rule.results)
-    ]
+    shapes = [[_size(rule, own) for own in dims] for dims in (*rule.operands, *rule.results)]
     for strategy in found:
         for layout, shape in zip((*strategy.operands, *strategy.results), shapes, strict=True):
             assert fits(layout, shape, mesh_shape)

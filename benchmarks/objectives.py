@@ -1,0 +1,149 @@
+"""Our objective beside hand-written plans', all evaluated by the same cost function.
+
+    python -m benchmarks.objectives [--devices 8 64] [--model NAME …] [--json FILE]
+
+A hand-written plan fixes where every parameter, moment and batch array lies on a mesh; everything
+between is completed by the solver at its best, so a plan can only gain. Plans: data parallelism
+(`DataParallel`, all of it fixed), ZeRO-3, Megatron tensor parallelism, and the 2-D mixes of data
+or ZeRO-3 with tensor parallelism, on every mesh that fits the heads and channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from examples.models import build
+
+# model -> (batch on 8 devices, batch on 64)
+MODELS = {
+    "mlp-tiny": (64, 64),
+    "gpt-2.6b": (64, 256),
+    "bert-large": (64, 256),
+    "llama3-8b": (8, 64),
+    "moe-2.4b": (64, 256),
+    "wresnet-1b": (64, 256),
+}
+COLUMN = ("'qkv'", "'up'", "'gate'", "'query'", "'key'", "'value'", "'lm_head'", "'head'")
+ROW = ("'out'", "'down'")
+
+
+def tensor_spec(path: str, shape: tuple[int, ...], tensor: int, zero: int) -> P:
+    """Megatron's layout of a parameter on axes "x" (data) and "y" (tensor)."""
+    other = "x" if zero > 1 else None
+    if len(shape) == 1:
+        column = any(name in path for name in COLUMN) and shape[0] % tensor == 0
+        return P("y") if column else P()
+    if len(shape) == 4:  # convolution kernels: split the output channels
+        fits = shape[3] % tensor == 0
+        inner = other if zero > 1 and shape[2] % zero == 0 else None
+        return P(None, None, inner, "y" if fits else None)
+    if len(shape) == 3 and "experts" in path:
+        return P("y", other if zero > 1 and shape[1] % zero == 0 else None, None)
+    if len(shape) != 2:
+        return P()
+    rows, columns = shape
+    inner_rows = other if zero > 1 and rows % zero == 0 else None
+    inner_columns = other if zero > 1 and columns % zero == 0 else None
+    if ("embed" in path or any(name in path for name in ROW)) and rows % tensor == 0:
+        return P("y", inner_columns)
+    if any(name in path for name in COLUMN) and columns % tensor == 0:
+        return P(inner_rows, "y")
+    return P()
+
+
+def zero_spec(shape: tuple[int, ...], shards: int) -> P:
+    divisible = [d for d, n in enumerate(shape) if n % shards == 0]
+    if not divisible:
+        return P()
+    best = max(divisible, key=lambda d: shape[d])
+    return P(*["x" if d == best else None for d in range(len(shape))])
+
+
+def hand_written(state: Any, devices: int) -> Iterator[tuple[str, autopar.ManualParallel]]:
+    def specs(of: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: of(jax.tree_util.keystr(path), leaf.shape) if leaf.ndim else P(),
+            state,
+        )
+
+    def method(shape: tuple[int, ...], state_specs: Any) -> autopar.ManualParallel:
+        names = ("x", "y")[: len(shape)]
+        return autopar.ManualParallel(shape, names, (state_specs, P("x")))
+
+    yield "ZeRO-3", method((devices,), specs(lambda _, shape: zero_spec(shape, devices)))
+    tensor = 2
+    while tensor <= min(devices, 8):
+        data = devices // tensor
+        for zero in (1, data):
+            if data == 1 and zero == 1 and tensor != devices:
+                continue
+            split = specs(lambda p, s, t=tensor, z=zero: tensor_spec(p, s, t, z))
+            name = f"Megatron {data}×{tensor}" + (" + ZeRO-3" if zero > 1 else "")
+            yield name, method((data, tensor), split)
+        tensor *= 2
+
+
+def compare(name: str, devices: int, batch: int) -> dict[str, Any]:
+    example = build(name)
+    state, data = example.abstract_state(), example.abstract_batch(batch)
+    cluster = autopar.ClusterSpec(max(1, devices // 8), min(devices, 8), "h100-sxm")
+    ours = autopar.plan(example.train_step, state, data, cluster=cluster)
+    row: dict[str, Any] = {
+        "model": name,
+        "devices": devices,
+        "batch": batch,
+        "mesh": ours.mesh_shape,
+        "objective_ms": 1e3 * ours.solver.objective,
+        "gap": ours.solver.gap,
+        "by_hand_ms": {},
+    }
+    methods: list[tuple[str, Any]] = [("data parallel", autopar.DataParallel())]
+    methods += list(hand_written(state, devices))
+    for label, method in methods:
+        try:
+            plan = autopar.plan(example.train_step, state, data, cluster=cluster, method=method)
+        except autopar.AutoparError as error:
+            row["by_hand_ms"][label] = f"does not fit: {error}"[:90]
+            continue
+        row["by_hand_ms"][label] = 1e3 * plan.solver.objective
+    times = {k: v for k, v in row["by_hand_ms"].items() if isinstance(v, float)}
+    best = min(times, key=lambda label: times[label])
+    row["best_by_hand"], row["ratio"] = best, row["objective_ms"] / times[best]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="*", default=[8, 64])
+    parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--json", help="write all rows to this file")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.model:
+        for devices in arguments.devices:
+            row = compare(name, devices, MODELS[name][0 if devices <= 8 else 1])
+            rows.append(row)
+            print(
+                f"{name:12s} {devices:3d} devices  mesh {row['mesh']!s:8s} "
+                f"objective {row['objective_ms']:9.3f} ms (gap {row['gap']:.1%})  "
+                f"best by hand {row['best_by_hand']}  ratio {row['ratio']:.3f}",
+                flush=True,
+            )
+    if arguments.json:
+        document = {"jax": jax.__version__, "rows": rows}
+        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
