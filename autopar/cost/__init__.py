@@ -1,0 +1,1 @@
+"""What things cost: collectives, resharding, compute, and the report of a plan."""

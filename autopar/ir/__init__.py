@@ -1,0 +1,1 @@
+"""Data only: meshes, layouts, graphs and plans, with their checkers."""

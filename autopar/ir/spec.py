@@ -57,7 +57,7 @@ def all_layouts(
 
 def to_partition_spec(layout: Layout, ndim: int, axis_names: Sequence[str]) -> PartitionSpec:
     assert not is_partial(layout), layout
-    entries: list[None | str | tuple[str, ...]] = []
+    entries: list[str | tuple[str, ...] | None] = []
     for dim in range(ndim):
         names = tuple(n for n, e in zip(axis_names, layout, strict=True) if e == dim)
         entries.append(None if not names else names[0] if len(names) == 1 else names)

@@ -70,7 +70,7 @@ def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     line = lambda row: (
         "  "
-        + "  ".join(  # noqa: E731
+        + "  ".join(
             c.ljust(w) for c, w in zip(row, widths, strict=True)
         ).rstrip()
     )

@@ -40,8 +40,8 @@ class IlpResult:
 
 @dataclass(frozen=True)
 class _Model:
-    """min c·z, A z = b, 0 ≤ z ≤ upper, the first `num_nodes_vars` entries of z integral. A is stored
-    by columns."""
+    """min c·z with A z = b and 0 ≤ z ≤ upper, the first `num_node_vars` entries of z integral. A
+    is stored by columns."""
 
     cost: np.ndarray
     upper: np.ndarray  # 0 for what is forbidden
