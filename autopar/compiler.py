@@ -470,7 +470,7 @@ def _replicated_plan(
             tuple(
                 EquationSharding(
                     ((),) * len(e.operands),
-                    (None,) * len(e.results),
+                    ((),) * len(e.results),
                     tuple(untouched(b) for b in e.bodies),
                 )
                 for e in program.equations

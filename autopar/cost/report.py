@@ -6,7 +6,7 @@ These are the figures the user reads; the solver's objective is their sum.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.compute import compute_s
@@ -73,14 +73,14 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for node, own in zip(graph.nodes, layouts, strict=True):
         compute[node.module, node.region] += _compute(graph, mesh, node, own)
-    for producer, consumer, value, source, target, deferred in _edges(graph, layouts):
+    owners = _owners(graph)
+    for u, v, value, source, target, deferred in _edges(graph, layouts):
         if source == target:
             continue
+        producer, consumer = graph.nodes[u], graph.nodes[v]
         info = graph.values[value]
-        owner = consumer if consumer.kind is not NodeKind.INPUT else producer
+        owner = graph.nodes[owners[v]] if consumer.kind is not NodeKind.INPUT else producer
         key = (owner.module, owner.region)
-        if consumer.kind is NodeKind.INPUT:
-            key = (producer.module, producer.region)
         share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
         partial = PARTIAL in source or PARTIAL in target
         table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
@@ -115,6 +115,23 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     )
 
 
+def _owners(graph: Graph) -> list[int]:
+    """The node whose module pays for what each node reads: the node itself, but for a step that
+    stands between equations (a shared use, a loop's carry) the first equation that reads it."""
+    first_reader: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in node.operands:
+            first_reader.setdefault(value, index)
+    owners = []
+    for index in range(len(graph.nodes)):
+        here, seen = index, set()
+        while graph.nodes[here].kind in (NodeKind.USE, NodeKind.MERGE) and here not in seen:
+            seen.add(here)
+            here = first_reader.get(graph.nodes[here].results[0], here)
+        owners.append(here)
+    return owners
+
+
 def _compute(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts) -> float:
     if mesh.device is None or node.kind is not NodeKind.OP:
         return 0.0
@@ -139,12 +156,15 @@ def parallelism(node: Node, own: NodeLayouts, mesh: LogicalMesh) -> int:
     return ways
 
 
-def _edges(graph: Graph, layouts: Sequence[NodeLayouts]):
+def _edges(
+    graph: Graph, layouts: Sequence[NodeLayouts]
+) -> Iterator[tuple[int, int, int, Layout, Layout, bool]]:
+    """(producer, consumer, value, layout it is made in, layout it is read in, deferred)."""
     for index, node in enumerate(graph.nodes):
         for position, value in enumerate(node.operands):
             u, result = graph.producer[value]
             source, target = layouts[u][1][result], layouts[index][0][position]
-            yield graph.nodes[u], node, value, source, target, graph.values[value].deferred
+            yield u, index, value, source, target, graph.values[value].deferred
     for i, o in graph.state:
         value = graph.outputs[o]
         if value is None:
@@ -153,7 +173,7 @@ def _edges(graph: Graph, layouts: Sequence[NodeLayouts]):
         v, _ = graph.producer[graph.inputs[i]]
         if u != v:
             source, target = layouts[u][1][result], layouts[v][1][0]
-            yield graph.nodes[u], graph.nodes[v], value, source, target, True
+            yield u, v, value, source, target, True
 
 
 def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> float:

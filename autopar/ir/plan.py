@@ -27,11 +27,11 @@ Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 
 @dataclass(frozen=True)
 class EquationSharding:
-    """Operands: the layouts each is resharded through. Results: the layout each is given, None
-    where it is left to the compiler (partial sums, keys)."""
+    """Operands: the layouts each is resharded through. Results: the layouts each is taken through
+    when it is made; none where it is left to the compiler (partial sums)."""
 
     operands: tuple[Chain, ...]
-    results: tuple[Layout | None, ...]
+    results: tuple[Chain, ...]
     bodies: tuple[ProgramSharding, ...] = ()
 
 
@@ -251,9 +251,7 @@ def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
         for layout in chain:
             check(layout)
     for equation in program.equations:
-        for layout in equation.results:
-            check(layout)
-        for chain in equation.operands:
+        for chain in (*equation.operands, *equation.results):
             for layout in chain:
                 check(layout)
         for body in equation.bodies:
@@ -307,7 +305,7 @@ def _decode_program(body: dict[str, Any]) -> ProgramSharding:
         equations=tuple(
             EquationSharding(
                 operands=tuple(_chain(c) for c in e["operands"]),
-                results=tuple(_layout(r) for r in e["results"]),
+                results=tuple(_chain(c) for c in e["results"]),
                 bodies=tuple(_decode_program(b) for b in e["bodies"]),
             )
             for e in body["equations"]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopar.ir.plan import ModuleCost, ParallelPlan, Tensor
 
 _NUMBER = re.compile(r"\d+")
+_NUMBER_KEPT = re.compile(r"(\d+)")
 
 
 def format_bytes(count: float) -> str:
@@ -67,48 +69,42 @@ def _plain_outputs(plan: ParallelPlan) -> tuple[Tensor, ...]:
 
 
 def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    line = lambda row: (
-        "  "
-        + "  ".join(
-            c.ljust(w) for c, w in zip(row, widths, strict=True)
-        ).rstrip()
-    )
-    return [line(header), "  " + "  ".join("-" * w for w in widths), *map(line, rows)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        return ("  " + "  ".join(cells)).rstrip()
+
+    return [line(header), line(tuple("-" * width for width in widths)), *map(line, rows)]
+
+
+def _skeleton(name: str) -> str:
+    """What is left of a name without its numbers; names of equal layers have one skeleton."""
+    return _NUMBER.sub("*", name)
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """Names of one skeleton as one, with `*` for the numbers in which they differ."""
+    columns = zip(*(_NUMBER_KEPT.split(name) for name in names), strict=True)
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
 def _tensor_table(title: str, tensors: tuple[Tensor, ...], plan: ParallelPlan) -> list[str]:
-    groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for tensor in tensors:
-        shape = f"{tensor.dtype}{list(tensor.shape)}"
-        groups[_NUMBER.sub("*", tensor.path), shape, str(plan.spec_of(tensor)), tensor.role] += 1
-    rows = [
-        (
-            path if count > 1 else _only_path(tensors, path, plan, spec),
-            shape,
-            spec,
-            role,
-            str(count),
-        )
-        for (path, shape, spec, role), count in groups.items()
-    ]
+        columns = (f"{tensor.dtype}{list(tensor.shape)}", str(plan.spec_of(tensor)), tensor.role)
+        groups[_skeleton(tensor.path), *columns].append(tensor.path)
+    rows = [(_pattern(paths), *key[1:], str(len(paths))) for key, paths in groups.items()]
     return [f"{title}:", *_rows(("path", "array", "spec", "role", "count"), rows)]
-
-
-def _only_path(tensors: tuple[Tensor, ...], pattern: str, plan: ParallelPlan, spec: str) -> str:
-    for tensor in tensors:
-        if _NUMBER.sub("*", tensor.path) == pattern and str(plan.spec_of(tensor)) == spec:
-            return tensor.path
-    return pattern
 
 
 def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
     groups: dict[tuple[str, str], list[ModuleCost]] = defaultdict(list)
     for module in modules:
-        groups[_NUMBER.sub("*", module.module), module.region].append(module)
+        groups[_skeleton(module.module), module.region].append(module)
     rows = []
-    for (pattern, region), members in groups.items():
-        name = pattern if len(members) > 1 else members[0].module
+    for (_, region), members in groups.items():
+        name = _pattern([member.module for member in members])
         collectives: dict[str, int] = defaultdict(int)
         for member in members:
             for kind, count in member.collectives:

@@ -75,9 +75,12 @@ class _Writer:
                     read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
                 ]
                 results = self.bind(equation, own, operands)
-                layouts = own.results or (None,) * len(results)
-                for value, array, layout in zip(equation.results, results, layouts, strict=True):
-                    env[value] = self.constrain(array, layout)
+                for value, array, chain in zip(
+                    equation.results, results, own.results, strict=True
+                ):
+                    for layout in chain:
+                        array = self.constrain(array, layout)
+                    env[value] = array
         return [read(o, c) for o, c in zip(program.outputs, sharding.outputs, strict=True)]
 
     def bind(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:

@@ -127,10 +127,20 @@ class _Assigner:
             else:
                 chains.append(())
         self.place(equation.results)
-        results = [self.current[r] for r in equation.results]
-        return EquationSharding(
-            tuple(chains), tuple(None if PARTIAL in layout else layout for layout in results)
-        )
+        return EquationSharding(tuple(chains), tuple(map(self.result_chain, equation.results)))
+
+    def result_chain(self, value: int) -> Chain:
+        """Layouts a result is taken through when it is made. Where partial sums are finished the
+        steps are spelled out: from the last one alone the partitioner may conclude that the op
+        should rather be computed otherwise."""
+        target = self.current[value]
+        node = self.graph.nodes[self.graph.producer[value][0]]
+        if node.kind is NodeKind.FINISH:
+            raw = self.result_layout(node.operands[0])
+            steps = tuple(s for s in self.path(value, raw, target) if PARTIAL not in s)
+            if steps:
+                return steps
+        return () if PARTIAL in target else (target,)
 
     # -- loops
 
@@ -176,7 +186,7 @@ class _Assigner:
         inside = self.body(body, targets)
         results = [*targets[:num_carry], *map(self.result_layout, equation.results[num_carry:])]
         self.current.update(zip(equation.results, results, strict=True))
-        return EquationSharding(tuple(chains), tuple(results), (inside,))
+        return EquationSharding(tuple(chains), tuple((r,) for r in results), (inside,))
 
     def while_loop(self, equation: Any) -> EquationSharding:
         condition, body = equation.bodies
@@ -197,7 +207,7 @@ class _Assigner:
         whole = (WHOLE,) * len(self.mesh.shape)
         programs = (self.body(condition, [whole]), self.body(body, layouts))
         self.current.update(zip(equation.results, layouts, strict=True))
-        return EquationSharding(tuple(chains), tuple(layouts), programs)
+        return EquationSharding(tuple(chains), tuple((r,) for r in layouts), programs)
 
     def cond(self, equation: Any) -> EquationSharding:
         targets = [self.result_layout(r) for r in equation.results]
@@ -212,4 +222,4 @@ class _Assigner:
             programs.append(self.body(branch, targets))
         self.place(equation.results)
         chains = ((),) * len(equation.operands)
-        return EquationSharding(chains, tuple(targets), tuple(programs))
+        return EquationSharding(chains, tuple((r,) for r in targets), tuple(programs))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,7 @@ def compose_rule(
     # A reshape alone has operand dimensions of several factors, so its own rule is taken.
     single = _single_op(arguments, outputs)
     if single is not None:
-        parsed = _parse_rule(str(single.operation.attributes[_RULE]))
-        return _direct(equation, avals, single, parsed, operand_avals)
+        return _direct(equation, avals, single, operand_avals)
     composer = _Composer(functions)
     arg_dims = [composer.fresh_dims(_tensor_shape(a)) for a in arguments]
     env = dict(zip(arguments, arg_dims, strict=True))
@@ -167,7 +166,7 @@ class _Composer:
         shapes = [_tensor_shape(r) for r in op.results]
         attributes = op.operation.attributes
         if _RULE in attributes and name not in _VACUOUS_RULE:
-            results = self.ruled(_parse_rule(str(attributes[_RULE])), operands)
+            results = self.ruled(_rule_of(op), operands)
         elif name in _SOURCES:
             results = [self.fresh_dims(shape) for shape in shapes]
         elif name in _TIED_OPS:
@@ -266,12 +265,9 @@ def _single_op(arguments: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
 
 
 def _direct(
-    equation: Equation,
-    avals: Sequence[Any],
-    op: Any,
-    parsed: _ParsedRule,
-    operand_avals: Sequence[Any],
+    equation: Equation, avals: Sequence[Any], op: Any, operand_avals: Sequence[Any]
 ) -> RuledEquation:
+    parsed = _rule_of(op)
     names = [n for n, size in parsed.sizes.items() if size > 1]
     index = {n: i for i, n in enumerate(names)}
 
@@ -303,6 +299,16 @@ class _ParsedRule:
     sizes: dict[str, int]
     reduction: frozenset[str]
     fixed: frozenset[str]
+
+
+def _rule_of(op: Any) -> _ParsedRule:
+    parsed = _parse_rule(str(op.operation.attributes[_RULE]))
+    if op.operation.name == "stablehlo.dynamic_update_slice":
+        # Shardy lets the updated dimension be split, but XLA's partitioner forgets there that a
+        # start beyond the end is clamped: the update is lost (JAX 0.10.2 and 0.12).
+        target, update = ({n for names in dims for n in names} for dims in parsed.operands[:2])
+        parsed = replace(parsed, fixed=parsed.fixed | (target - update))
+    return parsed
 
 
 def _parse_rule(text: str) -> _ParsedRule:

@@ -259,7 +259,7 @@ WHOLE_2 = [WHOLE, WHOLE]
         (("program", "inputs", 0), [WHOLE], r"a layout \(-1,\) for a mesh of 2 axes"),
         (("program", "outputs", 0), [[-2, WHOLE]], r"a layout \(-2, -1\)"),
         (("program", "outputs", 0), [None], "malformed"),
-        (("program", "equations", 0, "results"), [[0, 0, 0]], r"a layout \(0, 0, 0\)"),
+        (("program", "equations", 0, "results"), [[[0, 0, 0]]], r"a layout \(0, 0, 0\)"),
         (("program", "equations", 0, "operands"), [[[-3, 0]]], r"a layout \(-3, 0\)"),
         (("program", "equations", 0), {}, "malformed"),
         (("num_micro_batches",), "many", "malformed"),
