@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +42,26 @@ def init(cluster: str = "local", devices: Sequence[Any] | None = None) -> None:
             f"init(cluster={cluster!r}): this version runs on the devices of one process; "
             "use cluster='local'."
         )
-    if devices is not None and not devices:
-        raise ArgumentError("init(devices=[]): needs at least one device, or None for all.")
-    _session.devices = tuple(devices) if devices is not None else None
+    _session.devices = None if devices is None else _checked_devices("init", devices)
 
 
 def shutdown() -> None:
     """Forget what `init` was told."""
     _session.devices = None
+
+
+def _checked_devices(function: str, given: Any) -> tuple[Any, ...]:
+    """Distinct devices, as a tuple; `function` is what the user called."""
+    devices = tuple(given) if isinstance(given, Iterable) else ()
+    if not devices or not all(hasattr(d, "device_kind") for d in devices):
+        raise ArgumentError(
+            f"{function}(devices={given!r}): needs a sequence of one or more JAX devices, such as "
+            "jax.devices()[:4], or None for all."
+        )
+    twice = [d for i, d in enumerate(devices) if d in devices[:i]]
+    if twice:
+        raise ArgumentError(f"{function}(devices=…): {twice[0]} is given twice. Give each once.")
+    return devices
 
 
 def local_devices() -> tuple[Any, ...]:
@@ -131,7 +143,7 @@ class ParallelFunction:
             if arrays is None:
                 continue
             try:
-                results = executable(arrays)
+                results = _run(planned, executable, arrays)
             except SignatureChanged:
                 continue
             self.last_executable = executable
@@ -141,7 +153,7 @@ class ParallelFunction:
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
-        results = executable(leaves)
+        results = _run(planned, executable, leaves)
         self._entries.setdefault(key, []).insert(0, (planned, executable))
         self.last_executable = executable
         return planned.traced.rebuild_output(results)
@@ -151,6 +163,20 @@ class ParallelFunction:
     ) -> tuple[PlannedStep, LocalExecutable]:
         planned = self._plan(args, kwargs)
         return planned, make_executable(planned, local_devices())
+
+
+def _run(planned: PlannedStep, executable: LocalExecutable, leaves: Sequence[Any]) -> list[Any]:
+    try:
+        return executable(leaves)
+    except RuntimeError as error:
+        for path, leaf in zip(planned.traced.call.paths, leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ArgumentError(
+                    f"{path}: this array is deleted. A step that returns updated state takes over "
+                    "the buffers of the old one (donate_argnums='auto'). Use the state that the "
+                    "step returned, or keep the old one with parallelize(…, donate_argnums=())."
+                ) from error
+        raise
 
 
 def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
@@ -189,20 +215,26 @@ def parallelize(
             f"parallelize({fn!r}): needs a function; options are given by keyword, "
             "as in parallelize(fn, method=…)."
         )
+    if method is not None and not isinstance(method, (ParallelMethod, ParallelPlan)):
+        raise ArgumentError(
+            f"parallelize(method={method!r}): needs autopar.ShardParallel(), DataParallel(), "
+            "ManualParallel(…), a ParallelPlan, or None."
+        )
     options = StepOptions(
         _positions("static_argnums", static_argnums),
-        donate_argnums
-        if isinstance(donate_argnums, str)
-        else _positions("donate_argnums", donate_argnums),
+        "auto" if donate_argnums == "auto" else _positions("donate_argnums", donate_argnums),
         _positions("batch_argnums", batch_argnums),
     )
     return ParallelFunction(fn, method, options)
 
 
-def _positions(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-    positions = (given,) if isinstance(given, int) else tuple(given)
-    if not all(isinstance(p, int) and p >= 0 for p in positions):
-        raise ArgumentError(f"{name}={given!r}: needs argument positions, whole numbers ≥ 0.")
+def _positions(name: str, given: Any) -> tuple[int, ...]:
+    positions = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
+        auto = "'auto' or " if name == "donate_argnums" else ""
+        raise ArgumentError(
+            f"{name}={given!r}: needs {auto}argument positions, whole numbers ≥ 0 such as (0,)."
+        )
     return positions
 
 
@@ -227,6 +259,8 @@ def _unwrap(
 ) -> tuple[Callable[..., Any], StepOptions]:
     if isinstance(fn, ParallelFunction):
         return fn._fn, fn._options
+    if not callable(fn):
+        raise ArgumentError(f"{fn!r} is not a function: the first argument is the train step.")
     options = StepOptions(
         _positions("static_argnums", static_argnums),
         "auto",
@@ -280,6 +314,10 @@ def solve_sharding(
     """Shard a function's operators on a logical mesh; no device is needed."""
     if not isinstance(mesh, LogicalMesh):
         raise ArgumentError(f"solve_sharding(mesh={mesh!r}): needs an autopar.LogicalMesh.")
+    if options is not None and not isinstance(options, ShardingOptions):
+        raise ArgumentError(
+            f"solve_sharding(options={options!r}): needs an autopar.ShardingOptions."
+        )
     fn, step_options = _unwrap(fn, (), (1,))
     cluster = ClusterSpec(1, mesh.num_devices, mesh.device or "cpu")
     method = ShardParallel(mesh_shape=mesh, options=options or ShardingOptions())
@@ -297,11 +335,16 @@ def compile(
     """Compile a planned function for given devices, those of a topology included: no GPU is
     needed to compile for GPUs. Returns {program name: compiled program}."""
     fn, options = _unwrap(fn, (), (1,))
-    devices = local_devices() if devices is None else devices
+    if not isinstance(plan, ParallelPlan):
+        raise ArgumentError(
+            f"compile(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "
+            "one with autopar.ParallelPlan.load(path)."
+        )
+    devices = local_devices() if devices is None else _checked_devices("compile", devices)
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"compile(devices=…): the plan's mesh {plan.mesh_shape} needs {plan.num_devices} "
-            f"devices; {len(devices)} were given."
+            f"devices; {len(devices)} were given. Give more, or plan for a smaller mesh."
         )
     planned = plan_step(
         fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -29,7 +30,7 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path
 
 from autopar import _jax
 from autopar.cost.report import CostReport, cost_report
-from autopar.errors import ArgumentError, MeshError, PlanError, SpecError
+from autopar.errors import ArgumentError, MeshError, PlanError, SpecError, TraceError
 from autopar.ir.graph import Graph, Node, NodeKind, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import (
@@ -55,7 +56,13 @@ from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.sharding.strategies import Strategy
 from autopar.trace.build import build_graph
-from autopar.trace.flatten import FlatCall, TracedStep, flatten_call, trace_step
+from autopar.trace.flatten import (
+    FlatCall,
+    TracedStep,
+    argument_names,
+    flatten_call,
+    trace_step,
+)
 from autopar.trace.program import Program
 
 
@@ -103,19 +110,14 @@ def plan_step(
     timer = PassTimer()
     method = method if method is not None else ShardParallel()
     with timer("trace"):
-        traced = trace_step(
-            fn,
-            args,
-            kwargs,
-            static_argnums=options.static_argnums,
-            donate_argnums=options.donate_argnums,
-            batch_argnums=options.batch_argnums,
-        )
+        traced = trace(fn, args, kwargs, options)
     if isinstance(method, ParallelPlan):
         return PlannedStep(traced, bind_plan(method, traced))
     solver_options = getattr(method, "options", ShardingOptions())
     check_solver(solver_options.solver)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster, method)
+    if isinstance(method, ManualParallel):
+        traced = _without_moved_state(traced, meshes[0], method)
     if meshes[0].num_devices == 1:
         return PlannedStep(traced, _replicated_plan(traced, meshes[0], method, timer))
     with _paused_garbage_collector():
@@ -147,6 +149,75 @@ def _paused_garbage_collector():
             gc.enable()
 
 
+# -- tracing
+
+
+def trace(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions
+) -> TracedStep:
+    """`trace_step`, with errors that name arguments as the user does. What the user's own function
+    raises goes through unchanged, at most with a note."""
+    call = flatten_call(fn, args, kwargs, options.static_argnums)
+    _check_batch(fn, args, kwargs, call, options)
+    try:
+        return trace_step(
+            fn,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+        )
+    except TypeError as error:
+        for leaf, path in zip(call.leaves, call.paths, strict=True):
+            try:
+                jax.eval_shape(lambda x: x, leaf)
+            except TypeError:
+                raise TraceError(
+                    f"{path}: a {type(leaf).__name__} of {leaf.dtype} is no array that JAX can "
+                    "trace. Convert it with numpy.asarray to numbers or booleans first."
+                ) from error
+        # JAX names arguments by their place among all leaves.
+        named = {int(n) for n in re.findall(r"\bleaves\[(\d+)\]", str(error))}
+        for n in sorted(named & set(range(len(call.paths)))):
+            error.add_note(f"autopar: leaves[{n}] is {call.paths[n]}")
+        raise
+
+
+def _check_batch(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: FlatCall,
+    options: StepOptions,
+) -> None:
+    """A batch argument that is text or another object fails here and not somewhere in the model.
+    Functions are let through (optimizers are made of them). Unless `batch_argnums` was given, so
+    is anything if a third argument has arrays: then that may be the batch."""
+    owners = set(call.argument)
+    if len(owners) != 1 and options.batch_argnums == StepOptions.batch_argnums:
+        return
+    names = argument_names(fn)
+    for position in options.batch_argnums:
+        name = names[position] if position < len(names) else f"args[{position}]"
+        if position in options.static_argnums or owners & {position, name}:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(name)
+        odd = [leaf for leaf in tree_flatten(given)[0] if not callable(leaf)]
+        if odd:
+            raise TraceError(
+                f"{name}: the batch argument holds no array, but a {type(odd[0]).__name__}: "
+                f"{_shortened(odd[0])}. Pass arrays with a leading batch dimension; or say with "
+                "batch_argnums which arguments have them, and with static_argnums which are part "
+                "of the program."
+            )
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 # -- meshes
 
 
@@ -169,7 +240,8 @@ def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
         if method.mesh_shape.num_devices > devices:
             raise MeshError(
                 f"ShardParallel(mesh_shape={method.mesh_shape.shape}) needs "
-                f"{method.mesh_shape.num_devices} devices; there are {devices}."
+                f"{method.mesh_shape.num_devices} devices; there are {devices}. Choose a smaller "
+                "mesh or use more devices."
             )
         return [method.mesh_shape]
     if method.mesh_shape != "auto":
@@ -265,64 +337,88 @@ def _manual_pins(
     graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
 ) -> dict[int, Layout]:
     pins: dict[int, Layout] = {}
-    given = _broadcast_specs(method.in_specs, traced.call.treedef, traced, "in_specs")
-    for value, spec, path in zip(graph.inputs, given, traced.call.paths, strict=True):
-        if spec is not None:
-            shape = graph.values[value].shape
-            pins[value] = from_partition_spec(spec, shape, mesh.axis_names, mesh.shape, path)
-    if method.out_specs is not None:
-        outs = _broadcast_specs(method.out_specs, traced.out_tree, traced, "out_specs")
-        for value, spec, path in zip(graph.outputs, outs, traced.out_paths, strict=True):
-            if spec is not None and value is not None:
-                shape = graph.values[value].shape
-                layout = from_partition_spec(spec, shape, mesh.axis_names, mesh.shape, path)
-                if pins.setdefault(value, layout) != layout:
-                    raise SpecError(f"{path}: two different specs are asked for one array.")
+    given, wanted = _manual_layouts(traced, mesh, method)
+    for value, layout in zip(graph.inputs, given, strict=True):
+        if layout is not None:
+            pins[value] = layout
+    for value, layout, path in zip(graph.outputs, wanted, traced.out_paths, strict=True):
+        if value is not None and layout is not None and pins.setdefault(value, layout) != layout:
+            raise SpecError(
+                f"{path}: the function returns an array that in_specs or out_specs lay out in "
+                "another way elsewhere. Ask for one spec in all places, or None in all but one."
+            )
     return pins
 
 
-def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, PartitionSpec)
+def _manual_layouts(
+    traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
+) -> tuple[list[Layout | None], list[Layout | None]]:
+    """What is asked for each input and each output; None where nothing is."""
+
+    def layouts(argument: str, specs: Any, tree: Any, paths: Any, avals: Any) -> list:
+        found = _broadcast_specs(argument, specs, tree, len(paths))
+        return [
+            None
+            if spec is None
+            else from_partition_spec(spec, aval.shape, mesh.axis_names, mesh.shape, path)
+            for spec, aval, path in zip(found, avals, paths, strict=True)
+        ]
+
+    call, places = traced.call, list(range(len(traced.avals)))
+    args, kwargs = call.rebuild(places)
+    arguments = (args, kwargs) if kwargs else args
+    result = traced.rebuild_output(list(range(len(traced.out_avals))))
+    return (
+        layouts("in_specs", method.in_specs, arguments, call.paths, traced.avals),
+        layouts("out_specs", method.out_specs, result, traced.out_paths, traced.out_avals),
+    )
+
+
+def _without_moved_state(
+    traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
+) -> TracedStep:
+    """State that the user wants out in another layout than in is no state: the next step cannot
+    take it as it is, nor can its buffer be used again."""
+    given, wanted = _manual_layouts(traced, mesh, method)
+    moved = {(i, o) for i, o in traced.state if given[i] and wanted[o] and given[i] != wanted[o]}
+    state = tuple(pair for pair in traced.state if pair not in moved)
+    inputs = {i for i, _ in moved}
+    return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
 
 
 def _broadcast_specs(
-    specs: Any, treedef: Any, traced: TracedStep, argument: str
+    argument: str, specs: Any, target: Any, num_leaves: int
 ) -> list[PartitionSpec | None]:
-    """One spec per array leaf, from a pytree that is a prefix of the arguments (or result)."""
-    if argument == "in_specs":
-        markers = list(range(len(traced.call.leaves)))
-        args, kwargs = traced.call.rebuild(markers)
-        target: Any = args if not kwargs else (args, kwargs)
-        count = len(markers)
-    else:
-        markers = list(range(len(traced.out_avals)))
-        target, count = traced.rebuild_output(markers), len(traced.out_avals)
-    found: list[PartitionSpec | None] = [None] * count
+    """One spec per array leaf, from a pytree of specs that is a prefix of the target: the
+    arguments or the result, with the number of each array leaf in its place."""
+    found: list[PartitionSpec | None] = [None] * num_leaves
 
     def walk(spec: Any, tree: Any, path: str) -> None:
-        if _is_spec(spec):
+        if spec is None or isinstance(spec, PartitionSpec):
             for leaf in tree_flatten(tree)[0]:
                 if isinstance(leaf, int):
                     found[leaf] = spec
             return
         own, own_def = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)
+        is_leaf = len(own) == 1 and own[0][1] is spec
+        if is_leaf or isinstance(tree, int):
+            raise SpecError(
+                f"ManualParallel({argument}=…): {path} is {_shortened(spec)}, of type "
+                f"{type(spec).__name__}. Give a jax.sharding.PartitionSpec for an array or for "
+                "all arrays of a subtree, or None to leave it open."
+            )
         try:
             children = own_def.flatten_up_to(tree)
         except (ValueError, TypeError) as error:
+            what = "arguments" if argument == "in_specs" else "result"
             raise SpecError(
-                f"ManualParallel({argument}=…): at {path or argument} the specs have the "
-                f"structure {own_def}, which is not a prefix of the {argument.split('_')[0]}puts' "
-                f"structure: {error}"
+                f"ManualParallel({argument}=…): {path} does not match the {what} of the function: "
+                f"{error} Give a pytree like the {what}, or a prefix of it."
             ) from error
-        if len(own) == 1 and own[0][1] is spec:
-            raise SpecError(
-                f"ManualParallel({argument}=…): {path or argument} is a "
-                f"{type(spec).__name__}; give PartitionSpec or None at the leaves."
-            )
         for (key, child_spec), child in zip(own, children, strict=True):
             walk(child_spec, child, path + jax.tree_util.keystr(key))
 
-    walk(specs, target, "")
+    walk(specs, target, argument)
     return found
 
 
@@ -426,11 +522,16 @@ def make_plan(
 
 
 def _describe(method: Any) -> str:
-    if isinstance(method, ManualParallel):
-        return f"ManualParallel(mesh_shape={tuple(method.mesh_shape)})"
-    if isinstance(method, LogicalMesh):
-        return "solve_sharding"
-    return repr(method)
+    """The method as the user would write it, defaults and specs left out."""
+    parts = []
+    for own in fields(method):
+        value = getattr(method, own.name)
+        default = own.default_factory() if own.default_factory is not MISSING else own.default
+        if own.name in ("in_specs", "out_specs") or value == default:
+            continue
+        shape = value.shape if isinstance(value, LogicalMesh) else value
+        parts.append(f"{own.name}={shape!r}")
+    return f"{type(method).__name__}({', '.join(parts)})"
 
 
 def _one_stage(mesh: LogicalMesh, cluster: ClusterSpec, cost: float) -> StagePlan:
@@ -551,6 +652,8 @@ def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[...
         )
     grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
     mesh = _jax.fresh_mesh(grid, plan.axis_names)
+    if plan.num_devices == 1:  # nothing to annotate: the step is simply jitted
+        return planned.traced.flat_fn, mesh
     return annotated_function(planned.traced.program, plan.program, mesh), mesh
 
 

@@ -23,16 +23,29 @@ class ShardingOptions:
     fold_layers: bool = True
 
     def __post_init__(self) -> None:
-        if not self.solver_time_limit_s > 0:
+        limit = self.solver_time_limit_s
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise ArgumentError(
-                f"ShardingOptions(solver_time_limit_s={self.solver_time_limit_s!r}): needs a "
-                "number of seconds > 0."
+                f"ShardingOptions(solver_time_limit_s={limit!r}): needs a number of seconds > 0."
             )
+        if not isinstance(self.solver, str):
+            raise ArgumentError(
+                f"ShardingOptions(solver={self.solver!r}): needs the name of a solver, "
+                "such as 'highs'."
+            )
+        if not isinstance(self.fold_layers, bool):
+            raise ArgumentError(
+                f"ShardingOptions(fold_layers={self.fold_layers!r}): needs True or False."
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_micro_batches(method: Any) -> None:
     given = method.num_micro_batches
-    if not isinstance(given, int) or given < 1:
+    if not _is_count(given):
         raise ArgumentError(
             f"{type(method).__name__}(num_micro_batches={given!r}): needs a whole number ≥ 1."
         )
@@ -48,10 +61,18 @@ def _check_mesh_shape(method: Any) -> None:
     if shape == "auto" or isinstance(shape, LogicalMesh):
         return
     valid = isinstance(shape, (tuple, list)) and 1 <= len(shape) <= 2
-    if not valid or not all(isinstance(n, int) and n >= 1 for n in shape):
+    if not valid or not all(map(_is_count, shape)):
         raise ArgumentError(
             f"{type(method).__name__}(mesh_shape={shape!r}): needs one or two whole numbers ≥ 1 "
             "such as (8,) or (2, 4), or 'auto'."
+        )
+
+
+def _check_options(method: Any) -> None:
+    if not isinstance(method.options, ShardingOptions):
+        raise ArgumentError(
+            f"{type(method).__name__}(options={method.options!r}): needs an "
+            "autopar.ShardingOptions."
         )
 
 
@@ -70,6 +91,7 @@ class ShardParallel:
     def __post_init__(self) -> None:
         _check_mesh_shape(self)
         _check_micro_batches(self)
+        _check_options(self)
 
 
 @dataclass(frozen=True)
@@ -99,10 +121,13 @@ class ManualParallel:
     def __post_init__(self) -> None:
         _check_mesh_shape(self)
         _check_micro_batches(self)
-        if isinstance(self.mesh_shape, str) or len(self.axis_names) != len(self.mesh_shape):
+        shape, names = self.mesh_shape, self.axis_names
+        fits = isinstance(shape, (tuple, list)) and isinstance(names, (tuple, list))
+        fits = fits and all(isinstance(name, str) for name in names)
+        if not fits or not len(shape) == len(names) == len(set(names)):
             raise ArgumentError(
-                f"ManualParallel(mesh_shape={self.mesh_shape!r}, axis_names={self.axis_names!r}): "
-                "needs a shape and one name per axis."
+                f"ManualParallel(mesh_shape={shape!r}, axis_names={names!r}): needs a shape such "
+                "as (2, 4) and a tuple with a different name for each axis, such as ('x', 'y')."
             )
 
 

@@ -176,6 +176,7 @@ class TracedStep:
     batch: tuple[int, ...]  # input indices
     donated: tuple[int, ...]  # input indices
     name: str
+    flat_fn: Callable[..., list[Any]]  # the user's function on array leaves, as it is
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         static, dynamic = dict(self.out_static), iter(leaves)
@@ -240,6 +241,7 @@ def trace_step(
         batch=_batch_inputs(call, avals, argument_names(fn), state, batch_argnums, name),
         donated=_donated_inputs(call, program, args, state, donate_argnums),
         name=name,
+        flat_fn=flat_fn,
     )
 
 

@@ -18,7 +18,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 _WRAPPER = re.compile(
     r"(?:jvp|transpose|vmap|checkpoint|remat|rematted_computation|jit)\(([^()]*)\)"
 )
-_NOISE = ("checkpoint", "rematted_computation", "while", "body", "cond", "closed_call")
+_NOISE = ("checkpoint", "rematted_computation")
 
 
 def region_by_name(scope: str) -> str | None:

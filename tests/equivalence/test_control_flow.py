@@ -45,7 +45,7 @@ def is_sharded(plan: ParallelPlan) -> bool:
 
     def visit(equations: tuple[EquationSharding, ...]) -> bool:
         return any(
-            any(layout is not None and max(layout) >= 0 for layout in equation.results)
+            any(max(layout) >= 0 for chain in equation.results for layout in chain)
             or any(visit(body.equations) for body in equation.bodies)
             for equation in equations
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.ir.plan import EquationSharding, ProgramSharding
 from autopar.lower.annotate import annotated_function
 from autopar.trace.flatten import trace_step
 from autopar.trace.program import Equation, Program, flatten_jaxpr
@@ -24,7 +25,6 @@ def flatten(fn: Callable[..., Any], *args: Any) -> Program:
 
 def evaluate(program: Program, *args: Any) -> list[Any]:
     """Bind every equation again, without any sharding."""
-    from autopar.ir.plan import EquationSharding, ProgramSharding
 
     def plain(program: Program) -> ProgramSharding:
         return ProgramSharding(
@@ -32,7 +32,7 @@ def evaluate(program: Program, *args: Any) -> list[Any]:
             tuple(
                 EquationSharding(
                     ((),) * len(e.operands),
-                    (None,) * len(e.results),
+                    ((),) * len(e.results),
                     tuple(plain(body) for body in e.bodies),
                 )
                 for e in program.equations
