@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -426,24 +427,39 @@ def _broadcast_specs(
 
 
 def program_fingerprint(program: Program) -> str:
-    """A hash of every equation with its shapes: equal programs can share a plan."""
+    """A hash of every equation with its parameters and shapes: equal programs can share a plan.
+    The values of constants do not matter, so that a learning rate may change."""
     digest = hashlib.sha256()
 
     def visit(part: Program) -> None:
         for equation in part.equations:
-            shapes = [
-                (getattr(part.avals[r], "shape", ()), str(getattr(part.avals[r], "dtype", "")))
-                for r in equation.results
-            ]
+            types = [_type_text(part.avals[r]) for r in equation.results]
             operands = [o if isinstance(o, int) else "c" for o in equation.operands]
-            digest.update(repr((equation.name, operands, equation.results, shapes)).encode())
+            params = _plain(equation.params)
+            digest.update(repr((equation.name, params, operands, types)).encode())
             for body in equation.bodies:
                 visit(body)
+        outputs = [o if isinstance(o, int) else "c" for o in part.outputs]
+        digest.update(repr((part.inputs, outputs)).encode())
 
     visit(program)
-    inputs = [(program.avals[v].shape, str(program.avals[v].dtype)) for v in program.inputs]
-    digest.update(repr(inputs).encode())
+    digest.update(repr([_type_text(program.avals[v]) for v in program.inputs]).encode())
     return digest.hexdigest()
+
+
+def _type_text(aval: Any) -> str:
+    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as data that prints alike in every process; functions and the like by type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return [(name, _plain(v)) for name, v in sorted(value.items())]
+    return str(value) if isinstance(value, (np.dtype, Enum)) else type(value).__name__
 
 
 def _in_tree(traced: TracedStep) -> Any:

@@ -25,14 +25,14 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from examples.models import build
 
-# model -> (batch on 8 devices, batch on 64)
-MODELS = {
-    "mlp-tiny": (64, 64),
-    "gpt-2.6b": (64, 256),
-    "bert-large": (64, 256),
-    "llama3-8b": (8, 64),
-    "moe-2.4b": (64, 256),
-    "wresnet-1b": (64, 256),
+# name -> (model, overrides, batch on 8 devices, batch on 64)
+MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "mlp-6x4096": ("mlp-tiny", {"hidden_size": 4096}, 1024, 8192),
+    "gpt-2.6b": ("gpt-2.6b", {}, 64, 256),
+    "bert-large": ("bert-large", {}, 64, 256),
+    "llama3-8b": ("llama3-8b", {"seq_len": 2048}, 8, 64),
+    "moe-2.4b": ("moe-2.4b", {}, 64, 256),
+    "wresnet-1b": ("wresnet-1b", {}, 64, 256),
 }
 COLUMN = ("'qkv'", "'up'", "'gate'", "'query'", "'key'", "'value'", "'lm_head'", "'head'")
 ROW = ("'out'", "'down'")
@@ -94,8 +94,10 @@ def hand_written(state: Any, devices: int) -> Iterator[tuple[str, autopar.Manual
         tensor *= 2
 
 
-def compare(name: str, devices: int, batch: int) -> dict[str, Any]:
-    example = build(name)
+def compare(name: str, devices: int) -> dict[str, Any]:
+    model, overrides, *batches = MODELS[name]
+    batch = batches[0 if devices <= 8 else 1]
+    example = build(model, **overrides)
     state, data = example.abstract_state(), example.abstract_batch(batch)
     cluster = autopar.ClusterSpec(max(1, devices // 8), min(devices, 8), "h100-sxm")
     ours = autopar.plan(example.train_step, state, data, cluster=cluster)
@@ -132,7 +134,7 @@ def main() -> None:
     rows = []
     for name in arguments.model:
         for devices in arguments.devices:
-            row = compare(name, devices, MODELS[name][0 if devices <= 8 else 1])
+            row = compare(name, devices)
             rows.append(row)
             print(
                 f"{name:12s} {devices:3d} devices  mesh {row['mesh']!s:8s} "

@@ -72,7 +72,11 @@ def main() -> None:
         print(row)
     if arguments.json:
         device = jax.devices()[0]
-        about = {"jax": jax.__version__, "device": device.device_kind, "devices": len(jax.devices())}
+        about = {
+            "jax": jax.__version__,
+            "device": device.device_kind,
+            "devices": len(jax.devices()),
+        }
         pathlib.Path(arguments.json).write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 

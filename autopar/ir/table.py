@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.ir.plan import ModuleCost, ParallelPlan, Tensor
+    from autopar.ir.plan import ModuleCost, ParallelPlan, SolverReport, Tensor
 
 _NUMBER = re.compile(r"\d+")
 _NUMBER_KEPT = re.compile(r"(\d+)")
@@ -38,17 +38,10 @@ def explain_plan(plan: ParallelPlan) -> str:
     mesh = " × ".join(
         f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)
     )
-    solver = plan.solver
-    proven = "proven optimal" if solver.gap == 0 else f"within {solver.gap:.2%} of optimal"
     timed = plan.device != "communication only"
     lines = [
         f"{plan.name}: {plan.method} on mesh {mesh} ({plan.device})",
-        f"  objective {solver.objective:.6g} ({proven}"
-        + (
-            f", {solver.sizes['classes']} decisions for {solver.sizes['nodes']} ops)"
-            if {"classes", "nodes"} <= set(solver.sizes)
-            else ")"
-        ),
+        f"  objective {plan.solver.objective:.6g} ({_proof(plan.solver)})",
     ]
     if timed:
         lines.append(
@@ -57,15 +50,23 @@ def explain_plan(plan: ParallelPlan) -> str:
             f"communication {format_bytes(plan.communication_bytes)} per device"
         )
     lines += ["", *_tensor_table("inputs", plan.inputs, plan)]
-    lines += ["", *_tensor_table("outputs that are not state", _plain_outputs(plan), plan)]
-    lines += ["", *_module_table(plan.modules, timed)]
-    for warning in plan.warnings:
-        lines.append(f"warning: {warning}")
+    plain_outputs = tuple(t for t in plan.outputs if t.role != "state")
+    if plain_outputs:
+        lines += ["", *_tensor_table("outputs that are not state", plain_outputs, plan)]
+    if plan.modules:
+        lines += ["", *_module_table(plan.modules, timed)]
+    if plan.warnings:
+        lines += ["", *(f"warning: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)
 
 
-def _plain_outputs(plan: ParallelPlan) -> tuple[Tensor, ...]:
-    return tuple(t for t in plan.outputs if t.role != "state")
+def _proof(solver: SolverReport) -> str:
+    """How good the objective is known to be. Folding is a restriction, so it is said."""
+    proven = "proven optimal" if solver.gap == 0 else f"within {solver.gap:.2%} of optimal"
+    classes, nodes = solver.sizes.get("classes"), solver.sizes.get("nodes")
+    if classes is None or classes == nodes:
+        return proven
+    return f"{proven} with equal layers alike, {classes} decisions for {nodes} ops"
 
 
 def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -103,6 +104,7 @@ def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
     for module in modules:
         groups[_skeleton(module.module), module.region].append(module)
     rows = []
+    cost = format_seconds if timed else "{:.6g}".format
     for (_, region), members in groups.items():
         name = _pattern([member.module for member in members])
         collectives: dict[str, int] = defaultdict(int)
@@ -116,8 +118,8 @@ def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
                 name or "(no module)",
                 region,
                 str(len(members)),
-                format_seconds(compute) if timed else "-",
-                format_seconds(communication) if timed else f"{communication:.6g}",
+                format_seconds(compute) if compute else "-",
+                cost(communication) if communication else "-",
                 ", ".join(f"{n} {kind}" for kind, n in sorted(collectives.items())) or "-",
             )
         )

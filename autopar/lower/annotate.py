@@ -75,9 +75,7 @@ class _Writer:
                     read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
                 ]
                 results = self.bind(equation, own, operands)
-                for value, array, chain in zip(
-                    equation.results, results, own.results, strict=True
-                ):
+                for value, array, chain in zip(equation.results, results, own.results, strict=True):
                     for layout in chain:
                         array = self.constrain(array, layout)
                     env[value] = array

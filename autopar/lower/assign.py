@@ -132,7 +132,9 @@ class _Assigner:
     def result_chain(self, value: int) -> Chain:
         """Layouts a result is taken through when it is made. Where partial sums are finished the
         steps are spelled out: from the last one alone the partitioner may conclude that the op
-        should rather be computed otherwise."""
+        should rather be computed otherwise. It may even compute it wrongly: a product with one
+        axis on its batch and the other on what it contracts, asked for a result that has the
+        second axis on the batch and the first elsewhere (JAX 0.10.2 and 0.12)."""
         target = self.current[value]
         node = self.graph.nodes[self.graph.producer[value][0]]
         if node.kind is NodeKind.FINISH:

@@ -42,12 +42,14 @@ class LocalExecutable:
         self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
         self._types = [_type(aval) for aval in self.avals]
         self._donated = frozenset(donated)
+        self._has_rivals = False  # whether it was ever called with leaves of other types
         # Virtual CPU devices share a pool of threads: steps that run ahead of each other can each
         # hold threads the other's collectives wait for, and XLA then ends the process.
         self._runs_on_threads = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
         def checked(*leaves: Any) -> list[Any]:
             if not self.accepts(leaves):
+                self._has_rivals = True
                 raise SignatureChanged
             return flat_fn(*leaves)
 
@@ -62,6 +64,8 @@ class LocalExecutable:
         self._compiled: Any = None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        if self._has_rivals and not self.accepts(leaves):
+            raise SignatureChanged  # as tracing would, but sooner
         leaves = self._with_own_buffers(leaves)
         if self._runs_on_threads:
             jax.block_until_ready(leaves)
@@ -73,8 +77,7 @@ class LocalExecutable:
             return self.jitted(*self.place(leaves))
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether the program was made for leaves of these types. A call finds out by itself; to
-        ask is cheaper where several programs may fit."""
+        """Whether the program was made for leaves of these types."""
         return [_type(jax.typeof(leaf)) for leaf in leaves] == self._types
 
     def _with_own_buffers(self, leaves: Sequence[Any]) -> Sequence[Any]:

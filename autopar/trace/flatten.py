@@ -179,6 +179,8 @@ class TracedStep:
     flat_fn: Callable[..., list[Any]]  # the user's function on array leaves, as it is
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
+        if not self.out_static:
+            return tree_unflatten(self.out_tree, leaves)
         static, dynamic = dict(self.out_static), iter(leaves)
         total = len(leaves) + len(self.out_static)
         everything = [static[i].value if i in static else next(dynamic) for i in range(total)]
@@ -258,9 +260,10 @@ def _match_state(
     batch_argnums: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
     by_path = {path: index for index, path in enumerate(out_key_paths)}
-    edges: dict[Operand, set[Operand]] = {}
+    edges: dict[int, set[int]] = {}
     for source, target in _update_edges(program):
-        edges.setdefault(source, set()).add(target)
+        if isinstance(source, int) and isinstance(target, int):
+            edges.setdefault(source, set()).add(target)
     taken: set[int] = set()
     pairs: list[tuple[int, int]] = []
     for owner in dict.fromkeys(call.argument):
@@ -331,8 +334,10 @@ def _loop_edges(equation: Equation) -> Iterator[tuple[Operand, Operand]]:
     yield from zip(body.outputs[:num_carry], results[:num_carry], strict=True)
 
 
-def _reaches(edges: dict[Operand, set[Operand]], start: Operand, target: Operand) -> bool:
+def _reaches(edges: dict[int, set[int]], start: int, target: Operand) -> bool:
     """Whether the target is the start after elementwise changes, as an optimizer makes them."""
+    if not isinstance(target, int):
+        return False
     reached, frontier = {start}, [start]
     while frontier and target not in reached:
         for value in edges.get(frontier.pop(), ()):

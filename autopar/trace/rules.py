@@ -156,7 +156,6 @@ PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
     "igamma": _elementwise,
     "igammac": _elementwise,
     "igamma_grad_a": _elementwise,
-    "random_gamma_grad": _elementwise,
     "regularized_incomplete_beta": _elementwise,
 }
 

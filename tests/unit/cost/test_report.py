@@ -137,6 +137,34 @@ def test_data_parallel_mlp_by_hand() -> None:
     assert report.communication_s == pytest.approx(expected)
 
 
+def used_whole(node: Node, strategies) -> list[int]:
+    """State is gathered on its way into its shared use."""
+    whole = [i for i, s in enumerate(strategies) if s.factors == (-1,)]
+    return whole if node.kind is NodeKind.USE else list(range(len(strategies)))
+
+
+def modules_that_gather(graph: Graph) -> set[str]:
+    mesh = LogicalMesh((4,), ("data",))
+    pins = {v: (0,) for v in graph.inputs}
+    solution = solve_graph(graph, mesh, pins=pins, keep=used_whole, fold=False)
+    modules = cost_report(graph, mesh, solution.layouts).modules
+    return {m.module for m in modules if "all-gather(data)" in dict(m.collectives)}
+
+
+def test_gathered_parameters_are_paid_for_by_the_module_that_reads_them_first() -> None:
+    assert modules_that_gather(mlp_graph()) == {"first", "second"}
+
+
+def test_what_a_loop_only_reads_is_paid_for_by_the_module_inside_of_it() -> None:
+    def step(w, x):
+        with jax.named_scope("loop"):
+            x, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)
+        return w * 0.9, (x**2).sum()
+
+    graph = build_graph(trace_step(step, (array(64, 64), array(32, 64))))
+    assert modules_that_gather(graph) == {"loop"}
+
+
 # -- steps
 
 
