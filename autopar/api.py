@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from autopar.runtime.local import LocalExecutable, SignatureChanged
 _DEVICE_KINDS = (
     ("H200", "h200-sxm"),
     ("H100", "h100-sxm"),
-    ("A100-PCIE", "a100-pcie"),
+    ("A100-PCI", "a100-pcie"),
+    ("A100 80GB PCI", "a100-pcie"),
     ("A100", "a100-sxm"),
     ("V100", "v100"),
 )
@@ -78,6 +80,11 @@ def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
     for sign, preset in _DEVICE_KINDS:
         if sign in kind.upper():
             return ClusterSpec(len(devices) // per_host, per_host, preset)
+    warnings.warn(
+        f"autopar knows no figures of the device {kind!r} and prices it as an H100; shardings stay "
+        "correct, estimates may be off.",
+        stacklevel=2,
+    )
     return ClusterSpec(len(devices) // per_host, per_host, "h100-sxm")
 
 

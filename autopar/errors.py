@@ -37,3 +37,9 @@ class PlanError(AutoparError, ValueError):
 
 class CompileError(AutoparError, RuntimeError):
     """XLA refused the sharded program."""
+
+
+def shortened(value: object) -> str:
+    """A value as a message can show it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

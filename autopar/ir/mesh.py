@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf, prod
+from typing import Any
 
 from autopar.errors import ArgumentError, MeshError
 
@@ -57,12 +58,24 @@ DEVICES: dict[str, DeviceSpec] = {
 def device_spec(device: str | DeviceSpec) -> DeviceSpec:
     if isinstance(device, DeviceSpec):
         return device
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         raise ArgumentError(
             f"device={device!r} is not a preset; choose one of {sorted(DEVICES)} or pass an "
             "autopar.DeviceSpec with your own figures."
         )
     return DEVICES[device]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 @dataclass(frozen=True)
@@ -80,11 +93,11 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         for name in ("num_hosts", "devices_per_host"):
             given = getattr(self, name)
-            if not isinstance(given, int) or given < 1:
+            if not _is_count(given):
                 raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a whole number ≥ 1.")
         for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth"):
             given = getattr(self, name)
-            if given is not None and not given > 0:
+            if given is not None and not (_is_number(given) and given > 0):
                 raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a number > 0, or None.")
         device_spec(self.device)
 
@@ -142,13 +155,13 @@ class LogicalMesh:
     joint_link: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        shape = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
-        if not shape or len(shape) > 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
+        shape = _as_tuple(self.shape)
+        if not 1 <= len(shape) <= 2 or not all(_is_count(n) for n in shape):
             raise MeshError(
                 f"LogicalMesh(shape={self.shape!r}): needs one or two whole numbers ≥ 1, "
                 "such as (8,) or (2, 4)."
             )
-        names = tuple(self.axis_names) or DEFAULT_AXIS_NAMES[: len(shape)]
+        names = _as_tuple(self.axis_names) or DEFAULT_AXIS_NAMES[: len(shape)]
         names = names[: len(shape)] if names == DEFAULT_AXIS_NAMES[:2] else names
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise MeshError(
@@ -158,8 +171,8 @@ class LogicalMesh:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axis_names", names)
         for field in ("alpha", "beta"):
-            given = tuple(getattr(self, field)) or (1.0,) * len(shape)
-            if len(given) != len(shape) or not all(0 <= v < inf for v in given):
+            given = _as_tuple(getattr(self, field)) or (1.0,) * len(shape)
+            if len(given) != len(shape) or not all(_is_number(v) and 0 <= v < inf for v in given):
                 raise MeshError(
                     f"LogicalMesh({field}={getattr(self, field)!r}): needs {len(shape)} numbers "
                     f"≥ 0, one per axis of the shape {shape}."

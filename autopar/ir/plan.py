@@ -176,6 +176,8 @@ class ParallelPlan:
         target = Path(path)
         if not target.parent.is_dir():
             raise PlanError(f"plan.save({str(path)!r}): the folder {target.parent} does not exist.")
+        if target.is_dir():
+            raise PlanError(f"plan.save({str(path)!r}): is a folder; give the path of a file.")
         temporary = target.with_name(target.name + ".tmp")
         temporary.write_text(self.to_json())
         temporary.replace(target)
@@ -185,7 +187,7 @@ class ParallelPlan:
         """Read and check a plan file."""
         try:
             text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, TypeError, UnicodeDecodeError) as error:
             raise PlanError(f"ParallelPlan.load({str(path)!r}): cannot be read: {error}") from error
         return ParallelPlan.from_json(text, where=str(path))
 
@@ -202,7 +204,7 @@ class ParallelPlan:
                 f"{where}: plan format {document.get('version')!r}, this autopar reads "
                 f"{FORMAT_VERSION}. Plan again with this version."
             )
-        body = document.get("plan")
+        body: Any = document.get("plan")
         if document.get("sha256") != _digest(body):
             raise PlanError(
                 f"{where}: the checksum does not match, so the file was altered or cut short. "

@@ -81,7 +81,7 @@ def from_partition_spec(
         )
     layout = [WHOLE] * len(axis_names)
     for dim, entry in enumerate(spec):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        names = () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
         positions = []
         for name in names:
             if name not in axis_names:

@@ -1,8 +1,10 @@
 """A compiled step on the devices of this process.
 
-The jitted function takes the flat array leaves, so a warm call is: flatten, look up, JAX's own
-dispatch, unflatten. JAX checks types and shardings of its arguments itself; only when it finds
-them other than planned does the slow path run.
+The program takes the flat array leaves, so a warm call is: flatten, look up, JAX's own dispatch,
+unflatten. It is compiled once, for arguments that lie as planned, and called as it is: `jax.jit`
+would compile it again for arguments from the host, since an array's type tells the mesh it is on.
+JAX checks types and shardings of the arguments itself; only when it finds them other than planned
+does the slow path run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from autopar import _jax
 from autopar.errors import ArgumentError, CompileError
 from autopar.ir.plan import ParallelPlan
 from autopar.runtime.hlo import CollectiveOp, read_collectives
@@ -40,22 +43,22 @@ class LocalExecutable:
         self.avals = tuple(avals)
         self.input_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.inputs]
         self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
-        self._types = [_type(aval) for aval in self.avals]
+        self._weak_types = [aval.weak_type for aval in self.avals]
         self._donated = frozenset(donated)
-        self._has_rivals = False  # whether it was ever called with leaves of other types
         # Virtual CPU devices share a pool of threads: steps that run ahead of each other can each
         # hold threads the other's collectives wait for, and XLA then ends the process.
         self._runs_on_threads = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
-        def checked(*leaves: Any) -> list[Any]:
-            if not self.accepts(leaves):
-                self._has_rivals = True
+        types = [(a.shape, a.dtype) for a in self.avals]
+
+        def step(*leaves: Any) -> list[Any]:
+            if [(leaf.shape, leaf.dtype) for leaf in leaves] != types:
                 raise SignatureChanged
             return flat_fn(*leaves)
 
-        checked.__name__ = checked.__qualname__ = plan.name
+        step.__name__ = step.__qualname__ = plan.name
         self.jitted = jax.jit(
-            checked,
+            step,
             in_shardings=self.input_shardings,
             out_shardings=self.output_shardings,
             donate_argnums=tuple(donated),
@@ -64,21 +67,21 @@ class LocalExecutable:
         self._compiled: Any = None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        if self._has_rivals and not self.accepts(leaves):
-            raise SignatureChanged  # as tracing would, but sooner
+        if [_is_weak(leaf) for leaf in leaves] != self._weak_types:
+            raise SignatureChanged
+        if _jax.is_tracing():  # a step inside of another program
+            return self.jitted(*leaves)
         leaves = self._with_own_buffers(leaves)
         if self._runs_on_threads:
             jax.block_until_ready(leaves)
         try:
-            return self.jitted(*leaves)
+            return self.compiled(*leaves)
         except ValueError:
             # An argument committed to another place: move it as planned, then try once more.
             # Whatever else was wrong is raised again by the second call.
-            return self.jitted(*self.place(leaves))
-
-    def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether the program was made for leaves of these types."""
-        return [_type(jax.typeof(leaf)) for leaf in leaves] == self._types
+            return self.compiled(*self.place(leaves))
+        except TypeError as error:
+            raise SignatureChanged from error
 
     def _with_own_buffers(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """XLA ends the process if one buffer is donated twice, as happens when the average of the
@@ -101,9 +104,7 @@ class LocalExecutable:
     def compiled(self) -> jax.stages.Compiled:
         if self._compiled is None:
             shapes = [
-                jax.ShapeDtypeStruct(
-                    a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False)
-                )
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
                 for a, s in zip(self.avals, self.input_shardings, strict=True)
             ]
             try:
@@ -154,5 +155,5 @@ class LocalExecutable:
         (folder / "figures.json").write_text(json.dumps(figures, indent=1))
 
 
-def _type(aval: Any) -> tuple[Any, Any, bool]:
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+def _is_weak(leaf: Any) -> bool:
+    return getattr(leaf, "weak_type", type(leaf) in (int, float, complex))

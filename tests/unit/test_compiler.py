@@ -9,13 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.compiler import (
-    StepOptions,
-    annotate,
-    candidate_meshes,
-    plan_step,
-    program_fingerprint,
-)
+from autopar.assemble import program_fingerprint
+from autopar.compiler import StepOptions, annotate, plan_step
+from autopar.constraints import candidate_meshes
 from autopar.errors import MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.methods import DataParallel, ManualParallel, ShardParallel

@@ -32,7 +32,9 @@ ALLOWED_IMPORTS = {
     "inspect": {*BELOW_PASSES, *EVERYONE},
     "runtime": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
-    "compiler": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "constraints": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "compiler": {"constraints", "assemble", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "api": {*BELOW_API, *EVERYONE},
     "__init__": {"api", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program

@@ -61,8 +61,11 @@ def assert_planned(leaves: list[Any], planned: list[Any]) -> None:
 
 def test_outputs_stay_as_planned_and_the_next_call_moves_nothing() -> None:
     step = parallel_train()
+    COMPILED.clear()
     state, loss = step(params(), X)
     executable = step.last_executable
+    executable.hlo_text()
+    assert len(COMPILED) == 1
     assert_planned(jax.tree.leaves((state, loss)), executable.output_shardings)
     specs = [t.layout for t in executable.plan.inputs if t.role == "state"]
     assert any(max(layout) >= 0 for layout in specs), "something is split"
@@ -322,6 +325,17 @@ def test_another_set_of_devices_is_another_program() -> None:
         _, loss = step(params(), X)
         assert loss.sharding.device_set == set(devices)
     assert len(step._entries) == 2
+
+
+def test_a_step_inside_of_another_program() -> None:
+    step = parallel_train()
+    _, loss = step(params(), X)
+    (_, same), half = jax.jit(lambda s, x: (step(s, x), step(s, x[:4])[1]))(params(), X)
+    np.testing.assert_allclose(same, loss, rtol=1e-6)
+    np.testing.assert_allclose(half, jax.jit(train)(params(), X[:4])[1], rtol=1e-5)
+    assert jax.eval_shape(step, params(), X)[0]["w"].shape == (16, 32)
+    slope = jax.grad(lambda x: step(params(), x)[1])(X)
+    np.testing.assert_allclose(slope, jax.grad(lambda x: train(params(), x)[1])(X), rtol=1e-4)
 
 
 # -- looking into it

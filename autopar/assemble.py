@@ -1,0 +1,259 @@
+"""From the results of all passes to a plan, and from a plan made elsewhere to this program."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import MISSING, fields, replace
+from enum import Enum
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.cost.report import CostReport
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.plan import (
+    EquationSharding,
+    Fingerprint,
+    ParallelPlan,
+    ProgramSharding,
+    SolverReport,
+    StagePlan,
+    Tensor,
+)
+from autopar.ir.spec import WHOLE
+from autopar.sharding.solve import GraphSharding
+from autopar.trace.flatten import FlatCall, TracedStep
+from autopar.trace.program import Program
+
+
+def program_fingerprint(program: Program) -> str:
+    """A hash of every equation with its parameters and shapes: equal programs can share a plan.
+    The values of constants do not matter, so that a learning rate may change."""
+    digest = hashlib.sha256()
+
+    def visit(part: Program) -> None:
+        for equation in part.equations:
+            types = [_type_text(part.avals[r]) for r in equation.results]
+            operands = [o if isinstance(o, int) else "c" for o in equation.operands]
+            params = _plain(equation.params)
+            digest.update(repr((equation.name, params, operands, types)).encode())
+            for body in equation.bodies:
+                visit(body)
+        outputs = [o if isinstance(o, int) else "c" for o in part.outputs]
+        digest.update(repr((part.inputs, outputs)).encode())
+
+    visit(program)
+    digest.update(repr([_type_text(program.avals[v]) for v in program.inputs]).encode())
+    return digest.hexdigest()
+
+
+def _type_text(aval: Any) -> str:
+    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as data that prints alike in every process; functions and the like by type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return [(name, _plain(v)) for name, v in sorted(value.items())]
+    return str(value) if isinstance(value, (np.dtype, Enum)) else type(value).__name__
+
+
+def _in_tree(traced: TracedStep) -> Any:
+    def build(call: FlatCall, leaves: list[Any]) -> Any:
+        args, kwargs = call.rebuild(leaves)
+        return (args, kwargs) if kwargs else args
+
+    return build, traced.call
+
+
+def _out_tree(traced: TracedStep) -> Any:
+    return lambda step, leaves: step.rebuild_output(leaves), traced
+
+
+def make_plan(
+    traced: TracedStep,
+    graph: Graph,
+    sharding: GraphSharding,
+    program: ProgramSharding,
+    report: CostReport,
+    method: Any,
+    cluster: ClusterSpec,
+    seconds: dict[str, float],
+) -> ParallelPlan:
+    mesh = sharding.mesh
+    stats = sharding.stats
+    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
+    out_roles = {o: "state" for _, o in traced.state}
+    out_layouts = []
+    for index, (out, chain) in enumerate(zip(traced.program.outputs, program.outputs, strict=True)):
+        whole = (WHOLE,) * len(mesh.shape)
+        layout = chain[-1] if chain else whole
+        if not chain and isinstance(out, int):
+            value = graph.outputs[index]
+            assert value is not None
+            node, position = graph.producer[value]
+            layout = tuple(max(e, WHOLE) for e in sharding.layouts[node][1][position])
+        out_layouts.append(layout)
+    objective = report.compute_s + report.communication_s
+    return ParallelPlan(
+        name=traced.name,
+        method=_describe(method),
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        device=mesh.device.name if mesh.device else "communication only",
+        inputs=_tensors(traced.call.paths, traced.avals, program.inputs, roles),
+        outputs=_tensors(traced.out_paths, traced.out_avals, out_layouts, out_roles),
+        program=program,
+        stages=(_one_stage(mesh, cluster, objective),),
+        num_micro_batches=1,
+        estimated_step_s=objective,
+        estimated_peak_bytes=report.peak_bytes,
+        communication_bytes=report.communication_bytes,
+        modules=report.modules,
+        solver=SolverReport(
+            objective=objective,
+            lower_bound=objective * (1 - sharding.gap),
+            gap=sharding.gap,
+            sizes={
+                "equations": traced.program.num_equations(),
+                "nodes": stats.num_nodes,
+                "classes": stats.num_classes,
+                "strategies": stats.num_strategies,
+                "core_nodes": stats.num_core_nodes,
+                "variables": stats.num_variables,
+                "constraints": stats.num_constraints,
+                "relaxation_integral": int(stats.relaxation_integral),
+            },
+            seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
+        ),
+        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        warnings=_warnings(graph, mesh, report),
+        in_tree=_in_tree(traced),
+        out_tree=_out_tree(traced),
+    )
+
+
+def _describe(method: Any) -> str:
+    """The method as the user would write it, defaults and specs left out."""
+    parts = []
+    for own in fields(method):
+        value = getattr(method, own.name)
+        default = own.default_factory() if own.default_factory is not MISSING else own.default
+        if own.name in ("in_specs", "out_specs") or value == default:
+            continue
+        shape = value.shape if isinstance(value, LogicalMesh) else value
+        parts.append(f"{own.name}={shape!r}")
+    return f"{type(method).__name__}({', '.join(parts)})"
+
+
+def _one_stage(mesh: LogicalMesh, cluster: ClusterSpec, cost: float) -> StagePlan:
+    per_host = min(mesh.num_devices, cluster.devices_per_host)
+    return StagePlan((0, 1), (max(1, mesh.num_devices // per_host), per_host), mesh.shape, cost)
+
+
+def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(path, tuple(aval.shape), str(aval.dtype), layout, roles.get(index, ""))
+        for index, (path, aval, layout) in enumerate(zip(paths, avals, layouts, strict=True))
+    )
+
+
+def _warnings(graph: Graph, mesh: LogicalMesh, report: CostReport) -> tuple[str, ...]:
+    found = [
+        f"{op.count} × {op.name} at {op.source} runs replicated: no sharding rule is known for it"
+        for op in graph.unruled
+    ]
+    if mesh.memory_bytes is not None and report.peak_bytes > mesh.memory_bytes:
+        found.append(
+            f"the estimated peak of {report.peak_bytes / 2**30:.1f} GiB per device is more than "
+            f"the device's {mesh.memory_bytes / 2**30:.1f} GiB; this version does not bound memory"
+        )
+    return tuple(found)
+
+
+def replicated_plan(
+    traced: TracedStep, mesh: LogicalMesh, method: Any, seconds: dict[str, float]
+) -> ParallelPlan:
+    """One device: nothing to search, nothing to annotate."""
+    whole = (WHOLE,) * len(mesh.shape)
+
+    def untouched(program: Program) -> ProgramSharding:
+        return ProgramSharding(
+            (None,) * len(program.inputs),
+            tuple(
+                EquationSharding(
+                    ((),) * len(e.operands),
+                    ((),) * len(e.results),
+                    tuple(untouched(b) for b in e.bodies),
+                )
+                for e in program.equations
+            ),
+            ((),) * len(program.outputs),
+        )
+
+    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
+    out_roles = {o: "state" for _, o in traced.state}
+    return ParallelPlan(
+        name=traced.name,
+        method=_describe(method),
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        device=mesh.device.name if mesh.device else "communication only",
+        inputs=_tensors(traced.call.paths, traced.avals, [whole] * len(traced.avals), roles),
+        outputs=_tensors(
+            traced.out_paths, traced.out_avals, [whole] * len(traced.out_avals), out_roles
+        ),
+        program=untouched(traced.program),
+        stages=(StagePlan((0, 1), (1, 1), mesh.shape, 0.0),),
+        num_micro_batches=1,
+        estimated_step_s=0.0,
+        estimated_peak_bytes=float(
+            sum(prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in traced.avals)
+        ),
+        communication_bytes=0.0,
+        modules=(),
+        solver=SolverReport(0.0, 0.0, 0.0, {}, dict(seconds)),
+        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        in_tree=_in_tree(traced),
+        out_tree=_out_tree(traced),
+    )
+
+
+def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
+    """A plan made elsewhere, checked against this program and given its pytrees."""
+    here = [
+        (p, tuple(a.shape), str(a.dtype))
+        for p, a in zip(traced.call.paths, traced.avals, strict=True)
+    ]
+    there = [(t.path, t.shape, t.dtype) for t in plan.inputs]
+    for (path, shape, dtype), (_, planned_shape, planned_dtype) in zip(here, there, strict=False):
+        if (shape, dtype) != (planned_shape, planned_dtype):
+            raise PlanError(
+                f"{path}: the plan was made for {planned_dtype}{list(planned_shape)}, the call has "
+                f"{dtype}{list(shape)}. Plan again for these shapes."
+            )
+    if len(here) != len(there):
+        raise PlanError(
+            f"the plan for {plan.name} has {len(there)} input arrays, this call of {traced.name} "
+            f"has {len(here)}. Plan again for this function."
+        )
+    if program_fingerprint(traced.program) != plan.fingerprint.program:
+        version = plan.fingerprint.jax_version
+        cause = (
+            f"it was made with JAX {version} and this is {jax.__version__}"
+            if version != jax.__version__
+            else "the function is not the one it was made for"
+        )
+        raise PlanError(
+            f"the plan for {plan.name} does not fit {traced.name}: shapes agree but the traced "
+            f"programs differ; {cause}. Plan again."
+        )
+    return replace(plan, in_tree=_in_tree(traced), out_tree=_out_tree(traced))
