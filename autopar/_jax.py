@@ -15,9 +15,9 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.lib.mlir import ir as mlir_ir
 from jax._src.lib.mlir import passmanager as _passmanager
+from jax._src.state.types import AbstractRef as _AbstractRef
 
 Literal = _core.Literal
-DropVar = _core.DropVar
 
 # Call-like primitives that are inlined, and the parameter that holds their body. Names differ
 # between releases (`closed_call` became `eval_jaxpr` in 0.11, `pjit` became `jit`).
@@ -107,6 +107,11 @@ def is_extended_dtype(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
+def is_mutable(aval: Any) -> bool:
+    """True for references (`jax.new_ref`), whose value changes in place."""
+    return isinstance(aval, _AbstractRef)
+
+
 def populate_sharding_rules(module: Any) -> None:
     """Run Shardy's rule pass: every op of every function gains an `sdy.sharding_rule`."""
     with module.context:
@@ -122,10 +127,6 @@ def is_tracing() -> bool:
 def op_result_or_none(value: Any) -> Any | None:
     """The op that defines an SSA value, or None for a block argument."""
     return None if isinstance(value.owner, mlir_ir.Block) else value.owner
-
-
-def block_arguments(operation: Any) -> list[Any]:
-    return list(operation.regions[0].blocks[0].arguments)
 
 
 def fresh_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:

@@ -53,17 +53,11 @@ def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
         return [method.mesh_shape]
     if method.mesh_shape != "auto":
         return [mesh_of_cluster(cluster, tuple(method.mesh_shape))]  # type: ignore[arg-type]
+    # (2, 4) and (4, 2) differ even on equal links: where both axes split a dimension, only the
+    # later one can be gathered by itself.
     shapes = [(devices,)]
     shapes += [(n, devices // n) for n in range(2, devices // 2 + 1) if devices % n == 0]
-    meshes, seen = [], set()
-    for shape in shapes:
-        mesh = mesh_of_cluster(cluster, shape)
-        # Axes that swap sizes on equal links make the same mesh.
-        key = tuple(sorted(zip(mesh.shape, mesh.alpha, mesh.beta, strict=True)))
-        if key not in seen:
-            seen.add(key)
-            meshes.append(mesh)
-    return meshes
+    return [mesh_of_cluster(cluster, shape) for shape in shapes]
 
 
 def divisible_meshes(graph: Graph, meshes: list[LogicalMesh], method: Any) -> list[LogicalMesh]:

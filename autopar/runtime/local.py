@@ -74,12 +74,13 @@ class LocalExecutable:
         leaves = self._with_own_buffers(leaves)
         if self._runs_on_threads:
             jax.block_until_ready(leaves)
+        program = self.compiled
         try:
-            return self.compiled(*leaves)
+            return program(*leaves)
         except ValueError:
             # An argument committed to another place: move it as planned, then try once more.
             # Whatever else was wrong is raised again by the second call.
-            return self.compiled(*self.place(leaves))
+            return program(*self.place(leaves))
         except TypeError as error:
             raise SignatureChanged from error
 

@@ -28,8 +28,6 @@ _TIED_OPS = ("stablehlo.optimization_barrier",)
 # Elementwise although Shardy says nothing of them: operands of the result's shape split with it.
 _ELEMENTWISE_DIALECT = "chlo."
 _NOT_ELEMENTWISE_CHLO = ("chlo.top_k", "chlo.scan", "chlo.ragged_dot")
-# Shardy writes a rule without factors on these, which says nothing.
-_VACUOUS_RULE = ("stablehlo.custom_call",)
 _RULE = "sdy.sharding_rule"
 # Primitives through which partial sums may flow.
 _LINEAR = ("add", "add_any")
@@ -61,8 +59,9 @@ def compose_rule(
     operand_avals = [o.aval if isinstance(o, Constant) else avals[o] for o in equation.operands]
     # A reshape alone has operand dimensions of several factors, so its own rule is taken.
     single = _single_op(arguments, outputs)
-    if single is not None:
-        return _direct(equation, avals, single, operand_avals)
+    if single is not None and (parsed := _rule_of(single)) is not None:
+        rule = _direct(equation, avals, parsed, operand_avals)
+        return RuledEquation(rule, (), (single.operation.name,))
     composer = _Composer(functions)
     arg_dims = [composer.fresh_dims(_tensor_shape(a)) for a in arguments]
     env = dict(zip(arguments, arg_dims, strict=True))
@@ -164,9 +163,9 @@ class _Composer:
             return
         self.op_names.append(name)
         shapes = [_tensor_shape(r) for r in op.results]
-        attributes = op.operation.attributes
-        if _RULE in attributes and name not in _VACUOUS_RULE:
-            results = self.ruled(_rule_of(op), operands)
+        parsed = _rule_of(op)
+        if parsed is not None:
+            results = self.ruled(parsed, operands)
         elif name in _SOURCES:
             results = [self.fresh_dims(shape) for shape in shapes]
         elif name in _TIED_OPS:
@@ -257,17 +256,14 @@ def _finish_rule(
 def _single_op(arguments: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
     """The op, if the equation is exactly one op with a rule applied to its arguments in order."""
     op = _jax.op_result_or_none(outputs[0])
-    if op is None or _RULE not in op.operation.attributes:
+    if op is None or list(op.results) != list(outputs) or list(op.operands) != list(arguments):
         return None
-    if op.operation.name in _VACUOUS_RULE or list(op.results) != list(outputs):
-        return None
-    return op if list(op.operands) == list(arguments) else None
+    return op
 
 
 def _direct(
-    equation: Equation, avals: Sequence[Any], op: Any, operand_avals: Sequence[Any]
-) -> RuledEquation:
-    parsed = _rule_of(op)
+    equation: Equation, avals: Sequence[Any], parsed: _ParsedRule, operand_avals: Sequence[Any]
+) -> Rule:
     names = [n for n, size in parsed.sizes.items() if size > 1]
     index = {n: i for i, n in enumerate(names)}
 
@@ -281,7 +277,7 @@ def _direct(
         pairs = zip(values, avals, strict=True)
         return tuple(d[: len(getattr(aval, "shape", ()))] for d, aval in pairs)
 
-    rule = Rule(
+    return Rule(
         trim(_with_constants(equation, dims(parsed.operands)), operand_avals),
         trim(dims(parsed.results), [avals[r] for r in equation.results]),
         tuple(parsed.sizes[n] for n in names),
@@ -289,7 +285,6 @@ def _direct(
         frozenset(index[n] for n in parsed.fixed if n in index),
         linear=equation.name in _LINEAR,
     )
-    return RuledEquation(rule, (), (op.operation.name,))
 
 
 @dataclass(frozen=True)
@@ -301,8 +296,17 @@ class _ParsedRule:
     fixed: frozenset[str]
 
 
-def _rule_of(op: Any) -> _ParsedRule:
+def _rule_of(op: Any) -> _ParsedRule | None:
+    """Shardy's rule of an op; None if it has none, or one that says nothing."""
+    if _RULE not in op.operation.attributes:
+        return None
     parsed = _parse_rule(str(op.operation.attributes[_RULE]))
+    taken, made = (
+        {n for dims in values for names in dims for n in names}
+        for values in (parsed.operands, parsed.results)
+    )
+    if op.operation.name == "stablehlo.custom_call" and not taken & made:
+        return None  # of a kernel Shardy does not know: nothing has to do with anything
     if op.operation.name == "stablehlo.dynamic_update_slice":
         # Shardy lets the updated dimension be split, but XLA's partitioner forgets there that a
         # start beyond the end is clamped: the update is lost (JAX 0.10.2 and 0.12).

@@ -19,8 +19,11 @@ _UNFUSED = {
     "sort", "top_k", "dynamic_slice", "dynamic_update_slice", "concatenate", "cumsum",
     "cumlogsumexp", "cummax", "cumprod", "fft", "reduce_window", "reduce_window_sum",
     "reduce_window_max", "select_and_scatter_add", "cholesky", "triangular_solve", "custom_call",
-    "pallas_call", "argsort", "scan_slice", "scan_stack",
+    "pallas_call", "argsort", "scan_slice", "scan_stack", "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
+# The kernels of fused attention and how many products each is made of.
+_FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 _READS_PART = ("gather", "dynamic_slice", "scan_slice")  # of their first operand
 _WRITES_PART = {"scan_stack": 0, "dynamic_update_slice": 1}  # as much as this operand has
 
@@ -43,6 +46,10 @@ def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
         out_feature = equation.params["dimension_numbers"].rhs_spec[0]
         groups = equation.params["batch_group_count"]
         return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1)
+    if equation.name in _FUSED_ATTENTION:
+        key = shape_of(equation.operands[1])
+        num_keys = key[1] if equation.params["layout"] == 0 else key[2]
+        return 2.0 * size * num_keys * _FUSED_ATTENTION[equation.name]
     return max([size, *(float(prod(shape_of(o))) for o in equation.operands)])
 
 
@@ -85,7 +92,8 @@ def batch_factors(
     """Follow the first dimension of the batch inputs through the rules."""
     batch_dim = {v: 0 for v in batch_inputs if values[v].shape}
     factors: list[int | None] = [None] * len(nodes)
-    for _ in range(2):  # twice: loop carries learn from their bodies
+    has_loops = any(node.kind is NodeKind.MERGE for node in nodes)
+    for _ in range(2 if has_loops else 1):  # twice: loop carries learn from their bodies
         for index, node in enumerate(nodes):
             factor = None
             for value, dims in zip(node.operands, node.rule.operands, strict=True):

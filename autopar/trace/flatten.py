@@ -223,6 +223,7 @@ def trace_step(
     flat_fn.__name__ = flat_fn.__qualname__ = name
     traced = jax.jit(flat_fn, keep_unused=True).trace(*call.leaves)
     program = flatten_jaxpr(traced.jaxpr)
+    _check_pure(program, name)
     avals = tuple(program.avals[v] for v in program.inputs)
     out_avals = tuple(program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs)
     if not out_avals:
@@ -245,6 +246,19 @@ def trace_step(
         name=name,
         flat_fn=flat_fn,
     )
+
+
+def _check_pure(program: Program, name: str) -> None:
+    if not any(map(_jax.is_mutable, program.avals)):
+        return
+    for equation in program.equations:
+        if any(_jax.is_mutable(program.avals[r]) for r in equation.results):
+            raise TraceError(
+                f"{name}: {equation.source_line} makes a mutable array (jax.new_ref), which cannot "
+                "be sharded. Keep the value in a plain array and return the updated one."
+            )
+        for body in equation.bodies:
+            _check_pure(body, name)
 
 
 def _same_array(a: Any, b: Any) -> bool:

@@ -12,6 +12,7 @@ are generated in a loop or a kernel, yet every element is independent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -66,7 +67,22 @@ def rules_of_equations(equations: Sequence[Equation], avals: Sequence[Any]) -> l
         indices = to_lower[start : start + _CHUNK]
         ruled = _lower_and_read([equations[i] for i in indices], avals)
         found.update(zip(indices, ruled, strict=True))
-    return [found[i] for i in range(len(equations))]
+    return [_within_what_xla_can(equations[i], found[i], avals) for i in range(len(equations))]
+
+
+def _within_what_xla_can(
+    equation: Equation, ruled: RuledEquation, avals: Sequence[Any]
+) -> RuledEquation:
+    """The rule less what XLA is known to get wrong."""
+    if equation.name != "mul" or not any(isinstance(o, Constant) for o in equation.operands):
+        return ruled
+    aval = avals[equation.results[0]]
+    if aval.ndim == 1 and str(aval.dtype) in ("int32", "uint32"):
+        # XLA's simplifier takes the product for the computation of an index: a slice of such a
+        # slice loses the factor (JAX 0.10.2 and 0.12).
+        rule = replace(ruled.rule, fixed=frozenset(range(len(ruled.rule.sizes))))
+        return replace(ruled, rule=rule)
+    return ruled
 
 
 def identity_rule(shape: Sequence[int], num_operands: int = 1) -> Rule:
@@ -140,6 +156,40 @@ def _top_k(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
     return Rule((dims,), (kept,) * len(results), sizes, fixed=frozenset(dims[searched]))
 
 
+def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+    """cuDNN's attention, forward or backward: batch and heads are free. Where several query heads
+    share a key head, a split of the key heads splits the query heads with them."""
+    query, key = operands[0].shape, operands[1].shape
+    heads_at = 2 if equation.params["layout"] == 0 else 1
+    num_heads, num_groups = query[heads_at], key[heads_at]
+    batch, group, member = 0, 1, 2
+    sizes = (query[0], num_groups, num_heads // num_groups)
+
+    def dims(aval: Any, heads_at: int) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = [()] * len(aval.shape)
+        if aval.shape and aval.shape[0] == query[0]:
+            found[0] = (batch,)
+        if len(aval.shape) > heads_at:
+            if aval.shape[heads_at] == num_heads:
+                found[heads_at] = (group, member) if sizes[member] > 1 else (group,)
+            elif aval.shape[heads_at] == num_groups:
+                found[heads_at] = (group,)
+        return tuple(found)
+
+    # Queries, keys and values, and what is of their shape, beside statistics (batch, heads, …),
+    # biases (batch or 1, heads or 1, …) and lengths (batch).
+    like = {tuple(a.shape) for a in operands[:3]}
+    of = [dims(a, heads_at if a.shape in like else 1) for a in (*operands, *results)]
+    fixed = {member} | {f for f, size in enumerate(sizes) if size == 1}
+    others = [a for a in results if a.shape not in like]
+    if any(a.shape[:2] != (query[0], num_heads) for a in others):
+        # The gradient of a bias that batch or heads share is a sum over them; statistics of
+        # packed sequences have a batch of their own.
+        fixed |= {batch, group}
+    count = len(operands)
+    return Rule(tuple(of[:count]), tuple(of[count:]), sizes, fixed=frozenset(fixed))
+
+
 PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
     "random_bits": _generate,
     "threefry2x32": _elementwise,
@@ -152,6 +202,8 @@ PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
     "copy": _elementwise,
     "optimization_barrier": _tied,
     "top_k": _top_k,
+    "dot_product_attention_fwd_wrapper": _fused_attention,
+    "dot_product_attention_bwd_wrapper": _fused_attention,
     # Series that are summed in a loop, for each element by itself.
     "igamma": _elementwise,
     "igammac": _elementwise,

@@ -111,7 +111,7 @@ def test_any_strategies_equal_jit(
 @pytest.mark.timeout(3600)
 @MANY
 @given(programs(6, 14), meshes())
-def test_many_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
+def test_500_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
     check_planned(program, mesh)
 
 
@@ -119,7 +119,7 @@ def test_many_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.L
 @pytest.mark.timeout(3600)
 @MANY
 @given(programs(6, 14), st.sampled_from(MESHES), st.integers(0, 2**16))
-def test_many_any_strategies_equal_jit(
+def test_500_any_strategies_equal_jit(
     program: RandomProgram, mesh_shape: tuple[int, ...], seed: int
 ) -> None:
     check_any_strategies(program, mesh_shape, seed)

@@ -46,17 +46,10 @@ def shapes(cluster: ClusterSpec, method: Any = None) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [
-        (1, [(1,)]),
-        (2, [(2,)]),
-        (4, [(4,), (2, 2)]),
-        (6, [(6,), (2, 3)]),
-        (8, [(8,), (2, 4)]),
-        (12, [(12,), (2, 6), (3, 4)]),
-        (16, [(16,), (2, 8), (4, 4)]),
-    ],
+    [(2, [(2,)]), (4, [(4,), (2, 2)]), (6, [(6,), (2, 3), (3, 2)]), (8, [(8,), (2, 4), (4, 2)])],
 )
-def test_symmetric_meshes_are_tried_once_on_one_host(devices: int, expected) -> None:
+def test_auto_tries_every_factorisation(devices: int, expected) -> None:
+    """Both ways round: the order of the axes matters where both split one dimension."""
     assert shapes(ClusterSpec(1, devices)) == expected
 
 
@@ -98,9 +91,9 @@ def test_auto_takes_the_mesh_with_the_best_prediction() -> None:
 
 
 def test_meshes_of_which_an_axis_divides_nothing_are_left_out() -> None:
-    """Of (12,), (2, 6) and (3, 4) only the last has axes that all divide 16 or 3."""
+    """Of the meshes of 12 only (3, 4) and (4, 3) have axes that all divide 16 or 3."""
     args = ({"w": array(16, 3), "v": array(3, 16)}, {"x": array(16, 16)})
-    assert plan_of(ClusterSpec(1, 12), args=args).mesh_shape == (3, 4)
+    assert plan_of(ClusterSpec(1, 12), args=args).mesh_shape in ((3, 4), (4, 3))
     with pytest.raises(MeshError, match="divides no dimension"):
         plan_of(ClusterSpec(1, 7), args=args)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,6 +303,24 @@ def test_keyword_and_static_arguments() -> None:
     assert step.last_executable is not first
     np.testing.assert_allclose(step(X, 2, shift=5.0), X**2 + 5, rtol=1e-5)
     assert step.last_executable is first
+
+
+def test_modules_with_functions_as_leaves() -> None:
+    def fn(model: Any, batch: Any) -> Any:
+        loss_fn = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(batch) ** 2))
+        loss, grads = loss_fn(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    step = autopar.parallelize(fn, method=METHOD)
+    for activation in (jax.nn.gelu, jax.nn.tanh, jax.nn.gelu):
+        model = eqx.nn.MLP(16, 8, 32, 1, activation=activation, key=jax.random.key(0))
+        want = jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model)
+        for _ in range(2):
+            model, loss = step(model, X)
+            want, want_loss = eqx.filter_jit(fn)(want, X)
+            np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+        assert model.activation is activation
+    assert sum(len(entries) for entries in step._entries.values()) == 2
 
 
 def test_one_device() -> None:

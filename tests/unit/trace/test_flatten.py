@@ -212,6 +212,17 @@ def test_a_function_without_arrays() -> None:
         trace_step(lambda x: None, (BATCH["x"],))
 
 
+def test_mutable_arrays_are_refused_by_their_line() -> None:
+    def step(x: Any) -> Any:
+        total = jax.new_ref(jnp.zeros(8))
+        total[...] += x.sum(1)
+        return total[...]
+
+    line = step.__code__.co_firstlineno + 1
+    with pytest.raises(TraceError, match=rf"test_flatten.py:{line}.*jax.new_ref"):
+        trace_step(step, (BATCH["x"],))
+
+
 # -- state
 
 
