@@ -142,9 +142,9 @@ def main() -> None:
                 f"best by hand {row['best_by_hand']}  ratio {row['ratio']:.3f}",
                 flush=True,
             )
-    if arguments.json:
-        document = {"jax": jax.__version__, "rows": rows}
-        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+            if arguments.json:  # after every row: the run is long
+                document = {"jax": jax.__version__, "rows": rows}
+                pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
