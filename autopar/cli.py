@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number ≥ 1")
     return int(text)
 
 
