@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
+
+from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import LogicalMesh
@@ -11,32 +14,106 @@ from autopar.ir.mesh import LogicalMesh
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """Options of the sharding solver.
+    """Options of the sharding solver, and what it must keep to.
+
+    Patterns are paths of inputs (`state.params['w']`) and outputs (`result[1]`) or names given by
+    `autopar.constrain`, in which `*` stands for any text and `?` for any one character; brackets
+    stand for themselves.
 
     solver:                 "highs", or the name of any solver that PuLP finds installed.
     solver_time_limit_s:    after this the best sharding so far is used, with its proven gap.
     fold_layers:            treat equal layers alike (the solve time then does not grow with depth).
+    pins:                   pattern -> `PartitionSpec` that all arrays it matches must have.
+    forbid_axes:            pattern -> mesh axes that may not split the arrays it matches.
+    batch_axis:             mesh axis or axes that split the batch along its first dimension; no
+                            other axis then splits batch arguments.
+    allow_reduce_scatter:   False: partial sums are finished by all-reduces alone.
+    allow_all_to_all:       False: a split moves to another dimension by a gather and a slice.
+    allow_replicated_parameters: False: every state array of two or more dimensions is split over
+                            some axis if any dimension can be; pins come first.
+    memory_budget_bytes:    what a step may hold on one device at its peak; None for what the
+                            device has.
+    remat:                  "none", "auto" or "all": what of the forward pass is computed again in
+                            the backward pass instead of being kept.
+
+    With `mesh_shape="auto"`, meshes on which the options cannot be kept are left out.
     """
 
     solver: str = "highs"
     solver_time_limit_s: float = 60.0
     fold_layers: bool = True
+    pins: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
+    forbid_axes: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    batch_axis: str | Sequence[str] | None = field(default=None, hash=False)
+    allow_reduce_scatter: bool = True
+    allow_all_to_all: bool = True
+    allow_replicated_parameters: bool = True
+    memory_budget_bytes: float | None = None
+    remat: str = "none"
 
     def __post_init__(self) -> None:
-        limit = self.solver_time_limit_s
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            raise ArgumentError(
-                f"ShardingOptions(solver_time_limit_s={limit!r}): needs a number of seconds > 0."
-            )
+        if not _is_number(self.solver_time_limit_s) or not self.solver_time_limit_s > 0:
+            _refuse(self, "solver_time_limit_s", "a number of seconds > 0")
         if not isinstance(self.solver, str):
-            raise ArgumentError(
-                f"ShardingOptions(solver={self.solver!r}): needs the name of a solver, "
-                "such as 'highs'."
-            )
-        if not isinstance(self.fold_layers, bool):
-            raise ArgumentError(
-                f"ShardingOptions(fold_layers={self.fold_layers!r}): needs True or False."
-            )
+            _refuse(self, "solver", "the name of a solver, such as 'highs'")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                _refuse(self, name, "True or False")
+        budget = self.memory_budget_bytes
+        if budget is not None and not (_is_number(budget) and budget > 0):
+            _refuse(self, "memory_budget_bytes", "a number of bytes > 0, or None")
+        if self.remat not in ("none", "auto", "all"):
+            _refuse(self, "remat", "'none', 'auto' or 'all'")
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        """Mappings are copied, so that options do not change under a function that uses them."""
+        pins, forbidden, batch = self.pins, self.forbid_axes, self.batch_axis
+        if not _is_mapping(pins, lambda spec: isinstance(spec, PartitionSpec)):
+            needed = "a dict from path patterns to jax.sharding.PartitionSpec, such as "
+            _refuse(self, "pins", needed + "{\"*['kernel']\": PartitionSpec(None, 'x')}")
+        if not _is_mapping(forbidden, _are_axes):
+            needed = "a dict from path patterns to axis names, such as {'batch*': ('y',)}"
+            _refuse(self, "forbid_axes", needed)
+        if batch is not None and not _are_axes(batch):
+            _refuse(self, "batch_axis", "the name of a mesh axis, several different ones, or None")
+        object.__setattr__(self, "pins", dict(pins))
+        forbidden = {pattern: _as_names(axes) for pattern, axes in forbidden.items()}
+        object.__setattr__(self, "forbid_axes", forbidden)
+        object.__setattr__(self, "batch_axis", None if batch is None else _as_names(batch))
+
+
+_SWITCHES = (
+    "fold_layers", "allow_reduce_scatter", "allow_all_to_all", "allow_replicated_parameters",
+)  # fmt: skip
+
+
+def _refuse(owner: Any, name: str, needed: str) -> NoReturn:
+    given = getattr(owner, name)
+    raise ArgumentError(f"{type(owner).__name__}({name}={given!r}): needs {needed}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_mapping(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return all(isinstance(k, str) and k and is_entry(v) for k, v in value.items())
+
+
+def _as_names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _are_axes(value: Any) -> bool:
+    """A name of a mesh axis, or several different ones."""
+    if not isinstance(value, (str, tuple, list)):
+        return False
+    names = _as_names(value)
+    named = bool(names) and all(isinstance(name, str) and name for name in names)
+    return named and len(set(names)) == len(names)
 
 
 def _is_count(value: Any) -> bool:

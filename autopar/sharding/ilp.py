@@ -9,8 +9,9 @@ Variables: x_{v,s} ∈ {0,1}, node v takes strategy s; y_{uv,st} ≥ 0, edge (u,
 
 The edge marginals make the relaxation tight: y is integral whenever x is, and on train steps the
 linear relaxation usually is integral by itself, which proves the optimum without branching. If it
-is not, the programme is solved with integral x. HiGHS gets the arrays directly; any other solver
-that PuLP knows gets the same model by name.
+is not, the programme is solved with integral x. If time runs out, the better of what the solver has
+so far and what local search finds (`descent`) is taken. HiGHS gets the arrays directly; any other
+solver that PuLP knows gets the same model by name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import ArgumentError, SolverError
+from autopar.sharding.descent import descend
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _INTEGRAL = 1e-6
@@ -86,7 +88,14 @@ def solve_ilp(
         solution, bound, integral = _solve_with_highs(model, time_limit_s)
     else:
         solution, bound, integral = _solve_with_pulp(model, solver, time_limit_s)
-    choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+    choice = None
+    if solution is not None:
+        choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+    if not integral:  # what the solver had when it stopped may be worse, or nothing at all
+        descended = descend(problem)
+        if choice is None or problem.objective(descended) < problem.objective(choice):
+            choice = descended
+    assert choice is not None
     objective = problem.objective(choice)
     _check_feasible(objective)
     lower = min(max(bound / model.scale + problem.constant, _floor(problem)), objective)
@@ -189,7 +198,8 @@ def _edge_rows(
     return np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
 
 
-def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, float, bool]:
+def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | None, float, bool]:
+    """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
     started = time.monotonic()
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
@@ -210,38 +220,39 @@ def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray, f
     highs.passModel(lp)
     highs.run()
     status = highs.getModelStatus()
+    relaxed_bound = -np.inf
     if status == highspy.HighsModelStatus.kInfeasible:
         _check_feasible(np.inf)
     if status == highspy.HighsModelStatus.kOptimal:
         solution = np.array(highs.getSolution().col_value)
-        bound = highs.getInfo().objective_function_value
+        relaxed_bound = highs.getInfo().objective_function_value
         nodes = solution[: model.num_node_vars]
         if np.all(np.minimum(nodes, 1 - nodes) < _INTEGRAL):
-            return solution, bound, True
-    # The relaxation is fractional (or ran out of time): branch.
+            return solution, relaxed_bound, True
+    left = time_limit_s - (time.monotonic() - started)
+    if left <= 0:
+        return None, relaxed_bound, False
+    # The relaxation is fractional: branch.
     integer = np.arange(model.num_node_vars, dtype=np.int32)
     kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
     highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
-    left = max(time_limit_s - (time.monotonic() - started), 1.0)
-    highs.setOptionValue("time_limit", time_limit_s + left)
+    # HiGHS counts from its first run on.
+    highs.setOptionValue("time_limit", highs.getRunTime() + left)
     highs.setOptionValue("presolve", "on")
     highs.setOptionValue("mip_rel_gap", 0.0)
     highs.run()
     info = highs.getInfo()
     if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         _check_feasible(np.inf)
+    bound = max(info.mip_dual_bound, relaxed_bound)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        raise SolverError(
-            f"HiGHS found no sharding within {time_limit_s:.0f} s "
-            f"({highs.modelStatusToString(highs.getModelStatus())}). Raise "
-            "ShardingOptions(solver_time_limit_s=…) or use a mesh with fewer axes."
-        )
-    return np.array(highs.getSolution().col_value), info.mip_dual_bound, False
+        return None, bound, False
+    return np.array(highs.getSolution().col_value), bound, False
 
 
 def _solve_with_pulp(
     model: _Model, solver: str, time_limit_s: float
-) -> tuple[np.ndarray, float, bool]:
+) -> tuple[np.ndarray | None, float, bool]:
     problem = pulp.LpProblem("sharding", pulp.LpMinimize)
     variables = [
         problem.add_variable(
@@ -259,12 +270,12 @@ def _solve_with_pulp(
     problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
     if problem.status == pulp.LpStatusInfeasible:
         _check_feasible(np.inf)
-    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    if problem.status == pulp.LpStatusUndefined:
         raise SolverError(
-            f"{solver} found no sharding within {time_limit_s:.0f} s "
-            f"({pulp.LpStatus[problem.status]}). Raise ShardingOptions(solver_time_limit_s=…) "
-            "or use the default solver 'highs'."
+            f"{solver} failed ({pulp.LpStatus[problem.status]}). Use the default solver 'highs'."
         )
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None, -np.inf, False
     solution = np.array([v.value() or 0.0 for v in variables])
     proven = problem.sol_status == pulp.LpSolutionOptimal
     bound = float(model.cost @ solution) if proven else -np.inf

@@ -9,8 +9,9 @@ import pytest
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.sharding import ilp
+from autopar.sharding.descent import descend
 from autopar.sharding.ilp import check_solver, known_solvers, solve_ilp
-from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 
 def dense_problem(num_nodes: int, num_strategies: int, seed: int = 0) -> PairwiseProblem:
@@ -82,17 +83,13 @@ def test_costs_in_any_unit(unit: float) -> None:
     assert result.objective == pytest.approx(unit * expected.objective, rel=1e-9)
 
 
-def test_a_time_limit_gives_the_best_so_far_and_its_gap_or_says_so() -> None:
-    """Far too large for a hundredth of a second. Which of the two depends on the machine."""
+def test_a_time_limit_gives_the_best_so_far_and_its_gap() -> None:
+    """Far too large for a hundredth of a second: at best the relaxation is done by then."""
     problem = dense_problem(30, 6)
-    try:
-        result = solve_ilp(problem, time_limit_s=0.01)
-    except SolverError as error:
-        assert "found no sharding within 0 s" in str(error)
-        assert "ShardingOptions(solver_time_limit_s=…)" in str(error)
-        return
+    result = solve_ilp(problem, time_limit_s=0.01)
+    assert not result.relaxation_integral
+    assert result.lower_bound < result.objective
     assert result.objective == pytest.approx(problem.objective(result.choice))
-    assert 0 <= result.lower_bound <= result.objective
     rng = np.random.default_rng(1)
     for _ in range(100):  # no plan may be better than the bound
         choice = {u: int(rng.integers(6)) for u in problem.costs}
@@ -115,7 +112,7 @@ def test_a_solver_that_proves_nothing_still_leaves_a_bound(monkeypatch) -> None:
     assert 0.25 <= result.lower_bound < best.objective
 
 
-def test_a_solver_that_finds_nothing(monkeypatch) -> None:
+def test_where_a_solver_finds_nothing_local_search_does(monkeypatch) -> None:
     class Idle(pulp.LpSolver):
         name = "Idle"
 
@@ -130,5 +127,28 @@ def test_a_solver_that_finds_nothing(monkeypatch) -> None:
             return pulp.LpStatusNotSolved
 
     monkeypatch.setattr(pulp, "getSolver", lambda name, **_: Idle())
-    with pytest.raises(SolverError, match=r"idle found no sharding within 7 s \(Not Solved\)"):
-        solve_ilp(dense_problem(3, 2), solver="idle", time_limit_s=7.0)
+    problem = dense_problem(5, 3)
+    result = solve_ilp(problem, solver="idle", time_limit_s=7.0)
+    assert result.objective == problem.objective(result.choice)
+    assert problem.constant <= result.lower_bound < result.objective
+
+
+def test_local_search_takes_nothing_that_is_forbidden() -> None:
+    """What is cheapest by itself may be forbidden beside what a neighbour takes."""
+    problem = PairwiseProblem({u: np.array([0.0, 1.0]) for u in range(6)})
+    apart = np.array([[FORBIDDEN, 0.0], [0.0, FORBIDDEN]])
+    for u in range(5):
+        problem.add_edge(u, u + 1, apart)
+    choice = descend(problem)
+    assert problem.objective(choice) == 3.0
+    assert all(choice[u] != choice[u + 1] for u in range(5))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_local_search_ends_where_no_single_change_helps(seed: int) -> None:
+    problem = dense_problem(8, 4, seed)
+    choice = descend(problem)
+    best = problem.objective(choice)
+    for node in choice:
+        for other in range(4):
+            assert problem.objective({**choice, node: other}) >= best - 1e-12
