@@ -146,3 +146,42 @@ def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: s
         target_config=target_config,
     )
     return list(description.devices)
+
+
+def scan_primitive() -> Any:
+    from jax._src.lax.control_flow.loops import scan_p
+
+    return scan_p
+
+
+def draws_bits_by_position(key_dtype: Any) -> bool:
+    """Whether a key's random bits are a hash of (key, position), so that any part of an array of
+    them can be had by itself: threefry keys, in their partitionable form (the default)."""
+    if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
+        return False
+    return getattr(getattr(key_dtype, "_impl", None), "name", "") == "threefry2x32"
+
+
+def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
+    """The bits that `jax.random.bits` puts at the given positions (64 bits in two words)."""
+    from jax.extend.random import threefry2x32_p
+
+    first, second = jax.random.key_data(key)
+    bits_high, bits_low = threefry2x32_p.bind(first, second, high, low)
+    if bit_width == 64:
+        wide = jax.numpy.uint64
+        return (bits_high.astype(wide) << 32) | bits_low.astype(wide)
+    return (bits_high ^ bits_low).astype(f"uint{bit_width}")
+
+
+def array_aval(shape: Sequence[int], dtype: Any) -> Any:
+    return _core.ShapedArray(tuple(shape), dtype)
+
+
+def stacked_aval(aval: Any, length: int) -> Any:
+    """The type of `length` arrays of one type, stacked."""
+    return array_aval((length, *aval.shape), aval.dtype)
+
+
+def unstacked_aval(aval: Any) -> Any:
+    return array_aval(aval.shape[1:], aval.dtype)

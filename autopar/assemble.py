@@ -113,7 +113,7 @@ def make_plan(
         outputs=_tensors(traced.out_paths, traced.out_avals, out_layouts, out_roles),
         program=program,
         stages=(_one_stage(mesh, cluster, objective),),
-        num_micro_batches=1,
+        num_micro_batches=traced.num_micro_batches,
         estimated_step_s=objective,
         estimated_peak_bytes=report.peak_bytes,
         communication_bytes=report.communication_bytes,
@@ -135,7 +135,7 @@ def make_plan(
             seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
         ),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
-        warnings=_warnings(graph, mesh, report),
+        warnings=(*_warnings(graph, mesh, report), *traced.notes),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )
@@ -213,7 +213,7 @@ def replicated_plan(
         ),
         program=untouched(traced.program),
         stages=(StagePlan((0, 1), (1, 1), mesh.shape, 0.0),),
-        num_micro_batches=1,
+        num_micro_batches=traced.num_micro_batches,
         estimated_step_s=0.0,
         estimated_peak_bytes=float(
             sum(prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in traced.avals)
@@ -222,6 +222,7 @@ def replicated_plan(
         modules=(),
         solver=SolverReport(0.0, 0.0, 0.0, {}, dict(seconds)),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        warnings=traced.notes,
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )

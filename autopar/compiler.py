@@ -43,6 +43,7 @@ from autopar.lower.assign import assign_layouts
 from autopar.methods import ManualParallel, ParallelMethod, ShardingOptions, ShardParallel
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import GraphSharding, solve_graph
+from autopar.trace.accumulate import accumulate, micro_batch_leaves
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import (
     FlatCall,
@@ -98,6 +99,9 @@ def plan_step(
     method = method if method is not None else ShardParallel()
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)
+        num_micro_batches = getattr(method, "num_micro_batches", 1)
+        if num_micro_batches > 1:
+            traced = in_micro_batches(traced, fn, options, num_micro_batches)
     if isinstance(method, ParallelPlan):
         return PlannedStep(traced, bind_plan(method, traced))
     solver_options = getattr(method, "options", ShardingOptions())
@@ -171,6 +175,15 @@ def trace(
         raise
 
 
+def in_micro_batches(
+    traced: TracedStep, fn: Callable[..., Any], options: StepOptions, num_micro_batches: int
+) -> TracedStep:
+    """The step as a loop over micro-batches: traced once more with one of them."""
+    leaves = micro_batch_leaves(traced, num_micro_batches)
+    args, kwargs = traced.call.rebuild(leaves)
+    return accumulate(traced, trace(fn, args, kwargs, options), num_micro_batches)
+
+
 def _check_batch(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -231,7 +244,8 @@ def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[...
         )
     grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
     mesh = _jax.fresh_mesh(grid, plan.axis_names)
-    if plan.num_devices == 1:  # nothing to annotate: the step is simply jitted
+    if plan.num_devices == 1 and planned.traced.num_micro_batches == 1:
+        # Nothing to annotate: the step is simply jitted.
         return planned.traced.flat_fn, mesh
     return annotated_function(planned.traced.program, plan.program, mesh), mesh
 

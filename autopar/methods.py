@@ -126,11 +126,6 @@ def _check_micro_batches(method: Any) -> None:
         raise ArgumentError(
             f"{type(method).__name__}(num_micro_batches={given!r}): needs a whole number ≥ 1."
         )
-    if given > 1:
-        raise ArgumentError(
-            f"{type(method).__name__}(num_micro_batches={given}): gradient accumulation is not in "
-            "this version of autopar; use 1, or split the batch in your train step."
-        )
 
 
 def _check_mesh_shape(method: Any) -> None:

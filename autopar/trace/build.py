@@ -33,7 +33,7 @@ from autopar.trace.figures import (
 )
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import LOOPS, Equation, Operand, Program
-from autopar.trace.regions import UPDATE, equation_regions, module_name
+from autopar.trace.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.trace.rules import equation_key, identity_rule, rules_of_equations
 
 
@@ -190,7 +190,11 @@ class _Builder:
         """Add the equations of a program, whose first has the given index; the index after the
         last is returned. Bodies are numbered right after the loop they belong to."""
         for position, equation in enumerate(program.equations):
-            here = around if isinstance(around, _Surroundings) else around[position]
+            if isinstance(around, _Surroundings):
+                region = region_by_name(equation.scope) or around.region
+                here = _Surroundings(region, around.weight)
+            else:
+                here = around[position]
             index += 1
             if equation.name == "scan":
                 index = self.scan(equation, here, index)

@@ -177,6 +177,8 @@ class TracedStep:
     donated: tuple[int, ...]  # input indices
     name: str
     flat_fn: Callable[..., list[Any]]  # the user's function on array leaves, as it is
+    num_micro_batches: int = 1
+    notes: tuple[str, ...] = ()  # what the plan is to warn of
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         if not self.out_static:

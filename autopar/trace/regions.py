@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from autopar.trace.program import Program
+from autopar.trace.program import Equation, Program
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -38,10 +38,21 @@ def module_name(scope: str) -> str:
     return "/".join(parts)
 
 
+def _has_backward(loop: Equation) -> bool:
+    """A loop around a whole step (gradient accumulation) has backward passes in its body."""
+    return any(
+        region_by_name(e.scope) == BACKWARD or _has_backward(e)
+        for body in loop.bodies
+        for e in body.equations
+    )
+
+
 def equation_regions(program: Program) -> list[str]:
     """The region of every top-level equation of the program."""
     equations = program.equations
-    regions = [region_by_name(e.scope) for e in equations]
+    regions = [
+        region_by_name(e.scope) or (BACKWARD if _has_backward(e) else None) for e in equations
+    ]
     if BACKWARD not in regions:
         return [FORWARD] * len(equations)
     after_gradient: set[int] = set()

@@ -1,0 +1,635 @@
+"""Gradient accumulation: from a step on the whole batch to one that loops over micro-batches.
+
+Two traces of the same function, at the whole batch and at a micro-batch, are aligned equation by
+equation (`trace.align`). Values whose shapes differ have *rows*. The new program has three parts:
+
+    prologue   what does not depend on the batch, and what all rows need of the whole batch
+    loop       a `scan` over micro-batches: every equation that makes or reads rows
+    epilogue   everything behind the reductions over rows, once: optimizer, clipping, metrics
+
+Reductions over rows are the frontier between loop and epilogue: the loop sums them up (or takes
+their maximum …) in its carry, and the epilogue reads the value of the whole batch. With the
+floating point numbers of the full trace that is exact, whatever the epilogue does with it.
+
+A reduction that flows back into rows crosses the batch (statistics of BatchNorm, the sum of a
+mask). If no product is above it, it is computed once, exactly, in the prologue. Otherwise each
+micro-batch uses its own in its place, and a note says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import _jax
+from autopar.errors import MeshError, TraceError
+from autopar.trace import rows
+from autopar.trace.additive import (
+    COMBINED_BY,
+    OWN,
+    ROWS,
+    SAME,
+    SCATTER_ADD,
+    SUM,
+    ZERO,
+    Makeup,
+    RowShapes,
+    of_operand,
+    results_of,
+)
+from autopar.trace.align import align
+from autopar.trace.emit import Env, ProgramWriter
+from autopar.trace.flatten import TracedStep
+from autopar.trace.micro import MicroBatches, Notes, Scope, add
+from autopar.trace.program import Equation, Operand, Program
+from autopar.trace.regions import BACKWARD, region_by_name
+
+# What a crossing value is not computed at the whole batch for.
+_HEAVY = {
+    "dot_general", "conv_general_dilated", "scan", "while", "cond",
+    "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
+}  # fmt: skip
+
+
+def batch_size(step: TracedStep, num_micro_batches: int) -> int:
+    """The rows of the batch, checked: all its arrays have as many, and micro-batches divide them."""
+    found = [(step.call.paths[i], step.avals[i].shape) for i in step.batch if step.avals[i].shape]
+    if not found:
+        raise TraceError(
+            f"{step.name}: num_micro_batches={num_micro_batches} needs a batch, but no array of its "
+            "arguments is one. Pass the batch as argument 1, or say with batch_argnums which "
+            "arguments have a leading batch dimension."
+        )
+    path, (size, *_) = found[0]
+    for other, shape in found:
+        if shape[0] != size:
+            raise MeshError(
+                f"{other} has {shape[0]} rows and {path} has {size}: with num_micro_batches="
+                f"{num_micro_batches} all arrays of the batch are cut into micro-batches along "
+                "their first dimension. Give them equal first dimensions, or name the arguments "
+                "that are the batch with batch_argnums."
+            )
+    if size % num_micro_batches:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        near = sorted(divisors, key=lambda n: (abs(n - num_micro_batches), n))[:3]
+        raise MeshError(
+            f"{path}: its batch dimension of {size} is not divisible by num_micro_batches="
+            f"{num_micro_batches}. Use {' or '.join(map(str, sorted(near)))} micro-batches, or "
+            f"another batch size."
+        )
+    return size
+
+
+def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
+    """The leaves of a call with one micro-batch in place of the batch, as shapes."""
+    import jax
+
+    size = batch_size(step, num_micro_batches) // num_micro_batches
+    leaves = []
+    for index, aval in enumerate(step.avals):
+        is_cut = index in step.batch and bool(aval.shape)
+        shape = (size, *aval.shape[1:]) if is_cut else aval.shape
+        leaves.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
+    return leaves
+
+
+def accumulate(full: TracedStep, micro: TracedStep, num_micro_batches: int) -> TracedStep:
+    """The full step as a loop over micro-batches of the size that `micro` was traced with."""
+    part = align(full.program, micro.program, full.name)
+    shapes = RowShapes(full.program.avals, part.avals)
+    size = batch_size(full, num_micro_batches)
+    sizes = _row_sizes(part, shapes, num_micro_batches)
+    block = rows.block_rows(size, sizes)
+    notes = Notes()
+    of = MicroBatches(num_micro_batches, size // num_micro_batches // block, shapes, notes)
+    program = _Accumulation(full.program, part, of, full.out_paths).program()
+    return replace(full, program=program, num_micro_batches=num_micro_batches, notes=notes.texts())
+
+
+def _row_sizes(program: Program, shapes: RowShapes, num: int) -> set[int]:
+    """Every size that the batch dimension has, after a check that it is cut evenly."""
+    sizes: set[int] = set()
+
+    def visit(part: Program) -> None:
+        for equation in part.equations:
+            for value in equation.results:
+                for dim in shapes.dims(value):
+                    whole, own = shapes.full[value].shape[dim], shapes.micro[value].shape[dim]
+                    if whole != num * own:
+                        raise TraceError(
+                            f"{equation.source_line}: {equation.name} makes an array of {whole} "
+                            f"rows from the batch, and one of {own} rows from one of {num} "
+                            "micro-batches, so the batch cannot be put together again. Keep a "
+                            "multiple of the batch's rows, or use num_micro_batches=1."
+                        )
+                    sizes.add(whole)
+            for body in equation.bodies:
+                visit(body)
+
+    visit(program)
+    for value in program.inputs:
+        sizes.update(shapes.full[value].shape[dim] for dim in shapes.dims(value))
+    return sizes
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """An equation as the two traces have it."""
+
+    whole: Equation
+    part: Equation
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return self.part.results
+
+    @property
+    def reads(self) -> list[int]:
+        return [o for o in self.part.operands if isinstance(o, int)]
+
+
+class _Accumulation:
+    """Decides where every equation goes (`__init__`), then writes the program (`program`)."""
+
+    def __init__(
+        self, full: Program, part: Program, of: MicroBatches, out_paths: Sequence[str]
+    ) -> None:
+        self.full, self.part, self.of = full, part, of
+        self.out_paths = out_paths
+        self.hoisted: set[int] = set()  # crossing values that the prologue computes exactly
+        self.pairs = _live_pairs(full, part)
+        self.makeup = self.classify()
+        self.pairs = [q for p in self.pairs for q in _parted(p, self.makeup)]
+        self.producer = {r: i for i, p in enumerate(self.pairs) for r in p.results}
+        while crossing := self.light_crossings():
+            self.hoisted |= crossing
+            self.makeup = self.classify()
+        self.own = self.used_in_loop()
+        self.late = self.reduced_late()
+        self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
+        self.stacked: dict[int, None] = {}  # rows that are results of the step
+        self.in_loop: set[int] = set()  # indices of pairs
+        self.before: set[int] = set()
+        self.after: set[int] = set()
+        self.place()
+
+    # -- what is what
+
+    def classify(self) -> dict[int, Makeup]:
+        shapes = self.of.shapes
+        makeup: dict[int, Makeup] = {}
+        for value in (*self.part.inputs, *(v for v, _ in self.part.captured)):
+            makeup[value] = ROWS if shapes.has_rows(value) else SAME
+        for pair in self.pairs:
+            operands = [of_operand(o, makeup) for o in pair.part.operands]
+            for value, kind in zip(
+                pair.results, results_of(pair.part, operands, shapes), strict=True
+            ):
+                makeup[value] = SAME if value in self.hoisted else kind
+        return makeup
+
+    def is_sum(self, value: int) -> bool:
+        """Depends on the batch and has no rows."""
+        return self.makeup[value] not in (ROWS, SAME, ZERO)
+
+    def touches_rows(self, pair: _Pair) -> bool:
+        return any(self.makeup[v] is ROWS for v in (*pair.reads, *pair.results))
+
+    def crossings(self) -> set[int]:
+        return {v for p in self.pairs if self.touches_rows(p) for v in p.reads if self.is_sum(v)}
+
+    def light_crossings(self) -> set[int]:
+        """Crossing values that have no product above them."""
+        heavy: set[int] = set()  # values that depend on the batch through a product
+        for pair in self.pairs:
+            from_batch = any(self.makeup[v] not in (SAME, ZERO) for v in pair.reads)
+            is_heavy = pair.part.name in _HEAVY and from_batch
+            if is_heavy or any(v in heavy for v in pair.reads):
+                heavy.update(v for v in pair.results if v not in self.hoisted)
+        return {v for v in self.crossings() if v not in heavy}
+
+    def used_in_loop(self) -> set[int]:
+        """Values without rows that the loop computes for each micro-batch by itself: those that
+        cross, and what they are made of."""
+        found: set[int] = set()
+        left = list(self.crossings())
+        while left:
+            value = left.pop()
+            if value in found:
+                continue
+            found.add(value)
+            pair = self.pairs[self.producer[value]]
+            if self.touches_rows(pair):
+                self.note_crossing(pair)
+            else:
+                left += [v for v in pair.reads if self.is_sum(v)]
+        return found
+
+    def note_crossing(self, pair: _Pair) -> None:
+        self.of.notes.add(
+            "crossing",
+            pair.part,
+            f"{pair.part.name} over the batch is used by every row of it; with {self.of.num} "
+            "micro-batches each uses its own reduction in the place of the whole batch's",
+        )
+
+    def reduced_late(self) -> set[int]:
+        """Pairs of a derivative that multiply a sum by a micro-batch's own value: the product is
+        to be summed up, not its factors."""
+        found: set[int] = set()
+        available = set(self.own)
+        for index, pair in enumerate(self.pairs):
+            if self.touches_rows(pair) or region_by_name(pair.part.scope) != BACKWARD:
+                continue
+            kinds = [self.makeup[v] for v in pair.reads]
+            own = [v for v in pair.reads if v in available and self.makeup[v] is OWN]
+            is_late = own and all(self.makeup[r] is SUM for r in pair.results)
+            if is_late and SUM in kinds and not set(pair.results) & self.own:
+                found.add(index)
+        return found
+
+    # -- where it goes
+
+    def place(self) -> None:
+        for out, path in zip(self.part.outputs, self.out_paths, strict=True):
+            if not isinstance(out, int):
+                continue
+            if self.makeup[out] is ROWS and out in self.producer:
+                self.check_rows_out(out, path)
+                self.stacked[out] = None
+                self.need_pair_in_loop(self.producer[out])
+            else:
+                self.need_after([out])
+        for index, pair in enumerate(self.pairs):
+            if pair.part.has_effect:
+                if self.touches_rows(pair):
+                    self.need_pair_in_loop(index)
+                elif index not in self.before:
+                    self.after.add(index)
+                    self.need_after(pair.reads)
+        self.after -= self.before
+
+    def check_rows_out(self, value: int, path: str) -> None:
+        pair = self.pairs[self.producer[value]]
+        if len(self.of.shapes.dims(value)) > 1:
+            raise TraceError(
+                f"{path} (made at {pair.part.source_line}): it relates every row of the batch to "
+                "every other, which micro-batches cannot give. Return a sum or mean of it, or use "
+                "num_micro_batches=1."
+            )
+
+    def need_after(self, values: Iterable[int]) -> None:
+        """Values that the epilogue (or the prologue) must have, as those of the whole batch."""
+        left = list(values)
+        while left:
+            value = left.pop()
+            index = self.producer.get(value)
+            if index is None or index in self.before or value in self.accumulated:
+                continue
+            if value in self.hoisted:
+                self.need_before([value])
+                continue
+            pair = self.pairs[index]
+            if index in self.late or self.touches_rows(pair):
+                self.accumulated[value] = None
+                self.need_pair_in_loop(index)
+                if pair.part.name in SCATTER_ADD:
+                    left += [o for o in pair.part.operands[:1] if isinstance(o, int)]
+            elif index not in self.after:
+                self.after.add(index)
+                left += pair.reads
+
+    def need_before(self, values: Iterable[int]) -> None:
+        """Values that the prologue must compute, at the whole batch where they depend on it."""
+        left = list(values)
+        while left:
+            index = self.producer.get(left.pop())
+            if index is not None and index not in self.before:
+                self.before.add(index)
+                left += self.pairs[index].reads
+
+    def is_outside(self, value: int) -> bool:
+        """The loop reads it and does not make it."""
+        index = self.producer.get(value)
+        if index is None or value in self.hoisted:
+            return True
+        is_same = self.makeup[value] in (SAME, ZERO)
+        return is_same and not self.touches_rows(self.pairs[index])
+
+    def need_pair_in_loop(self, index: int) -> None:
+        left = [index]
+        while left:
+            at = left.pop()
+            if at in self.in_loop:
+                continue
+            pair = self.pairs[at]
+            if self.is_row_keys(pair):
+                self.before.add(at)
+                self.need_before(pair.reads)
+                continue
+            self.in_loop.add(at)
+            for position, operand in enumerate(pair.part.operands):
+                if not isinstance(operand, int) or self.adds_to(pair, position):
+                    continue
+                if self.is_outside(operand):
+                    self.need_before([operand])
+                else:
+                    left.append(self.producer[operand])
+
+    def is_row_keys(self, pair: _Pair) -> bool:
+        """A key split into one for each row: done for the whole batch, the keys are small."""
+        return pair.part.name == "random_split" and not any(
+            self.makeup[v] is ROWS for v in pair.reads
+        )
+
+    def adds_to(self, pair: _Pair, position: int) -> bool:
+        """What a scatter-add over rows adds to; the epilogue adds it."""
+        if position or pair.part.name not in SCATTER_ADD:
+            return False
+        return self.touches_rows(pair) and self.makeup[pair.results[0]] is not ROWS
+
+    # -- the program
+
+    def program(self) -> Program:
+        writer, env = ProgramWriter(), Env()
+        avals = self.full.avals
+        inputs = [writer.new_value(avals[v]) for v in self.full.inputs]
+        env.update(zip(self.full.inputs, inputs, strict=True))
+        for value, array in self.full.captured:
+            env[value] = writer.capture(array, avals[value])
+        for index in sorted(self.before):
+            writer.copy(self.pairs[index].whole, avals, env)
+        results = _LoopWriter(self, writer, env).write()
+        for index, pair in enumerate(self.pairs):
+            if index in self.after:
+                writer.copy(pair.whole, avals, env)
+            for value in pair.results:
+                if value in results:
+                    env[value] = self.finished(writer, env, pair, value, results[value])
+        outputs = [env[o] if isinstance(o, int) else o for o in self.full.outputs]
+        return writer.program(inputs, outputs)
+
+    def finished(
+        self, writer: ProgramWriter, env: Env, pair: _Pair, value: int, made: Operand
+    ) -> Operand:
+        """What the loop gave, as the value of the whole batch."""
+        if value in self.stacked:
+            (dim,) = self.of.shapes.dims(value)
+            return writer.emit(rows.join, [made], dim=dim, blocks=self.of.blocks)
+        dtype = self.full.avals[value].dtype
+        if writer.aval(made).dtype != dtype:
+            made = writer.emit(_convert, [made], dtype=dtype)
+        first = pair.part.operands[0] if pair.part.operands else None
+        if not self.adds_to(pair, 0) or (
+            first is not None and of_operand(first, self.makeup) is ZERO
+        ):
+            return made
+        rest = env[first] if isinstance(first, int) else first
+        assert rest is not None
+        return writer.emit(add, [rest, made])
+
+
+def _live_pairs(full: Program, part: Program) -> list[_Pair]:
+    """Equations that a result or an effect needs."""
+    live = {o for o in part.outputs if isinstance(o, int)}
+    found: list[_Pair] = []
+    for whole, own in zip(reversed(full.equations), reversed(part.equations), strict=True):
+        if own.has_effect or not live.isdisjoint(own.results):
+            live.update(o for o in own.operands if isinstance(o, int))
+            found.append(_Pair(whole, own))
+    return found[::-1]
+
+
+def _parted(pair: _Pair, makeup: dict[int, Makeup]) -> list[_Pair]:
+    """A barrier ties values that go to different parts of the program: one for each part."""
+    if pair.part.name != "optimization_barrier":
+        return [pair]
+
+    def group(value: int) -> str:
+        kind = makeup[value]
+        return "rows" if kind is ROWS else "same" if kind in (SAME, ZERO) else "sums"
+
+    found = []
+    for wanted in ("same", "rows", "sums"):
+        at = [i for i, r in enumerate(pair.results) if group(r) == wanted]
+
+        def only(equation: Equation, at: list[int] = at) -> Equation:
+            return replace(
+                equation,
+                operands=tuple(equation.operands[i] for i in at),
+                results=tuple(equation.results[i] for i in at),
+            )
+
+        if at:
+            found.append(_Pair(only(pair.whole), only(pair.part)))
+    return found
+
+
+class _LoopWriter:
+    """Writes the loop: what enters, its body, and how results of micro-batches are combined."""
+
+    def __init__(self, plan: _Accumulation, outer: ProgramWriter, outer_env: Env) -> None:
+        self.plan, self.of = plan, plan.of
+        self.outer, self.outer_env = outer, outer_env
+        self.inner = outer.inner()
+        self.consts: list[tuple[Operand, int]] = []  # (outside, inside)
+        self.xs: list[tuple[Operand, int]] = []
+
+    def write(self) -> dict[int, Operand]:
+        """value -> what the loop gives for it, outside."""
+        plan, inner = self.plan, self.inner
+        index = self.take(self.outer.emit(rows.indices, [], num=self.of.num))
+        scope = Scope(self.of, inner, plan.makeup, index)
+        self.enter(scope)
+        for at in sorted(plan.in_loop):
+            pair = plan.pairs[at]
+            if pair.part.name in SCATTER_ADD and plan.adds_to(pair, 0):
+                self.scatter_to_zeros(scope, pair)
+            else:
+                scope.copy(pair.part)
+        carries = [self.carry(scope, value) for value in plan.accumulated]
+        stacked = [scope.env[value] for value in plan.stacked]
+        inits = [self.outer.emit(_filled, [], **c.start) for c in carries]
+        body = inner.program(
+            [
+                *(inside for _, inside in self.consts),
+                *(c.inside for c in carries),
+                *(inside for _, inside in self.xs),
+            ],
+            [*(c.out for c in carries), *stacked],
+        )
+        results = self.scan(body, inits, [inner.aval(c.inside) for c in carries])
+        found: dict[int, Operand] = {}
+        for value, carry, result in zip(plan.accumulated, carries, results, strict=False):
+            found[value] = result
+            if carry.is_average:
+                found[value] = self.outer.emit(_divide, [result], num=self.of.num)
+        found.update(zip(plan.stacked, results[len(carries) :], strict=True))
+        return found
+
+    def take(self, stack: Operand) -> int:
+        """A slice of a stack, in the body."""
+        aval = self.outer.aval(stack)
+        inside = self.inner.new_value(_jax.unstacked_aval(aval))
+        self.xs.append((stack, inside))
+        return inside
+
+    def enter(self, scope: Scope) -> None:
+        """Everything that the body reads from outside of it."""
+        plan, shapes = self.plan, self.of.shapes
+        captured = dict(plan.part.captured)
+        made = {r for at in plan.in_loop for r in plan.pairs[at].results}
+        for at in sorted(plan.in_loop):
+            pair = plan.pairs[at]
+            for position, value in enumerate(pair.part.operands):
+                if not isinstance(value, int) or value in scope.env or value in made:
+                    continue
+                if plan.adds_to(pair, position):
+                    continue
+                if plan.makeup[value] is not ROWS:
+                    aval = self.outer.aval(self.outer_env[value])
+                    scope.env[value] = inside = self.inner.new_value(aval)
+                    self.consts.append((self.outer_env[value], inside))
+                elif value in captured and not _is_cut(captured[value], shapes.dims(value)):
+                    scope.env[value] = self.inner.capture(captured[value], shapes.micro[value])
+                else:
+                    (dim,) = shapes.dims(value)  # arguments are checked, keys have one
+                    stack = self.outer.emit(
+                        rows.cut,
+                        [self.outer_env[value]],
+                        num=self.of.num,
+                        dim=dim,
+                        blocks=self.of.blocks,
+                    )
+                    scope.env[value] = self.take(stack)
+
+    def scatter_to_zeros(self, scope: Scope, pair: _Pair) -> None:
+        equation = pair.part
+        zeros = {"shape": self.of.shapes.micro[equation.results[0]].shape, "fill": 0}
+        dtype = self.of.shapes.micro[equation.results[0]].dtype
+        first = self.inner.emit(_filled, [], equation, dtype=dtype, **zeros)
+        operands = [first, *(scope.read(o) for o in equation.operands[1:])]
+        (result,) = scope.bind(equation, operands)
+        scope.env[equation.results[0]] = result
+
+    def carry(self, scope: Scope, value: int) -> _Carry:
+        """Combine a value of this micro-batch with those before it."""
+        plan = self.plan
+        pair = plan.pairs[plan.producer[value]]
+        equation, kind = pair.part, plan.makeup[value]
+        scattered = equation.name in SCATTER_ADD
+        combined_by = "add"
+        if kind is OWN and not equation.bodies and not scattered:
+            combined_by = COMBINED_BY[equation.name]
+        # Averages of loops' results; what a scatter-add adds to is added after the loop.
+        is_average = bool(equation.bodies) and kind is not SUM
+        own = scope.env[value]
+        dtype = sum_dtype = self.inner.aval(own).dtype
+        if kind in (SAME, ZERO):  # a loop's counter: any micro-batch has it
+            start = {"shape": self.inner.aval(own).shape, "dtype": dtype, "fill": 0}
+            inside = self.inner.new_value(self.inner.aval(own))
+            return _Carry(inside, own, start, is_average=False)
+        if is_average and not jnp.issubdtype(dtype, jnp.inexact):
+            raise TraceError(
+                f"{equation.source_line}: a result of this {equation.name} is {dtype} and depends "
+                "on the batch other than as a sum, so results of micro-batches cannot be combined. "
+                "Return a floating point value or a sum, or use num_micro_batches=1."
+            )
+        if combined_by == "add" and jnp.issubdtype(dtype, jnp.floating):
+            sum_dtype = jnp.promote_types(dtype, jnp.float32)
+        start = _start(combined_by, np.dtype(sum_dtype))
+        aval = self.inner.aval(own)
+        inside = self.inner.new_value(_jax.array_aval(aval.shape, sum_dtype))
+        if sum_dtype != dtype:
+            own = self.inner.emit(_convert, [own], equation, dtype=sum_dtype)
+        out = self.inner.emit(_COMBINE[combined_by], [inside, own], equation)
+        return _Carry(
+            inside, out, {"shape": aval.shape, "dtype": sum_dtype, "fill": start}, is_average
+        )
+
+    def scan(self, body: Program, inits: list[Operand], carries: list[Any]) -> list[int]:
+        outer, num = self.outer, self.of.num
+        stacked = [
+            _jax.stacked_aval(self.inner.aval(out), num) for out in body.outputs[len(inits) :]
+        ]
+        results = [outer.new_value(aval) for aval in (*carries, *stacked)]
+        template = self.plan.pairs[min(self.plan.in_loop)].part
+        outer.equations.append(
+            Equation(
+                primitive=_jax.scan_primitive(),
+                params={
+                    "length": num,
+                    "reverse": False,
+                    "unroll": 1,
+                    "num_consts": len(self.consts),
+                    "num_carry": len(inits),
+                },
+                operands=(
+                    *(outside for outside, _ in self.consts),
+                    *inits,
+                    *(outside for outside, _ in self.xs),
+                ),
+                results=tuple(results),
+                scope="",
+                name_stack=_jax.empty_name_stack(),
+                source_info=template.source_info,
+                context=template.context,
+                bodies=(body,),
+            )
+        )
+        return results
+
+
+@dataclass(frozen=True)
+class _Carry:
+    inside: int
+    out: Operand
+    start: dict[str, Any]
+    is_average: bool
+
+
+def _is_cut(array: Any, dims: tuple[int, ...]) -> bool:
+    """Captured numbers are cut like the batch; captured indices and masks over pairs of rows are
+    those of the micro-batch's own trace."""
+    return len(dims) == 1 and jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+_COMBINE = {
+    "add": add,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "mul": jnp.multiply,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+    "xor": jnp.bitwise_xor,
+}
+
+
+def _start(combined_by: str, dtype: Any) -> Any:
+    """The neutral element of a combination."""
+    if combined_by in ("max", "min"):
+        if jnp.issubdtype(dtype, jnp.floating):
+            return -np.inf if combined_by == "max" else np.inf
+        if dtype == np.bool_:
+            return combined_by == "min"
+        limits = jnp.iinfo(dtype)
+        return int(limits.min if combined_by == "max" else limits.max)
+    if combined_by == "and":
+        return True if dtype == np.bool_ else -1
+    return int(combined_by == "mul")
+
+
+def _filled(*, shape: tuple[int, ...], dtype: Any, fill: Any) -> Any:
+    return jnp.full(shape, fill, dtype)
+
+
+def _convert(value: Any, *, dtype: Any) -> Any:
+    return value.astype(dtype)
+
+
+def _divide(value: Any, *, num: int) -> Any:
+    return value / np.asarray(num, value.dtype)
