@@ -39,8 +39,9 @@ def explain_plan(plan: ParallelPlan) -> str:
         f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)
     )
     timed = plan.device != "communication only"
+    micro = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     lines = [
-        f"{plan.name}: {plan.method} on mesh {mesh} ({plan.device})",
+        f"{plan.name}: {plan.method} on mesh {mesh} ({plan.device}){micro}",
         f"  objective {plan.solver.objective:.6g} ({_proof(plan.solver)})",
     ]
     if timed:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -56,12 +57,12 @@ _HEAVY = {
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:
-    """The rows of the batch, checked: all its arrays have as many, and micro-batches divide them."""
+    """The rows of the batch, checked: its arrays have as many each, micro-batches divide them."""
     found = [(step.call.paths[i], step.avals[i].shape) for i in step.batch if step.avals[i].shape]
     if not found:
         raise TraceError(
-            f"{step.name}: num_micro_batches={num_micro_batches} needs a batch, but no array of its "
-            "arguments is one. Pass the batch as argument 1, or say with batch_argnums which "
+            f"{step.name}: num_micro_batches={num_micro_batches} needs a batch, but no array of "
+            "its arguments is one. Pass the batch as argument 1, or say with batch_argnums which "
             "arguments have a leading batch dimension."
         )
     path, (size, *_) = found[0]
@@ -86,8 +87,6 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
 
 def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
     """The leaves of a call with one micro-batch in place of the batch, as shapes."""
-    import jax
-
     size = batch_size(step, num_micro_batches) // num_micro_batches
     leaves = []
     for index, aval in enumerate(step.avals):
