@@ -16,6 +16,10 @@ from jax._src import source_info_util as _source_info
 from jax._src.lib.mlir import ir as mlir_ir
 from jax._src.lib.mlir import passmanager as _passmanager
 from jax._src.state.types import AbstractRef as _AbstractRef
+from jax.extend.core import Primitive as _Primitive
+from jax.interpreters import ad as _ad
+from jax.interpreters import batching as _batching
+from jax.interpreters import mlir as _mlir
 
 Literal = _core.Literal
 
@@ -185,3 +189,35 @@ def stacked_aval(aval: Any, length: int) -> Any:
 
 def unstacked_aval(aval: Any) -> Any:
     return array_aval(aval.shape[1:], aval.dtype)
+
+
+# -- named values
+
+# An identity that carries a name. Its derivative is the plain identity: a name is of the value
+# itself, not of its tangent or cotangent. `vmapped` are the dimensions that `vmap` put in front of
+# the user.
+CONSTRAIN = "constrain"
+_constrain = _Primitive(CONSTRAIN)
+_constrain.def_impl(lambda x, **_: x)
+_constrain.def_abstract_eval(lambda x, **_: x)
+_mlir.register_lowering(_constrain, lambda ctx, x, **_: [x])
+
+
+def named(x: Any, name: str) -> Any:
+    """The array itself, under a name that is found in the traced program."""
+    return _constrain.bind(x, name=name, vmapped=())
+
+
+def _named_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return _constrain.bind(*primals, **params), tangents[0]
+
+
+def _named_batch(args: Any, dims: Any, *, name: str, vmapped: tuple[int, ...]) -> Any:
+    (x,), (dim,) = args, dims
+    shifted = (d + (d >= dim) for d in vmapped)
+    return _constrain.bind(x, name=name, vmapped=tuple(sorted((*shifted, dim)))), dim
+
+
+_ad.primitive_jvps[_constrain] = _named_jvp
+_ad.primitive_transposes[_constrain] = lambda cotangent, _, **__: (cotangent,)
+_batching.primitive_batchers[_constrain] = _named_batch

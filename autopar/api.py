@@ -1,4 +1,5 @@
-"""What users call: `parallelize`, `plan`, `solve_sharding`, `compile`, `init`, `shutdown`."""
+"""What users call: `parallelize`, `constrain`, `plan`, `solve_sharding`, `compile`, `init`,
+`shutdown`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.tree_util import tree_flatten
+from jax.tree_util import keystr, tree_flatten, tree_map_with_path
 
-from autopar.compiler import PlannedStep, StepOptions, annotate, flatten_call, plan_step
+from autopar import _jax
+from autopar.compiler import (
+    PlannedStep,
+    StepOptions,
+    annotate,
+    flatten_call,
+    is_array_leaf,
+    plan_step,
+)
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -276,6 +285,20 @@ def _unwrap(
     return fn, options
 
 
+def constrain(x: Any, name: str) -> Any:
+    """`x` itself, under a name: `ShardingOptions(pins={name: spec})` says how it must lie, and
+    `plan.explain()` how it does. In a pytree, arrays are named `name` and their path. For use in
+    functions that autopar shards; elsewhere it does nothing. The name is that of the value, not of
+    its gradient; under `jax.vmap` a spec speaks of the dimensions that are seen here."""
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(f"constrain(…, name={name!r}): needs a text that is not empty.")
+
+    def named(path: Any, leaf: Any) -> Any:
+        return _jax.named(leaf, name + keystr(path)) if is_array_leaf(leaf) else leaf
+
+    return tree_map_with_path(named, x)
+
+
 @dataclass(frozen=True)
 class ShardingSolution:
     """What `solve_sharding` found. Costs are in the units of the mesh's α and β."""
@@ -316,6 +339,8 @@ def solve_sharding(
     *args: Any,
     mesh: LogicalMesh,
     options: ShardingOptions | None = None,
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> ShardingSolution:
     """Shard a function's operators on a logical mesh; no device is needed."""
@@ -325,7 +350,7 @@ def solve_sharding(
         raise ArgumentError(
             f"solve_sharding(options={options!r}): needs an autopar.ShardingOptions."
         )
-    fn, step_options = _unwrap(fn, (), (1,))
+    fn, step_options = _unwrap(fn, static_argnums, batch_argnums)
     cluster = ClusterSpec(1, mesh.num_devices, mesh.device or "cpu")
     method = ShardParallel(mesh_shape=mesh, options=options or ShardingOptions())
     planned = plan_step(fn, args, kwargs, cluster=cluster, method=method, options=step_options)
@@ -337,11 +362,13 @@ def compile(
     *args: Any,
     plan: ParallelPlan,
     devices: Sequence[Any] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> dict[str, jax.stages.Compiled]:
     """Compile a planned function for given devices, those of a topology included: no GPU is
     needed to compile for GPUs. Returns {program name: compiled program}."""
-    fn, options = _unwrap(fn, (), (1,))
+    fn, options = _unwrap(fn, static_argnums, batch_argnums)
     if not isinstance(plan, ParallelPlan):
         raise ArgumentError(
             f"compile(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from enum import Enum
 from math import prod
@@ -24,7 +25,8 @@ from autopar.ir.plan import (
     StagePlan,
     Tensor,
 )
-from autopar.ir.spec import WHOLE
+from autopar.ir.spec import WHOLE, Layout
+from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import FlatCall, TracedStep
 from autopar.trace.program import Program
@@ -99,8 +101,7 @@ def make_plan(
         if not chain and isinstance(out, int):
             value = graph.outputs[index]
             assert value is not None
-            node, position = graph.producer[value]
-            layout = tuple(max(e, WHOLE) for e in sharding.layouts[node][1][position])
+            layout = tuple(max(e, WHOLE) for e in _made_in(graph, sharding, value))
         out_layouts.append(layout)
     objective = report.compute_s + report.communication_s
     return ParallelPlan(
@@ -136,21 +137,38 @@ def make_plan(
         ),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
         warnings=(*_warnings(graph, mesh, report), *traced.notes),
+        named=_named(traced, lambda value: _made_in(graph, sharding, value)),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )
 
 
+def _made_in(graph: Graph, sharding: GraphSharding, value: int) -> Layout:
+    node, position = graph.producer[value]
+    return sharding.layouts[node][1][position]
+
+
+def _named(traced: TracedStep, layout_of: Callable[[int], Layout]) -> tuple[Tensor, ...]:
+    named = list(traced.program.named_values())
+    avals = [traced.program.avals[n.value] for n in named]
+    return _tensors([n.name for n in named], avals, [layout_of(n.value) for n in named], {})
+
+
 def _describe(method: Any) -> str:
     """The method as the user would write it, defaults and specs left out."""
+    if isinstance(method, PlacedParallel):
+        return f"{method.name}()"
     parts = []
     for own in fields(method):
         value = getattr(method, own.name)
         default = own.default_factory() if own.default_factory is not MISSING else own.default
         if own.name in ("in_specs", "out_specs") or value == default:
             continue
-        shape = value.shape if isinstance(value, LogicalMesh) else value
-        parts.append(f"{own.name}={shape!r}")
+        if isinstance(value, ShardingOptions):
+            text = _describe(value)
+        else:
+            text = repr(value.shape if isinstance(value, LogicalMesh) else value)
+        parts.append(f"{own.name}={text}")
     return f"{type(method).__name__}({', '.join(parts)})"
 
 
@@ -223,6 +241,7 @@ def replicated_plan(
         solver=SolverReport(0.0, 0.0, 0.0, {}, dict(seconds)),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
         warnings=traced.notes,
+        named=_named(traced, lambda _: whole),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )

@@ -2,7 +2,7 @@
 
     trace      function, arguments           → TracedStep      (trace.flatten, trace.program)
     graph      TracedStep                    → Graph           (trace.build, trace.rules)
-    meshes     cluster, method               → LogicalMesh …   (constraints)
+    meshes     cluster, method               → LogicalMesh …   (constraints, steering)
     shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)
     assign     GraphSharding                 → ProgramSharding (lower.assign)
     plan       all of the above              → ParallelPlan    (assemble)
@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,21 +28,30 @@ from jax.tree_util import tree_flatten
 from autopar import _jax
 from autopar.assemble import bind_plan, make_plan, replicated_plan
 from autopar.constraints import (
+    asked_by,
     candidate_meshes,
     divisible_meshes,
+    options_of,
     solver_constraints,
-    without_moved_state,
 )
 from autopar.cost.report import cost_report
-from autopar.errors import MeshError, TraceError, shortened
+from autopar.errors import (
+    AutoparError,
+    MeshError,
+    SolverError,
+    SpecError,
+    TraceError,
+    shortened,
+)
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
-from autopar.methods import ManualParallel, ParallelMethod, ShardingOptions, ShardParallel
+from autopar.methods import ParallelMethod, PlacedParallel, ShardParallel
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import GraphSharding, solve_graph
+from autopar.steering import Asked, with_output_nodes, without_moved_state
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import (
@@ -50,6 +59,7 @@ from autopar.trace.flatten import (
     TracedStep,
     argument_names,
     flatten_call,
+    is_array_leaf,
     trace_step,
 )
 
@@ -96,36 +106,60 @@ def plan_step(
     """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give."""
     options = options or StepOptions()
     timer = PassTimer()
-    method = method if method is not None else ShardParallel()
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)
         num_micro_batches = getattr(method, "num_micro_batches", 1)
         if num_micro_batches > 1:
             traced = in_micro_batches(traced, fn, options, num_micro_batches)
+    return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+
+
+def plan_traced(
+    traced: TracedStep,
+    *,
+    cluster: ClusterSpec,
+    method: ParallelMethod | PlacedParallel | ParallelPlan | LogicalMesh | None = None,
+    mesh: LogicalMesh | None = None,
+    timer: PassTimer | None = None,
+) -> PlannedStep:
+    """Every pass after tracing, up to the plan."""
+    timer = timer or PassTimer()
+    method = method if method is not None else ShardParallel()
     if isinstance(method, ParallelPlan):
         return PlannedStep(traced, bind_plan(method, traced))
-    solver_options = getattr(method, "options", ShardingOptions())
-    check_solver(solver_options.solver)
+    check_solver(options_of(method).solver)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster, method)
-    if isinstance(method, ManualParallel):
-        traced = without_moved_state(traced, meshes[0], method)
+    asked = asked_by(traced, method)
+    traced = without_moved_state(traced, asked)
     if meshes[0].num_devices == 1:
         return PlannedStep(traced, replicated_plan(traced, meshes[0], method, timer.seconds))
     with _paused_garbage_collector():
         with timer("graph"):
-            graph = build_graph(traced)
+            graph = with_output_nodes(build_graph(traced), asked)
             check_graph(graph)
-        meshes = divisible_meshes(graph, meshes, method)
+        num_devices = meshes[0].num_devices
+        meshes = divisible_meshes(graph, meshes, method, cluster)
+        warnings = _unused_devices(num_devices, meshes[0].num_devices)
+        if meshes[0].num_devices == 1:
+            plan = replicated_plan(traced, meshes[0], method, timer.seconds)
+            return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
         with timer("shard"):
-            best = min(
-                (shard(graph, traced, mesh, method, solver_options) for mesh in meshes),
-                key=lambda sharding: sharding.objective,
-            )
+            best = shard_on_best(graph, traced, meshes, method, asked)
         with timer("assign"):
             program = assign_layouts(traced.program, graph, best.layouts, best.mesh)
             report = cost_report(graph, best.mesh, best.layouts)
         plan = make_plan(traced, graph, best, program, report, method, cluster, timer.seconds)
-    return PlannedStep(traced, plan)
+    return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
+
+
+def _unused_devices(given: int, used: int) -> tuple[str, ...]:
+    if used == given:
+        return ()
+    return (
+        f"{used} of {given} devices are used: no dimension of any array in the program is "
+        f"divisible by the axes of a mesh of more. Pad the batch or the model's dimensions to "
+        f"multiples of {given} to use all",
+    )
 
 
 @contextmanager
@@ -216,14 +250,36 @@ def _check_batch(
 # -- sharding
 
 
-def shard(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, options: ShardingOptions
+def shard_on_best(
+    graph: Graph, traced: TracedStep, meshes: Sequence[LogicalMesh], method: Any, asked: Asked
 ) -> GraphSharding:
-    pins, keep = solver_constraints(graph, traced, mesh, method)
+    """The best sharding over all meshes. A mesh on which what is asked for cannot be had is left
+    out, as long as another is left."""
+    found: list[GraphSharding] = []
+    refusals: dict[str, AutoparError] = {}
+    for mesh in meshes:
+        try:
+            found.append(shard(graph, traced, mesh, method, asked))
+        except (MeshError, SolverError, SpecError) as error:
+            refusals[f"{mesh.shape}"] = error
+    if found:
+        return min(found, key=lambda sharding: sharding.objective)
+    first, *others = refusals.values()
+    if all(str(other) == str(first) for other in others):
+        raise first
+    reasons = "\n".join(f"  {shape}: {error}" for shape, error in refusals.items())
+    raise type(first)(f"no mesh of {meshes[0].num_devices} devices can be used:\n{reasons}")
+
+
+def shard(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
+) -> GraphSharding:
+    options = options_of(method)
+    allowed, keep = solver_constraints(graph, traced, mesh, method, asked)
     return solve_graph(
         graph,
         mesh,
-        pins=pins,
+        allowed=allowed,
         keep=keep,
         solver=options.solver,
         time_limit_s=options.solver_time_limit_s,
@@ -257,5 +313,8 @@ __all__ = [
     "annotate",
     "bind_plan",
     "flatten_call",
+    "is_array_leaf",
     "plan_step",
+    "plan_traced",
+    "trace",
 ]

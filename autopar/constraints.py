@@ -1,16 +1,16 @@
 """What a parallel method asks for: the meshes it may use, and constraints on the solver.
 
     DataParallel     the batch split over every axis, everything else whole
-    ManualParallel   inputs and outputs pinned to the user's specs
-    ShardParallel    nothing: the solver is free
+    ManualParallel   inputs and outputs have the user's specs
+    ShardParallel    what its options say (see `steering`); otherwise the solver is free
 
-Constraints are pins (a value has one layout) and a filter on the strategies of each node; the
+Constraints are the layouts that values may have and a filter on the strategies of each node; the
 solver knows no methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +21,47 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path
 from autopar.errors import ArgumentError, MeshError, SpecError, shortened
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.spec import WHOLE, Layout, from_partition_spec
-from autopar.methods import DataParallel, ManualParallel, ShardParallel
-from autopar.sharding.problem import StrategyFilter
+from autopar.ir.spec import WHOLE, Layout
+from autopar.methods import (
+    DataParallel,
+    ManualParallel,
+    PlacedParallel,
+    ShardingOptions,
+    ShardParallel,
+)
+from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
+from autopar.steering import Asked, allowed_layouts, ask
 from autopar.trace.flatten import TracedStep
+
+# -- meshes
 
 
 def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
     """The meshes a method may use on a cluster."""
+    meshes = _meshes(cluster, method)
+    options = options_of(method)
+    forbidden = {
+        name
+        for name, is_allowed in (
+            ("reduce-scatter", options.allow_reduce_scatter),
+            ("all-to-all", options.allow_all_to_all),
+        )
+        if not is_allowed
+    }
+    return [replace(mesh, forbidden=mesh.forbidden | forbidden) for mesh in meshes]
+
+
+def options_of(method: Any) -> ShardingOptions:
+    return getattr(method, "options", None) or ShardingOptions()
+
+
+def _meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
     devices = cluster.num_devices
     if isinstance(method, LogicalMesh):
         return [method]
+    if isinstance(method, PlacedParallel):
+        return [method.mesh]
     if isinstance(method, DataParallel):
         return [mesh_of_cluster(cluster, (devices,))]
     if isinstance(method, ManualParallel):
@@ -53,21 +82,37 @@ def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
         return [method.mesh_shape]
     if method.mesh_shape != "auto":
         return [mesh_of_cluster(cluster, tuple(method.mesh_shape))]  # type: ignore[arg-type]
-    # (2, 4) and (4, 2) differ even on equal links: where both axes split a dimension, only the
-    # later one can be gathered by itself.
-    shapes = [(devices,)]
-    shapes += [(n, devices // n) for n in range(2, devices // 2 + 1) if devices % n == 0]
-    return [mesh_of_cluster(cluster, shape) for shape in shapes]
+    return [mesh_of_cluster(cluster, shape) for shape in _shapes(devices)]
 
 
-def divisible_meshes(graph: Graph, meshes: list[LogicalMesh], method: Any) -> list[LogicalMesh]:
-    """Meshes of which every axis divides something; an error if none is left."""
+def _shapes(num_devices: int) -> list[tuple[int, ...]]:
+    """Every mesh of so many devices. (2, 4) and (4, 2) differ even on equal links: where both axes
+    split a dimension, only the later one can be gathered by itself."""
+    grids = [(n, num_devices // n) for n in range(2, num_devices // 2 + 1) if num_devices % n == 0]
+    return [(num_devices,), *grids]
+
+
+def divisible_meshes(
+    graph: Graph, meshes: list[LogicalMesh], method: Any, cluster: ClusterSpec
+) -> list[LogicalMesh]:
+    """Meshes of which every axis divides something. If none is left and the mesh is ours to
+    choose, those of fewer devices, as many as possible; else an error."""
     sizes = {n for value in graph.values for n in value.shape}
-    useful = [m for m in meshes if all(a == 1 or any(n % a == 0 for n in sizes) for a in m.shape)]
+
+    def divides(shape: Sequence[int]) -> bool:
+        return all(a == 1 or any(n % a == 0 for n in sizes) for a in shape)
+
+    useful = [mesh for mesh in meshes if divides(mesh.shape)]
     if useful:
         return useful
+    if getattr(method, "mesh_shape", None) == "auto":
+        for count in range(cluster.num_devices - 1, 0, -1):
+            shapes = [shape for shape in _shapes(count) if divides(shape)]
+            if shapes:
+                fewer = [mesh_of_cluster(cluster, shape) for shape in shapes]
+                return [replace(mesh, forbidden=meshes[0].forbidden) for mesh in fewer]
     mesh = meshes[0]
-    axis = next(i for i, a in enumerate(mesh.shape) if a > 1 and not any(n % a == 0 for n in sizes))
+    axis = next(i for i, a in enumerate(mesh.shape) if not divides((a,)))
     raise MeshError(
         f"mesh_shape={mesh.shape}: the axis {mesh.axis_names[axis]!r} of size {mesh.shape[axis]} "
         "divides no dimension of any array in the program, so nothing could be sharded over it. "
@@ -75,18 +120,30 @@ def divisible_meshes(graph: Graph, meshes: list[LogicalMesh], method: Any) -> li
     )
 
 
+# -- constraints
+
+
+def asked_by(traced: TracedStep, method: Any) -> Asked:
+    """What a method asks of inputs, outputs and named values."""
+    if isinstance(method, PlacedParallel):
+        return ask(traced, method.in_specs, method.out_specs)
+    if isinstance(method, ManualParallel):
+        return ask(traced, *_manual_specs(traced, method))
+    return ask(traced, options=options_of(method))
+
+
 def solver_constraints(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any
-) -> tuple[Mapping[int, Layout], StrategyFilter | None]:
-    """(pins, strategy filter) of a method."""
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
+) -> tuple[Allowed, StrategyFilter | None]:
+    """(layouts that values may have, strategy filter) of a method."""
     if isinstance(method, DataParallel):
         return _data_parallel(graph, traced, mesh)
-    if isinstance(method, ManualParallel):
-        return _manual_pins(graph, traced, mesh, method), None
-    return {}, None
+    return allowed_layouts(graph, traced, mesh, asked, options_of(method)), None
 
 
-def _data_parallel(graph: Graph, traced: TracedStep, mesh: LogicalMesh):
+def _data_parallel(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh
+) -> tuple[Allowed, StrategyFilter]:
     """Batch inputs split along their first dimension, everything else whole."""
     if not graph.batch:
         raise ArgumentError(
@@ -119,60 +176,21 @@ def _data_parallel(graph: Graph, traced: TracedStep, mesh: LogicalMesh):
         )
         return every if generated else whole or every
 
-    return pins, keep
+    return {value: frozenset((layout,)) for value, layout in pins.items()}, keep
 
 
-def _manual_pins(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
-) -> dict[int, Layout]:
-    pins: dict[int, Layout] = {}
-    given, wanted = _manual_layouts(traced, mesh, method)
-    for value, layout in zip(graph.inputs, given, strict=True):
-        if layout is not None:
-            pins[value] = layout
-    for value, layout, path in zip(graph.outputs, wanted, traced.out_paths, strict=True):
-        if value is not None and layout is not None and pins.setdefault(value, layout) != layout:
-            raise SpecError(
-                f"{path}: the function returns an array that in_specs or out_specs lay out in "
-                "another way elsewhere. Ask for one spec in all places, or None in all but one."
-            )
-    return pins
-
-
-def _manual_layouts(
-    traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
-) -> tuple[list[Layout | None], list[Layout | None]]:
-    """What is asked for each input and each output; None where nothing is."""
-
-    def layouts(argument: str, specs: Any, tree: Any, paths: Any, avals: Any) -> list:
-        found = _broadcast_specs(argument, specs, tree, len(paths))
-        return [
-            None
-            if spec is None
-            else from_partition_spec(spec, aval.shape, mesh.axis_names, mesh.shape, path)
-            for spec, aval, path in zip(found, avals, paths, strict=True)
-        ]
-
+def _manual_specs(
+    traced: TracedStep, method: ManualParallel
+) -> tuple[list[PartitionSpec | None], list[PartitionSpec | None]]:
+    """The user's spec for each input and each output; None where nothing is asked."""
     call, places = traced.call, list(range(len(traced.avals)))
     args, kwargs = call.rebuild(places)
     arguments = (args, kwargs) if kwargs else args
     result = traced.rebuild_output(list(range(len(traced.out_avals))))
     return (
-        layouts("in_specs", method.in_specs, arguments, call.paths, traced.avals),
-        layouts("out_specs", method.out_specs, result, traced.out_paths, traced.out_avals),
+        _broadcast_specs("in_specs", method.in_specs, arguments, len(call.paths)),
+        _broadcast_specs("out_specs", method.out_specs, result, len(traced.out_paths)),
     )
-
-
-def without_moved_state(
-    traced: TracedStep, mesh: LogicalMesh, method: ManualParallel
-) -> TracedStep:
-    """State that the user wants out in another layout than in is no state: the next step cannot
-    take it as it is, nor can its buffer be used again."""
-    given, wanted = _manual_layouts(traced, mesh, method)
-    moved = {(i, o) for i, o in traced.state if given[i] and wanted[o] and given[i] != wanted[o]}
-    state = tuple(pair for pair in traced.state if pair not in moved)
-    inputs = {i for i, _ in moved}
-    return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
 
 
 def _broadcast_specs(

@@ -203,4 +203,15 @@ class ManualParallel:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedParallel:
+    """Not for users: what `CreateStateParallel` and `FollowParallel` come to for one call. Arrays
+    lie on the given mesh as said, one spec per array leaf; `None` where the solver may choose."""
+
+    name: str
+    mesh: LogicalMesh
+    in_specs: tuple[PartitionSpec | None, ...] | None = None
+    out_specs: tuple[PartitionSpec | None, ...] | None = None
+
+
 ParallelMethod = ShardParallel | DataParallel | ManualParallel

@@ -8,6 +8,8 @@ Steps, each on one mesh axis (or on all axes of one dimension, or all partial ax
     all-reduce       partial → whole
     reduce-scatter   partial → split
 
+A mesh may forbid reduce-scatters or all-to-alls; the other steps still lead everywhere.
+
 Where two axes split one dimension the later axis is the minor one, so only it can be taken off
 or put on by a step of its own. Closing the table under composition (Floyd–Warshall) gives the
 cheapest sequence for every pair and makes the triangle inequality hold by construction.
@@ -15,6 +17,7 @@ cheapest sequence for every pair and makes the triangle inequality hold by const
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,6 +88,8 @@ def _steps(
     mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
 ) -> list[tuple[Layout, float]]:
     local = num_bytes / num_shards(layout, mesh.shape)
+    may_scatter = "reduce-scatter" not in mesh.forbidden
+    may_exchange = "all-to-all" not in mesh.forbidden
     found: list[tuple[Layout, float]] = []
 
     def moved(axes: tuple[int, ...], entry: int) -> Layout:
@@ -92,6 +97,18 @@ def _steps(
 
     def is_minor(axis: int, dim: int) -> bool:
         return not any(e == dim for e in layout[axis + 1 :])
+
+    def finish(axes: tuple[int, ...], dims: Sequence[int]) -> None:
+        found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
+        if may_scatter:
+            seconds = reduce_scatter_s(mesh, axes, local, share)
+            found.extend((moved(axes, d), seconds) for d in dims)
+
+    def gather(axes: tuple[int, ...], whole_bytes: float, dims: Sequence[int]) -> None:
+        found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
+        if may_exchange:
+            seconds = all_to_all_s(mesh, axes, whole_bytes, share)
+            found.extend((moved(axes, d), seconds) for d in dims)
 
     for axis, entry in enumerate(layout):
         axes, size = (axis,), mesh.shape[axis]
@@ -101,25 +118,15 @@ def _steps(
         if entry == WHOLE:
             found += [(moved(axes, d), 0.0) for d in free_dims]
         elif entry == PARTIAL:
-            found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
-            seconds = reduce_scatter_s(mesh, axes, local, share)
-            found += [(moved(axes, d), seconds) for d in free_dims]
+            finish(axes, free_dims)
         elif is_minor(axis, entry):
-            whole = local * size
-            found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole, share)))
-            seconds = all_to_all_s(mesh, axes, whole, share)
-            found += [(moved(axes, d), seconds) for d in free_dims]
+            gather(axes, local * size, free_dims)
     for entry in set(layout) - {WHOLE}:
         axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh.shape[a] > 1)
         if len(axes) < 2:
             continue
         if entry == PARTIAL:
-            found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
-            seconds = reduce_scatter_s(mesh, axes, local, share)
-            found += [(moved(axes, d), seconds) for d in range(ndim)]
+            finish(axes, range(ndim))
         else:
-            whole = local * mesh.num_devices
-            found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole, share)))
-            seconds = all_to_all_s(mesh, axes, whole, share)
-            found += [(moved(axes, d), seconds) for d in range(ndim) if d != entry]
+            gather(axes, local * mesh.num_devices, [d for d in range(ndim) if d != entry])
     return found

@@ -17,9 +17,12 @@ from math import prod
 class NodeKind(Enum):
     INPUT = "input"  # an argument of the step, or a constant it captured
     OP = "op"  # an equation
-    USE = "use"  # one layout of an input that several consumers can share
+    USE = "use"  # a second layout of a value, for all its readers; an output as it was asked for
     FINISH = "finish"  # where the partial sums of the node before are reduced
     MERGE = "merge"  # a loop carry, or the join of branches: all operands and the result agree
+
+
+OUTPUT = "output"  # the name of USE nodes that stand at outputs
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from autopar.errors import ArgumentError, MeshError
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
+AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that others can replace
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class LogicalMesh:
     device:       compute figures; None prices communication alone, and then large products may
                   not be computed redundantly.
     joint_link:   (α, β) of one ring through all devices; the worst axis if None.
+    forbidden:    collectives that may not be used: "reduce-scatter", "all-to-all".
     """
 
     shape: tuple[int, ...]
@@ -153,6 +155,7 @@ class LogicalMesh:
     memory_bytes: float | None = None
     device: DeviceSpec | None = None
     joint_link: tuple[float, float] | None = None
+    forbidden: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         shape = _as_tuple(self.shape)
@@ -178,6 +181,12 @@ class LogicalMesh:
                     f"≥ 0, one per axis of the shape {shape}."
                 )
             object.__setattr__(self, field, tuple(float(v) for v in given))
+        if not isinstance(self.forbidden, (set, frozenset)) or self.forbidden - AVOIDABLE:
+            raise MeshError(
+                f"LogicalMesh(forbidden={self.forbidden!r}): needs a set of some of "
+                f"{sorted(AVOIDABLE)}."
+            )
+        object.__setattr__(self, "forbidden", frozenset(self.forbidden))
 
     @property
     def num_devices(self) -> int:

@@ -20,7 +20,7 @@ from autopar.errors import PlanError
 from autopar.ir.spec import Layout, fits, to_partition_spec
 
 FORMAT = "autopar-plan"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 
@@ -113,6 +113,7 @@ class ParallelPlan:
     solver: SolverReport
     fingerprint: Fingerprint
     warnings: tuple[str, ...] = ()
+    named: tuple[Tensor, ...] = ()  # what `autopar.constrain` named; a name may occur often
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
 
@@ -224,7 +225,7 @@ def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
     one_name_each = len(plan.axis_names) == len(set(plan.axis_names)) == axes
     if not one_name_each or not all(n >= 1 for n in plan.mesh_shape):
         raise PlanError(f"{where}: mesh {plan.mesh_shape} with axes {plan.axis_names}.")
-    for tensor in (*plan.inputs, *plan.outputs):
+    for tensor in (*plan.inputs, *plan.outputs, *plan.named):
         in_range = all(-1 <= entry < len(tensor.shape) for entry in tensor.layout)
         if len(tensor.layout) != axes or not in_range:
             raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
@@ -370,6 +371,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
             str(body["fingerprint"]["program"]), str(body["fingerprint"]["jax_version"])
         ),
         warnings=tuple(str(w) for w in body["warnings"]),
+        named=tuple(_decode_tensor(t) for t in body["named"]),
     )
 
 

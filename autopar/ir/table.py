@@ -54,6 +54,8 @@ def explain_plan(plan: ParallelPlan) -> str:
     plain_outputs = tuple(t for t in plan.outputs if t.role != "state")
     if plain_outputs:
         lines += ["", *_tensor_table("outputs that are not state", plain_outputs, plan)]
+    if plan.named:
+        lines += ["", *_tensor_table("named values", plan.named, plan)]
     if plan.modules:
         lines += ["", *_module_table(plan.modules, timed)]
     if plan.warnings:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.cost.reshard import reshard_table
-from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
@@ -93,6 +93,12 @@ class _Assigner:
         for index, out in enumerate(program.outputs):
             if not isinstance(out, int):
                 outputs.append(())
+                continue
+            value = self.graph.outputs[index]
+            assert value is not None
+            node = self.graph.nodes[self.graph.producer[value][0]]
+            if node.name == OUTPUT:
+                outputs.append(self.chain(out, self.result_layout(value), node.operands[0]))
                 continue
             complete = tuple(max(entry, WHOLE) for entry in self.current[out])
             outputs.append(self.chain(out, state.get(index, complete)))

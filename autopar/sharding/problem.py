@@ -23,6 +23,8 @@ from autopar.ir.spec import PARTIAL, Layout, num_shards
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
+Allowed = Mapping[int, frozenset[Layout]]  # value -> layouts that its producer may give it
+
 STATE_EDGE = -1  # the operand position of a state output that becomes the next step's input
 # Pins and filters say which strategies a node may use.
 StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
@@ -42,10 +44,9 @@ def build_problem(
     graph: Graph,
     mesh: LogicalMesh,
     classes: list[int],
-    pins: Mapping[int, Layout],
+    allowed: Allowed,
     keep: StrategyFilter | None = None,
 ) -> ShardingProblem:
-    """`pins`: value -> layout that its producer must give it."""
     members: dict[int, list[int]] = {}
     for index, owner in enumerate(classes):
         members.setdefault(owner, []).append(index)
@@ -55,7 +56,10 @@ def build_problem(
     for owner, indices in members.items():
         node = graph.nodes[indices[0]]
         pinned = {
-            (r, pins[v]) for i in indices for r, v in enumerate(graph.nodes[i].results) if v in pins
+            (r, allowed[v])
+            for i in indices
+            for r, v in enumerate(graph.nodes[i].results)
+            if v in allowed
         }
         key = (node.kind, node.name, node.rule, node.batch_factor, node.region, frozenset(pinned))
         if key not in cache:
@@ -86,7 +90,7 @@ def _allowed(
     graph: Graph,
     node: Node,
     mesh: LogicalMesh,
-    pinned: set[tuple[int, Layout]],
+    pinned: set[tuple[int, frozenset[Layout]]],
     keep: StrategyFilter | None,
 ) -> list[Strategy]:
     every = enumerate_strategies(node.rule, mesh.shape)
@@ -96,10 +100,10 @@ def _allowed(
     if keep is not None:
         indices = keep(node, every)
         chosen = [every[i] for i in indices]
-    for result, layout in pinned:
-        fitting = [s for s in chosen if s.results[result] == layout]
+    for result, layouts in pinned:
+        fitting = [s for s in chosen if s.results[result] in layouts]
         if not fitting:
-            fitting = [s for s in every if s.results[result] == layout]
+            fitting = [s for s in every if s.results[result] in layouts]
         if not fitting:
             path = graph.values[node.results[result]].path or node.name
             raise SolverError(

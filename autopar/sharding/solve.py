@@ -15,7 +15,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ShardingProblem, StrategyFilter, build_problem
+from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, build_problem
 from autopar.sharding.reduce import reduce_problem
 from autopar.sharding.strategies import Strategy
 
@@ -63,17 +63,20 @@ def solve_graph(
     mesh: LogicalMesh,
     *,
     pins: Mapping[int, Layout] | None = None,
+    allowed: Allowed | None = None,
     keep: StrategyFilter | None = None,
     solver: str = "highs",
     time_limit_s: float = 60.0,
     fold: bool = True,
 ) -> GraphSharding:
+    """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may."""
+    allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
-    classes = _part_by_pins(graph, classes, pins or {})
+    classes = _part_by_pins(graph, classes, allowed)
     clock.lap("fold")
-    problem = build_problem(graph, mesh, classes, pins or {}, keep)
+    problem = build_problem(graph, mesh, classes, allowed, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
     clock.lap("costs")
     reduction = reduce_problem(problem.pairwise)
@@ -96,11 +99,11 @@ def solve_graph(
     return GraphSharding(graph, mesh, chosen, result.objective, result.lower_bound, stats)
 
 
-def _part_by_pins(graph: Graph, classes: list[int], pins: Mapping[int, Layout]) -> list[int]:
+def _part_by_pins(graph: Graph, classes: list[int], allowed: Allowed) -> list[int]:
     """Equal layers that are asked for different layouts are not tied."""
     numbers: dict[tuple, int] = {}
     keys = [
-        (owner, *(pins.get(value) for value in node.results))
+        (owner, *(allowed.get(value) for value in node.results))
         for owner, node in zip(classes, graph.nodes, strict=True)
     ]
     return [numbers.setdefault(key, len(numbers)) for key in keys]

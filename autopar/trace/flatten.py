@@ -32,7 +32,7 @@ _UPDATES = {
     "add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "max", "min",
     "copy", "clamp", "pow", "integer_pow", "square", "sqrt", "rsqrt", "random_wrap",
     "random_unwrap", "reshape", "squeeze", "expand_dims", "optimization_barrier",
-    "sharding_constraint", "copy_p",
+    "sharding_constraint", "copy_p", _jax.CONSTRAIN,
 }  # fmt: skip
 
 

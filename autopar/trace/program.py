@@ -8,7 +8,7 @@ rematerialised region.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +63,30 @@ class Equation:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedValue:
+    """A value that the user named; `vmapped` are its dimensions that `vmap` added."""
+
+    name: str
+    value: int
+    vmapped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     inputs: tuple[int, ...]
     outputs: tuple[Operand, ...]
     equations: tuple[Equation, ...]
     avals: list[Any]  # by value; shared with nested bodies
     captured: tuple[tuple[int, Any], ...] = ()  # constants closed over: (value, array)
+
+    def named_values(self) -> Iterator[NamedValue]:
+        """What `autopar.constrain` named, bodies included, in program order."""
+        for equation in self.equations:
+            if equation.name == _jax.CONSTRAIN:
+                params = equation.params
+                yield NamedValue(params["name"], equation.results[0], params["vmapped"])
+            for body in equation.bodies:
+                yield from body.named_values()
 
     def num_equations(self) -> int:
         """Equations in all, bodies included."""

@@ -32,7 +32,9 @@ def equation_key(equation: Equation, avals: Sequence[Any]) -> Any:
         (_aval_key(o.aval), "constant") if isinstance(o, Constant) else _aval_key(avals[o])
         for o in equation.operands
     )
-    return equation.name, _params_key(equation.params), operands
+    # A name does not matter either, so that layers may give theirs different ones.
+    params = {} if equation.name == _jax.CONSTRAIN else equation.params
+    return equation.name, _params_key(params), operands
 
 
 def _aval_key(aval: Any) -> Any:
@@ -191,6 +193,7 @@ def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]
 
 
 PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
+    _jax.CONSTRAIN: _elementwise,
     "random_bits": _generate,
     "threefry2x32": _elementwise,
     "random_unwrap": _keys,

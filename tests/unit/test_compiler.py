@@ -94,8 +94,20 @@ def test_meshes_of_which_an_axis_divides_nothing_are_left_out() -> None:
     """Of the meshes of 12 only (3, 4) and (4, 3) have axes that all divide 16 or 3."""
     args = ({"w": array(16, 3), "v": array(3, 16)}, {"x": array(16, 16)})
     assert plan_of(ClusterSpec(1, 12), args=args).mesh_shape in ((3, 4), (4, 3))
-    with pytest.raises(MeshError, match="divides no dimension"):
-        plan_of(ClusterSpec(1, 7), args=args)
+
+
+def test_where_no_mesh_of_all_devices_divides_anything_fewer_are_used() -> None:
+    """7 divides nothing; of 6 devices (2, 3) and (3, 2) can be used."""
+    args = ({"w": array(16, 3), "v": array(3, 16)}, {"x": array(16, 16)})
+    plan = plan_of(ClusterSpec(1, 7), args=args)
+    assert plan.mesh_shape in ((2, 3), (3, 2))
+    assert plan.warnings[0].startswith("6 of 7 devices are used")
+    args = ({"w": array(7, 11), "v": array(11, 7)}, {"x": array(13, 7)})
+    plan = plan_of(ClusterSpec(1, 5), args=args)
+    assert plan.num_devices == 1
+    assert plan.warnings[0].startswith("1 of 5 devices are used")
+    with pytest.raises(MeshError, match="divides no dimension"):  # a mesh the user chose
+        plan_of(ClusterSpec(1, 5), ShardParallel((5,)), args=args)
 
 
 # -- fingerprints

@@ -318,16 +318,6 @@ def test_specs(error, parts, call) -> None:
     check(error, parts, call)
 
 
-def test_one_array_cannot_lie_in_two_ways() -> None:
-    def twice(x):
-        y = x @ x
-        return y, y
-
-    method = ManualParallel((8,), ("x",), None, (P("x"), P(None, "x")))
-    parts = ("result[1]", "in another way", "None in all but one")
-    check(SpecError, parts, lambda: plan_with(method, twice, (array(8, 8),)))
-
-
 # -- the function and its arguments
 
 

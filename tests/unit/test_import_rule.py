@@ -17,6 +17,7 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 EVERYONE = {"errors", "_jax"}
 BELOW_PASSES = {"cost", "ir"}
 PASSES = {"trace", "stages", "sharding", "lower"}
+BESIDE_COMPILER = {"constraints", "steering", "assemble"}
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
 # component -> the other components it may import. One that is missing here may not exist.
@@ -32,9 +33,10 @@ ALLOWED_IMPORTS = {
     "inspect": {*BELOW_PASSES, *EVERYONE},
     "runtime": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
-    "constraints": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
-    "compiler": {"constraints", "assemble", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "api": {*BELOW_API, *EVERYONE},
     "__init__": {"api", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program

@@ -1,0 +1,282 @@
+"""What is asked of arrays: from paths, patterns and specs to the layouts that each may have.
+
+    method, TracedStep   → Asked     by path, before any mesh is known (`ask`)
+    Asked, LogicalMesh   → value → layouts that its producer may give it (`allowed_layouts`)
+
+Arrays are inputs and outputs, by path, and values that `autopar.constrain` named. State enters and
+leaves in one layout, so what is asked of the one is asked of the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from autopar.errors import ArgumentError, MeshError, SpecError
+from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import WHOLE, Layout, all_layouts, from_partition_spec
+from autopar.methods import ShardingOptions
+from autopar.trace.flatten import TracedStep
+from autopar.trace.rules import identity_rule
+
+Specs = Sequence[PartitionSpec | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of one array. `source` is where the user asked for the spec; dimensions that
+    `vmap` added to a named value are not the user's, and the spec does not speak of them."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec | None = None
+    source: str = ""
+    forbidden_axes: tuple[str, ...] = ()
+    vmapped: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.spec is None and not self.forbidden_axes
+
+    def with_spec(self, spec: PartitionSpec, source: str) -> Request:
+        if self.spec is None or _plain(self.spec) == _plain(spec):
+            return replace(self, spec=spec, source=source)
+        raise SpecError(
+            f"{self.path}: {self.source} asks for {self.spec}, {source} for {spec}. Ask for one "
+            "spec per array: narrow one of the two."
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    inputs: tuple[Request, ...]
+    outputs: tuple[Request, ...]
+    named: tuple[tuple[int, Request], ...]  # (value, what is asked of it)
+
+
+def ask(
+    traced: TracedStep,
+    in_specs: Specs | None = None,
+    out_specs: Specs | None = None,
+    options: ShardingOptions | None = None,
+) -> Asked:
+    """Specs given array by array, and what options ask for by pattern."""
+    options = options or ShardingOptions()
+    inputs = _requests(traced.call.paths, traced.avals, in_specs, "in_specs")
+    outputs = _requests(traced.out_paths, traced.out_avals, out_specs, "out_specs")
+    named = [
+        (n.value, Request(n.name, tuple(traced.program.avals[n.value].shape), vmapped=n.vmapped))
+        for n in traced.program.named_values()
+    ]
+    if options.batch_axis is not None:
+        inputs = _split_batch(traced, inputs, options.batch_axis)
+    everything = [*inputs, *outputs, *(request for _, request in named)]
+    for pattern, spec in options.pins.items():
+        for i in _matching(everything, "pins", pattern):
+            everything[i] = everything[i].with_spec(spec, f"pins[{pattern!r}]")
+    for pattern, axes in options.forbid_axes.items():
+        for i in _matching(everything, "forbid_axes", pattern):
+            own = everything[i]
+            everything[i] = replace(own, forbidden_axes=(*own.forbidden_axes, *axes))
+    first, second = len(inputs), len(inputs) + len(outputs)
+    values = [value for value, _ in named]
+    return Asked(
+        tuple(everything[:first]),
+        tuple(everything[first:second]),
+        tuple(zip(values, everything[second:], strict=True)),
+    )
+
+
+def _requests(
+    paths: Sequence[str], avals: Sequence, specs: Specs | None, source: str
+) -> list[Request]:
+    specs = specs if specs is not None else (None,) * len(paths)
+    return [
+        Request(path, tuple(aval.shape), spec, source if spec is not None else "")
+        for path, aval, spec in zip(paths, avals, specs, strict=True)
+    ]
+
+
+def _split_batch(
+    traced: TracedStep, inputs: list[Request], axes: str | Sequence[str]
+) -> list[Request]:
+    batch = [i for i in traced.batch if inputs[i].shape]
+    if not batch:
+        raise ArgumentError(
+            f"ShardingOptions(batch_axis={axes!r}): {traced.name} was called without a batch "
+            "argument (batch_argnums names none). Pass the batch as argument 1 or set "
+            "batch_argnums."
+        )
+    spec = PartitionSpec(axes if isinstance(axes, str) else tuple(axes))
+    asked = {i: inputs[i].with_spec(spec, f"batch_axis={axes!r}") for i in batch}
+    return [asked.get(i, request) for i, request in enumerate(inputs)]
+
+
+def _matching(requests: Sequence[Request], option: str, pattern: str) -> list[int]:
+    parts = (re.escape(part) for part in re.split(r"([*?])", pattern))
+    text = "".join({"\\*": ".*", "\\?": "."}.get(part, part) for part in parts)
+    matches = re.compile(text, re.DOTALL).fullmatch
+    found = [i for i, request in enumerate(requests) if matches(request.path)]
+    if found:
+        return found
+    paths = list(dict.fromkeys(request.path for request in requests))
+    near = get_close_matches(pattern, paths, n=5, cutoff=0.3) or paths[:5]
+    raise SpecError(
+        f"ShardingOptions({option}=…): the pattern {pattern!r} matches no input, output or named "
+        f"value. Near it are: {', '.join(near)}. In patterns '*' stands for any text and '?' for "
+        "any one character."
+    )
+
+
+def _plain(spec: PartitionSpec) -> tuple:
+    """Equal for specs that mean the same."""
+    entries = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        entries.append(names if names not in ((None,), ()) else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+# -- before a mesh is chosen
+
+
+def without_moved_state(traced: TracedStep, asked: Asked) -> TracedStep:
+    """State that the user wants out in another layout than in is no state: the next step cannot
+    take it as it is, nor can its buffer be used again."""
+
+    def moves(i: int, o: int) -> bool:
+        given, wanted = asked.inputs[i].spec, asked.outputs[o].spec
+        return given is not None and wanted is not None and _plain(given) != _plain(wanted)
+
+    moved = {(i, o) for i, o in traced.state if moves(i, o)}
+    if not moved:
+        return traced
+    state = tuple(pair for pair in traced.state if pair not in moved)
+    inputs = {i for i, _ in moved}
+    return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
+
+
+def with_output_nodes(graph: Graph, asked: Asked) -> Graph:
+    """Outputs of which something is asked get a node of their own, which can have any layout: the
+    op that makes the value may not be able to give it as it is asked for."""
+    values, nodes = list(graph.values), list(graph.nodes)
+    outputs, producer = list(graph.outputs), dict(graph.producer)
+    state = {o for _, o in graph.state}
+    for index, request in enumerate(asked.outputs):
+        value = outputs[index]
+        if request.is_empty or index in state or value is None or not request.shape:
+            continue
+        made = len(values)
+        values.append(replace(graph.values[value], path=request.path))
+        producer[made] = (len(nodes), 0)
+        touched = (0.0, float(graph.values[value].num_bytes))
+        rule = identity_rule(request.shape)
+        nodes.append(Node(NodeKind.USE, OUTPUT, rule, (value,), (made,), touched_bytes=touched))
+        outputs[index] = made
+    if len(nodes) == len(graph.nodes):
+        return graph
+    return replace(
+        graph,
+        values=tuple(values),
+        nodes=tuple(nodes),
+        outputs=tuple(outputs),
+        producer=producer,
+    )
+
+
+# -- on a mesh
+
+
+def allowed_layouts(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, asked: Asked, options: ShardingOptions
+) -> dict[int, frozenset[Layout]]:
+    """Value -> layouts that its producer may give it, for values of which something is asked."""
+    allowed: dict[int, frozenset[Layout]] = {}
+
+    def restrict(value: int | None, request: Request) -> None:
+        if value is None or request.is_empty:
+            return
+        own = _layouts_of(request, mesh)
+        both = allowed.get(value, own) & own
+        if not both:
+            raise SpecError(
+                f"{request.path}: what is asked of it in different places leaves no layout on the "
+                f"mesh {_sizes(mesh)}; state enters and leaves in one layout. Ask for less."
+            )
+        allowed[value] = both
+
+    enters = {o: graph.inputs[i] for i, o in graph.state}
+    for value, request in zip(graph.inputs, asked.inputs, strict=True):
+        restrict(value, request)
+    for index, request in enumerate(asked.outputs):
+        restrict(enters.get(index, graph.outputs[index]), request)
+    for value, request in asked.named:
+        restrict(value, request)
+    if not options.allow_replicated_parameters:
+        _split_parameters(graph, traced, mesh, asked, allowed)
+    return allowed
+
+
+def _sizes(mesh: LogicalMesh) -> Mapping[str, int]:
+    return dict(zip(mesh.axis_names, mesh.shape, strict=True))
+
+
+def _layouts_of(request: Request, mesh: LogicalMesh) -> frozenset[Layout]:
+    for axis in request.forbidden_axes:
+        if axis not in mesh.axis_names:
+            raise MeshError(
+                f"ShardingOptions(forbid_axes=…): {request.path} may not be split over the mesh "
+                f"axis {axis!r}; the mesh has {mesh.axis_names}. Use one of those."
+            )
+    own_dims = [d for d in range(len(request.shape)) if d not in request.vmapped]
+    wanted: Layout | None = None
+    if request.spec is not None:
+        shape = [request.shape[d] for d in own_dims]
+        path = f"{request.path} ({request.source})"
+        wanted = from_partition_spec(request.spec, shape, mesh.axis_names, mesh.shape, path)
+    found = []
+    for layout in all_layouts(request.shape, mesh.shape):
+        splitting = [n for n, e in zip(mesh.axis_names, layout, strict=True) if e >= 0]
+        if any(axis in request.forbidden_axes for axis in splitting):
+            continue
+        if wanted is None or all(
+            entry == own_dims[want] if want >= 0 else entry == WHOLE or entry in request.vmapped
+            for entry, want in zip(layout, wanted, strict=True)
+        ):
+            found.append(layout)
+    if not found:
+        raise SpecError(
+            f"{request.path}: {request.source} asks for {request.spec}, but forbid_axes forbids "
+            f"to split it over {request.forbidden_axes}. Drop one of the two."
+        )
+    return frozenset(found)
+
+
+def _split_parameters(
+    graph: Graph,
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    asked: Asked,
+    allowed: dict[int, frozenset[Layout]],
+) -> None:
+    """State arrays of two or more dimensions are split somehow, unless the user pinned them or
+    nothing divides them."""
+    for i, o in graph.state:
+        shape, dtype = tuple(traced.avals[i].shape), traced.avals[i].dtype
+        if len(shape) < 2 or not jnp.issubdtype(dtype, jnp.inexact):
+            continue
+        if asked.inputs[i].spec is not None or asked.outputs[o].spec is not None:
+            continue
+        value = graph.inputs[i]
+        layouts = allowed.get(value) or frozenset(all_layouts(shape, mesh.shape))
+        split = frozenset(layout for layout in layouts if any(e >= 0 for e in layout))
+        if split:
+            allowed[value] = split
