@@ -14,6 +14,7 @@ from autopar import ClusterSpec, LogicalMesh, ManualParallel, ShardingOptions, S
 from autopar.cost.reshard import reshard_table
 from autopar.errors import ArgumentError, AutoparError, MeshError, SpecError
 from autopar.ir.spec import PARTIAL, WHOLE, all_layouts
+from examples.models import build
 
 MESH = LogicalMesh((2, 4), alpha=(1, 1), beta=(1, 0.1))
 
@@ -272,6 +273,20 @@ def test_all_layouts_are_reached_without_a_collective(forbidden: str) -> None:
 def test_a_mesh_forbids_what_can_be_avoided() -> None:
     with pytest.raises(MeshError, match=r"forbidden=.*all-to-all"):
         LogicalMesh((8,), forbidden=frozenset(("all-gather",)))
+
+
+# -- time
+
+
+def test_a_solver_out_of_time_leaves_a_plan_with_its_gap() -> None:
+    """The relaxation of this model alone takes seconds."""
+    example = build("gpt-tiny")
+    args = example.abstract_state(), example.abstract_batch()
+    options = {"fold_layers": False, "solver_time_limit_s": 0.01}
+    plan = plan_of(fn=example.train_step, args=args, **options)
+    assert 0 < plan.solver.gap < 1
+    assert plan.solver.lower_bound < plan.solver.objective
+    assert f"within {plan.solver.gap:.2%} of optimal" in plan.explain()
 
 
 # -- meshes
