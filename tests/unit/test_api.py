@@ -86,6 +86,7 @@ def test_public_names() -> None:
         "SpecError",
         "TraceError",
         "compile",
+        "constrain",
         "init",
         "parallelize",
         "plan",
