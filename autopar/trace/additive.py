@@ -58,7 +58,7 @@ SCATTER_ADD = ("scatter-add", "scatter_add")
 _LINEAR_IN_FIRST = {
     "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze",
     "expand_dims", "copy", "copy_p", "reduce_sum", "slice", "rev", "real", "imag", "gather",
-    "dynamic_slice", "cumsum", "sharding_constraint", "reduce_precision", "div",
+    "dynamic_slice", "cumsum", "sharding_constraint", "reduce_precision", "div", _jax.CONSTRAIN,
     "reduce_window_sum",
 }  # fmt: skip
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
