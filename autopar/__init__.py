@@ -11,6 +11,7 @@ from autopar.api import (
     shutdown,
     solve_sharding,
 )
+from autopar.compiler import register_rule
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -51,6 +52,7 @@ __all__ = [
     "init",
     "parallelize",
     "plan",
+    "register_rule",
     "shutdown",
     "solve_sharding",
 ]

@@ -7,7 +7,9 @@ sees primitives, parameters and abstract values only through these functions.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,10 +50,23 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def call_body(eqn: Any) -> Any | None:
     """The body of a call-like equation that may be inlined, else None."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return eqn.params["jaxprs"].solve
     parameter = _CALL_BODY.get(eqn.primitive.name)
     if parameter is None:
         return None
     return eqn.params.get(parameter) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+
+
+def call_operands(eqn: Any) -> range | list[int]:
+    """Which operands of a call-like equation its body takes, in order. That of a custom solve takes
+    its own constants, which stand between those of the derivatives, and the right-hand sides."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return range(len(eqn.invars))
+    matvec, vecmat, solve, transpose_solve = eqn.params["const_lengths"]
+    first = matvec + vecmat
+    rest = first + solve + transpose_solve
+    return [*range(first, first + solve), *range(rest, len(eqn.invars))]
 
 
 def remat_barrier_mask(eqn: Any) -> tuple[bool, ...]:
@@ -221,3 +236,139 @@ def _named_batch(args: Any, dims: Any, *, name: str, vmapped: tuple[int, ...]) -
 _ad.primitive_jvps[_constrain] = _named_jvp
 _ad.primitive_transposes[_constrain] = lambda cotangent, _, **__: (cotangent,)
 _batching.primitive_batchers[_constrain] = _named_batch
+
+
+# -- operators that are bound to parts of their operands
+
+
+class CannotSplit(Exception):
+    """An equation cannot be bound to parts of its operands; the text says why."""
+
+
+def given_names(name: str, params: dict[str, Any]) -> tuple[str, ...]:
+    """What the user calls an operator of a primitive that has many: the kernel of a `pallas_call`,
+    the target of an `ffi_call`, the function of a callback."""
+    if name == "pallas_call":
+        given = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
+    elif name == "ffi_call":
+        given = params.get("target_name")
+    elif name in ("pure_callback", "io_callback"):
+        function: Any = getattr(params.get("callback"), "callback_func", None)
+        while isinstance(function, functools.partial):
+            function = function.func
+        given = getattr(function, "__name__", None)
+    else:
+        given = None
+    return (given,) if given else ()
+
+
+def part_limits(
+    name: str, params: dict[str, Any], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Into how many parts each dimension of the operands and results may be cut at most: into its
+    elements, or for a `pallas_call` into the blocks that its grid runs over."""
+    if name != "pallas_call":
+        return list(shapes)
+    grid_mapping = params["grid_mapping"]
+    if len(grid_mapping.block_mappings) != len(shapes):
+        raise CannotSplit("it has operands that are not cut into blocks")
+    return [
+        tuple(
+            max(_steps(grid_mapping, mapping, dim, length), 1) for dim, length in enumerate(shape)
+        )
+        for mapping, shape in zip(grid_mapping.block_mappings, shapes, strict=True)
+    ]
+
+
+def params_on_parts(
+    name: str,
+    params: dict[str, Any],
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+) -> dict[str, Any]:
+    """The parameters of an equation that is bound to parts of its operands, of these shapes."""
+
+    def resized(avals: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(a.update(shape=s) for a, s in zip(avals, results, strict=True))
+
+    if name in ("pure_callback", "io_callback", "ffi_call"):
+        return {**params, "result_avals": resized(params["result_avals"])}
+    if name == "pallas_call":
+        grid_mapping = _grid_on_parts(params, [*operands, *results])
+        return {
+            **params,
+            "grid_mapping": grid_mapping,
+            "out_avals": resized(params["out_avals"]),
+        }
+    return params
+
+
+def _grid_axes(mapping: Any) -> list[int | None]:
+    """For each dimension of a kernel's array, the grid axis that is given as the block's index."""
+    jaxpr, _ = open_jaxpr(mapping.index_map_jaxpr)
+    place = {var: axis for axis, var in enumerate(jaxpr.invars)}
+    axes = [None if isinstance(v, Literal) else place.get(v) for v in jaxpr.outvars]
+    ndim = mapping.array_aval.ndim
+    return axes if len(axes) == ndim else [None] * ndim
+
+
+def _steps(grid_mapping: Any, mapping: Any, dim: int, length: int) -> int:
+    """Over how many steps of the grid a dimension's blocks lie, one per step; 0 if they do not."""
+    axis, block = _grid_axes(mapping)[dim], mapping.block_shape[dim]
+    kind = type(block).__name__
+    size = block.block_size if kind == "Blocked" else 1 if kind == "Squeezed" else 0
+    if axis is None or not isinstance(grid_mapping.grid[axis], int):
+        return 0
+    steps = grid_mapping.grid[axis]
+    return steps if size * steps == length else 0
+
+
+def _grid_on_parts(params: dict[str, Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The grid of a kernel on parts of its arrays: fewer steps, each on blocks as before. Only for
+    axes of the grid that are nothing but the index of a block, for every array that they move."""
+    given = params["grid_mapping"]
+    if given.num_index_operands or len(given.block_mappings) != len(shapes):
+        raise CannotSplit("it has operands that are not cut into blocks")
+    grid = list(given.grid)
+    cut_in = []  # for each array, the grid axes of its dimensions that are cut
+    for mapping, shape in zip(given.block_mappings, shapes, strict=True):
+        own: set[int] = set()
+        for dim, (before, after) in enumerate(zip(mapping.array_aval.shape, shape, strict=True)):
+            if before == after:
+                continue
+            steps, axis = _steps(given, mapping, dim, before), _grid_axes(mapping)[dim]
+            if not steps or axis is None or after * steps % before:
+                raise CannotSplit("its blocks do not run over that dimension, one per step")
+            grid[axis] = after * steps // before
+            own.add(axis)
+        cut_in.append(own)
+    cut = set().union(*cut_in)
+    for number, (mapping, own) in enumerate(zip(given.block_mappings, cut_in, strict=True)):
+        computed = _axes_computed_with(open_jaxpr(mapping.index_map_jaxpr)[0])
+        if mapping.index_map_jaxpr.consts or cut & ({*_grid_axes(mapping), *computed} - own):
+            raise CannotSplit("the grid moves another block along with it")
+        if cut & computed:
+            raise CannotSplit("the index of a block is computed from it")
+        if number >= given.num_inputs and cut - own:
+            raise CannotSplit("a result has one block for all steps along it")
+    asked = [a for a in range(len(grid)) if a not in given.vmapped_dims]
+    if cut & {asked[a] for a in _program_ids(params["jaxpr"])}:
+        raise CannotSplit("the kernel asks for its place in the grid (program_id, num_programs)")
+    mappings = tuple(
+        replace(mapping, array_aval=mapping.array_aval.update(shape=tuple(shape)))
+        for mapping, shape in zip(given.block_mappings, shapes, strict=True)
+    )
+    return replace(given, grid=tuple(grid), block_mappings=mappings)
+
+
+def _axes_computed_with(jaxpr: Any) -> set[int]:
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    return {axis for axis, var in enumerate(jaxpr.invars) if var in read}
+
+
+def _program_ids(jaxpr: Any) -> Iterator[int]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            yield eqn.params["axis"]
+        for inner in _core.jaxprs_in_params(eqn.params):
+            yield from _program_ids(inner)

@@ -185,10 +185,7 @@ def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tup
 
 
 def _warnings(graph: Graph, mesh: LogicalMesh, report: CostReport) -> tuple[str, ...]:
-    found = [
-        f"{op.count} × {op.name} at {op.source} runs replicated: no sharding rule is known for it"
-        for op in graph.unruled
-    ]
+    found = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
     if mesh.memory_bytes is not None and report.peak_bytes > mesh.memory_bytes:
         found.append(
             f"the estimated peak of {report.peak_bytes / 2**30:.1f} GiB per device is more than "

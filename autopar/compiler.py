@@ -62,6 +62,7 @@ from autopar.trace.flatten import (
     is_array_leaf,
     trace_step,
 )
+from autopar.trace.user_rules import register_rule
 
 
 @dataclass
@@ -316,5 +317,6 @@ __all__ = [
     "is_array_leaf",
     "plan_step",
     "plan_traced",
+    "register_rule",
     "trace",
 ]

@@ -34,6 +34,7 @@ class Rule:
     reduction:         factors that no result has: splitting one leaves partial sums.
     fixed:             factors that may not be split (replication or a permutation needed).
     linear:            partial sums may flow through (the op is a plain sum of its operands).
+    local:             XLA does not know how to split it: bound on each device to that one's parts.
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -42,6 +43,7 @@ class Rule:
     reduction: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     linear: bool = False
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Unruled:
-    """An equation for which no rule is known; it runs replicated."""
+    """An equation that is not split, or not as its rule would have it, and why."""
 
     name: str
     source: str
+    why: str
     count: int
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_unflatten
 
 from autopar.errors import PlanError
-from autopar.ir.spec import Layout, fits, to_partition_spec
+from autopar.ir.spec import PARTIAL, Layout, fits, to_partition_spec
 
 FORMAT = "autopar-plan"
 FORMAT_VERSION = 2
@@ -28,11 +28,14 @@ Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 @dataclass(frozen=True)
 class EquationSharding:
     """Operands: the layouts each is resharded through. Results: the layouts each is taken through
-    when it is made; none where it is left to the compiler (partial sums)."""
+    when it is made; none where it is left to the compiler (partial sums). Local: for an operator
+    that is bound on each device to that one's parts, the layouts of operands and of results as it
+    makes them; empty otherwise."""
 
     operands: tuple[Chain, ...]
     results: tuple[Chain, ...]
     bodies: tuple[ProgramSharding, ...] = ()
+    local: tuple[tuple[Layout, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,12 @@ def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
         for chain in (*equation.operands, *equation.results):
             for layout in chain:
                 check(layout)
+        for layout in (layout for group in equation.local for layout in group):
+            if len(layout) != axes or any(e < PARTIAL for e in layout):
+                raise PlanError(f"{where}: a layout {layout} for a mesh of {axes} axes.")
+        counts = [len(group) for group in equation.local]
+        if counts not in ([], [len(equation.operands), len(equation.results)]):
+            raise PlanError(f"{where}: layouts {equation.local} of an equation's parts.")
         for body in equation.bodies:
             _check_program(body, axes, where)
 
@@ -310,6 +319,7 @@ def _decode_program(body: dict[str, Any]) -> ProgramSharding:
                 operands=tuple(_chain(c) for c in e["operands"]),
                 results=tuple(_chain(c) for c in e["results"]),
                 bodies=tuple(_decode_program(b) for b in e["bodies"]),
+                local=tuple(_chain(c) for c in e["local"]),
             )
             for e in body["equations"]
         ),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
-from autopar.ir.spec import Layout, to_partition_spec
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 
 
 def annotated_function(
@@ -74,7 +74,11 @@ class _Writer:
                 operands = [
                     read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
                 ]
-                results = self.bind(equation, own, operands)
+                if own.local:
+                    avals = [program.avals[r] for r in equation.results]
+                    results = self.on_parts(equation, own, operands, avals)
+                else:
+                    results = self.bind(equation, own, operands)
                 for value, array, chain in zip(equation.results, results, own.results, strict=True):
                     for layout in chain:
                         array = self.constrain(array, layout)
@@ -89,6 +93,51 @@ class _Writer:
         if equation.name == "cond":
             return self.cond(equation, own, operands)
         return _jax.bind(equation.primitive, equation.params, operands)
+
+    def on_parts(
+        self, equation: Any, own: EquationSharding, operands: list[Any], avals: list[Any]
+    ) -> list[Any]:
+        """Bind an operator that XLA cannot split once on each device, to that one's parts. What
+        is partial along an axis is added up at once."""
+        operand_layouts, result_layouts = own.local
+        names = self.mesh.axis_names
+        complete = [tuple(max(entry, WHOLE) for entry in layout) for layout in result_layouts]
+        moving = [o for o, operand in enumerate(equation.operands) if isinstance(operand, int)]
+
+        def run(*parts: Any) -> list[Any]:
+            every = list(operands)
+            for position, part in zip(moving, parts, strict=True):
+                every[position] = part
+            shapes = [
+                _part_shape(aval.shape, layout, self.mesh.axis_sizes)
+                for aval, layout in zip(avals, complete, strict=True)
+            ]
+            params = _jax.params_on_parts(
+                equation.name, equation.params, [jax.numpy.shape(part) for part in every], shapes
+            )
+            results = _jax.bind(equation.primitive, params, every)
+            for number, layout in enumerate(result_layouts):
+                axes = tuple(n for n, e in zip(names, layout, strict=True) if e == PARTIAL)
+                if axes:
+                    results[number] = jax.lax.psum(results[number], axes)
+            return results
+
+        def specs(layouts: Sequence[Layout], arrays: Sequence[Any]) -> Any:
+            return [
+                to_partition_spec(layout, len(array.shape), names)
+                for layout, array in zip(layouts, arrays, strict=True)
+            ]
+
+        moved = [operands[position] for position in moving]
+        in_specs = specs([operand_layouts[position] for position in moving], moved)
+        bound = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=tuple(in_specs),
+            out_specs=specs(complete, avals),
+            check_vma=False,
+        )
+        return list(bound(*moved))
 
     def scan(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
         (body,), (sharding,) = equation.bodies, own.bodies
@@ -115,17 +164,25 @@ class _Writer:
         (condition, body), (cond_sharding, body_sharding) = equation.bodies, own.bodies
         cond_consts = equation.params["cond_nconsts"]
         num_consts = cond_consts + equation.params["body_nconsts"]
-        return list(
-            jax.lax.while_loop(
-                lambda carry: self.run(condition, cond_sharding, [*operands[:cond_consts], *carry])[
-                    0
-                ],
-                lambda carry: self.run(
-                    body, body_sharding, [*operands[cond_consts:num_consts], *carry]
-                ),
-                operands[num_consts:],
-            )
-        )
+
+        def goes_on(carry: list[Any]) -> Any:
+            inputs = [*operands[:cond_consts], *carry]
+            return self.run(condition, cond_sharding, inputs)[0]
+
+        def trip(carry: list[Any]) -> list[Any]:
+            inputs = [*operands[cond_consts:num_consts], *carry]
+            new = self.run(body, body_sharding, inputs)
+            if is_batched:
+                running = goes_on(carry)
+                new = [_where(running, n, old) for n, old in zip(new, carry, strict=True)]
+            return new
+
+        # Under `jax.vmap` each loop of the batch has its own condition: all run until the last
+        # one ends, and those that have ended keep what they have.
+        (goes,) = condition.outputs
+        is_batched = isinstance(goes, int) and bool(condition.avals[goes].shape)
+        init = operands[num_consts:]
+        return list(jax.lax.while_loop(lambda carry: jax.numpy.any(goes_on(carry)), trip, init))
 
     def cond(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
         branches = [
@@ -133,3 +190,17 @@ class _Writer:
             for branch, sharding in zip(equation.bodies, own.bodies, strict=True)
         ]
         return list(jax.lax.switch(operands[0], branches, *operands[1:]))
+
+
+def _part_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    part = list(shape)
+    for entry, size in zip(layout, mesh_shape, strict=True):
+        if entry >= 0:
+            part[entry] //= size
+    return tuple(part)
+
+
+def _where(which: Any, new: Any, old: Any) -> Any:
+    """`which` has the leading dimensions of the other two."""
+    dims = tuple(range(which.ndim))
+    return jax.lax.select(jax.lax.broadcast_in_dim(which, new.shape, dims), new, old)

@@ -133,7 +133,22 @@ class _Assigner:
             else:
                 chains.append(())
         self.place(equation.results)
-        return EquationSharding(tuple(chains), tuple(map(self.result_chain, equation.results)))
+        return EquationSharding(
+            tuple(chains),
+            tuple(map(self.result_chain, equation.results)),
+            local=self.parts(equation, nodes[0]),
+        )
+
+    def parts(self, equation: Any, node: int) -> tuple[tuple[Layout, ...], ...]:
+        """The layouts of an operator that is bound to parts, where it is split at all."""
+        operands, results = self.layouts[node]
+        if not self.graph.nodes[node].rule.local or all(
+            max(layout, default=WHOLE) < 0 for layout in (*operands, *results)
+        ):
+            return ()
+        left, whole = iter(operands), (WHOLE,) * len(self.mesh.shape)
+        every = tuple(next(left) if isinstance(o, int) else whole for o in equation.operands)
+        return every, results
 
     def result_chain(self, value: int) -> Chain:
         """Layouts a result is taken through when it is made. Where partial sums are finished the
@@ -161,11 +176,15 @@ class _Assigner:
         node = self.graph.nodes[self.graph.producer[value][0]]
         return self.chain(operand, self.current[value], node.operands[0])
 
-    def body(self, program: Any, targets: Sequence[Layout]) -> ProgramSharding:
-        """A body whose inputs have their layouts already, and whose outputs go to the targets."""
+    def body(self, program: Any, targets: Sequence[Layout | None]) -> ProgramSharding:
+        """A body whose inputs have their layouts already, and whose outputs go to the targets, or
+        stay where they are."""
         inputs = tuple(self.current[v] for v in program.inputs)
         equations = self.equations(program)
-        outputs = [self.chain(o, t) for o, t in zip(program.outputs, targets, strict=True)]
+        outputs = [
+            () if target is None else self.chain(out, target)
+            for out, target in zip(program.outputs, targets, strict=True)
+        ]
         return ProgramSharding(inputs, equations, tuple(outputs))
 
     def scan(self, equation: Any) -> EquationSharding:
@@ -212,8 +231,7 @@ class _Assigner:
         for operand, layout in zip(operands[len(const_inputs) :], layouts, strict=True):
             chains.append(self.chain(operand, layout))
         self.current.update(zip(condition.inputs[cond_consts:], layouts, strict=True))
-        whole = (WHOLE,) * len(self.mesh.shape)
-        programs = (self.body(condition, [whole]), self.body(body, layouts))
+        programs = (self.body(condition, [None]), self.body(body, layouts))
         self.current.update(zip(equation.results, layouts, strict=True))
         return EquationSharding(tuple(chains), tuple((r,) for r in layouts), programs)
 

@@ -81,7 +81,7 @@ class _Builder:
         self.kept: set[int] = set()  # inputs that have a USE node
         self.product_sums: set[int] = set()  # FINISH results of products and of sums of them
         self.summed: set[int] = set()  # values that a sum of partial sums reads
-        self.unruled: Counter[tuple[str, str]] = Counter()
+        self.unruled: Counter[tuple[str, str, str]] = Counter()  # name, line, why
         self.signature_of: list[_Signature | None] = []  # by equation, bodies included
         self.signatures: list[_Signature] = []
         self.find_signatures()
@@ -211,8 +211,8 @@ class _Builder:
     def operation(self, equation: Equation, here: _Surroundings, index: int) -> None:
         signature = self.signature_of[index]
         assert signature is not None
-        if signature.ruled.unruled_ops:
-            self.unruled[equation.name, equation.source_line] += 1
+        if signature.ruled.warning:
+            self.unruled[equation.name, equation.source_line, signature.ruled.warning] += 1
         # The update reads parameters where they are kept, everything else where they are used.
         kept = self.kept if here.region == UPDATE else ()
         operands = tuple(

@@ -40,11 +40,22 @@ Dims = list[tuple[int, ...]]  # the factors of each dimension of a value
 
 @dataclass(frozen=True)
 class RuledEquation:
-    """A rule, and the StableHLO ops of the equation that had none (then nothing is split)."""
+    """A rule, and the StableHLO ops of the equation that had none (then nothing is split); or what
+    else the user should know of how it runs."""
 
     rule: Rule
     unruled_ops: tuple[str, ...] = ()
     op_names: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What the plan says of the equation, if anything."""
+        if self.note or not self.unruled_ops:
+            return self.note
+        return (
+            "runs replicated: no sharding rule is known for it (autopar.register_rule can give one)"
+        )
 
 
 def compose_rule(
@@ -277,12 +288,18 @@ def _direct(
         pairs = zip(values, avals, strict=True)
         return tuple(d[: len(getattr(aval, "shape", ()))] for d, aval in pairs)
 
+    taken, made = (
+        {n for dims in values for names in dims for n in names}
+        for values in (parsed.operands, parsed.results)
+    )
+    # A factor that a result lost without being a reduction cannot be split (the rows of a solve).
+    fixed = parsed.fixed | (taken - made - parsed.reduction)
     return Rule(
         trim(_with_constants(equation, dims(parsed.operands)), operand_avals),
         trim(dims(parsed.results), [avals[r] for r in equation.results]),
         tuple(parsed.sizes[n] for n in names),
         frozenset(index[n] for n in parsed.reduction if n in index),
-        frozenset(index[n] for n in parsed.fixed if n in index),
+        frozenset(index[n] for n in fixed if n in index),
         linear=equation.name in _LINEAR,
     )
 
@@ -305,8 +322,10 @@ def _rule_of(op: Any) -> _ParsedRule | None:
         {n for dims in values for names in dims for n in names}
         for values in (parsed.operands, parsed.results)
     )
-    if op.operation.name == "stablehlo.custom_call" and not taken & made:
-        return None  # of a kernel Shardy does not know: nothing has to do with anything
+    if op.operation.name == "stablehlo.custom_call":
+        if not taken & made:
+            return None  # of a kernel Shardy does not know: nothing has to do with anything
+        parsed = replace(parsed, fixed=parsed.fixed | (made - taken))
     if op.operation.name == "stablehlo.dynamic_update_slice":
         # Shardy lets the updated dimension be split, but XLA's partitioner forgets there that a
         # start beyond the end is clamped: the update is lost (JAX 0.10.2 and 0.12).

@@ -176,6 +176,7 @@ class _Flattener:
             body = _jax.call_body(eqn)
             if body is not None:
                 operands = self.shield(eqn, operands, place, equations)
+                operands = [operands[i] for i in _jax.call_operands(eqn)]
                 inner, consts = _jax.open_jaxpr(body)
                 inner_env: dict[Any, Operand] = {}
                 self.capture(inner, consts, inner_env, captured)

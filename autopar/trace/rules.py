@@ -21,6 +21,7 @@ from autopar import _jax
 from autopar.ir.graph import Rule
 from autopar.trace.compose import RuledEquation, compose_rule, replicated_rule
 from autopar.trace.program import Constant, Equation
+from autopar.trace.user_rules import fit_rule, user_rule_of
 
 # Distinct equations that are lowered together.
 _CHUNK = 512
@@ -57,8 +58,16 @@ def rules_of_equations(equations: Sequence[Equation], avals: Sequence[Any]) -> l
     for index, equation in enumerate(equations):
         judge = PRIMITIVE_RULES.get(equation.name)
         operands, results = _avals_of(equation, avals)
-        if judge is not None:
+        given = user_rule_of(equation, operands, results) if results else None
+        if given is not None:
+            rule, note = fit_rule(given, equation, operands, results)
+            found[index] = RuledEquation(rule, note=note)
+        elif judge is not None:
             found[index] = RuledEquation(judge(equation, operands, results))
+        elif equation.name == "shard_map":
+            # The user's own sharding, on the user's own mesh.
+            note = "is entered and left replicated: autopar does not look into it"
+            found[index] = RuledEquation(replicated_rule(operands, results), note=note)
         elif equation.has_effect or not results:
             # Out of its place an effect cannot be lowered, nor may it be split.
             unruled = (equation.name,) if results else ()
@@ -155,7 +164,36 @@ def _top_k(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
     searched = equation.params.get("axis", -1) % len(operand.shape)
     (dims,), sizes = _free_dims([operand.shape])
     kept = tuple(() if d == searched else own for d, own in enumerate(dims))
-    return Rule((dims,), (kept,) * len(results), sizes, fixed=frozenset(dims[searched]))
+    fixed = frozenset(dims[searched])
+    return Rule((dims,), (kept,) * len(results), sizes, fixed=fixed, local=True)
+
+
+def _fft(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+    """Dimensions in front of those transformed are free."""
+    return _batched(len(equation.params["fft_lengths"]), operands, results)
+
+
+def _factorised(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+    """A factorisation of matrices: the dimensions in front of rows and columns are free."""
+    del equation
+    return _batched(2, operands, results)
+
+
+def _batched(num_own: int, operands: list[Any], results: list[Any]) -> Rule:
+    """All have the same leading dimensions, which are all but the last of the first operand."""
+    batch = operands[0].shape[: len(operands[0].shape) - num_own]
+    (dims,), sizes = _free_dims([batch])
+
+    def with_rest(aval: Any) -> tuple[tuple[int, ...], ...]:
+        return dims + ((),) * (len(aval.shape) - len(batch))
+
+    return Rule(tuple(map(with_rest, operands)), tuple(map(with_rest, results)), sizes, local=True)
+
+
+def _elementwise_loop(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+    """A series that is summed until all elements have converged: on parts, no device waits for
+    the elements of another."""
+    return replace(_elementwise(equation, operands, results), local=True)
 
 
 def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
@@ -207,11 +245,12 @@ PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
     "top_k": _top_k,
     "dot_product_attention_fwd_wrapper": _fused_attention,
     "dot_product_attention_bwd_wrapper": _fused_attention,
-    # Series that are summed in a loop, for each element by itself.
-    "igamma": _elementwise,
-    "igammac": _elementwise,
-    "igamma_grad_a": _elementwise,
-    "regularized_incomplete_beta": _elementwise,
+    "fft": _fft,
+    "lu": _factorised,
+    "igamma": _elementwise_loop,
+    "igammac": _elementwise_loop,
+    "igamma_grad_a": _elementwise_loop,
+    "regularized_incomplete_beta": _elementwise_loop,
 }
 
 
