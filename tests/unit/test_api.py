@@ -90,6 +90,7 @@ def test_public_names() -> None:
         "init",
         "parallelize",
         "plan",
+        "register_rule",
         "shutdown",
         "solve_sharding",
     }
