@@ -24,7 +24,14 @@ from autopar.errors import (
 )
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
-from autopar.methods import DataParallel, ManualParallel, ShardingOptions, ShardParallel
+from autopar.methods import (
+    CreateStateParallel,
+    DataParallel,
+    FollowParallel,
+    ManualParallel,
+    ShardingOptions,
+    ShardParallel,
+)
 
 __version__ = "0.1.0"
 
@@ -33,8 +40,10 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "CompileError",
+    "CreateStateParallel",
     "DataParallel",
     "DeviceSpec",
+    "FollowParallel",
     "LogicalMesh",
     "ManualParallel",
     "MeshError",

@@ -24,7 +24,13 @@ from autopar.compiler import (
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
-from autopar.methods import ParallelMethod, ShardingOptions, ShardParallel
+from autopar.methods import (
+    CreateStateParallel,
+    FollowParallel,
+    ParallelMethod,
+    ShardingOptions,
+    ShardParallel,
+)
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 
 _DEVICE_KINDS = (
@@ -109,7 +115,9 @@ class ParallelFunction:
         self._fn = fn
         self._method = method
         self._options = options
+        self._plans: dict[Any, list[PlannedStep]] = {}
         self._entries: dict[Any, list[tuple[PlannedStep, LocalExecutable]]] = {}
+        self.last_planned: PlannedStep | None = None
         self.last_executable: LocalExecutable | None = None
         functools.update_wrapper(self, fn, updated=())
 
@@ -130,17 +138,31 @@ class ParallelFunction:
 
     def plan(self, *args: Any, **kwargs: Any) -> ParallelPlan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`); runs nothing."""
-        return self._plan(args, kwargs).plan
+        return self.planned(args, kwargs).plan
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        return plan_step(
-            self._fn,
-            args,
-            kwargs,
-            cluster=cluster_of_devices(local_devices()),
-            method=self._method,
-            options=self._options,
-        )
+    @property
+    def options(self) -> StepOptions:
+        return self._options
+
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        """The traced and planned step for these arguments, planned once per shapes and types."""
+        call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
+        key = (call.treedef, call.static, call.static_args, _session.devices)
+        known = self._plans.setdefault(key, [])
+        types = _types(call.leaves)
+        found = next((p for p in known if _types_of(p.traced.avals) == types), None)
+        if found is None:
+            found = plan_step(
+                self._fn,
+                args,
+                kwargs,
+                cluster=cluster_of_devices(local_devices()),
+                method=self._method,
+                options=self._options,
+            )
+            known.append(found)
+        self.last_planned = found
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static = self._options.static_argnums
@@ -162,7 +184,7 @@ class ParallelFunction:
                 results = _run(planned, executable, arrays)
             except SignatureChanged:
                 continue
-            self.last_executable = executable
+            self.last_planned, self.last_executable = planned, executable
             return planned.traced.rebuild_output(results)
         return self._first_call(args, kwargs, (treedef, values, _session.devices))
 
@@ -177,8 +199,21 @@ class ParallelFunction:
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[PlannedStep, LocalExecutable]:
-        planned = self._plan(args, kwargs)
+        planned = self.planned(args, kwargs)
         return planned, make_executable(planned, local_devices())
+
+
+def _types(leaves: Sequence[Any]) -> list[tuple] | None:
+    """Shapes and types of leaves, as tracing sees them; None if JAX cannot trace one of them."""
+    try:
+        shapes = jax.eval_shape(lambda *xs: list(xs), *leaves)
+    except TypeError:  # tracing says it better
+        return None
+    return _types_of(shapes)
+
+
+def _types_of(avals: Sequence[Any]) -> list[tuple]:
+    return [(aval.shape, aval.dtype, aval.weak_type) for aval in avals]
 
 
 def _run(planned: PlannedStep, executable: LocalExecutable, leaves: Sequence[Any]) -> list[Any]:
@@ -234,7 +269,7 @@ def parallelize(
     if method is not None and not isinstance(method, (ParallelMethod, ParallelPlan)):
         raise ArgumentError(
             f"parallelize(method={method!r}): needs autopar.ShardParallel(), DataParallel(), "
-            "ManualParallel(…), a ParallelPlan, or None."
+            "ManualParallel(…), CreateStateParallel(…), FollowParallel(…), a ParallelPlan, or None."
         )
     options = StepOptions(
         _positions("static_argnums", static_argnums),
@@ -267,6 +302,11 @@ def plan(
     fn, options = _unwrap(fn, static_argnums, batch_argnums)
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan(cluster={cluster!r}): needs an autopar.ClusterSpec.")
+    if isinstance(method, (CreateStateParallel, FollowParallel)):
+        raise ArgumentError(
+            f"plan(method={type(method).__name__}(…)): the train step's plan is for the devices at "
+            "hand. Use parallelize(fn, method=…).plan(…)."
+        )
     return plan_step(fn, args, kwargs, cluster=cluster, method=method, options=options).plan
 
 

@@ -43,12 +43,19 @@ from autopar.errors import (
     TraceError,
     shortened,
 )
+from autopar.following import placed_like_training
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
-from autopar.methods import ParallelMethod, PlacedParallel, ShardParallel
+from autopar.methods import (
+    CreateStateParallel,
+    FollowParallel,
+    ParallelMethod,
+    PlacedParallel,
+    ShardParallel,
+)
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.steering import Asked, with_output_nodes, without_moved_state
@@ -112,7 +119,12 @@ def plan_step(
         num_micro_batches = getattr(method, "num_micro_batches", 1)
         if num_micro_batches > 1:
             traced = in_micro_batches(traced, fn, options, num_micro_batches)
-    return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+    if not isinstance(method, (CreateStateParallel, FollowParallel)):
+        return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+    placed = placed_like_training(traced, method, cluster)
+    if options.donate_argnums == "auto":  # the train step still needs what it is given
+        traced = replace(traced, donated=())
+    return plan_traced(traced, cluster=cluster, method=placed, mesh=mesh, timer=timer)
 
 
 def plan_traced(

@@ -204,6 +204,53 @@ class ManualParallel:
 
 
 @dataclass(frozen=True, eq=False)
+class CreateStateParallel:
+    """For the function that makes the train state: every array is made in the shards in which the
+    train step wants it, and never exists whole on one device.
+
+        create_state = parallelize(init_fn, method=CreateStateParallel(train_step, batch))
+        state = create_state(key)
+
+    train_step: the parallelized train step. It is planned for the state that `init_fn` returns
+                (as its first argument that is neither batch nor static) and keeps that plan.
+    batch:      what the step is called with beside the state, arrays or `jax.ShapeDtypeStruct`s.
+                If it takes several more arguments, a tuple of all of them, in their order.
+    """
+
+    train_step: Any
+    batch: Any
+
+    def __post_init__(self) -> None:
+        _check_train_step(self)
+
+
+@dataclass(frozen=True, eq=False)
+class FollowParallel:
+    """For evaluation and the like: arguments that the train step has too lie as training has them.
+
+    Arrays are matched by shape and by the names at the end of their paths, so `params['w']` is
+    `state.params['w']`. Other arrays of the batch are split along their first dimension as
+    training's are; everything else, results included, is left to the solver, on the same mesh.
+
+    train_step: a parallelized step that has been called or planned; the last plan counts.
+    """
+
+    train_step: Any
+
+    def __post_init__(self) -> None:
+        _check_train_step(self)
+
+
+def _check_train_step(method: Any) -> None:
+    step = method.train_step
+    if not (callable(step) and hasattr(step, "last_planned")):
+        raise ArgumentError(
+            f"{type(method).__name__}(train_step={step!r}): needs a train step that was made with "
+            "autopar.parallelize."
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class PlacedParallel:
     """Not for users: what `CreateStateParallel` and `FollowParallel` come to for one call. Arrays
     lie on the given mesh as said, one spec per array leaf; `None` where the solver may choose."""
@@ -214,4 +261,6 @@ class PlacedParallel:
     out_specs: tuple[PartitionSpec | None, ...] | None = None
 
 
-ParallelMethod = ShardParallel | DataParallel | ManualParallel
+ParallelMethod = (
+    ShardParallel | DataParallel | ManualParallel | CreateStateParallel | FollowParallel
+)

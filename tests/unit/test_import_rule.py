@@ -17,7 +17,7 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 EVERYONE = {"errors", "_jax"}
 BELOW_PASSES = {"cost", "ir"}
 PASSES = {"trace", "stages", "sharding", "lower"}
-BESIDE_COMPILER = {"constraints", "steering", "assemble"}
+BESIDE_COMPILER = {"constraints", "steering", "following", "assemble"}
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
 # component -> the other components it may import. One that is missing here may not exist.
@@ -33,6 +33,7 @@ ALLOWED_IMPORTS = {
     "inspect": {*BELOW_PASSES, *EVERYONE},
     "runtime": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
+    "following": {"methods", "trace", "ir", *EVERYONE},
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},

@@ -11,10 +11,13 @@ from typing import Any, get_args
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autopar.api import parallelize
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import LogicalMesh
 from autopar.methods import (
+    CreateStateParallel,
     DataParallel,
+    FollowParallel,
     ManualParallel,
     ParallelMethod,
     ShardingOptions,
@@ -26,6 +29,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "DataParallel": DataParallel,
     "ManualParallel": lambda **options: ManualParallel((8,), ("x",), None, **options),
 }
+TRAIN_STEP = parallelize(lambda state, batch: (state + batch.mean(), batch.sum()))
+# Methods that take over what another function was planned with.
+FOLLOWING: dict[str, Callable[[], Any]] = {
+    "CreateStateParallel": lambda: CreateStateParallel(TRAIN_STEP, 1.0),
+    "FollowParallel": lambda: FollowParallel(TRAIN_STEP),
+}
 
 
 def refused(call: Callable[[], Any], *parts: str) -> None:
@@ -36,7 +45,7 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
 
 
 def test_every_method_is_tested_here() -> None:
-    assert {method.__name__ for method in get_args(ParallelMethod)} == set(METHODS)
+    assert {method.__name__ for method in get_args(ParallelMethod)} == {*METHODS, *FOLLOWING}
 
 
 def test_defaults() -> None:
@@ -44,6 +53,12 @@ def test_defaults() -> None:
     assert ShardingOptions() == ShardingOptions("highs", 60.0, True)
     assert DataParallel() == DataParallel(num_micro_batches=1)
     assert ManualParallel((8,), ("x",), P()).out_specs is None
+
+
+def test_methods_that_follow_are_frozen() -> None:
+    for make in FOLLOWING.values():
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            make().train_step = None
 
 
 @pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
@@ -110,6 +125,46 @@ def test_time_limit_that_is_none(seconds: Any) -> None:
 def test_options_of_a_wrong_type(options: dict[str, Any], needed: str) -> None:
     ((name, value),) = options.items()
     refused(lambda: ShardingOptions(**options), f"{name}={value!r}", needed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("pins", {"w": "x"}, "path patterns to jax.sharding.PartitionSpec"),
+        ("pins", {3: P("x")}, "path patterns"),
+        ("pins", {"": P("x")}, "path patterns"),
+        ("pins", [("w", P("x"))], "a dict"),
+        ("forbid_axes", {"w": 0}, "axis names"),
+        ("forbid_axes", {"w": ()}, "axis names"),
+        ("forbid_axes", {"w": ("x", "x")}, "axis names"),
+        ("forbid_axes", "x", "a dict"),
+        ("batch_axis", 0, "name of a mesh axis"),
+        ("batch_axis", ("x", 1), "name of a mesh axis"),
+        ("batch_axis", "", "name of a mesh axis"),
+        ("allow_reduce_scatter", None, "True or False"),
+        ("allow_all_to_all", 1, "True or False"),
+        ("allow_replicated_parameters", "no", "True or False"),
+        ("memory_budget_bytes", 0, "bytes > 0, or None"),
+        ("memory_budget_bytes", "8 GiB", "bytes > 0, or None"),
+        ("memory_budget_bytes", math.nan, "bytes > 0, or None"),
+        ("remat", "some", "'none', 'auto' or 'all'"),
+        ("remat", True, "'none', 'auto' or 'all'"),
+    ],
+)
+def test_steering_that_is_none(name: str, value: Any, needed: str) -> None:
+    refused(lambda: ShardingOptions(**{name: value}), f"ShardingOptions({name}={value!r})", needed)
+
+
+def test_steering_is_copied_and_its_methods_can_be_compared() -> None:
+    pins = {"w": P("x")}
+    options = ShardingOptions(pins=pins, forbid_axes={"v": "x"}, batch_axis=["x", "y"])
+    pins["v"] = P()
+    assert options.pins == {"w": P("x")}
+    assert options.forbid_axes == {"v": ("x",)}
+    assert options.batch_axis == ("x", "y")
+    same = ShardingOptions(pins={"w": P("x")}, forbid_axes={"v": ("x",)}, batch_axis=("x", "y"))
+    assert len({ShardParallel(options=options), ShardParallel(options=same)}) == 1
+    assert options != ShardingOptions(pins=pins)
 
 
 @pytest.mark.parametrize("options", [None, "fast", {"solver": "highs"}])

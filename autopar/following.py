@@ -1,0 +1,191 @@
+"""Functions beside a train step that keep to its layouts: from its plan to specs for them.
+
+    CreateStateParallel   what an initialiser returns lies as the train step wants its state
+    FollowParallel        what an evaluation is given lies as the train step was given it
+
+Both come to a `PlacedParallel`: a mesh and a spec per array; the solver shards everything between.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr
+
+from autopar.errors import ArgumentError, shortened
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.plan import ParallelPlan
+from autopar.methods import CreateStateParallel, FollowParallel, PlacedParallel
+from autopar.trace.flatten import FlatCall, TracedStep
+
+
+def placed_like_training(
+    traced: TracedStep, method: CreateStateParallel | FollowParallel, cluster: ClusterSpec
+) -> PlacedParallel:
+    """What the method comes to for the function that was traced."""
+    if isinstance(method, CreateStateParallel):
+        return _created(traced, method, cluster)
+    return _followed(traced, method, cluster)
+
+
+def _mesh_of(plan: ParallelPlan, cluster: ClusterSpec) -> LogicalMesh:
+    return replace(mesh_of_cluster(cluster, plan.mesh_shape), axis_names=plan.axis_names)
+
+
+# -- initialisers
+
+
+def _created(
+    traced: TracedStep, method: CreateStateParallel, cluster: ClusterSpec
+) -> PlacedParallel:
+    """The train step is planned for the state that the initialiser was seen to return."""
+    leaves = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in traced.out_avals
+    ]
+    state = traced.rebuild_output(leaves)
+    args, position = _arguments(method, state)
+    try:
+        train = method.train_step.planned(args, {})
+    except Exception as error:
+        error.add_note(
+            f"autopar: while planning the train step of CreateStateParallel with what "
+            f"{traced.name} returns as argument {position} and the batch that was given."
+        )
+        raise
+    plan, owners = train.plan, train.traced.call.argument
+    specs = tuple(
+        plan.spec_of(tensor)
+        for tensor, owner in zip(plan.inputs, owners, strict=True)
+        if owner == position
+    )
+    assert len(specs) == len(leaves), (len(specs), len(leaves))
+    return PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
+
+
+def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...], int]:
+    """(arguments of the train step, which of them is the state): the state is the first that is
+    neither batch nor static."""
+    step, batch = method.train_step, method.batch
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # some callables tell nothing
+        parameters = ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
+    needed = sum(p.default is inspect.Parameter.empty for p in positional) - 1
+    if needed <= 1:
+        rest = [batch]
+    elif isinstance(batch, tuple) and needed <= len(batch) < len(positional):
+        rest = list(batch)
+    else:
+        raise ArgumentError(
+            f"CreateStateParallel(batch={shortened(batch)}): {step!r} takes {needed} arguments "
+            "beside the state. Give a tuple with a value (or a jax.ShapeDtypeStruct) for each of "
+            "them, in their order, as the batch."
+        )
+    taken = {*step.options.batch_argnums, *step.options.static_argnums}
+    position = next(i for i in range(len(rest) + 1) if i not in taken or i == len(rest))
+    rest.insert(position, state)
+    return tuple(rest), position
+
+
+# -- evaluations
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An array of the train step, by the names on its path: `('state', 'params', 'w')`."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    role: str
+
+
+def _followed(traced: TracedStep, method: FollowParallel, cluster: ClusterSpec) -> PlacedParallel:
+    train = method.train_step.last_planned
+    if train is None:
+        raise ArgumentError(
+            f"FollowParallel({method.train_step!r}): this step has no plan yet that {traced.name} "
+            "could follow. Call the step first, or its plan(state, batch)."
+        )
+    plan = train.plan
+    names = _names(train.traced.call)
+    known = [
+        _Placed(own, tensor.shape, plan.spec_of(tensor), tensor.role)
+        for own, tensor in zip(names, plan.inputs, strict=True)
+    ]
+    mesh = _mesh_of(plan, cluster)
+    specs: list[PartitionSpec | None] = []
+    found = 0
+    for index, own in enumerate(_names(traced.call)):
+        shape = tuple(traced.avals[index].shape)
+        match = _best_match(own, shape, known)
+        if match is not None:
+            found += match.role != "batch"
+            specs.append(match.spec)
+        else:
+            specs.append(_batch_spec(shape, plan, mesh) if index in traced.batch else None)
+    if not found:
+        raise ArgumentError(
+            f"FollowParallel: no array of {traced.name}'s arguments has the name and shape of one "
+            f"of {plan.name}'s, such as {plan.inputs[0].path} {plan.inputs[0].shape}. Pass the "
+            "train state or its parameters, or use ShardParallel."
+        )
+    return PlacedParallel("FollowParallel", mesh, in_specs=tuple(specs))
+
+
+def _names(call: FlatCall) -> list[tuple[str, ...]]:
+    """Argument name and keys of every leaf, whether they are attributes, dict keys or indices."""
+    found = []
+    for path, keys in zip(call.paths, call.key_paths, strict=True):
+        argument = path[: len(path) - len(keystr(keys))]
+        found.append((argument, *map(_key_name, keys)))
+    return found
+
+
+def _key_name(key: Any) -> str:
+    return next(str(getattr(key, a)) for a in ("key", "name", "idx") if hasattr(key, a))
+
+
+def _best_match(
+    names: tuple[str, ...], shape: tuple[int, ...], known: Sequence[_Placed]
+) -> _Placed | None:
+    """The array of the train step with this shape and the most of these names at the end of its
+    path: all but the argument's, at least, or all of its own."""
+    best, best_score = None, (0, 0)
+    for other in known:
+        if other.shape != shape:
+            continue
+        common = 0
+        for a, b in zip(reversed(names), reversed(other.names), strict=False):
+            if a != b:
+                break
+            common += 1
+        if common < max(1, min(len(names), len(other.names)) - 1):
+            continue
+        score = (common, -abs(len(names) - len(other.names)))
+        if best is None or score > best_score:
+            best, best_score = other, score
+    return best
+
+
+def _batch_spec(
+    shape: tuple[int, ...], plan: ParallelPlan, mesh: LogicalMesh
+) -> PartitionSpec | None:
+    """The first dimension over those of the axes that split training's which divide it."""
+    batch = next((t for t in plan.inputs if t.role == "batch" and t.shape), None)
+    if batch is None or not shape:
+        return None
+    axes: list[int] = []
+    for axis, entry in enumerate(batch.layout):
+        if entry == 0 and shape[0] % prod(mesh.shape[a] for a in (*axes, axis)) == 0:
+            axes.append(axis)
+    return PartitionSpec(tuple(mesh.axis_names[a] for a in axes) or None)
