@@ -116,6 +116,11 @@ def empty_name_stack() -> Any:
     return _source_info.NameStack()
 
 
+def below_name(name: str, name_stack: Any) -> Any:
+    """A name stack with one more name around it."""
+    return _source_info.NameStack().extend(name) + name_stack
+
+
 def source_line(source_info: Any) -> str:
     """`file.py:12 (function)` of the user's code that made an equation."""
     return _source_info.summarize(source_info)

@@ -1,0 +1,245 @@
+"""Where to cut a forward pass into layers: from its equations' figures to groups of equations.
+
+Cuts lie in the gaps between products, each at the position of its gap where the fewest bytes
+cross. Natural layers are gaps at which a block ends: one that repeats, by its numbered module name
+or by the products in it. Where there are none, or a number of layers is asked for, a dynamic
+programme takes the gaps that balance flops with few bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from autopar.errors import ArgumentError
+
+_NUMBER = re.compile(r"\d+")
+# A place where the user's own modules change is as good as one with a tenth more bytes crossing.
+_MODULE_CHANGE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Forward equations in order. Positions below are into `indices`.
+
+    crossing_bytes: per position, what is made up to it and read after it.
+    heavy:          positions of products; `signatures` are equal for equal ones.
+    scans:          positions of loops among them.
+    """
+
+    indices: tuple[int, ...]
+    crossing_bytes: tuple[int, ...]
+    flops: tuple[float, ...]
+    modules: tuple[str, ...]
+    heavy: tuple[int, ...]
+    signatures: tuple[int, ...]
+    scans: frozenset[int]
+
+
+def choose_cuts(segments: Sequence[Segment], num_layers: int | None) -> list[tuple[int, ...]]:
+    """The equations of each layer. A segment has at least one."""
+    if not segments:
+        return []
+    if num_layers is None:
+        cuts = [_natural_cuts(segment) for segment in segments]
+    else:
+        cuts = [
+            _balanced_cuts(segment, count)
+            for segment, count in zip(segments, _shares(segments, num_layers), strict=True)
+        ]
+    groups = []
+    for segment, own in zip(segments, cuts, strict=True):
+        bounds = [0, *(cut + 1 for cut in own), len(segment.indices)]
+        groups += [segment.indices[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return groups
+
+
+def _shares(segments: Sequence[Segment], num_layers: int) -> list[int]:
+    """How many layers each segment gets: one, and the rest where most flops per layer are."""
+    total = sum(len(segment.indices) for segment in segments)
+    if not len(segments) <= num_layers <= total:
+        raise ArgumentError(
+            f"{num_layers} layers: the forward pass of this step can be cut into {len(segments)} "
+            f"to {total}. Ask for a number between them."
+        )
+    flops = [sum(segment.flops) for segment in segments]
+    counts = [1] * len(segments)
+    for _ in range(num_layers - len(segments)):
+        free = [i for i, s in enumerate(segments) if counts[i] < len(s.indices)]
+        counts[max(free, key=lambda i: flops[i] / counts[i])] += 1
+    return counts
+
+
+# -- gaps
+
+
+def _gap_cut(segment: Segment, first: int, last: int) -> int:
+    """The best cut in `first … last`: few bytes cross, and if it can be, modules change."""
+
+    def price(cut: int) -> tuple[float, int]:
+        here, after = segment.modules[cut], segment.modules[cut + 1]
+        change = not (f"{here}/".startswith(f"{after}/") or f"{after}/".startswith(f"{here}/"))
+        share = _MODULE_CHANGE_SHARE if change else 1.0
+        return segment.crossing_bytes[cut] * share, cut
+
+    return min(range(first, last + 1), key=price)
+
+
+def _gaps(segment: Segment) -> list[int]:
+    """One cut between any two neighbouring products. After a loop, and before one, it is cut
+    directly: the loop itself is a layer."""
+    found = []
+    for before, after in zip(segment.heavy, segment.heavy[1:], strict=False):
+        if before in segment.scans:
+            found.append(before)
+        elif after in segment.scans:
+            found.append(after - 1)
+        else:
+            found.append(_gap_cut(segment, before, after - 1))
+    return found
+
+
+# -- natural layers
+
+
+def _natural_cuts(segment: Segment) -> list[int]:
+    labels = _labels_by_name(segment) or _labels_by_period(segment)
+    alone = [p for p in segment.scans if labels is None or _is_alone(segment, labels, p)]
+    if labels is None and not alone:
+        narrow = _narrow(segment, _gaps(segment), 0)
+        count = min(round(2 * sqrt(len(segment.heavy))), len(narrow) + 1)
+        return _balance(segment, narrow, count)
+    cuts: set[int] = set()
+    if labels is not None:
+        for k, (before, after) in enumerate(zip(segment.heavy, segment.heavy[1:], strict=False)):
+            if labels[k] != labels[k + 1]:
+                cuts.add(_gap_cut(segment, before, after - 1))
+    for position in alone:
+        # No other cut may lie in the gaps beside the loop.
+        k = segment.heavy.index(position)
+        before = segment.heavy[k - 1] if k else -1
+        after = segment.heavy[k + 1] if k + 1 < len(segment.heavy) else len(segment.indices)
+        cuts -= set(range(before, after))
+        cuts |= {c for c in (position - 1, position) if 0 <= c < len(segment.indices) - 1}
+    return sorted(cuts)
+
+
+def _is_alone(segment: Segment, labels: Sequence[object], position: int) -> bool:
+    """A loop that shares its block with no other product."""
+    own = labels[segment.heavy.index(position)]
+    return own is None or sum(label == own for label in labels) == 1
+
+
+def _labels_by_name(segment: Segment) -> list[str | None] | None:
+    """Per product, the numbered module it belongs to (`GPT/layer_3`), if such modules repeat."""
+    paths = [segment.modules[p].split("/") for p in segment.heavy]
+    for depth in range(max(map(len, paths), default=0)):
+        blocks: dict[str, set[str]] = {}
+        labels: list[str | None] = []
+        for path in paths:
+            label = None
+            if depth < len(path) and _NUMBER.search(path[depth]):
+                label = "/".join(path[: depth + 1])
+                blocks.setdefault(_NUMBER.sub("*", label), set()).add(label)
+            labels.append(label)
+        repeated = {s for s, names in blocks.items() if len(names) > 1}
+        kept = [x if x is not None and _NUMBER.sub("*", x) in repeated else None for x in labels]
+        if 2 * sum(label is not None for label in kept) >= len(kept) > 0:
+            return kept
+    return None
+
+
+def _labels_by_period(segment: Segment) -> list[int | None] | None:
+    """Per product, in which repeat of the longest periodic stretch it lies."""
+    keys = np.array(segment.signatures)
+    best = (0, 0, 0)  # products covered, less the period; first product
+    for period in range(1, len(keys) // 2 + 1):
+        start, length = _longest_run(keys[:-period] == keys[period:])
+        repeats = (length + period) // period
+        if repeats >= 2:
+            best = max(best, (repeats * period, -period, start))
+    covered, period, start = best[0], -best[1], best[2]
+    if not covered or 2 * covered < len(keys):
+        return None
+    gaps = _gaps(segment)
+
+    def bytes_between(phase: int) -> float:
+        ends = range(start + phase - 1, start + covered - 1, period)
+        inside = [segment.crossing_bytes[gaps[e]] for e in ends if e >= start]
+        return sum(inside) / max(len(inside), 1)
+
+    # A block begins where the stretch does, unless clearly fewer bytes cross elsewhere.
+    phase = min(range(period), key=lambda p: (bytes_between(p) * (1.0 if p else 0.99), p))
+    first = start + phase
+    repeats = (start + covered - first) // period
+    labels: list[int | None] = [None] * len(keys)
+    for k in range(repeats * period):
+        labels[first + k] = k // period
+    return labels
+
+
+def _longest_run(flags: np.ndarray) -> tuple[int, int]:
+    """(start, length) of the longest stretch of True, the first if there are several."""
+    padded = np.concatenate(([0], flags.astype(np.int8), [0]))
+    steps = np.flatnonzero(np.diff(padded))
+    starts, ends = steps[::2], steps[1::2]
+    if not len(starts):
+        return 0, 0
+    longest = int(np.argmax(ends - starts))
+    return int(starts[longest]), int(ends[longest] - starts[longest])
+
+
+# -- balanced layers
+
+
+def _balanced_cuts(segment: Segment, count: int) -> list[int]:
+    """`count - 1` cuts, natural ones if there are enough, that balance flops with few bytes."""
+    candidates = _gaps(segment)
+    if len(candidates) < count - 1:
+        return _balance(segment, list(range(len(segment.indices) - 1)), count)
+    labels = _labels_by_name(segment) or _labels_by_period(segment)
+    if labels is not None:
+        natural = [g for k, g in enumerate(candidates) if labels[k] != labels[k + 1]]
+        if len(natural) >= count - 1:
+            return _balance(segment, natural, count)
+    return _balance(segment, _narrow(segment, candidates, count - 1), count)
+
+
+def _narrow(segment: Segment, candidates: Sequence[int], at_least: int) -> list[int]:
+    """The cuts that few bytes cross: at most twice as many as cross the best of them, or as many
+    times as it takes to have `at_least` cuts."""
+    if not candidates:
+        return []
+    by_bytes = sorted(segment.crossing_bytes[c] for c in candidates)
+    limit = max(2 * by_bytes[0], by_bytes[max(at_least, 1) - 1])
+    return [c for c in candidates if segment.crossing_bytes[c] <= limit]
+
+
+def _balance(segment: Segment, candidates: list[int], count: int) -> list[int]:
+    """Least Σ (flops / even share)² over layers + Σ (bytes / least bytes) over cuts."""
+    if count == 1:
+        return []
+    before = np.concatenate(([0.0], np.cumsum(segment.flops)))
+    share = max(before[-1] / count, 1e-9)
+    work = np.array([0.0, *(before[c + 1] for c in candidates), before[-1]]) / share
+    crossing = np.array([segment.crossing_bytes[c] for c in candidates], dtype=float)
+    positive = crossing[crossing > 0]
+    price = crossing / (positive.min() if len(positive) else 1.0)
+    num = len(candidates)
+    # cost[j]: the best with the current number of cuts, the last of them candidate j.
+    cost = work[1 : num + 1] ** 2 + price
+    choices = []
+    for _ in range(count - 2):
+        extended = cost[:, None] + (work[None, 1 : num + 1] - work[1 : num + 1, None]) ** 2
+        extended[np.tril_indices(num)] = np.inf
+        choices.append(extended.argmin(axis=0))
+        cost = extended.min(axis=0) + price
+    last = int((cost + (work[-1] - work[1 : num + 1]) ** 2).argmin())
+    chosen = [last]
+    for choice in reversed(choices):
+        chosen.append(int(choice[chosen[-1]]))
+    return [candidates[c] for c in reversed(chosen)]
