@@ -115,6 +115,7 @@ def make_plan(
         program=program,
         stages=(_one_stage(mesh, cluster, objective),),
         num_micro_batches=traced.num_micro_batches,
+        remat=traced.remat,
         estimated_step_s=objective,
         estimated_peak_bytes=report.peak_bytes,
         communication_bytes=report.communication_bytes,
@@ -229,6 +230,7 @@ def replicated_plan(
         program=untouched(traced.program),
         stages=(StagePlan((0, 1), (1, 1), mesh.shape, 0.0),),
         num_micro_batches=traced.num_micro_batches,
+        remat=traced.remat,
         estimated_step_s=0.0,
         estimated_peak_bytes=float(
             sum(prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in traced.avals)

@@ -1,6 +1,7 @@
 """The whole compiler, as a list of passes.
 
     trace      function, arguments           → TracedStep      (trace.flatten, trace.program)
+    remat      TracedStep, option            → TracedStep      (trace.layers, trace.remat)
     graph      TracedStep                    → Graph           (trace.build, trace.rules)
     meshes     cluster, method               → LogicalMesh …   (constraints, steering)
     shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)
@@ -69,6 +70,8 @@ from autopar.trace.flatten import (
     is_array_leaf,
     trace_step,
 )
+from autopar.trace.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.trace.remat import with_remat
 from autopar.trace.user_rules import register_rule
 
 
@@ -117,8 +120,13 @@ def plan_step(
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)
         num_micro_batches = getattr(method, "num_micro_batches", 1)
+        micro = None
         if num_micro_batches > 1:
-            traced = in_micro_batches(traced, fn, options, num_micro_batches)
+            micro = trace_micro_batch(traced, fn, options, num_micro_batches)
+    with timer("remat"):
+        layers = layers_to_recompute(traced, method)
+    with timer("trace"):
+        traced = rewritten(traced, micro, num_micro_batches, layers)
     if not isinstance(method, (CreateStateParallel, FollowParallel)):
         return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
     placed = placed_like_training(traced, method, cluster)
@@ -222,13 +230,13 @@ def trace(
         raise
 
 
-def in_micro_batches(
+def trace_micro_batch(
     traced: TracedStep, fn: Callable[..., Any], options: StepOptions, num_micro_batches: int
 ) -> TracedStep:
-    """The step as a loop over micro-batches: traced once more with one of them."""
+    """The step traced once more, with one micro-batch."""
     leaves = micro_batch_leaves(traced, num_micro_batches)
     args, kwargs = traced.call.rebuild(leaves)
-    return accumulate(traced, trace(fn, args, kwargs, options), num_micro_batches)
+    return trace(fn, args, kwargs, options)
 
 
 def _check_batch(
@@ -258,6 +266,32 @@ def _check_batch(
                 "batch_argnums which arguments have them, and with static_argnums which are part "
                 "of the program."
             )
+
+
+# -- recomputation and micro-batches
+
+
+def layers_to_recompute(traced: TracedStep, method: Any) -> tuple[Layer, ...]:
+    """The layers that a method says are computed again in the backward pass: those of a plan (if
+    one is not there, the program is not the plan's, and `bind_plan` says so), or all."""
+    names = method.remat if isinstance(method, ParallelPlan) else ()
+    if not names and options_of(method).remat != "all":
+        return ()
+    layers = find_layers(traced.program, batch=traced.batch)
+    return layers_by_name(layers, names) if names else worth_recomputing(layers)
+
+
+def rewritten(
+    traced: TracedStep,
+    micro: TracedStep | None,
+    num_micro_batches: int,
+    layers: Sequence[Layer],
+) -> TracedStep:
+    """The step with these layers computed again in its backward pass, as a loop over micro-batches
+    if it was traced with one."""
+    if micro is None:
+        return with_remat(traced, layers)
+    return accumulate(traced, micro, num_micro_batches, layers)
 
 
 # -- sharding
@@ -313,7 +347,7 @@ def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[...
         )
     grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
     mesh = _jax.fresh_mesh(grid, plan.axis_names)
-    if plan.num_devices == 1 and planned.traced.num_micro_batches == 1:
+    if plan.num_devices == 1 and planned.traced.num_micro_batches == 1 and not plan.remat:
         # Nothing to annotate: the step is simply jitted.
         return planned.traced.flat_fn, mesh
     return annotated_function(planned.traced.program, plan.program, mesh), mesh

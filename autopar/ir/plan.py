@@ -117,6 +117,7 @@ class ParallelPlan:
     fingerprint: Fingerprint
     warnings: tuple[str, ...] = ()
     named: tuple[Tensor, ...] = ()  # what `autopar.constrain` named; a name may occur often
+    remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
 
@@ -304,6 +305,15 @@ def _layout(value: Any) -> Layout | None:
     return None if value is None else tuple(_whole(e) for e in value)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    names = tuple(value)
+    if isinstance(value, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{value!r} is not a list of names")
+    if len(set(names)) != len(names):
+        raise ValueError(f"{value!r} has a name twice")
+    return names
+
+
 def _chain(value: Any) -> Chain:
     layouts = tuple(_layout(v) for v in value)
     if None in layouts:
@@ -382,6 +392,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         ),
         warnings=tuple(str(w) for w in body["warnings"]),
         named=tuple(_decode_tensor(t) for t in body["named"]),
+        remat=_names(body["remat"]),
     )
 
 

@@ -50,6 +50,8 @@ def explain_plan(plan: ParallelPlan) -> str:
             f"peak {format_bytes(plan.estimated_peak_bytes)} per device, "
             f"communication {format_bytes(plan.communication_bytes)} per device"
         )
+    if plan.remat:
+        lines.append(f"  recomputed in the backward pass: {_layer_names(plan.remat)}")
     lines += ["", *_tensor_table("inputs", plan.inputs, plan)]
     plain_outputs = tuple(t for t in plan.outputs if t.role != "state")
     if plain_outputs:
@@ -70,6 +72,17 @@ def _proof(solver: SolverReport) -> str:
     if classes is None or classes == nodes:
         return proven
     return f"{proven} with equal layers alike, {classes} decisions for {nodes} ops"
+
+
+def _layer_names(names: Sequence[str]) -> str:
+    """Names of layers, those that differ in numbers alone as one with its count."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[_skeleton(name)].append(name)
+    return ", ".join(
+        f"{_pattern(group)} ({len(group)} layers)" if len(group) > 1 else group[0]
+        for group in groups.values()
+    )
 
 
 def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -45,9 +45,11 @@ from autopar.trace.additive import (
 from autopar.trace.align import align
 from autopar.trace.emit import Env, ProgramWriter
 from autopar.trace.flatten import TracedStep
+from autopar.trace.layers import Layer
 from autopar.trace.micro import MicroBatches, Notes, Scope, add
 from autopar.trace.program import Equation, Operand, Program
 from autopar.trace.regions import BACKWARD, region_by_name
+from autopar.trace.remat import rematerialise, with_remat
 
 # What a crossing value is not computed at the whole batch for.
 _HEAVY = {
@@ -96,9 +98,14 @@ def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
     return leaves
 
 
-def accumulate(full: TracedStep, micro: TracedStep, num_micro_batches: int) -> TracedStep:
-    """The full step as a loop over micro-batches of the size that `micro` was traced with."""
+def accumulate(
+    full: TracedStep, micro: TracedStep, num_micro_batches: int, layers: Sequence[Layer] = ()
+) -> TracedStep:
+    """The full step as a loop over micro-batches of the size that `micro` was traced with. These
+    layers are computed again in the backward pass of each."""
     part = align(full.program, micro.program, full.name)
+    if layers:
+        full, part = with_remat(full, layers), rematerialise(part, layers)
     shapes = RowShapes(full.program.avals, part.avals)
     size = batch_size(full, num_micro_batches)
     sizes = _row_sizes(part, shapes, num_micro_batches)

@@ -45,7 +45,9 @@ class Copier:
     def body(self, body: Program) -> Program:
         renamed: dict[int, int] = {}
         captured = tuple((self.new_value(self.avals[v]), const) for v, const in body.captured)
-        renamed.update((old, new) for (old, _), (new, _) in zip(body.captured, captured, strict=True))
+        renamed.update(
+            (old, new) for (old, _), (new, _) in zip(body.captured, captured, strict=True)
+        )
         inputs = tuple(self.new_value(self.avals[v]) for v in body.inputs)
         renamed.update(zip(body.inputs, inputs, strict=True))
         equations = tuple(self.equation(e, renamed) for e in body.equations)

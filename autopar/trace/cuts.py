@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 
 import numpy as np
@@ -54,7 +55,7 @@ def choose_cuts(segments: Sequence[Segment], num_layers: int | None) -> list[tup
     groups = []
     for segment, own in zip(segments, cuts, strict=True):
         bounds = [0, *(cut + 1 for cut in own), len(segment.indices)]
-        groups += [segment.indices[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        groups += [segment.indices[a:b] for a, b in pairwise(bounds)]
     return groups
 
 
@@ -93,7 +94,7 @@ def _gaps(segment: Segment) -> list[int]:
     """One cut between any two neighbouring products. After a loop, and before one, it is cut
     directly: the loop itself is a layer."""
     found = []
-    for before, after in zip(segment.heavy, segment.heavy[1:], strict=False):
+    for before, after in pairwise(segment.heavy):
         if before in segment.scans:
             found.append(before)
         elif after in segment.scans:
@@ -115,7 +116,7 @@ def _natural_cuts(segment: Segment) -> list[int]:
         return _balance(segment, narrow, count)
     cuts: set[int] = set()
     if labels is not None:
-        for k, (before, after) in enumerate(zip(segment.heavy, segment.heavy[1:], strict=False)):
+        for k, (before, after) in enumerate(pairwise(segment.heavy)):
             if labels[k] != labels[k + 1]:
                 cuts.add(_gap_cut(segment, before, after - 1))
     for position in alone:
@@ -221,7 +222,7 @@ def _narrow(segment: Segment, candidates: Sequence[int], at_least: int) -> list[
 
 def _balance(segment: Segment, candidates: list[int], count: int) -> list[int]:
     """Least Σ (flops / even share)² over layers + Σ (bytes / least bytes) over cuts."""
-    if count == 1:
+    if count <= 1:
         return []
     before = np.concatenate(([0.0], np.cumsum(segment.flops)))
     share = max(before[-1] / count, 1e-9)

@@ -179,6 +179,7 @@ class TracedStep:
     flat_fn: Callable[..., list[Any]]  # the user's function on array leaves, as it is
     num_micro_batches: int = 1
     notes: tuple[str, ...] = ()  # what the plan is to warn of
+    remat: tuple[str, ...] = ()  # layers that the program computes again in its backward pass
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         if not self.out_static:

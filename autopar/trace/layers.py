@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from os.path import commonprefix
 from typing import Any
 
+from autopar import _jax
 from autopar.trace.cuts import Segment, choose_cuts
 from autopar.trace.figures import equation_flops
 from autopar.trace.program import Equation, Program
@@ -46,8 +46,8 @@ class Layer:
     inputs:         activations (or arrays of the batch) that it reads and does not make.
     flops:          of its equations, loops with all their trips.
     residual_bytes: what its backward pass reads of it and recomputation would not keep.
-    kept_bytes:     activations that stay if it is recomputed: its inputs, and results of it that
-                    both later layers and the backward pass read.
+    kept_bytes:     activations that stay if it is recomputed: its inputs, of a scan the carry that
+                    enters each trip.
     scan:           the equation, if the layer is a scan over layers; `trips` is their number.
     is_last:        its backward pass starts where its forward pass ends, so that recomputing it
                     frees nothing in between.
@@ -142,7 +142,8 @@ class _Flow:
 
     def segments(self) -> list[Segment]:
         """Stretches of forward equations with no backward equation between them. What follows the
-        last backward equation (metrics) is in none, unless there is no backward pass at all."""
+        last backward equation (metrics) is in none, unless there is no backward pass at all; nor
+        is a stretch without products, if another has some."""
         stretches: list[list[int]] = [[]]
         for index, region in enumerate(self.regions):
             if region == BACKWARD:
@@ -150,7 +151,8 @@ class _Flow:
             elif region == FORWARD and not self.is_persistent(index):
                 stretches[-1].append(index)
         used = stretches[:-1] if len(stretches) > 1 else stretches
-        return [self.segment(stretch) for stretch in used if stretch]
+        segments = [self.segment(stretch) for stretch in used if stretch]
+        return [segment for segment in segments if segment.heavy] or segments[:1]
 
     def is_persistent(self, index: int) -> bool:
         results = self.program.equations[index].results
@@ -205,13 +207,14 @@ class _Flow:
             for o in _values(e)
             if o not in made and o not in self.persistent and o not in self.free
         )
-        residuals, kept = set(), {i for i in inputs if i not in self.data}
+        residuals = set()
         for value in sorted(made - self.free):
             readers = self.readers.get(value, ())
-            if all(self.regions[r] == FORWARD for r in readers):
+            if all(self.regions[r] != BACKWARD for r in readers):
                 continue
-            elsewhere = any(self.regions[r] == FORWARD and r not in own for r in readers)
-            (kept if elsewhere or value in self.outputs else residuals).add(value)
+            elsewhere = any(self.regions[r] != BACKWARD and r not in own for r in readers)
+            if not elsewhere and value not in self.outputs:
+                residuals.add(value)
         products = [p for e in equations for p in _products(e)]
         modules = [module_name(e.scope) for e in products or equations]
         layer = Layer(
@@ -220,7 +223,7 @@ class _Flow:
             inputs=tuple(inputs),
             flops=sum(_flops(e, self.program.avals) for e in equations),
             residual_bytes=self.bytes_of(residuals),
-            kept_bytes=self.bytes_of(kept),
+            kept_bytes=self.bytes_of([i for i in inputs if i not in self.data]),
             is_last=self.is_last(group[-1]),
         )
         scans = [i for i in group if self.program.equations[i].name == "scan"]
@@ -232,10 +235,13 @@ class _Flow:
         pair = find_scan_pair(self.program, index, self.regions)
         dropped = [] if pair is None else [scan.results[p] for p in pair.dropped]
         stacked = 0 if pair is None else pair.stacked_bytes(self.program.avals)
+        num_consts, num_carry = _jax.scan_sizes(scan.params)
+        starts = scan.operands[num_consts : num_consts + num_carry]
+        others = [v for v in layer.inputs if v not in starts and v not in self.data]
         return replace(
             layer,
             residual_bytes=self.bytes_of(dropped),
-            kept_bytes=stacked,
+            kept_bytes=stacked + self.bytes_of(others),
             scan=index,
             trips=scan.params["length"],
             is_last=False,  # its trips are undone one by one, the last of them first
@@ -279,7 +285,12 @@ def _signature(equation: Equation, avals: Sequence[Any]) -> Any:
 
 
 def _common_module(modules: Sequence[str]) -> str:
-    return "/".join(commonprefix([module.split("/") for module in modules]))
+    common: list[str] = []
+    for parts in zip(*(module.split("/") for module in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return "/".join(common)
 
 
 def _with_unique_names(layers: Sequence[Layer]) -> tuple[Layer, ...]:

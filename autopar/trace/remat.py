@@ -20,10 +20,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.trace.copying import Copier, needed_equations, rename
+from autopar.trace.flatten import TracedStep
 from autopar.trace.layers import Layer
 from autopar.trace.program import Equation, Program
-from autopar.trace.regions import FORWARD, equation_regions
+from autopar.trace.regions import BACKWARD, FORWARD, equation_regions
 from autopar.trace.scans import ScanRewriter, find_scan_pair
+
+
+def with_remat(traced: TracedStep, layers: Sequence[Layer]) -> TracedStep:
+    """The step whose program computes these layers again in its backward pass."""
+    if not layers:
+        return traced
+    program = rematerialise(traced.program, layers)
+    return replace(traced, program=program, remat=tuple(layer.name for layer in layers))
 
 
 def rematerialise(program: Program, layers: Sequence[Layer]) -> Program:
@@ -90,11 +99,11 @@ class _Rematerialiser:
         )
 
     def backward_readers(self, value: int) -> list[int]:
-        return [r for r in self.readers.get(value, ()) if self.regions[r] != FORWARD]
+        return [r for r in self.readers.get(value, ()) if self.regions[r] == BACKWARD]
 
     def residuals(self, layer: Layer) -> tuple[set[int], set[int]]:
-        """(what the backward pass reads of a layer, what it will find kept anyway: values that
-        other forward equations or the result need too)."""
+        """(what the backward pass alone reads of a layer, what it will find kept anyway: values
+        that other forward equations, the update or the result need too)."""
         own = set(layer.equations)
         residuals: set[int] = set()
         kept: set[int] = set()
@@ -104,7 +113,7 @@ class _Rematerialiser:
                 readers = self.readers.get(value, ())
                 if not self.backward_readers(value) or equation.has_effect:
                     continue
-                elsewhere = any(self.regions[r] == FORWARD and r not in own for r in readers)
+                elsewhere = any(self.regions[r] != BACKWARD and r not in own for r in readers)
                 (kept if elsewhere or value in self.outputs else residuals).add(value)
         return residuals, kept
 
@@ -121,37 +130,38 @@ class _Rematerialiser:
         chosen, read = needed_equations(own, residuals, kept)
         inside = {r for e in own for r in e.results}
         shielded = {v for v in read if v in inside or v in layer.inputs}
-        behind = shielded | {r for e in chosen for r in e.results}
+        behind = set(shielded)
         for equation in chosen:
-            operands = [o for o in equation.operands if isinstance(o, int)]
+            operands = {o for o in equation.operands if isinstance(o, int)}
             if behind.isdisjoint(operands):
-                shielded.update(operands)
-        if not chosen:
-            return []
+                shielded.update(operands & read)
+                behind.update(operands & read)
+            if not behind.isdisjoint(operands):
+                behind.update(equation.results)
         local: dict[int, int] = {}
         equations: list[Equation] = []
-        token = self.token(residuals, first, renamed)
-        barrier = [*sorted(shielded), *([] if token is None else [token])]
+        token = self.token(first)
         if shielded:
-            equations.append(self.copier.barrier(barrier, chosen[0], local))
+            now = [] if token is None else [renamed.get(token, token)]
+            equations.append(self.copier.barrier([*sorted(shielded), *now], chosen[0], local))
             if token is not None:
-                through = local.pop(token)
-                renamed.update((old, through) for old, new in renamed.items() if new == token)
-                renamed[token] = through
+                renamed[token] = local.pop(now[0])
         equations += [self.copier.equation(e, local) for e in chosen]
         renamed.update((v, local[v]) for v in residuals)
         return equations
 
-    def token(self, residuals: set[int], first: int, renamed: dict[int, int]) -> int | None:
-        """A cotangent that is there only when the layer's backward pass begins: what the first
-        equation that reads both a residual and a cotangent takes."""
-        readers = sorted({r for v in residuals for r in self.backward_readers(v)})
-        for index in readers:
+    def token(self, first: int) -> int | None:
+        """The first cotangent that is read from equation `first` on and was there before: where
+        the layer's backward pass begins, it is what reaches the layer."""
+        for index in range(first, len(self.program.equations)):
+            if self.regions[index] != BACKWARD:
+                continue
             for operand in self.program.equations[index].operands:
-                if isinstance(operand, int):
-                    maker = self.maker.get(operand)
-                    if maker is not None and maker < first and self.regions[maker] != FORWARD:
-                        return renamed.get(operand, operand)
+                if not isinstance(operand, int):
+                    continue
+                maker = self.maker.get(operand, first)
+                if maker < first and self.regions[maker] == BACKWARD:
+                    return operand
         return None
 
     def without_dead(self, equations: Sequence[tuple[Equation, bool]]) -> list[Equation]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from autopar import _jax
 from autopar.trace.copying import Copier, needed_equations, rename
-from autopar.trace.program import Constant, Equation, Program
-from autopar.trace.regions import FORWARD
+from autopar.trace.program import Equation, Program
+from autopar.trace.regions import BACKWARD
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class ScanPair:
     length: int
 
     def stacked_bytes(self, avals: Sequence[Any]) -> int:
-        return self.length * sum(a.size * a.dtype.itemsize for a in map(avals.__getitem__, self.stacked))
+        return self.length * sum(
+            a.size * a.dtype.itemsize for a in map(avals.__getitem__, self.stacked)
+        )
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> Scan
     for position, equation in enumerate(program.equations):
         for operand in stacks.intersection(o for o in equation.operands if isinstance(o, int)):
             readers.setdefault(operand, set()).add(position)
-    found = [b for b in sorted(set().union(*readers.values())) if regions[b] != FORWARD]
+    found = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
     backward = next((b for b in found if _reverses(program.equations[b], scan)), None)
     if backward is None:
         return None
     own = _parts(program.equations[backward], program.equations[backward].operands)
-    others = {*own.consts, *own.carry, *(o for o in program.outputs if isinstance(o, int))}
+    others = {o for o in (*own.consts, *own.carry, *program.outputs) if isinstance(o, int)}
     (body,) = scan.bodies
     inputs = _parts(scan, body.inputs)
     candidates = [
@@ -92,14 +94,14 @@ def _reverses(equation: Equation, scan: Equation) -> bool:
     )
 
 
-def _pair(
-    scan: Equation, forward: int, backward: int, candidates: list[int]
-) -> ScanPair | None:
+def _pair(scan: Equation, forward: int, backward: int, candidates: list[int]) -> ScanPair | None:
     (body,) = scan.bodies
     num_carry = _jax.scan_sizes(scan.params)[1]
     from_effects = {r for e in body.equations if e.has_effect for r in e.results}
     dropped = [
-        p for p in candidates if isinstance(body.outputs[p], int) and body.outputs[p] not in from_effects
+        p
+        for p in candidates
+        if isinstance(body.outputs[p], int) and body.outputs[p] not in from_effects
     ]
     if not dropped:
         return None
@@ -110,9 +112,7 @@ def _pair(
     carries = set(_parts(scan, body.inputs).carry)
     stacked = sorted(v for v in read if v in carries | from_effects and v not in there)
     length = scan.params["length"]
-    return ScanPair(
-        forward, backward, tuple(dropped), tuple(equations), tuple(stacked), length
-    )
+    return ScanPair(forward, backward, tuple(dropped), tuple(equations), tuple(stacked), length)
 
 
 class ScanRewriter:
@@ -136,8 +136,7 @@ class ScanRewriter:
                 self.stacks.setdefault(out, scan.results[p])
         length = scan.params["length"]
         for value in self.pair.stacked:
-            aval = self.copier.avals[value]
-            stack = aval.update(shape=(length, *aval.shape))
+            stack = _jax.stacked_aval(self.copier.avals[value], length)
             self.stacks[value] = self.copier.new_value(stack)
         outputs = (*(body.outputs[p] for p in kept), *self.pair.stacked)
         results = (*(scan.results[p] for p in kept), *(self.stacks[v] for v in self.pair.stacked))
@@ -150,56 +149,70 @@ class ScanRewriter:
         (body,) = scan.bodies
         inside, outside = _parts(scan, body.inputs), _parts(scan, operands)
         dropped = {self.forward.results[p]: p for p in self.pair.dropped}
-        stays = [x for x in zip(inside.xs, outside.xs, strict=True) if x[1] not in dropped]
+        slices = list(zip(inside.xs, outside.xs, strict=True))
+        gone = [(i, dropped[o]) for i, o in slices if isinstance(o, int) and o in dropped]
+        stays = [(i, o) for i, o in slices if not (isinstance(o, int) and o in dropped)]
         consts = list(zip(inside.consts, outside.consts, strict=True))
         renamed = self.bring_in(consts, stays)
+        captured = self.captured(renamed)
         equations = self.recomputed(renamed, inside.carry, body)
         (made_in,) = self.forward.bodies
-        for value, operand in zip(inside.xs, outside.xs, strict=True):
-            if operand in dropped:
-                source = made_in.outputs[dropped[operand]]
-                renamed[value] = renamed[source] if isinstance(source, int) else source
+        for value, position in gone:
+            source = made_in.outputs[position]
+            assert isinstance(source, int)
+            renamed[value] = renamed[source]
         rest = [replace(e, operands=rename(e.operands, renamed)) for e in body.equations]
         new_body = Program(
             inputs=(*(i for i, _ in consts), *inside.carry, *(i for i, _ in stays)),
             outputs=rename(body.outputs, renamed),
             equations=(*equations, *rest),
             avals=copier.avals,
-            captured=(*body.captured, *self.captured),
+            captured=(*body.captured, *captured),
         )
         params = _params(scan) | {"num_consts": len(consts)}
         new_operands = (*(o for _, o in consts), *outside.carry, *(o for _, o in stays))
         return replace(scan, operands=new_operands, params=params, bodies=(new_body,))
 
-    def bring_in(
-        self, consts: list[tuple[int, Any]], xs: list[tuple[int, Any]]
-    ) -> dict[int, int]:
-        """Make what the forward body reads known in the backward body, through constants and
-        slices that are there already or are added: forward value -> backward value."""
+    def needed(self) -> set[int]:
+        """What the copied equations read of the forward body and do not make."""
         (body,) = self.forward.bodies
-        inside, outside = _parts(self.forward, body.inputs), _parts(self.forward, self.forward.operands)
         made = {r for e in self.pair.equations for r in e.results}
         read = {o for e in self.pair.equations for o in e.operands if isinstance(o, int)}
         wanted = {o for p in self.pair.dropped if isinstance(o := body.outputs[p], int)}
-        needed = (read | wanted) - made
+        return (read | wanted) - made
+
+    def bring_in(self, consts: list[tuple[int, Any]], xs: list[tuple[int, Any]]) -> dict[int, int]:
+        """Make what the forward body reads known in the backward body, through constants and
+        slices that are there already or are added: forward value -> backward value."""
+        (body,) = self.forward.bodies
+        inside = _parts(self.forward, body.inputs)
+        outside = _parts(self.forward, self.forward.operands)
+        needed = self.needed()
         renamed: dict[int, int] = {}
-        sources = [
-            *((consts, value, operand) for value, operand in zip(inside.consts, outside.consts, strict=True)),
-            *((xs, value, operand) for value, operand in zip(inside.xs, outside.xs, strict=True)),
-            *((xs, value, stack) for value, stack in self.stacks.items() if value not in made),
-        ]
-        for where, value, operand in sources:
-            if value not in needed or value in renamed:
-                continue
-            there = next((i for i, o in where if o is operand or (isinstance(o, int) and o == operand)), None)
-            if there is None:
-                there = self.copier.new_value(self.copier.avals[value])
-                where.append((there, operand))
-            renamed[value] = there
-        kept = [(v, const) for v, const in body.captured if v in needed]
-        self.captured = [(self.copier.new_value(self.copier.avals[v]), const) for v, const in kept]
-        renamed.update((old, new) for (old, _), (new, _) in zip(kept, self.captured, strict=True))
+        for where, pairs in (
+            (consts, zip(inside.consts, outside.consts, strict=True)),
+            (xs, (*zip(inside.xs, outside.xs, strict=True), *self.stacks.items())),
+        ):
+            for value, operand in pairs:
+                if value not in needed or value in renamed:
+                    continue
+                same = (i for i, o in where if isinstance(o, int) and o == operand)
+                there = next(same, None)
+                if there is None:
+                    there = self.copier.new_value(self.copier.avals[value])
+                    where.append((there, operand))
+                renamed[value] = there
         return renamed
+
+    def captured(self, renamed: dict[int, int]) -> list[tuple[int, Any]]:
+        """The captured constants that the copied equations read, under new numbers."""
+        (body,) = self.forward.bodies
+        needed, found = self.needed(), []
+        for value, const in body.captured:
+            if value in needed:
+                renamed[value] = self.copier.new_value(self.copier.avals[value])
+                found.append((renamed[value], const))
+        return found
 
     def recomputed(
         self, renamed: dict[int, int], carry: Sequence[int], body: Program
@@ -207,7 +220,7 @@ class ScanRewriter:
         """The forward body's equations, behind a barrier with the cotangent that comes in."""
         if not self.pair.equations:
             return []
-        token = _token(carry, body, self.copier.avals)
+        token = _token(carry, body)
         kept = [renamed[v] for v in self.stacks if v in renamed]
         behind: dict[int, int] = {}
         shielded = [*dict.fromkeys(kept), *token]
@@ -221,11 +234,14 @@ class ScanRewriter:
         return equations
 
 
-def _token(carry: Sequence[int], body: Program, avals: Sequence[Any]) -> list[int]:
-    """The cotangent that the layer after this one hands on: the largest carry that is read."""
-    read = {o for e in body.equations for o in e.operands if isinstance(o, int)}
-    carried = [c for c in carry if c in read and not _jax.is_extended_dtype(avals[c].dtype)]
-    return sorted(carried, key=lambda c: -avals[c].size)[:1]
+def _token(carry: Sequence[int], body: Program) -> list[int]:
+    """The cotangent that the next layer hands on: the carry that is read first. (Others gather the
+    gradients of what the loop only reads, and are read last.)"""
+    for equation in body.equations:
+        read = [c for c in carry if c in equation.operands]
+        if read:
+            return read[:1]
+    return []
 
 
 def _params(scan: Equation) -> dict[str, Any]:
@@ -244,6 +260,3 @@ def _live(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equati
             live.append(equation)
             needed.update(o for o in equation.operands if isinstance(o, int))
     return tuple(reversed(live))
-
-
-__all__ = ["Constant", "ScanPair", "ScanRewriter", "find_scan_pair"]

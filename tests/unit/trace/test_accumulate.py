@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compiler import StepOptions, in_micro_batches, trace
+from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
 from autopar.errors import MeshError, TraceError
 from autopar.trace.accumulate import batch_size
 from autopar.trace.flatten import TracedStep, trace_step
@@ -23,7 +23,8 @@ W = RNG.normal(size=(6, 5)).astype(np.float32)
 
 def accumulated(fn: Any, *args: Any, num: int = NUM) -> TracedStep:
     options = StepOptions()
-    return in_micro_batches(trace(fn, args, {}, options), fn, options, num)
+    traced = trace(fn, args, {}, options)
+    return rewritten(traced, trace_micro_batch(traced, fn, options, num), num, ())
 
 
 def parallel(fn: Any, num: int = NUM) -> Any:
