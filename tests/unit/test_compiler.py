@@ -186,7 +186,7 @@ def test_plan_on_one_device_replicates_everything() -> None:
 
 def test_passes_are_timed() -> None:
     seconds = plan_of(ClusterSpec(1, 4)).solver.seconds
-    assert list(seconds)[:4] == ["trace", "graph", "shard", "assign"]
+    assert list(seconds)[:5] == ["trace", "remat", "graph", "shard", "assign"]
     assert {"shard.fold", "shard.costs", "shard.reduce", "shard.solve"} < set(seconds)
 
 
