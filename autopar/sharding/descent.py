@@ -1,46 +1,120 @@
-"""A choice for a pairwise problem by local search, for a solver that ran out of time without one.
+"""A choice and a bound for a pairwise problem, for a solver that ran out of time.
 
-From a `PairwiseProblem` to a strategy per node: first greedily, node by node along the edges, each
-taking what is cheapest beside the neighbours that have chosen; then in sweeps, each node taking
-what is cheapest beside all its neighbours (iterated conditional modes, Besag 1986), until none
-changes. The total falls with every change, so it ends. Nothing is proven about how good it is.
+From a `PairwiseProblem` to a strategy per node and what no choice can be below.
+
+*Bound.* The sum of the smallest entry of every table is one, and it grows when costs are moved
+between nodes and edges such that every choice costs what it did. Each node in turn collects what
+its edges demand of it at least, and gives it on to the edges towards nodes still to come, first one
+way through the graph and then back (sequential tree-reweighted message passing, Kolmogorov 2006).
+
+*Choice.* With costs moved so, taking what is cheapest node by node is a good start. Then, on the
+costs as they were, each node takes what is cheapest beside its neighbours (iterated conditional
+modes, Besag 1986). The total falls with every change, so it ends.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 import numpy as np
 
-from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
+_MAX_PASSES = 30  # there and back
+_PASSES_PER_CHOICE = 5
 _MAX_SWEEPS = 1000
 
 
-def descend(problem: PairwiseProblem) -> dict[int, int]:
-    """A strategy index for every node of the problem."""
-    choice: dict[int, int] = {}
-    for node in _along_edges(problem):
-        cost = problem.costs[node]
-        for other, matrix in problem.edges.get(node, {}).items():
-            chosen = choice.get(other)
-            # What the neighbour would at best add, as long as it has not chosen.
-            cost = cost + (matrix.min(axis=1) if chosen is None else matrix[:, chosen])
-        choice[node] = int(np.argmin(cost))
+@dataclass(frozen=True)
+class Descent:
+    choice: dict[int, int]
+    lower_bound: float
+
+
+def descend(problem: PairwiseProblem, time_limit_s: float = 1.0) -> Descent:
+    order = _along_edges(problem)
+    moved = _Moved(problem, order)
+    choice, bound = _settled(problem, moved.greedy_choice()), moved.lower_bound()
+    deadline = time.monotonic() + time_limit_s
+    for number in range(1, _MAX_PASSES + 1):
+        moved.pass_on(order)
+        moved.pass_on(order[::-1])
+        is_last = number == _MAX_PASSES or time.monotonic() > deadline
+        if is_last or number % _PASSES_PER_CHOICE == 0:
+            bound = max(bound, moved.lower_bound())
+            candidate = _settled(problem, moved.greedy_choice())
+            choice = min(choice, candidate, key=problem.objective)
+            if is_last or problem.objective(choice) <= bound * (1 + 1e-9):
+                break
+    return Descent(choice, bound)
+
+
+class _Moved:
+    """The problem's tables with costs moved between them; the problem itself is left alone."""
+
+    def __init__(self, problem: PairwiseProblem, order: list[int]) -> None:
+        self.constant = problem.constant
+        self.order = order
+        # What is forbidden costs more than any choice that is not, yet leaves digits for the rest.
+        tables = [*problem.costs.values()]
+        tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
+        largest = [float(t.max(initial=0.0, where=t < FORBIDDEN / 2)) for t in tables]
+        ceiling = 10 * sum(largest) + 1.0 * (max(largest, default=0.0) == 0.0)
+        self.costs = {u: np.minimum(c, ceiling) for u, c in problem.costs.items()}
+        self.edges: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
+        for u, row in problem.edges.items():
+            for v, matrix in row.items():
+                if u < v:
+                    self.edges[u][v] = np.minimum(matrix, ceiling)
+                    self.edges[v][u] = self.edges[u][v].T  # a view: both are one table
+
+    def lower_bound(self) -> float:
+        tables = [*self.costs.values()]
+        tables += [m for u, row in self.edges.items() for v, m in row.items() if u < v]
+        return self.constant + sum(float(t.min()) for t in tables)
+
+    def pass_on(self, order: list[int]) -> None:
+        place = {u: i for i, u in enumerate(order)}
+        for u in order:
+            around = self.edges[u]
+            collected = self.costs[u]
+            for matrix in around.values():
+                demanded = matrix.min(axis=1)
+                matrix -= demanded[:, None]
+                collected = collected + demanded
+            later = [m for v, m in around.items() if place[v] > place[u]]
+            share = collected / max(len(later), len(around) - len(later), 1)
+            for matrix in later:
+                matrix += share[:, None]
+            self.costs[u] = collected - share * len(later)
+
+    def greedy_choice(self) -> dict[int, int]:
+        choice: dict[int, int] = {}
+        for u in self.order:
+            cost = self.costs[u]
+            for v, matrix in self.edges[u].items():
+                # What the neighbour would at best add, as long as it has not chosen.
+                cost = cost + (matrix[:, choice[v]] if v in choice else matrix.min(axis=1))
+            choice[u] = int(np.argmin(cost))
+        return choice
+
+
+def _settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
+    """The choice after changes of single nodes, until none helps."""
     for _ in range(_MAX_SWEEPS):
-        if not any([_settle(problem, choice, node) for node in choice]):
+        changed = False
+        for node in choice:
+            cost = problem.costs[node]
+            for other, matrix in problem.edges.get(node, {}).items():
+                cost = cost + matrix[:, choice[other]]
+            best = int(np.argmin(cost))
+            if cost[best] < cost[choice[node]]:
+                choice[node] = best
+                changed = True
+        if not changed:
             break
     return choice
-
-
-def _settle(problem: PairwiseProblem, choice: dict[int, int], node: int) -> bool:
-    """Give one node what is cheapest beside its neighbours; True if that changed anything."""
-    cost = problem.costs[node]
-    for other, matrix in problem.edges.get(node, {}).items():
-        cost = cost + matrix[:, choice[other]]
-    best = int(np.argmin(cost))
-    if not cost[best] < cost[choice[node]]:
-        return False
-    choice[node] = best
-    return True
 
 
 def _along_edges(problem: PairwiseProblem) -> list[int]:

@@ -91,17 +91,27 @@ def solve_ilp(
     choice = None
     if solution is not None:
         choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
-    if not integral:  # what the solver had when it stopped may be worse, or nothing at all
-        descended = descend(problem)
-        if choice is None or problem.objective(descended) < problem.objective(choice):
-            choice = descended
-    assert choice is not None
+    lower = max(bound / model.scale + problem.constant, _floor(problem))
+    if choice is None or not _is_proven(problem.objective(choice), lower):
+        found = descend(problem, max(time_limit_s, 1.0))
+        lower = max(lower, found.lower_bound)
+        if choice is None or problem.objective(found.choice) < problem.objective(choice):
+            choice = found.choice
+            if problem.objective(choice) >= FORBIDDEN / 2:
+                raise SolverError(
+                    f"{solver} found no sharding within {time_limit_s:.3g} s, nor did local "
+                    "search. Raise ShardingOptions(solver_time_limit_s=…), or ask for fewer specs."
+                )
     objective = problem.objective(choice)
     _check_feasible(objective)
-    lower = min(max(bound / model.scale + problem.constant, _floor(problem)), objective)
-    if objective - lower <= 1e-6 * max(abs(objective), 1e-30):
+    lower = min(lower, objective)
+    if _is_proven(objective, lower):
         lower = objective
     return IlpResult(choice, objective, lower, len(model.cost), len(model.rhs), integral)
+
+
+def _is_proven(objective: float, lower_bound: float) -> bool:
+    return objective - lower_bound <= 1e-6 * max(abs(objective), 1e-30)
 
 
 def _floor(problem: PairwiseProblem) -> float:

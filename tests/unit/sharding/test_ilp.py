@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.sharding import ilp
-from autopar.sharding.descent import descend
+from autopar.sharding.descent import Descent, descend
 from autopar.sharding.ilp import check_solver, known_solvers, solve_ilp
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
@@ -130,7 +130,18 @@ def test_where_a_solver_finds_nothing_local_search_does(monkeypatch) -> None:
     problem = dense_problem(5, 3)
     result = solve_ilp(problem, solver="idle", time_limit_s=7.0)
     assert result.objective == problem.objective(result.choice)
-    assert problem.constant <= result.lower_bound < result.objective
+    best = solve_ilp(problem).objective
+    assert problem.constant < result.lower_bound <= best <= result.objective
+
+
+def test_where_nothing_is_found_the_error_does_not_say_that_nothing_is_there(monkeypatch) -> None:
+    problem = dense_problem(4, 3)
+    monkeypatch.setattr(ilp, "_solve_with_highs", lambda *_: (None, -math.inf, False))
+    worst = {u: 0 for u in problem.costs}
+    monkeypatch.setattr(ilp, "descend", lambda *_: Descent(worst, 0.0))
+    problem.add_edge(0, 1, np.diag([FORBIDDEN, 0.0, 0.0]))
+    with pytest.raises(SolverError, match=r"found no sharding within 0\.5 s.*solver_time_limit_s"):
+        solve_ilp(problem, time_limit_s=0.5)
 
 
 def test_local_search_takes_nothing_that_is_forbidden() -> None:
@@ -139,7 +150,7 @@ def test_local_search_takes_nothing_that_is_forbidden() -> None:
     apart = np.array([[FORBIDDEN, 0.0], [0.0, FORBIDDEN]])
     for u in range(5):
         problem.add_edge(u, u + 1, apart)
-    choice = descend(problem)
+    choice = descend(problem).choice
     assert problem.objective(choice) == 3.0
     assert all(choice[u] != choice[u + 1] for u in range(5))
 
@@ -147,8 +158,35 @@ def test_local_search_takes_nothing_that_is_forbidden() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_local_search_ends_where_no_single_change_helps(seed: int) -> None:
     problem = dense_problem(8, 4, seed)
-    choice = descend(problem)
-    best = problem.objective(choice)
+    found = descend(problem)
+    choice, best = found.choice, problem.objective(found.choice)
     for node in choice:
         for other in range(4):
             assert problem.objective({**choice, node: other}) >= best - 1e-12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_local_search_bounds_from_below_what_the_solver_proves(seed: int) -> None:
+    """Some pairs are forbidden; the bound must not count on their price."""
+    problem = dense_problem(7, 4, seed)
+    rng = np.random.default_rng(seed)
+    for u, v in combinations(range(7), 2):
+        forbidden = np.where(rng.random((4, 4)) < 0.2, FORBIDDEN, 0.0)
+        problem.add_edge(u, v, forbidden)
+    before = {u: c.copy() for u, c in problem.costs.items()}
+    best = solve_ilp(problem)
+    assert best.lower_bound == best.objective
+    found = descend(problem)
+    assert ilp._floor(problem) < found.lower_bound <= best.objective * (1 + 1e-9)
+    assert best.objective <= problem.objective(found.choice) * (1 + 1e-9)
+    assert all((problem.costs[u] == c).all() for u, c in before.items())
+
+
+def test_on_a_tree_local_search_proves_the_optimum() -> None:
+    rng = np.random.default_rng(0)
+    problem = PairwiseProblem({u: rng.random(4) for u in range(9)}, constant=2.0)
+    for u in range(1, 9):
+        problem.add_edge(u // 2, u, rng.random((4, 4)))
+    found = descend(problem)
+    assert problem.objective(found.choice) == pytest.approx(solve_ilp(problem).objective)
+    assert found.lower_bound == pytest.approx(problem.objective(found.choice))
