@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
@@ -270,23 +271,34 @@ def _solve_with_pulp(
         )
         for i, up in enumerate(model.upper.tolist())
     ]
-    problem += pulp.LpAffineExpression(list(zip(variables, model.cost.tolist(), strict=True)))
+    costs = zip(variables, model.cost.tolist(), strict=True)
+    problem += pulp.lpSum([cost * variable for variable, cost in costs])
     by_row: list[list] = [[] for _ in model.rhs]
     for column, variable in enumerate(variables):
         for at in range(model.starts[column], model.starts[column + 1]):
-            by_row[model.rows[at]].append((variable, float(model.values[at])))
+            by_row[model.rows[at]].append(float(model.values[at]) * variable)
     for terms, rhs in zip(by_row, model.rhs.tolist(), strict=True):
-        problem += pulp.LpAffineExpression(terms) == rhs
-    problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
-    if problem.status == pulp.LpStatusInfeasible:
+        problem += pulp.lpSum(terms) == rhs
+    status, has_solution = _pulp_outcome(
+        problem, problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
+    )
+    if status == "Infeasible":
         _check_feasible(np.inf)
-    if problem.status == pulp.LpStatusUndefined:
-        raise SolverError(
-            f"{solver} failed ({pulp.LpStatus[problem.status]}). Use the default solver 'highs'."
-        )
-    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    if not has_solution:
+        if status in ("Undefined", "Error"):
+            raise SolverError(f"{solver} failed ({status}). Use the default solver 'highs'.")
         return None, -np.inf, False
     solution = np.array([v.value() or 0.0 for v in variables])
-    proven = problem.sol_status == pulp.LpSolutionOptimal
-    bound = float(model.cost @ solution) if proven else -np.inf
+    bound = float(model.cost @ solution) if status == "Optimal" else -np.inf
     return solution, bound, False
+
+
+def _pulp_outcome(problem: Any, stats: Any) -> tuple[str, bool]:
+    """(status, whether there is a solution). PuLP 4 returns them, PuLP 3 puts them on the problem,
+    where a solution that is not proven to be the best also has the status "Optimal"."""
+    if hasattr(stats, "has_solution"):
+        return stats.status_str, stats.has_solution
+    found = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    if problem.sol_status == pulp.LpSolutionIntegerFeasible:
+        return "Feasible", True
+    return pulp.LpStatus[problem.status], problem.sol_status in found

@@ -121,6 +121,49 @@ def test_names_in_scans_vmaps_and_checkpoints() -> None:
     assert {t.path for t in plan.named} == {"h", "row"}
 
 
+def branches(x, y):
+    one, other = (lambda x: autopar.constrain(x @ x, "t")), (lambda x: autopar.constrain(x, "f"))
+    return jax.lax.cond(y.sum() > 0, one, other, x)
+
+
+def loop(x, y):
+    def body(carry):
+        return carry[0] + 1, autopar.constrain(jnp.tanh(carry[1] @ x), "v")
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, y))[1]
+
+
+def stacked(x, y):
+    return jax.lax.scan(lambda c, row: (c + jnp.outer(row, row), row * c.sum()), x, y)
+
+
+def untouched(x, y):
+    return x, y * 2, 3.0, jnp.ones((8, 8)), x.T
+
+
+@pytest.mark.parametrize(
+    ("fn", "pins"),
+    [
+        (branches, {"t": P("x", "y"), "f": P("y", "x"), "result": P(None, "x")}),
+        (loop, {"v": P("y", "x"), "result": P(("x", "y"))}),
+        (stacked, {"x": P("x"), "result[0]": P("y"), "result[1]": P("y", "x")}),
+        (untouched, {"x": P("x"), "result[0]": P(None, "y"), "result[3]": P("y")}),
+        (untouched, {"result[2]": P(), "result[4]": P("y", "x")}),
+    ],
+    ids=["cond", "while", "scan", "input and constant", "literal and transpose"],
+)
+def test_pins_in_and_behind_loops(fn: Any, pins: dict[str, P]) -> None:
+    method = ShardParallel((2, 4), options=ShardingOptions(pins=pins))
+    parallel = autopar.parallelize(fn, method=method)
+    args = array(8, 8), array(8, 8)
+    result = parallel(*args)
+    assert_same(result, jax.jit(fn)(*args))
+    plan = parallel.last_executable.plan
+    specs = {t.path: plan.spec_of(t) for t in (*plan.inputs, *plan.outputs, *plan.named)}
+    assert {path: specs[path] for path in pins} == pins
+    assert_placed(result, plan.output_specs)
+
+
 def test_a_step_whose_dimensions_divide_by_nothing_runs_on_fewer_devices() -> None:
     state = {"w": array(5, 7), "v": array(7, 5), "b": array(5)}
     batch = {"x": array(3, 5)}

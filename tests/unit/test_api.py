@@ -420,3 +420,23 @@ def test_devices_are_recognised(kind: str, preset: str) -> None:
 
 def test_cpu_devices_are_one_host() -> None:
     assert cluster_of_devices(jax.devices()) == autopar.ClusterSpec(1, 8, "cpu")
+
+
+def test_static_and_batch_arguments_of_functions_that_take_a_plan_or_a_mesh() -> None:
+    """The batch comes first here, and the last argument is part of the program."""
+
+    def powers(batch, state, power):
+        loss = lambda w: ((batch @ w) ** power).mean()  # noqa: E731
+        return state - 0.1 * jax.grad(loss)(state)
+
+    options: dict[str, Any] = {"static_argnums": 2, "batch_argnums": 0}
+    args = (array(32, 8), array(8, 16), 2)
+    solution = autopar.solve_sharding(powers, *args, mesh=autopar.LogicalMesh((8,)), **options)
+    assert [t.role for t in solution.plan.inputs] == ["batch", "state"]
+    plan = autopar.plan(
+        powers, *args, cluster=autopar.ClusterSpec(1, 8, "cpu"), method=EIGHT, **options
+    )
+    (program,) = autopar.compile(powers, *args, plan=plan, **options).values()
+    batch, state = np.ones((32, 8), np.float32), np.full((8, 16), 0.5, np.float32)
+    (result,) = program(batch, state)
+    assert_close(result, powers(batch, state, 2))

@@ -113,20 +113,7 @@ def test_a_solver_that_proves_nothing_still_leaves_a_bound(monkeypatch) -> None:
 
 
 def test_where_a_solver_finds_nothing_local_search_does(monkeypatch) -> None:
-    class Idle(pulp.LpSolver):
-        name = "Idle"
-
-        def __init__(self, **_) -> None:
-            super().__init__()
-
-        def available(self) -> bool:
-            return True
-
-        def actualSolve(self, lp, **_) -> int:
-            lp.assignStatus(pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound)
-            return pulp.LpStatusNotSolved
-
-    monkeypatch.setattr(pulp, "getSolver", lambda name, **_: Idle())
+    monkeypatch.setattr(ilp, "_solve_with_pulp", lambda *_: (None, -math.inf, False))
     problem = dense_problem(5, 3)
     result = solve_ilp(problem, solver="idle", time_limit_s=7.0)
     assert result.objective == problem.objective(result.choice)
