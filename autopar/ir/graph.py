@@ -82,6 +82,25 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Life:
+    """A value that is in memory, from one time to another, both included."""
+
+    value: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Values in memory over time. A node runs at `times[node]`, and a copy of an operand that it
+    needs in another layout lives from then until `node_ends[node]`."""
+
+    lives: tuple[Life, ...] = ()
+    times: tuple[int, ...] = ()
+    node_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Unruled:
     """An equation that is not split, or not as its rule would have it, and why."""
 
@@ -100,6 +119,7 @@ class Graph:
     state: tuple[tuple[int, int], ...]  # (input index, output index) that must share a spec
     batch: tuple[int, ...]  # input indices of batch arguments
     unruled: tuple[Unruled, ...] = ()
+    liveness: Liveness = field(default_factory=Liveness)
     producer: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> node, result
 
     @property

@@ -35,6 +35,11 @@ def num_shards(layout: Layout, mesh_shape: Sequence[int]) -> int:
     return shards
 
 
+def is_slice(source: Layout, target: Layout) -> bool:
+    """Whether the target is part of what the source holds, so that nothing need be sent."""
+    return all(s in (WHOLE, t) for s, t in zip(source, target, strict=True))
+
+
 def fits(layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
     """Whether every split dimension is divided evenly."""
     parts = [1] * len(shape)

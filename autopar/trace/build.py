@@ -32,6 +32,7 @@ from autopar.trace.figures import (
     values_in_memory,
 )
 from autopar.trace.flatten import TracedStep
+from autopar.trace.liveness import find_lives
 from autopar.trace.program import LOOPS, Equation, Operand, Program
 from autopar.trace.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.trace.rules import equation_key, identity_rule, rules_of_equations
@@ -84,6 +85,7 @@ class _Builder:
         self.unruled: Counter[tuple[str, str, str]] = Counter()  # name, line, why
         self.signature_of: list[_Signature | None] = []  # by equation, bodies included
         self.signatures: list[_Signature] = []
+        self.loops: list[tuple[int, int]] = []  # nodes of each loop, outer loops first
         self.find_signatures()
 
     # -- rules
@@ -149,7 +151,12 @@ class _Builder:
         }
         unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
-        return Graph(values, nodes, program.inputs, outputs, state, step.batch, unruled, producer)
+        donated = set(step.donated)
+        in_place = {outputs[o] for i, o in state if i in donated}
+        liveness = find_lives(nodes, values, outputs, in_place, self.loops)
+        return Graph(
+            values, nodes, program.inputs, outputs, state, step.batch, unruled, liveness, producer
+        )
 
     def new_value(self, like: int) -> int:
         self.values.append(replace(self.values[like], path=None))
@@ -326,6 +333,7 @@ class _Builder:
         operands, inputs = equation.operands, body.inputs
         for operand, value in zip(operands[:num_consts], inputs[:num_consts], strict=True):
             self.pass_into_loop(operand, value, here.weight)
+        loop = self.open_loop()
         for operand, value in zip(operands[first_x:], inputs[first_x:], strict=True):
             if isinstance(operand, int):
                 rule = _stacking_rule(self.values[value].shape, stack=False)
@@ -344,7 +352,15 @@ class _Builder:
                 self.stacking("scan_stack", rule, self.read(out), result, equation, inner)
             else:
                 self.add_constant(result)
+        self.close_loop(loop)
         return index
+
+    def open_loop(self) -> int:
+        self.loops.append((len(self.nodes), len(self.nodes)))
+        return len(self.loops) - 1
+
+    def close_loop(self, loop: int) -> None:
+        self.loops[loop] = (self.loops[loop][0], len(self.nodes))
 
     def stacking(
         self, name: str, rule: Rule, operand: int, result: int, scan: Equation, here: _Surroundings
@@ -397,6 +413,7 @@ class _Builder:
         )
         for operand, value in zip(equation.operands[:num_consts], const_inputs, strict=True):
             self.pass_into_loop(operand, value, here.weight)
+        loop = self.open_loop()
         self.add_captured(condition)
         self.add_captured(body)
         merges = self.open_carries(equation.operands[num_consts:], carries, here)
@@ -404,6 +421,7 @@ class _Builder:
         index = self.walk(condition, here, index)
         index = self.walk(body, here, index)
         self.close_carries(merges, body.outputs)
+        self.close_loop(loop)
         self.alias.update(zip(equation.results, carries, strict=True))
         return index
 

@@ -14,7 +14,7 @@ from autopar.trace.program import Constant, Equation
 from autopar.trace.regions import UPDATE
 
 # Ops that XLA does not fuse into their neighbours: they read and write memory.
-_UNFUSED = {
+UNFUSED = {
     "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add",
     "sort", "top_k", "dynamic_slice", "dynamic_update_slice", "concatenate", "cumsum",
     "cumlogsumexp", "cummax", "cumprod", "fft", "reduce_window", "reduce_window_sum",
@@ -58,7 +58,7 @@ def values_in_memory(nodes: Sequence[Node], outputs: Collection[int | None]) -> 
     in_memory = {v for v in outputs if v is not None}
     fused_region: dict[int, str] = {}  # value that could be fused -> region it is made in
     for node in nodes:
-        fuses = node.kind is NodeKind.OP and node.name not in _UNFUSED
+        fuses = node.kind is NodeKind.OP and node.name not in UNFUSED
         for value in node.operands:
             if not fuses or fused_region.get(value, node.region) != node.region:
                 in_memory.add(value)

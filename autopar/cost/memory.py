@@ -1,0 +1,97 @@
+"""Bytes per device over time, for a graph whose shardings are known: `MemoryProfile`.
+
+What is in memory when is in `graph.liveness`; here it is given its size. Beside the values stand
+copies in another layout, made by a collective: they live while the node that asked for them needs
+them. A copy that several nodes need in one layout is made once; in a plan that is short of memory
+the backward pass makes its own (`refetch`), so that gathered parameters and activations do not
+live from the forward pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import Layout, is_slice, num_shards
+
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one value, or of a copy of it, held from one time to another, both included."""
+
+    value: int
+    start: int
+    end: int
+    num_bytes: float
+    is_copy: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryProfile:
+    holdings: tuple[Holding, ...]
+    num_times: int
+
+    @cached_property
+    def bytes_at(self) -> np.ndarray:
+        change = np.zeros(self.num_times + 2)
+        for h in self.holdings:
+            change[h.start] += h.num_bytes
+            change[h.end + 1] -= h.num_bytes
+        return np.cumsum(change)[: self.num_times + 1]
+
+    @property
+    def peak_time(self) -> int:
+        return int(np.argmax(self.bytes_at))
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.bytes_at.max(initial=0.0))
+
+    def at(self, time: int) -> list[Holding]:
+        """What is held at a time, the largest first."""
+        held = [h for h in self.holdings if h.start <= time <= h.end]
+        return sorted(held, key=lambda h: -h.num_bytes)
+
+
+def memory_profile(
+    graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], *, refetch: bool = False
+) -> MemoryProfile:
+    holdings = []
+    for life in graph.liveness.lives:
+        node, result = graph.producer[life.value]
+        size = graph.values[life.value].num_bytes
+        shards = num_shards(layouts[node][1][result], mesh.shape)
+        holdings.append(Holding(life.value, life.start, life.end, size / shards, False))
+    holdings += _copies(graph, mesh, layouts, refetch)
+    return MemoryProfile(tuple(holdings), len(graph.nodes))
+
+
+def _copies(
+    graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], refetch: bool
+) -> Iterator[Holding]:
+    spans: dict[tuple, tuple[int, int]] = {}
+    for index, node in enumerate(graph.nodes):
+        start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
+        for position, value in enumerate(node.operands):
+            producer, result = graph.producer[value]
+            source, target = layouts[producer][1][result], layouts[index][0][position]
+            if source == target or is_slice(source, target):
+                continue
+            if node.kind is NodeKind.FINISH:
+                # The finished value is counted; while it is made the partial sums are there too.
+                size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
+                yield Holding(value, start, start, size, True)
+                continue
+            key = (value, target, node.region if refetch else "")
+            first, last = spans.get(key, (start, end))
+            spans[key] = (min(first, start), max(last, end))
+    for (value, target, _), (start, end) in spans.items():
+        size = graph.values[value].num_bytes / num_shards(target, mesh.shape)
+        yield Holding(value, start, end, size, True)

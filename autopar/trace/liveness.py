@@ -1,0 +1,230 @@
+"""Which values of a graph take memory, and from when to when: `Liveness`, before any sharding.
+
+Time is the position of a node in the graph, except in the update, which the compiler interleaves
+with the backward pass: an update runs as soon as its operands are there, and so frees its
+gradient. Three things are modelled on how XLA compiles for GPUs:
+
+- *Fusion.* The result of a product, reduction or gather is written to memory; an elementwise value
+  is written if such an op reads it. Otherwise it is computed again by each of its readers, if that
+  moves fewer bytes than writing it once (`_is_written`); then what it is made from must live until
+  its last reader runs, which is how few activations survive until the backward pass.
+- *Views.* A reshape, a barrier or a use is no memory of its own.
+- *Donation.* Updated state takes the place of the old one.
+
+What a loop reads lives until its end, what it stacks lives from its start on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
+from autopar.trace.figures import UNFUSED
+from autopar.trace.regions import UPDATE
+
+# Ops whose result is its operand's memory.
+_VIEWS = {
+    "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
+    "random_wrap", "random_unwrap", "bitcast_convert_type",
+}  # fmt: skip
+# Fused into their readers although they are costly to move: made from next to nothing.
+_REDUCTIONS = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+    "argmin", "reduce_precision_sum", "reduce_xor", "reduce",
+}  # fmt: skip
+_FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
+
+
+def find_lives(
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    outputs: Collection[int | None],
+    in_place: Collection[int | None],
+    loops: Sequence[tuple[int, int]],
+) -> Liveness:
+    """`in_place`: outputs that take over the buffer of an input; `loops`: half-open ranges of the
+    nodes of each loop, outer ones before the loops in them."""
+    return _Sweep(nodes, values, outputs, in_place, loops).lives()
+
+
+@dataclass(frozen=True)
+class _Reader:
+    node: int
+    unfused: bool
+
+
+class _Sweep:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        values: Sequence[Value],
+        outputs: Collection[int | None],
+        in_place: Collection[int | None],
+        loops: Sequence[tuple[int, int]],
+    ) -> None:
+        self.nodes = nodes
+        self.values = values
+        self.outputs = {o for o in outputs if o is not None}
+        self.in_place = {o for o in in_place if o is not None}
+        self.loops = loops
+        self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
+        self.finish_of = {
+            node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
+        }
+        self.times = self.schedule()
+        self.readers: dict[int, list[_Reader]] = {}
+
+    def schedule(self) -> list[int]:
+        times: list[int] = []
+        for index, node in enumerate(self.nodes):
+            time = index
+            if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
+                earlier = [self.producer[v] for v in node.operands if self.producer[v] < index]
+                made = [i for i in earlier if self.nodes[i].kind is not NodeKind.INPUT]
+                time = max((times[i] for i in made), default=0)
+            times.append(time)
+        first_read: dict[int, int] = {}
+        for index in range(len(self.nodes) - 1, -1, -1):
+            for value in self.nodes[index].operands:
+                time = times[index]
+                if self.nodes[index].kind is NodeKind.USE:
+                    time = first_read.get(self.nodes[index].results[0], time)
+                first_read[value] = min(first_read.get(value, time), time)
+        for index, node in enumerate(self.nodes):
+            if node.kind is NodeKind.USE:  # a copy is made when it is first needed
+                times[index] = first_read.get(node.results[0], index)
+        return times
+
+    def finished(self, value: int) -> int:
+        """The value itself, or what its partial sums are finished to: one buffer."""
+        return self.finish_of.get(value, value)
+
+    # -- what is in memory
+
+    def find_readers(self) -> None:
+        """Readers of every value, those of its views among them."""
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            is_view = self.is_view(node)
+            for value in node.operands:
+                found = self.readers.setdefault(value, [])
+                if is_view:
+                    found += (r for v in node.results for r in self.readers.get(v, ()))
+                else:
+                    found.append(_Reader(index, self.is_unfused(node)))
+
+    def is_view(self, node: Node) -> bool:
+        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in _VIEWS
+
+    def is_unfused(self, node: Node) -> bool:
+        if node.kind is NodeKind.MERGE:
+            return True
+        return node.name in UNFUSED and node.name not in _FUSED_SLICES
+
+    def written_values(self) -> set[int]:
+        written: set[int] = set()
+        sources: dict[int, frozenset[int]] = {}
+        for node in self.nodes:
+            made_from: frozenset[int] = frozenset()
+            if node.kind is not NodeKind.INPUT:
+                made_from = frozenset().union(
+                    *(sources.get(v, frozenset((v,))) for v in node.operands)
+                )
+            for value in node.results:
+                if self.is_written(node, value, made_from):
+                    written.add(value)
+                    sources[value] = frozenset((value,))
+                else:
+                    sources[value] = made_from
+        return written
+
+    def is_written(self, node: Node, value: int, made_from: frozenset[int]) -> bool:
+        if node.kind in (NodeKind.INPUT, NodeKind.MERGE):
+            return True
+        if self.is_view(node):
+            return False
+        readers = self.readers.get(value, [])
+        held = self.finished(value)
+        if held in self.outputs and held not in self.in_place:
+            return True
+        if not readers or all(self.nodes[r.node].kind is NodeKind.INPUT for r in readers):
+            return False
+        fused = [r for r in readers if not r.unfused]
+        if len(fused) < len(readers) or node.name in UNFUSED - _FUSED_SLICES:
+            return True
+        if node.name in _REDUCTIONS:
+            return True
+        # Compute it again in each reader, or write it once and read it back?
+        size = self.values[value].num_bytes
+        source_bytes = sum(self.values[v].num_bytes for v in made_from)
+        count = len({r.node for r in fused})
+        return (count - 1) * source_bytes > (count + 1) * size
+
+    # -- how long
+
+    def last_needed(self, written: set[int]) -> tuple[list[int], dict[int, int]]:
+        """(per node: until when what it reads is needed; per value: until when it is)."""
+        node_ends = [0] * len(self.nodes)
+        ends: dict[int, int] = {}
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            end = self.times[index]
+            if not any(v in written for v in node.results) and node.results:
+                end = max(end, *(ends.get(v, end) for v in node.results))
+            node_ends[index] = end
+            for value in node.operands:
+                self.extend(ends, value, self.after_loops(value, index, end))
+        for index, node in enumerate(self.nodes):
+            if node.kind is NodeKind.MERGE:  # a carry reads what its loop's body makes later
+                for value in node.operands:
+                    if self.producer[value] > index:
+                        loop = self.loop_of(index + 1) or (index, index + 1)
+                        self.extend(ends, value, loop[1] - 1)
+        return node_ends, ends
+
+    def extend(self, ends: dict[int, int], value: int, end: int) -> None:
+        ends[value] = max(ends.get(value, -1), end)
+
+    def after_loops(self, value: int, reader: int, end: int) -> int:
+        """What comes from outside of a loop is read in every trip."""
+        made = self.producer[value]
+        if self.nodes[reader].kind is NodeKind.MERGE:  # a carry's first value: taken over
+            return end
+        for start, stop in self.loops:
+            if made < start <= reader < stop:
+                return max(end, stop - 1)
+        return end
+
+    def loop_of(self, index: int) -> tuple[int, int] | None:
+        """The innermost loop around a node."""
+        around = [loop for loop in self.loops if loop[0] <= index < loop[1]]
+        return around[-1] if around else None
+
+    def lives(self) -> Liveness:
+        self.find_readers()
+        written = self.written_values()
+        node_ends, ends = self.last_needed(written)
+        last = len(self.nodes)
+        found: list[Life] = []
+        for index, node in enumerate(self.nodes):
+            for value in node.results:
+                if node.kind is NodeKind.INPUT:
+                    found.append(Life(value, 0, last))
+                    continue
+                if value not in written or self.finished(value) in self.in_place:
+                    continue
+                start = self.times[index]
+                end = ends.get(value, start)
+                if node.name == "scan_stack":
+                    loop = self.loop_of(index)
+                    start = loop[0] if loop else start
+                elif node.kind is NodeKind.MERGE:
+                    loop = self.loop_of(index + 1)
+                    end = max(end, loop[1] - 1 if loop else end)
+                held = self.finished(value)
+                if held in self.outputs:
+                    end = last
+                if end >= start:
+                    found.append(Life(held, start, end))
+        return Liveness(tuple(found), tuple(self.times), tuple(node_ends))
