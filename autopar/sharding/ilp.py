@@ -17,6 +17,7 @@ solver that PuLP knows gets the same model by name.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ import pulp
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.sharding.descent import descend
+from autopar.sharding.limit import Limit
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _INTEGRAL = 1e-6
@@ -54,6 +56,7 @@ class _Model:
     rhs: np.ndarray
     num_node_vars: int
     node_slices: dict[int, slice]
+    edge_slices: dict[tuple[int, int], slice]
     scale: float
 
 
@@ -115,6 +118,58 @@ def _is_proven(objective: float, lower_bound: float) -> bool:
     return objective - lower_bound <= 1e-6 * max(abs(objective), 1e-30)
 
 
+def solve_with_limits(
+    problem: PairwiseProblem,
+    limits: Sequence[Limit],
+    bound: float | None,
+    *,
+    time_limit_s: float,
+) -> dict[int, int] | None:
+    """The cheapest choice for which every limit is at most the bound; without a bound, the choice
+    whose largest limit is smallest. None if there is none, or none was found in time. For the
+    small problems of `budget`: always by HiGHS, and edges that limits need must be there."""
+    for limit in limits:
+        for u, v in limit.edges:
+            if v not in problem.edges.get(u, {}):
+                problem.add_edge(u, v, np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
+    model = _model(problem)
+    highs = _highs(model)
+    highs.setOptionValue("time_limit", time_limit_s)
+    highs.setOptionValue("mip_rel_gap", 1e-4)
+    integer = np.arange(model.num_node_vars, dtype=np.int32)
+    kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
+    highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
+    unit = max(max((limit.constant for limit in limits), default=0.0), bound or 0.0, 1.0)
+    largest = len(model.cost)
+    if bound is None:
+        costs = np.zeros(largest)
+        highs.changeColsCost(largest, np.arange(largest, dtype=np.int32), costs)
+        highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
+        highs.changeColCost(largest, 1.0)
+    for limit in limits:
+        columns = [
+            np.arange(model.node_slices[u].start, model.node_slices[u].stop) for u in limit.nodes
+        ]
+        columns += [
+            np.arange(model.edge_slices[e].start, model.edge_slices[e].stop) for e in limit.edges
+        ]
+        terms = [t.ravel() for t in (*limit.nodes.values(), *limit.edges.values())]
+        if bound is None:
+            columns.append(np.array([largest]))
+            terms.append(np.array([-unit]))
+        if not columns:
+            continue
+        index = np.concatenate(columns).astype(np.int32)
+        values = np.concatenate(terms) / unit
+        room = ((bound or 0.0) - limit.constant) / unit
+        highs.addRow(-highspy.kHighsInf, room, len(index), index, values)
+    highs.run()
+    if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    solution = np.array(highs.getSolution().col_value)
+    return {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+
+
 def _floor(problem: PairwiseProblem) -> float:
     """A bound that needs no solver, for one that ran out of time before it had any."""
     edges = [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
@@ -148,9 +203,11 @@ def _model(problem: PairwiseProblem) -> _Model:
         num_rows += len(problem.costs[u]) + len(problem.costs[v])
     rows, columns, values = _node_rows(nodes, slices, row_of)
     costs = [problem.costs[u] for u in nodes]
+    edge_slices: dict[tuple[int, int], slice] = {}
     for (u, v, matrix), (first_u, first_v) in zip(edges, edge_rows, strict=True):
         s, t = np.indices(matrix.shape)
         variables = position + np.arange(matrix.size)
+        edge_slices[u, v] = slice(position, position + matrix.size)
         position += matrix.size
         costs.append(matrix.ravel())
         parts = _edge_rows(slices[u], slices[v], first_u, first_v, s.ravel(), t.ravel(), variables)
@@ -175,6 +232,7 @@ def _model(problem: PairwiseProblem) -> _Model:
         rhs,
         num_node_vars,
         slices,
+        edge_slices,
         scale,
     )
 
@@ -209,14 +267,9 @@ def _edge_rows(
     return np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
 
 
-def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | None, float, bool]:
-    """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
-    started = time.monotonic()
+def _highs(model: _Model) -> highspy.Highs:
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
-    # Presolve costs more than it saves on these relaxations; branching turns it on again.
-    highs.setOptionValue("presolve", "off")
-    highs.setOptionValue("time_limit", time_limit_s)
     lp = highspy.HighsLp()
     count = len(model.cost)
     lp.num_col_, lp.num_row_ = count, len(model.rhs)
@@ -229,6 +282,16 @@ def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | 
     lp.a_matrix_.index_ = model.rows
     lp.a_matrix_.value_ = model.values
     highs.passModel(lp)
+    return highs
+
+
+def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | None, float, bool]:
+    """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
+    started = time.monotonic()
+    highs = _highs(model)
+    # Presolve costs more than it saves on these relaxations; branching turns it on again.
+    highs.setOptionValue("presolve", "off")
+    highs.setOptionValue("time_limit", time_limit_s)
     highs.run()
     status = highs.getModelStatus()
     relaxed_bound = -np.inf

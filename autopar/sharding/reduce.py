@@ -31,6 +31,11 @@ class PairwiseProblem:
     edges: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)  # both directions
     constant: float = 0.0
 
+    def copy(self) -> PairwiseProblem:
+        """A problem of its own with the same tables, which nothing changes in place."""
+        edges = {u: dict(row) for u, row in self.edges.items()}
+        return PairwiseProblem(dict(self.costs), edges, self.constant)
+
     def add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
         """Add a cost between two nodes; a self-edge becomes a node cost."""
         if u == v:

@@ -1,18 +1,21 @@
 """From a graph and a mesh to a sharding of every node: fold, price, reduce, solve, restore.
 
 The result says how good it is: objective, proven lower bound, and the size of every step.
+`fit_into_memory` then looks whether it fits, and solves again under a budget if it does not.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout
+from autopar.sharding.budget import solve_within_budget
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, build_problem
@@ -31,19 +34,39 @@ class SolveStats:
     num_variables: int
     num_constraints: int
     relaxation_integral: bool
+    num_memory_rows: int = 0
+    num_solves: int = 1
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class GraphSharding:
-    """A strategy for every node of the graph."""
+    """A strategy for every node of the graph. With `refetch`, the backward pass gathers again what
+    the forward pass had gathered, so that it need not be kept."""
 
-    graph: Graph
-    mesh: LogicalMesh
-    strategies: tuple[Strategy, ...]
+    problem: ShardingProblem
+    choice: dict[int, int]
     objective: float
     lower_bound: float
     stats: SolveStats
+    refetch: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        return self.problem.graph
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return self.problem.mesh
+
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        problem = self.problem
+        return tuple(problem.strategies[c][self.choice[c]] for c in problem.classes)
+
+    @cached_property
+    def memory(self) -> MemoryProfile:
+        return memory_profile(self.graph, self.mesh, self.layouts, refetch=self.refetch)
 
     @cached_property
     def layouts(self) -> tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...]:
@@ -79,13 +102,12 @@ def solve_graph(
     problem = build_problem(graph, mesh, classes, allowed, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
     clock.lap("costs")
-    reduction = reduce_problem(problem.pairwise)
+    reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
-    core_nodes = len(problem.pairwise.costs)
+    core_nodes = len(reduction.problem.costs)
     result = solve_ilp(reduction.problem, solver=solver, time_limit_s=time_limit_s)
     clock.lap("solve")
     choice = reduction.restore(result.choice)
-    chosen = tuple(problem.strategies[c][choice[c]] for c in classes)
     stats = SolveStats(
         num_nodes=len(graph.nodes),
         num_classes=len(problem.strategies),
@@ -96,7 +118,56 @@ def solve_graph(
         relaxation_integral=result.relaxation_integral,
         seconds=seconds,
     )
-    return GraphSharding(graph, mesh, chosen, result.objective, result.lower_bound, stats)
+    return GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+
+
+class DoesNotFit(Exception):
+    """Nothing that was found fits the budget; `smallest` comes nearest. Internal."""
+
+    def __init__(self, smallest: GraphSharding) -> None:
+        super().__init__(smallest.memory.peak_bytes)
+        self.smallest = smallest
+
+
+def fit_into_memory(
+    sharding: GraphSharding,
+    budget_bytes: float,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+) -> GraphSharding:
+    """The sharding itself if it fits, else the best found that does; `DoesNotFit` if none."""
+    if sharding.memory.peak_bytes <= budget_bytes:
+        return sharding
+    again = replace(sharding, refetch=True)
+    if again.memory.peak_bytes <= budget_bytes:
+        return again
+    started = time.perf_counter()
+    result = solve_within_budget(
+        sharding.problem,
+        budget_bytes,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        first=(sharding.choice, sharding.lower_bound),
+    )
+    seconds = {**sharding.stats.seconds, "memory": time.perf_counter() - started}
+    stats = replace(
+        sharding.stats,
+        num_memory_rows=result.num_rows,
+        num_solves=1 + result.num_solves,
+        seconds=seconds,
+    )
+    fits = result.choice is not None
+    found = replace(
+        again,
+        choice=result.choice if result.choice is not None else result.smallest,
+        objective=result.objective,
+        lower_bound=result.lower_bound,
+        stats=stats,
+    )
+    if not fits and found.memory.peak_bytes > budget_bytes:
+        raise DoesNotFit(found)
+    return found
 
 
 def _part_by_pins(graph: Graph, classes: list[int], allowed: Allowed) -> list[int]:
@@ -120,4 +191,11 @@ class _Clock:
         self.last = now
 
 
-__all__ = ["GraphSharding", "ShardingProblem", "SolveStats", "solve_graph"]
+__all__ = [
+    "DoesNotFit",
+    "GraphSharding",
+    "ShardingProblem",
+    "SolveStats",
+    "fit_into_memory",
+    "solve_graph",
+]

@@ -1,0 +1,267 @@
+"""Sharding within a memory budget: from a `ShardingProblem` and bytes to a choice that fits.
+
+    minimise    cost(x)   subject to   bytes_t(x) ≤ budget   at every time t of the step
+
+bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of
+its results, a pair of strategies that of the copy made between them (`Holdings.row`). Two things
+keep it small. Times are *rows* only when a solution breaks them: of thousands, a handful bind
+(`_Search.add_rows`). And rows never reach the exact reductions, which know no side constraints:
+
+1. Lagrange: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
+   unconstrained problem, solved as ever, and a lower bound on the optimum. Prices rise until a
+   solution fits, then Kelley's cutting planes look for the best bound (`_Search.next_prices`).
+2. Restricted programme: strategies that any of these solutions used, a few per node, with the rows
+   as constraints, solved exactly (`_Search.mix`). It takes from each solution what is best, as a
+   single price cannot where many nodes offer the same bargain.
+
+The gap between 1 and 2 is reported. Where no solution fits, the rows alone are minimised and the
+smallest peak found is in the error's hands (`smallest_peak`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from autopar.sharding.holdings import Holdings
+from autopar.sharding.ilp import solve_ilp, solve_with_limits
+from autopar.sharding.limit import Limit
+from autopar.sharding.problem import ShardingProblem
+from autopar.sharding.reduce import PairwiseProblem, reduce_problem
+
+Choice = dict[int, int]  # class -> strategy index
+Solve = Callable[[PairwiseProblem], tuple[Choice, float]]  # (choice, lower bound)
+
+_MAX_ESCALATIONS = 9
+_ESCALATION = 6.0
+_MAX_CUTS = 5
+_MAX_MIXES = 4
+_MIX_TIME_S = 10.0
+_GOOD_GAP = 0.005
+_MAX_ROWS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    choice: Choice | None  # None if nothing fits
+    objective: float
+    lower_bound: float
+    peak_bytes: float  # of the choice, or the smallest found
+    num_rows: int
+    num_solves: int
+    smallest: Choice  # the choice with the smallest peak seen
+
+
+def solve_within_budget(
+    problem: ShardingProblem,
+    budget_bytes: float,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    first: tuple[Choice, float] | None = None,
+) -> BudgetResult:
+    """The cheapest choice found whose bytes stay within the budget at every time. `first` is the
+    solution without a budget and its lower bound, if known."""
+    deadline = time.monotonic() + time_limit_s
+
+    def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
+        reduction = reduce_problem(pairwise)
+        left = max(deadline - time.monotonic(), 1.0)
+        result = solve_ilp(reduction.problem, solver=solver, time_limit_s=left)
+        return reduction.restore(result.choice), result.lower_bound
+
+    search = _Search(problem, budget_bytes, solve, deadline)
+    return search.run(first)
+
+
+@dataclass
+class _Search:
+    problem: ShardingProblem
+    budget: float
+    solve: Solve
+    deadline: float
+    seen: list[Choice] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    rows: dict[int, Limit] = field(default_factory=dict)
+    bound: float = -np.inf
+    best: int | None = None  # the cheapest of `seen` that fits
+    smallest: int = 0
+    peaks: list[float] = field(default_factory=list)
+    num_solves: int = 0
+
+    def __post_init__(self) -> None:
+        self.holdings = Holdings(self.problem)
+
+    def run(self, first: tuple[Choice, float] | None) -> BudgetResult:
+        if first is None:
+            first = self.solve(self.problem.pairwise.copy())
+            self.num_solves += 1
+        self.add(first[0])
+        self.bound = first[1]
+        if self.best is None:
+            self.escalate()
+        if self.best is None:
+            self.mix(minimise_peak=True)
+        if self.best is not None:
+            self.refine()
+        chosen = self.best
+        return BudgetResult(
+            None if chosen is None else self.seen[chosen],
+            np.inf if chosen is None else self.costs[chosen],
+            self.bound if chosen is None else min(self.bound, self.costs[chosen]),
+            self.peaks[self.smallest if chosen is None else chosen],
+            len(self.rows),
+            self.num_solves,
+            self.seen[self.smallest],
+        )
+
+    # -- solutions
+
+    def add(self, choice: Choice) -> bool:
+        """Take a solution in; whether it fits. The times at which it does not become rows."""
+        bytes_at = self.holdings.bytes_at(choice)
+        self.seen.append(choice)
+        self.costs.append(self.problem.pairwise.objective(choice))
+        self.peaks.append(float(bytes_at.max(initial=0.0)))
+        index = len(self.seen) - 1
+        if self.peaks[index] < self.peaks[self.smallest]:
+            self.smallest = index
+        if self.peaks[index] <= self.budget:
+            if self.best is None or self.costs[index] < self.costs[self.best]:
+                self.best = index
+            return True
+        self.add_rows(bytes_at)
+        return False
+
+    def add_rows(self, bytes_at: np.ndarray) -> None:
+        """The worst times that are no row yet, far enough apart to tell something new."""
+        over = bytes_at.copy()
+        for _ in range(_MAX_ROWS_AT_ONCE):
+            at = int(np.argmax(over))
+            if over[at] <= self.budget:
+                break
+            if at not in self.rows:
+                self.rows[at] = self.holdings.row(at)
+            margin = max(8, self.holdings.num_times // 16)
+            over[max(0, at - margin) : at + margin] = 0.0
+
+    def solve_at(self, prices: Mapping[int, float]) -> bool:
+        """Solve with a price per byte at each row; whether the solution fits."""
+        penalised = self.problem.pairwise.copy()
+        for at, price in prices.items():
+            if price > 0:
+                self.rows[at].add_to(penalised, price)
+        choice, lower = self.solve(penalised)
+        self.num_solves += 1
+        self.bound = max(self.bound, lower - sum(prices.values()) * self.budget)
+        return self.add(choice)
+
+    def escalate(self) -> None:
+        """Raise prices until something fits, or nothing changes any more."""
+        excess = max(self.peaks[0] - self.budget, 1.0)
+        price = max(self.costs[0], 1e-30) / excess
+        for _ in range(_MAX_ESCALATIONS):
+            over = self.broken_rows()
+            before = len(self.rows)
+            if self.solve_at(dict.fromkeys(over, price / len(over))):
+                return
+            repeated = self.seen[-1] in self.seen[:-1] and len(self.rows) == before
+            if time.monotonic() > self.deadline:
+                return
+            price *= _ESCALATION**2 if repeated else _ESCALATION
+
+    def broken_rows(self) -> list[int]:
+        """Rows that some recent solution broke."""
+        recent = self.seen[-3:]
+        return [
+            at for at, row in self.rows.items() if any(row.value(c) > self.budget for c in recent)
+        ] or list(self.rows)
+
+    # -- the best prices, the best mixture
+
+    def refine(self) -> None:
+        for _ in range(_MAX_CUTS):
+            if self.gap() <= _GOOD_GAP or not self.rows or time.monotonic() > self.deadline:
+                break
+            prices, promise = self.next_prices()
+            if promise <= self.bound * (1 + 1e-6) or not any(prices.values()):
+                break
+            self.solve_at(prices)
+        if self.gap() > 1e-9 and self.rows:
+            self.mix()
+
+    def gap(self) -> float:
+        assert self.best is not None
+        cost = self.costs[self.best]
+        return max(0.0, (cost - self.bound) / max(cost, 1e-30))
+
+    def next_prices(self) -> tuple[dict[int, float], float]:
+        """Kelley's step: the prices that would give the best bound if the solutions seen were all
+        there are, and that bound: max θ with θ ≤ cost_i + Σ λ_t (bytes_t(x_i) − budget)."""
+        times = list(self.rows)
+        unit = max(self.costs) / self.budget  # prices of about 1
+        table = np.array([[self.rows[t].value(c) for t in times] for c in self.seen])
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        for _ in times:
+            highs.addVar(0.0, 1e6)
+        highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
+        columns = np.arange(len(times) + 1, dtype=np.int32)
+        scale = max(self.costs)
+        for cost, held in zip(self.costs, table, strict=True):
+            slope = (held - self.budget) * unit / scale
+            values = np.concatenate((-slope, [1.0]))
+            highs.addRow(-highspy.kHighsInf, cost / scale, len(columns), columns, values)
+        highs.changeColCost(len(times), -1.0)
+        highs.run()
+        solution = highs.getSolution().col_value
+        prices = {t: float(x) * unit for t, x in zip(times, solution, strict=False)}
+        return prices, float(solution[len(times)]) * scale
+
+    def mix(self, *, minimise_peak: bool = False) -> None:
+        """Solve exactly over the strategies that solutions so far have used."""
+        for _ in range(_MAX_MIXES):
+            if time.monotonic() > self.deadline:
+                return
+            kept = {
+                u: np.array(sorted({c[u] for c in self.seen})) for u in self.problem.pairwise.costs
+            }
+            restricted = _restrict(self.problem.pairwise, kept)
+            limits = [row.restrict(kept) for row in self.rows.values()]
+            left = max(self.deadline - time.monotonic(), 1.0)
+            found = solve_with_limits(
+                restricted,
+                limits,
+                None if minimise_peak else self.budget,
+                time_limit_s=min(left, _MIX_TIME_S),
+            )
+            if found is None:
+                return
+            choice = {u: int(kept[u][s]) for u, s in found.items()}
+            known = choice in self.seen
+            rows = len(self.rows)
+            if self.add(choice) or known or len(self.rows) == rows:
+                return
+
+
+def _restrict(problem: PairwiseProblem, kept: Mapping[int, np.ndarray]) -> PairwiseProblem:
+    """The problem with only some of each node's strategies; nodes of one strategy are put into
+    their neighbours' costs."""
+    costs = {u: problem.costs[u][k].copy() for u, k in kept.items()}
+    restricted = PairwiseProblem(costs, {}, problem.constant)
+    for u, row in problem.edges.items():
+        for v, matrix in row.items():
+            if u > v:
+                continue
+            part = matrix[np.ix_(kept[u], kept[v])]
+            if part.shape[0] == 1:
+                costs[v] = costs[v] + part[0]
+            elif part.shape[1] == 1:
+                costs[u] = costs[u] + part[:, 0]
+            else:
+                restricted.add_edge(u, v, part)
+    return restricted

@@ -1,0 +1,153 @@
+"""What is in memory when, as linear functions of the choice: from a `ShardingProblem` to `Limit`s.
+
+The bytes at a time are Σ over nodes of what their strategies make them hold, and Σ over edges of
+the copies that pairs of strategies ask for. Lives and copies of one class are added up, so a row
+does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.ir.graph import NodeKind
+from autopar.ir.spec import is_slice, num_shards
+from autopar.sharding.limit import Limit
+from autopar.sharding.problem import ShardingProblem
+from autopar.sharding.strategies import Strategy
+
+_MIN_BYTES = 1024  # smaller values are not worth a term
+
+
+class Holdings:
+    """What is in memory when, by class: arrays over all lives and copies of the graph."""
+
+    def __init__(self, problem: ShardingProblem) -> None:
+        self.problem = problem
+        graph, classes = problem.graph, problem.classes
+        self.num_times = len(graph.nodes) + 1
+        lives: list[tuple] = []
+        self.groups: list[tuple[int, int]] = []  # (class, result)
+        group_of: dict[tuple[int, int], int] = {}
+        for life in graph.liveness.lives:
+            size = graph.values[life.value].num_bytes
+            if size < _MIN_BYTES:
+                continue
+            node, result = graph.producer[life.value]
+            key = (classes[node], result)
+            group = group_of.setdefault(key, len(group_of))
+            lives.append((group, life.start, life.end, size))
+        self.groups = list(group_of)
+        self.lives = _columns(lives)
+        copies: list[tuple] = []
+        edge_of: dict[tuple[int, int, int, int, bool], int] = {}
+        for index, node in enumerate(graph.nodes):
+            start, end = graph.liveness.times[index], graph.liveness.node_ends[index]
+            finishes = node.kind is NodeKind.FINISH
+            for position, value in enumerate(node.operands):
+                size = graph.values[value].num_bytes
+                if size < _MIN_BYTES:
+                    continue
+                producer, result = graph.producer[value]
+                key = (classes[producer], classes[index], result, position, finishes)
+                edge = edge_of.setdefault(key, len(edge_of))
+                copies.append((edge, start, start if finishes else max(start, end), size))
+        self.edges = list(edge_of)
+        self.copies = _columns(copies)
+        self._sizes: dict[tuple[int, int], np.ndarray] = {}
+        self._shares: dict[tuple, np.ndarray] = {}
+
+    def sizes(self, group: int) -> np.ndarray:
+        """The share of a result that one device holds, by strategy."""
+        owner, result = self.groups[group]
+        strategies = self.problem.strategies[owner]
+        key = (id(strategies), result)
+        if key not in self._sizes:
+            shape = self.problem.mesh.shape
+            self._sizes[key] = np.array(
+                [1.0 / num_shards(s.results[result], shape) for s in strategies]
+            )
+        return self._sizes[key]
+
+    def shares(self, edge: int) -> np.ndarray:
+        """The share of a value that a copy of it is, by the strategies of both ends."""
+        u, v, result, position, finishes = self.edges[edge]
+        ups, downs = self.problem.strategies[u], self.problem.strategies[v]
+        key = (id(ups), id(downs), result, position, finishes)
+        if key not in self._shares:
+            self._shares[key] = _copy_shares(
+                ups, downs, result, position, finishes, self.problem.mesh.shape
+            )
+        return self._shares[key]
+
+    def bytes_at(self, choice: Mapping[int, int]) -> np.ndarray:
+        """Bytes on one device at every time."""
+        change = np.zeros(self.num_times + 1)
+        share = np.array([self.sizes(g)[choice[owner]] for g, (owner, _) in enumerate(self.groups)])
+        copied = np.array(
+            [self.shares(e)[choice[k[0]], choice[k[1]]] for e, k in enumerate(self.edges)]
+        )
+        for columns, part in ((self.lives, share), (self.copies, copied)):
+            group, start, end, size = columns
+            if not len(group):
+                continue
+            held = size * part[group]
+            np.add.at(change, start, held)
+            np.add.at(change, end + 1, -held)
+        return np.cumsum(change)[: self.num_times]
+
+    def row(self, at: int) -> Limit:
+        """The bytes at one time as a linear function of the choice."""
+        nodes: dict[int, np.ndarray] = {}
+        for group, size in _alive(self.lives, at):
+            owner, _ = self.groups[group]
+            term = size * self.sizes(group)
+            nodes[owner] = nodes[owner] + term if owner in nodes else term
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        for edge, size in _alive(self.copies, at):
+            u, v = self.edges[edge][:2]
+            term = size * self.shares(edge)
+            if not term.any():
+                continue
+            if u == v:
+                diagonal = np.diagonal(term)
+                nodes[u] = nodes[u] + diagonal if u in nodes else diagonal
+                continue
+            if u > v:
+                u, v, term = v, u, term.T
+            edges[u, v] = edges[u, v] + term if (u, v) in edges else term
+        return Limit(nodes, edges)
+
+
+def _columns(rows: list[tuple]) -> tuple[np.ndarray, ...]:
+    table = np.array(rows, dtype=float).reshape(len(rows), 4)
+    return (*(table[:, i].astype(np.int64) for i in range(3)), table[:, 3])
+
+
+def _alive(columns: tuple[np.ndarray, ...], at: int) -> list[tuple[int, float]]:
+    group, start, end, size = columns
+    mask = (start <= at) & (at <= end)
+    if not mask.any():
+        return []
+    total = np.bincount(group[mask], weights=size[mask])
+    return [(int(g), float(total[g])) for g in np.flatnonzero(total)]
+
+
+def _copy_shares(
+    ups: Sequence[Strategy],
+    downs: Sequence[Strategy],
+    result: int,
+    position: int,
+    finishes: bool,
+    mesh_shape: tuple[int, ...],
+) -> np.ndarray:
+    sources = [s.results[result] for s in ups]
+    targets = [s.operands[position] for s in downs]
+    table: dict[tuple, float] = {}
+    for source in set(sources):
+        for target in set(targets):
+            same = source == target or is_slice(source, target)
+            held = source if finishes else target
+            table[source, target] = 0.0 if same else 1.0 / num_shards(held, mesh_shape)
+    return np.array([[table[s, t] for t in targets] for s in sources])
