@@ -117,7 +117,7 @@ def make_plan(
         num_micro_batches=traced.num_micro_batches,
         remat=traced.remat,
         estimated_step_s=objective,
-        estimated_peak_bytes=report.peak_bytes,
+        estimated_peak_bytes=sharding.memory.peak_bytes,
         communication_bytes=report.communication_bytes,
         modules=report.modules,
         solver=SolverReport(
@@ -133,11 +133,13 @@ def make_plan(
                 "variables": stats.num_variables,
                 "constraints": stats.num_constraints,
                 "relaxation_integral": int(stats.relaxation_integral),
+                "memory_rows": stats.num_memory_rows,
+                "solves": stats.num_solves,
             },
             seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
         ),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
-        warnings=(*_warnings(graph, mesh, report), *traced.notes),
+        warnings=(*_warnings(graph, mesh, sharding.memory.peak_bytes), *traced.notes),
         named=_named(traced, lambda value: _made_in(graph, sharding, value)),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
@@ -185,12 +187,12 @@ def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tup
     )
 
 
-def _warnings(graph: Graph, mesh: LogicalMesh, report: CostReport) -> tuple[str, ...]:
+def _warnings(graph: Graph, mesh: LogicalMesh, peak_bytes: float) -> tuple[str, ...]:
     found = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
-    if mesh.memory_bytes is not None and report.peak_bytes > mesh.memory_bytes:
+    if mesh.memory_bytes is not None and peak_bytes > mesh.memory_bytes:
         found.append(
-            f"the estimated peak of {report.peak_bytes / 2**30:.1f} GiB per device is more than "
-            f"the device's {mesh.memory_bytes / 2**30:.1f} GiB; this version does not bound memory"
+            f"the estimated peak of {peak_bytes / 2**30:.1f} GiB per device is more than the "
+            f"device's {mesh.memory_bytes / 2**30:.1f} GiB"
         )
     return tuple(found)
 

@@ -50,6 +50,7 @@ from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
+from autopar.memory_budget import memory_budget, out_of_memory
 from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
@@ -58,7 +59,7 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.sharding.ilp import check_solver
-from autopar.sharding.solve import GraphSharding, solve_graph
+from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
 from autopar.steering import Asked, with_output_nodes, without_moved_state
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
 from autopar.trace.build import build_graph
@@ -167,7 +168,9 @@ def plan_traced(
         with timer("shard"):
             best = shard_on_best(graph, traced, meshes, method, asked)
         with timer("assign"):
-            program = assign_layouts(traced.program, graph, best.layouts, best.mesh)
+            program = assign_layouts(
+                traced.program, graph, best.layouts, best.mesh, refetch=best.refetch
+            )
             report = cost_report(graph, best.mesh, best.layouts)
         plan = make_plan(traced, graph, best, program, report, method, cluster, timer.seconds)
     return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
@@ -300,8 +303,8 @@ def rewritten(
 def shard_on_best(
     graph: Graph, traced: TracedStep, meshes: Sequence[LogicalMesh], method: Any, asked: Asked
 ) -> GraphSharding:
-    """The best sharding over all meshes. A mesh on which what is asked for cannot be had is left
-    out, as long as another is left."""
+    """The best sharding over all meshes that fits into memory. A mesh on which what is asked for
+    cannot be had is left out, as long as another is left."""
     found: list[GraphSharding] = []
     refusals: dict[str, AutoparError] = {}
     for mesh in meshes:
@@ -310,7 +313,7 @@ def shard_on_best(
         except (MeshError, SolverError, SpecError) as error:
             refusals[f"{mesh.shape}"] = error
     if found:
-        return min(found, key=lambda sharding: sharding.objective)
+        return best_within_memory(found, traced, method)
     first, *others = refusals.values()
     if all(str(other) == str(first) for other in others):
         raise first
@@ -332,6 +335,39 @@ def shard(
         time_limit_s=options.solver_time_limit_s,
         fold=options.fold_layers,
     )
+
+
+def best_within_memory(
+    shardings: Sequence[GraphSharding], traced: TracedStep, method: Any
+) -> GraphSharding:
+    """The best that fits into the devices' memory, given the best on each mesh without a budget. A
+    mesh that is no better without one than another is with one is not looked at again."""
+    options = options_of(method)
+    free = sorted(shardings, key=lambda sharding: sharding.objective)
+    best: GraphSharding | None = None
+    misses: list[GraphSharding] = []
+    for sharding in free:
+        if best is not None and best.objective <= sharding.objective:
+            break
+        budget = memory_budget(sharding.mesh, method, options)
+        if budget is None:
+            found = sharding
+        else:
+            try:
+                found = fit_into_memory(
+                    sharding,
+                    budget,
+                    solver=options.solver,
+                    time_limit_s=options.solver_time_limit_s,
+                )
+            except DoesNotFit as miss:
+                misses.append(miss.smallest)
+                continue
+        if best is None or found.objective < best.objective:
+            best = found
+    if best is None:
+        raise out_of_memory(traced, misses, method, options)
+    return best
 
 
 # -- programs

@@ -31,6 +31,10 @@ class SolverError(AutoparError, RuntimeError):
     """The solver is unknown, failed, or proved that no sharding satisfies the constraints."""
 
 
+class MemoryBudgetError(AutoparError, RuntimeError):
+    """No sharding of the step fits into the memory of the devices, or into the user's budget."""
+
+
 class PlanError(AutoparError, ValueError):
     """A plan file that is malformed, was altered, or was made for another program."""
 

@@ -189,6 +189,7 @@ def with_output_nodes(graph: Graph, asked: Asked) -> Graph:
         nodes=tuple(nodes),
         outputs=tuple(outputs),
         producer=producer,
+        liveness=graph.liveness.with_nodes_at_end(len(nodes) - len(graph.nodes)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a solved graph costs, piece by piece: per module, per collective, and at the peak.
+"""What a solved graph costs, piece by piece: per module and per collective.
 
 These are the figures the user reads; the solver's objective is their sum.
 """
@@ -25,7 +25,6 @@ class CostReport:
     compute_s: float
     communication_s: float
     communication_bytes: float
-    peak_bytes: float
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
         sum(compute.values()),
         sum(seconds.values()),
         sum(sent.values()),
-        peak_bytes(graph, mesh, layouts),
     )
 
 
@@ -174,35 +172,3 @@ def _edges(
         if u != v:
             source, target = layouts[u][1][result], layouts[v][1][0]
             yield u, v, value, source, target, True
-
-
-def peak_bytes(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> float:
-    """Largest sum of live bytes per device over the program, values fused away not counted.
-    State is updated in place, so an updated leaf costs nothing beside the old one."""
-    last_read: dict[int, int] = {}
-    for index, node in enumerate(graph.nodes):
-        for value in node.operands:
-            last_read[value] = index
-    outputs = {o for o in graph.outputs if o is not None}
-    donated = {graph.outputs[o] for _, o in graph.state}
-    in_memory: set[int] = set()
-    for node in graph.nodes:
-        for value, touched in zip((*node.operands, *node.results), node.touched_bytes, strict=True):
-            if touched:
-                in_memory.add(value)
-    live = peak = 0.0
-    ends: dict[int, list[float]] = defaultdict(list)
-    for index, node in enumerate(graph.nodes):
-        for value, layout in zip(node.results, layouts[index][1], strict=True):
-            resident = node.kind is NodeKind.INPUT
-            if not resident and (value not in in_memory or value in donated):
-                continue
-            if node.kind is NodeKind.USE and layouts[index][0][0] == layout:
-                continue  # the input itself
-            size = graph.values[value].num_bytes / num_shards(layout, mesh.shape)
-            live += size
-            if not resident and value not in outputs:
-                ends[last_read.get(value, index)].append(size)
-        peak = max(peak, live)
-        live -= sum(ends.pop(index, ()))
-    return peak

@@ -99,6 +99,11 @@ class Liveness:
     times: tuple[int, ...] = ()
     node_ends: tuple[int, ...] = ()
 
+    def with_nodes_at_end(self, count: int) -> Liveness:
+        """The same with nodes that run after all others."""
+        last = (len(self.times),) * count
+        return Liveness(self.lives, self.times + last, self.node_ends + last)
+
 
 @dataclass(frozen=True)
 class Unruled:

@@ -30,12 +30,24 @@ class EquationSharding:
     """Operands: the layouts each is resharded through. Results: the layouts each is taken through
     when it is made; none where it is left to the compiler (partial sums). Local: for an operator
     that is bound on each device to that one's parts, the layouts of operands and of results as it
-    makes them; empty otherwise."""
+    makes them; empty otherwise. Refetched: operands that are resharded here although they were
+    before, so that the copy need not be kept."""
 
     operands: tuple[Chain, ...]
     results: tuple[Chain, ...]
     bodies: tuple[ProgramSharding, ...] = ()
     local: tuple[tuple[Layout, ...], ...] = ()
+    refetched: tuple[Refetch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refetch:
+    """An operand, by its position, of which all but the first `num_shared` layouts are passed
+    through anew, and not before the value `after` is there."""
+
+    operand: int
+    num_shared: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -267,6 +279,10 @@ def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
         counts = [len(group) for group in equation.local]
         if counts not in ([], [len(equation.operands), len(equation.results)]):
             raise PlanError(f"{where}: layouts {equation.local} of an equation's parts.")
+        for again in equation.refetched:
+            known = 0 <= again.operand < len(equation.operands) and again.after >= 0
+            if not known or not 0 <= again.num_shared <= len(equation.operands[again.operand]):
+                raise PlanError(f"{where}: an operand cannot be fetched again as {again}.")
         for body in equation.bodies:
             _check_program(body, axes, where)
 
@@ -330,6 +346,10 @@ def _decode_program(body: dict[str, Any]) -> ProgramSharding:
                 results=tuple(_chain(c) for c in e["results"]),
                 bodies=tuple(_decode_program(b) for b in e["bodies"]),
                 local=tuple(_chain(c) for c in e["local"]),
+                refetched=tuple(
+                    Refetch(_whole(r["operand"]), _whole(r["num_shared"]), _whole(r["after"]))
+                    for r in e["refetched"]
+                ),
             )
             for e in body["equations"]
         ),

@@ -95,12 +95,12 @@ def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [line(header), line(tuple("-" * width for width in widths)), *map(line, rows)]
 
 
-def _skeleton(name: str) -> str:
+def name_skeleton(name: str) -> str:
     """What is left of a name without its numbers; names of equal layers have one skeleton."""
     return _NUMBER.sub("*", name)
 
 
-def _pattern(names: Sequence[str]) -> str:
+def name_pattern(names: Sequence[str]) -> str:
     """Names of one skeleton as one, with `*` for the numbers in which they differ."""
     columns = zip(*(_NUMBER_KEPT.split(name) for name in names), strict=True)
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
@@ -110,19 +110,19 @@ def _tensor_table(title: str, tensors: tuple[Tensor, ...], plan: ParallelPlan) -
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for tensor in tensors:
         columns = (f"{tensor.dtype}{list(tensor.shape)}", str(plan.spec_of(tensor)), tensor.role)
-        groups[_skeleton(tensor.path), *columns].append(tensor.path)
-    rows = [(_pattern(paths), *key[1:], str(len(paths))) for key, paths in groups.items()]
+        groups[name_skeleton(tensor.path), *columns].append(tensor.path)
+    rows = [(name_pattern(paths), *key[1:], str(len(paths))) for key, paths in groups.items()]
     return [f"{title}:", *_rows(("path", "array", "spec", "role", "count"), rows)]
 
 
 def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
     groups: dict[tuple[str, str], list[ModuleCost]] = defaultdict(list)
     for module in modules:
-        groups[_skeleton(module.module), module.region].append(module)
+        groups[name_skeleton(module.module), module.region].append(module)
     rows = []
     cost = format_seconds if timed else "{:.6g}".format
     for (_, region), members in groups.items():
-        name = _pattern([member.module for member in members])
+        name = name_pattern([member.module for member in members])
         collectives: dict[str, int] = defaultdict(int)
         for member in members:
             for kind, count in member.collectives:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
+from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 
 
@@ -49,6 +49,7 @@ class _Writer:
     def run(self, program: Any, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
         env: dict[int, Any] = {}
         moved: dict[tuple[int, Chain], Any] = {}  # values already taken to another layout
+        fetched: dict[tuple[int, Chain, int], Any] = {}  # and those taken there once more
         for value, const in program.captured:
             env[value] = const
         for value, array, layout in zip(program.inputs, inputs, sharding.inputs, strict=True):
@@ -66,6 +67,18 @@ class _Writer:
                     moved[key] = self.constrain(before, chain[end - 1])
             return moved[operand, chain]
 
+        def fetch_again(operand: int, chain: Chain, again: Refetch) -> Any:
+            """Reshard anew, behind a barrier: else XLA would merge it with the earlier one, and
+            keep that in memory from then on."""
+            shared = chain[: again.num_shared]
+            key = (operand, chain, again.num_shared)
+            if key not in fetched:
+                array, _ = jax.lax.optimization_barrier((read(operand, shared), env[again.after]))
+                for layout in chain[again.num_shared :]:
+                    array = self.constrain(array, layout)
+                fetched[key] = array
+            return fetched[key]
+
         for equation, own in zip(program.equations, sharding.equations, strict=True):
             context = _jax.equation_context(
                 equation.source_info, equation.name_stack, equation.context
@@ -74,6 +87,10 @@ class _Writer:
                 operands = [
                     read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
                 ]
+                for again in own.refetched:
+                    operand = equation.operands[again.operand]
+                    chain = own.operands[again.operand]
+                    operands[again.operand] = fetch_again(operand, chain, again)
                 if own.local:
                     avals = [program.avals[r] for r in equation.results]
                     results = self.on_parts(equation, own, operands, avals)

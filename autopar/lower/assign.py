@@ -16,24 +16,35 @@ from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
+from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, is_slice, num_shards
 
+BACKWARD = "backward"  # the region of the graph's nodes
 NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
 
 def assign_layouts(
-    program: Any, graph: Graph, layouts: Sequence[NodeLayouts], mesh: LogicalMesh
+    program: Any,
+    graph: Graph,
+    layouts: Sequence[NodeLayouts],
+    mesh: LogicalMesh,
+    *,
+    refetch: bool = False,
 ) -> ProgramSharding:
-    """`layouts[n]` are (operand layouts, result layouts) of node n."""
-    return _Assigner(graph, layouts, mesh).top(program)
+    """`layouts[n]` are (operand layouts, result layouts) of node n. With `refetch`, the backward
+    pass gathers again what the forward pass gathered."""
+    return _Assigner(graph, layouts, mesh, refetch).top(program)
 
 
 class _Assigner:
-    def __init__(self, graph: Graph, layouts: Sequence[NodeLayouts], mesh: LogicalMesh) -> None:
+    def __init__(
+        self, graph: Graph, layouts: Sequence[NodeLayouts], mesh: LogicalMesh, refetch: bool
+    ) -> None:
         self.graph = graph
         self.layouts = layouts
         self.mesh = mesh
+        self.refetch = refetch
+        self.made_backward: dict[int, None] = {}  # values of the program or body, in order
         self.current: dict[int, Layout] = {}  # program value -> layout it lies in now
         self.nodes_of_equation: dict[int, list[int]] = {}
         for index, node in enumerate(graph.nodes):
@@ -126,17 +137,24 @@ class _Assigner:
             for pair in zip(self.graph.nodes[node].operands, self.layouts[node][0], strict=True)
         )
         chains: list[Chain] = []
-        for operand in equation.operands:
-            if isinstance(operand, int):
-                via, layout = next(needed)
-                chains.append(self.chain(operand, layout, via))
-            else:
+        refetched: list[Refetch] = []
+        backward = self.graph.nodes[nodes[0]].region == BACKWARD
+        for position, operand in enumerate(equation.operands):
+            if not isinstance(operand, int):
                 chains.append(())
+                continue
+            via, layout = next(needed)
+            chains.append(self.chain(operand, layout, via))
+            if self.refetch and backward:
+                refetched += self.fetched_again(equation, position, via, chains[-1])
         self.place(equation.results)
+        if backward:
+            self.made_backward.update(dict.fromkeys(equation.results))
         return EquationSharding(
             tuple(chains),
             tuple(map(self.result_chain, equation.results)),
             local=self.parts(equation, nodes[0]),
+            refetched=tuple(refetched),
         )
 
     def parts(self, equation: Any, node: int) -> tuple[tuple[Layout, ...], ...]:
@@ -149,6 +167,24 @@ class _Assigner:
         left, whole = iter(operands), (WHOLE,) * len(self.mesh.shape)
         every = tuple(next(left) if isinstance(o, int) else whole for o in equation.operands)
         return every, results
+
+    def fetched_again(self, equation: Any, position: int, via: int, chain: Chain) -> list[Refetch]:
+        """Whether an operand that the backward pass has from the forward pass, or from the
+        parameters, is brought here anew: if something is sent for it."""
+        operand = equation.operands[position]
+        if self.graph.nodes[self.graph.producer[via][0]].region == BACKWARD:
+            return []
+        shared = self.result_layout(via)
+        num_shared = chain.index(shared) + 1 if shared in chain else 0
+        layouts = (
+            chain[num_shared - 1] if num_shared else self.current[operand],
+            *chain[num_shared:],
+        )
+        if all(is_slice(a, b) for a, b in pairwise(layouts)):
+            return []
+        beside = [o for o in equation.operands if isinstance(o, int) and o in self.made_backward]
+        after = (beside or [next(reversed(self.made_backward), None)])[-1]
+        return [] if after is None else [Refetch(position, num_shared, after)]
 
     def result_chain(self, value: int) -> Chain:
         """Layouts a result is taken through when it is made. Where partial sums are finished the
@@ -180,7 +216,9 @@ class _Assigner:
         """A body whose inputs have their layouts already, and whose outputs go to the targets, or
         stay where they are."""
         inputs = tuple(self.current[v] for v in program.inputs)
+        around, self.made_backward = self.made_backward, {}
         equations = self.equations(program)
+        self.made_backward = around
         outputs = [
             () if target is None else self.chain(out, target)
             for out, target in zip(program.outputs, targets, strict=True)

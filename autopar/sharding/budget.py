@@ -38,6 +38,7 @@ Solve = Callable[[PairwiseProblem], tuple[Choice, float]]  # (choice, lower boun
 
 _MAX_ESCALATIONS = 9
 _ESCALATION = 6.0
+_FIRST_PRICE = 0.1  # of the price at which the excess would cost as much as the step
 _MAX_CUTS = 5
 _MAX_MIXES = 4
 _MIX_TIME_S = 10.0
@@ -104,7 +105,8 @@ class _Search:
         self.bound = first[1]
         if self.best is None:
             self.escalate()
-        if self.best is None:
+        floor = max((row.floor() for row in self.rows.values()), default=0.0)
+        if self.best is None and self.peaks[self.smallest] > (1 + _GOOD_GAP) * floor:
             self.mix(minimise_peak=True)
         if self.best is not None:
             self.refine()
@@ -163,10 +165,14 @@ class _Search:
     def escalate(self) -> None:
         """Raise prices until something fits, or nothing changes any more."""
         excess = max(self.peaks[0] - self.budget, 1.0)
-        price = max(self.costs[0], 1e-30) / excess
+        price = _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
         for _ in range(_MAX_ESCALATIONS):
             over = self.broken_rows()
             before = len(self.rows)
+            if any(self.rows[at].floor() > self.budget for at in over):
+                # Proven: nothing fits. Find out by how much, and stop.
+                self.solve_at(dict.fromkeys(over, price * _ESCALATION**6 / len(over)))
+                return
             if self.solve_at(dict.fromkeys(over, price / len(over))):
                 return
             repeated = self.seen[-1] in self.seen[:-1] and len(self.rows) == before

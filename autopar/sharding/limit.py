@@ -22,6 +22,11 @@ class Limit:
         total = self.constant + sum(float(t[choice[u]]) for u, t in self.nodes.items())
         return total + sum(float(t[choice[u], choice[v]]) for (u, v), t in self.edges.items())
 
+    def floor(self) -> float:
+        """A lower bound that no choice goes below."""
+        terms = (*self.nodes.values(), *self.edges.values())
+        return self.constant + sum(float(t.min()) for t in terms)
+
     def add_to(self, problem: PairwiseProblem, price: float) -> None:
         """Add the function, times a price, to a problem's costs."""
         for u, term in self.nodes.items():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.trace.figures import UNFUSED
@@ -34,6 +35,19 @@ _REDUCTIONS = {
     "argmin", "reduce_precision_sum", "reduce_xor", "reduce",
 }  # fmt: skip
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
+# Instructions per element of what is dear to compute again, 1 for all else, and how many of them
+# take as long as moving one byte.
+_DEAR = {
+    "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,
+    "log": 12.0, "log1p": 20.0, "expm1": 20.0, "logistic": 20.0, "sin": 20.0, "cos": 20.0,
+    "div": 8.0, "sqrt": 8.0, "rsqrt": 8.0, "threefry2x32": 60.0, "random_bits": 60.0,
+}  # fmt: skip
+_INSTRUCTIONS_PER_BYTE = 20.0
+# What is this dear and needed in both passes has at least so many readers: one forward, and in the
+# backward pass the slope and what it is multiplied with.
+_TOO_DEAR = 20.0
+_CROSSING_READERS = 4
+_FAR = 32
 
 
 def find_lives(
@@ -74,6 +88,7 @@ class _Sweep:
         }
         self.times = self.schedule()
         self.readers: dict[int, list[_Reader]] = {}
+        self.in_place -= self.transposed()
 
     def schedule(self) -> list[int]:
         times: list[int] = []
@@ -95,6 +110,21 @@ class _Sweep:
             if node.kind is NodeKind.USE:  # a copy is made when it is first needed
                 times[index] = first_read.get(node.results[0], index)
         return times
+
+    def transposed(self) -> set[int]:
+        """State that is not updated in place: its gradient comes from a batched product with its
+        dimensions in another order, and XLA computes the whole update in that order."""
+        found: set[int] = set()
+        for node in self.nodes:
+            turned = node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
+            if turned and node.region != UPDATE:
+                found.update(node.results)
+                continue
+            passes = node.region == UPDATE or self.is_view(node)
+            passes = passes or node.name == "convert_element_type"
+            if passes and any(v in found for v in node.operands):
+                found.update(node.results)
+        return {v for v in found if v in self.in_place and len(self.values[v].shape) > 2}
 
     def finished(self, value: int) -> int:
         """The value itself, or what its partial sums are finished to: one buffer."""
@@ -125,21 +155,25 @@ class _Sweep:
     def written_values(self) -> set[int]:
         written: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
+        work: dict[int, float] = {}  # instructions per element since the sources
         for node in self.nodes:
             made_from: frozenset[int] = frozenset()
             if node.kind is not NodeKind.INPUT:
                 made_from = frozenset().union(
                     *(sources.get(v, frozenset((v,))) for v in node.operands)
                 )
+            own = 0.0 if self.is_view(node) else _DEAR.get(node.name, 1.0)
+            own += sum(work.get(v, 0.0) for v in node.operands)
             for value in node.results:
-                if self.is_written(node, value, made_from):
+                if self.is_written(node, value, made_from, own):
                     written.add(value)
                     sources[value] = frozenset((value,))
                 else:
                     sources[value] = made_from
+                    work[value] = own
         return written
 
-    def is_written(self, node: Node, value: int, made_from: frozenset[int]) -> bool:
+    def is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
         if node.kind in (NodeKind.INPUT, NodeKind.MERGE):
             return True
         if self.is_view(node):
@@ -158,8 +192,27 @@ class _Sweep:
         # Compute it again in each reader, or write it once and read it back?
         size = self.values[value].num_bytes
         source_bytes = sum(self.values[v].num_bytes for v in made_from)
+        elements = prod(self.values[value].shape)
+        again = source_bytes + work * elements / _INSTRUCTIONS_PER_BYTE
         count = len({r.node for r in fused})
-        return (count - 1) * source_bytes > (count + 1) * size
+        if _DEAR.get(node.name, 1.0) >= _TOO_DEAR and self.crosses(value):
+            count = max(count, _CROSSING_READERS)
+        return (count - 1) * again > (count + 1) * size
+
+    def crosses(self, value: int) -> bool:
+        """Whether a forward value is read by the backward pass, at once or through others that
+        are made from it elementwise."""
+        frontier, seen = [value], {value}
+        region = self.nodes[self.producer[value]].region
+        while frontier and len(seen) < _FAR:
+            for reader in self.readers.get(frontier.pop(), ()):
+                node = self.nodes[reader.node]
+                if node.region != region:
+                    return node.region != UPDATE
+                if not reader.unfused and node.name not in _REDUCTIONS:
+                    frontier += [v for v in node.results if v not in seen]
+                    seen.update(node.results)
+        return False
 
     # -- how long
 

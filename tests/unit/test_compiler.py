@@ -12,7 +12,7 @@ import autopar
 from autopar.assemble import program_fingerprint
 from autopar.compiler import StepOptions, annotate, plan_step
 from autopar.constraints import candidate_meshes
-from autopar.errors import MeshError
+from autopar.errors import MemoryBudgetError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.methods import DataParallel, ManualParallel, ShardParallel
 from autopar.trace.flatten import trace_step
@@ -205,10 +205,15 @@ def test_an_op_without_a_rule_is_warned_of_with_its_line() -> None:
     assert "runs replicated" in warning
 
 
-def test_more_memory_than_there_is_is_warned_of() -> None:
-    (warning,) = plan_of(ClusterSpec(1, 4, memory_bytes=1e3)).warnings
-    assert "estimated peak" in warning and "does not bound memory" in warning
+def test_more_memory_than_there_is_is_warned_of_where_the_user_decides() -> None:
+    (warning,) = plan_of(ClusterSpec(1, 4, memory_bytes=1e3), DataParallel()).warnings
+    assert "estimated peak" in warning and "more than the device's" in warning
     assert plan_of(ClusterSpec(1, 4)).warnings == ()
+
+
+def test_more_memory_than_there_is_is_an_error_where_the_solver_decides() -> None:
+    with pytest.raises(MemoryBudgetError, match="no sharding fits"):
+        plan_of(ClusterSpec(1, 4, memory_bytes=1e3))
 
 
 @pytest.mark.parametrize(

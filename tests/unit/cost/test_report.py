@@ -13,7 +13,6 @@ from autopar.cost.report import (
     describe_step,
     edge_weight,
     parallelism,
-    peak_bytes,
 )
 from autopar.ir.graph import Graph, Node, NodeKind, Rule
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
@@ -213,46 +212,3 @@ def test_edge_weight_is_how_often_the_value_moves() -> None:
     assert edge_weight(stack, outside) == 1  # and after it
     assert edge_weight(slices, inside) == 5
     assert edge_weight(inside, stack) == 5
-
-
-# -- memory
-
-KIB = 1024
-
-
-def layouts_by(graph: Graph, layout_of) -> list:
-    """One layout per value, the same wherever it is read."""
-    shapes = [v.shape for v in graph.values]
-    return [
-        tuple(tuple(layout_of(shapes[v]) for v in values) for values in (n.operands, n.results))
-        for n in graph.nodes
-    ]
-
-
-def test_peak_is_what_lives_at_once() -> None:
-    """Inputs stay; the product lives until it is sorted, with what it is sorted into."""
-    graph = build_graph(
-        trace_step(lambda a, b: jnp.sort(a @ b)[:, :1], (array(64, 8), array(8, 64)))
-    )
-    mesh = LogicalMesh((2,))
-    whole = layouts_by(graph, lambda shape: (WHOLE,))
-    assert peak_bytes(graph, mesh, whole) == (2 + 2 + 16 + 16) * KIB
-    by_rows = layouts_by(graph, lambda shape: (0,) if shape[0] == 64 else (WHOLE,))
-    assert peak_bytes(graph, mesh, by_rows) == (1 + 2 + 8 + 8) * KIB
-
-
-def test_state_is_updated_in_place() -> None:
-    """16 KiB of state, 16 KiB of batch, and of results only the sum's four bytes."""
-    graph = build_graph(trace_step(lambda w, x: (w + x, x.sum()), (array(64, 64), array(64, 64))))
-    whole = layouts_by(graph, lambda shape: (WHOLE,))
-    assert peak_bytes(graph, LogicalMesh((2,)), whole) == pytest.approx(32 * KIB, abs=8)
-
-
-def test_a_gathered_parameter_takes_room_beside_its_shard() -> None:
-    graph = build_graph(trace_step(lambda w, x: (w + 1, x @ w), (array(64, 64), array(64, 64))))
-    mesh = LogicalMesh((2,))
-    split = layouts_by(graph, lambda shape: (0,))
-    use = next(i for i, n in enumerate(graph.nodes) if n.kind is NodeKind.USE)
-    gathered = [(own[0], ((WHOLE,),)) if i == use else own for i, own in enumerate(split)]
-    extra = peak_bytes(graph, mesh, gathered) - peak_bytes(graph, mesh, split)
-    assert extra == 16 * KIB

@@ -95,7 +95,7 @@ def test_gap_is_relative_and_never_negative(layers: Graph) -> None:
     solution = solve_graph(layers, MESH)
 
     def gap(objective: float, lower_bound: float) -> float:
-        parts = (solution.graph, solution.mesh, solution.strategies)
+        parts = (solution.problem, solution.choice)
         return GraphSharding(*parts, objective, lower_bound, solution.stats).gap
 
     assert gap(10.0, 9.0) == pytest.approx(0.1)

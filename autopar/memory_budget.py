@@ -1,0 +1,152 @@
+"""How much memory a plan may use, and what to tell the user when nothing fits.
+
+The budget of a device is its memory less a reserve: `RESERVE_SHARE` of it is left to the CUDA
+context, NCCL's buffers and fragmentation, which no compiler counts. `memory_budget_bytes` in
+`ShardingOptions` is taken as it is. Methods in which the user decides the layouts have no budget;
+their plans warn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+from autopar.cost.memory import Holding
+from autopar.errors import MemoryBudgetError
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.table import format_bytes, name_pattern, name_skeleton
+from autopar.methods import DataParallel, ManualParallel, ShardingOptions
+from autopar.sharding.solve import GraphSharding
+from autopar.trace.flatten import TracedStep
+
+RESERVE_SHARE = 0.10
+_NUM_SHOWN = 6
+
+
+def device_budget(mesh: LogicalMesh) -> float | None:
+    """What a device has for a step; None if its memory is not known."""
+    return None if mesh.memory_bytes is None else mesh.memory_bytes * (1 - RESERVE_SHARE)
+
+
+def memory_budget(mesh: LogicalMesh, method: Any, options: ShardingOptions) -> float | None:
+    """Bytes per device that the solver must stay within; None for no limit."""
+    if options.memory_budget_bytes is not None:
+        return float(options.memory_budget_bytes)
+    if isinstance(method, (DataParallel, ManualParallel)):
+        return None
+    return device_budget(mesh)
+
+
+def out_of_memory(
+    traced: TracedStep,
+    misses: Sequence[GraphSharding],
+    method: Any,
+    options: ShardingOptions,
+) -> MemoryBudgetError:
+    """The error for a step that fits on none of the meshes; `misses` are what came nearest."""
+    nearest = min(misses, key=lambda s: s.memory.peak_bytes)
+    peak = nearest.memory.peak_bytes
+    budget = memory_budget(nearest.mesh, method, options)
+    assert budget is not None
+    held = nearest.memory.at(nearest.memory.peak_time)
+    tried = f"the best of {len(misses)} meshes" if len(misses) > 1 else "the only mesh tried"
+    source = (
+        "ShardingOptions(memory_budget_bytes=…)"
+        if options.memory_budget_bytes is not None
+        else f"the device's {format_bytes(nearest.mesh.memory_bytes or 0)} less "
+        f"{RESERVE_SHARE:.0%} kept in reserve"
+    )
+    lines = [
+        f"{traced.name}: no sharding fits. The smallest peak found is {format_bytes(peak)} per "
+        f"device on mesh {nearest.mesh.shape} ({tried}), {format_bytes(peak - budget)} more than "
+        f"the budget of {format_bytes(budget)} ({source}).",
+        "At the peak a device holds:",
+        *_dominating(nearest.graph, held),
+        "What would help:",
+        *_remedies(nearest.graph, held, peak, budget, nearest.mesh, options),
+    ]
+    return MemoryBudgetError("\n".join(lines))
+
+
+def _kind(graph: Graph, holding: Holding, state: set[int]) -> tuple[str, str]:
+    """(category, name in the user's words) of something held."""
+    node = graph.nodes[graph.producer[holding.value][0]]
+    value = graph.values[holding.value]
+    if node.kind is NodeKind.INPUT and not holding.is_copy:
+        path = value.path or "an array captured by the function"
+        return ("state" if holding.value in state else "batch"), path
+    if holding.is_copy:
+        origin = value.path or node.module or node.name
+        return "copies in another layout", origin
+    if node.region == "forward":
+        return "activations", node.module or node.name
+    return ("gradients and temporaries" if node.region == "backward" else "update"), (
+        node.module or node.name
+    )
+
+
+def _dominating(graph: Graph, held: Sequence[Holding]) -> list[str]:
+    """The largest groups of holdings, equal layers together."""
+    state = {graph.inputs[i] for i, _ in graph.state}
+    groups: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
+    for holding in held:
+        category, name = _kind(graph, holding, state)
+        groups[category, name_skeleton(name)].append((name, holding.num_bytes))
+    ranked = sorted(groups.items(), key=lambda item: -sum(b for _, b in item[1]))
+    lines = []
+    for (category, _), members in ranked[:_NUM_SHOWN]:
+        names = list(dict.fromkeys(name for name, _ in members))
+        total = format_bytes(sum(b for _, b in members))
+        count = f" ({len(names)} of them)" if len(names) > 1 else ""
+        lines.append(f"  {total:>10}  {category}: {name_pattern(names)}{count}")
+    rest = sum(b for _, members in ranked[_NUM_SHOWN:] for _, b in members)
+    if rest:
+        lines.append(f"  {format_bytes(rest):>10}  everything else")
+    return lines
+
+
+def _remedies(
+    graph: Graph,
+    held: Sequence[Holding],
+    peak: float,
+    budget: float,
+    mesh: LogicalMesh,
+    options: ShardingOptions,
+) -> list[str]:
+    state = {graph.inputs[i] for i, _ in graph.state}
+    by_kind: dict[str, float] = defaultdict(float)
+    wide_state = 0.0
+    for holding in held:
+        category, _ = _kind(graph, holding, state)
+        by_kind[category] += holding.num_bytes
+        if category == "state" and graph.values[holding.value].dtype == "float32":
+            wide_state += holding.num_bytes
+    activations = peak - by_kind["state"] - by_kind["update"]
+    excess = peak - budget
+    found = []
+    if activations > excess and graph.batch:
+        count = ceil(activations / (activations - excess))
+        found.append(
+            f"  - micro-batches: num_micro_batches={count} or more keeps about 1/{count} of the "
+            f"{format_bytes(activations)} that depend on the batch; or a smaller batch"
+        )
+    if options.remat == "none" and by_kind["activations"] > 0:
+        kept = format_bytes(by_kind["activations"])
+        found.append(
+            f'  - rematerialisation: ShardingOptions(remat="auto") computes activations ({kept}) '
+            "again in the backward pass instead of keeping them"
+        )
+    if wide_state / 2 > 0 and by_kind["state"] > 0.2 * peak:
+        found.append(
+            f"  - state in bfloat16: halves {format_bytes(wide_state)} of float32 state, "
+            f"{'enough' if wide_state / 2 >= excess else 'not enough by itself'}"
+        )
+    devices = ceil(mesh.num_devices * peak / budget)
+    found.append(
+        f"  - more devices: about {devices} instead of {mesh.num_devices}, if all of it is split "
+        "further; or devices with more memory"
+    )
+    return found

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.cost.memory import memory_profile
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import WHOLE
+from autopar.trace.build import build_graph
+from autopar.trace.flatten import trace_step
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def peak(graph: Graph, mesh: LogicalMesh, layouts: list) -> float:
+    return memory_profile(graph, mesh, layouts).peak_bytes
+
+
+KIB = 1024
+
+
+def layouts_by(graph: Graph, layout_of) -> list:
+    """One layout per value, the same wherever it is read."""
+    shapes = [v.shape for v in graph.values]
+    return [
+        tuple(tuple(layout_of(shapes[v]) for v in values) for values in (n.operands, n.results))
+        for n in graph.nodes
+    ]
+
+
+def test_peak_is_what_lives_at_once() -> None:
+    """Inputs stay; the product lives until it is sorted, with what it is sorted into."""
+    graph = build_graph(
+        trace_step(lambda a, b: jnp.sort(a @ b)[:, :1], (array(64, 8), array(8, 64)))
+    )
+    mesh = LogicalMesh((2,))
+    whole = layouts_by(graph, lambda shape: (WHOLE,))
+    assert peak(graph, mesh, whole) == (2 + 2 + 16 + 16) * KIB
+    by_rows = layouts_by(graph, lambda shape: (0,) if shape[0] == 64 else (WHOLE,))
+    assert peak(graph, mesh, by_rows) == (1 + 2 + 8 + 8) * KIB
+
+
+def test_state_is_updated_in_place() -> None:
+    """16 KiB of state, 16 KiB of batch, and of results only the sum's four bytes, as long as the
+    state is donated."""
+
+    def of(**options) -> float:
+        args = (array(64, 64), array(64, 64))
+        graph = build_graph(trace_step(lambda w, x: (w + x, x.sum()), args, **options))
+        whole = layouts_by(graph, lambda shape: (WHOLE,))
+        return peak(graph, LogicalMesh((2,)), whole)
+
+    assert of(donate_argnums=(0,)) == pytest.approx(32 * KIB, abs=8)
+    assert of(donate_argnums=()) == pytest.approx(48 * KIB, abs=8)
+
+
+def test_a_gathered_parameter_takes_room_beside_its_shard() -> None:
+    graph = build_graph(trace_step(lambda w, x: (w + 1, x @ w), (array(64, 64), array(64, 64))))
+    mesh = LogicalMesh((2,))
+    split = layouts_by(graph, lambda shape: (0,))
+    use = next(i for i, n in enumerate(graph.nodes) if n.kind is NodeKind.USE)
+    gathered = [(((WHOLE,),), ((WHOLE,),)) if i == use else own for i, own in enumerate(split)]
+    extra = peak(graph, mesh, gathered) - peak(graph, mesh, split)
+    assert extra == 16 * KIB
+
+
+def train(w, x):
+    """Two layers, so that the second's parameter is needed late forward and early backward."""
+
+    def loss_of(w):
+        return (jnp.tanh(x @ w["a"]) @ w["b"]).sum()
+
+    return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss_of)(w))
+
+
+def test_what_the_backward_pass_fetches_again_is_not_kept_between() -> None:
+    state = {"a": array(512, 512), "b": array(512, 512)}
+    graph = build_graph(trace_step(train, (state, array(8, 512))))
+    mesh = LogicalMesh((4,))
+    # Parameters are kept split and used whole; a copy is made for each reader.
+    layouts = []
+    for node in graph.nodes:
+        shapes = [graph.values[v].shape for v in node.results]
+        parameter = node.kind in (NodeKind.INPUT, NodeKind.USE) and shapes == [(512, 512)]
+        own = (0,) if parameter else (WHOLE,)
+        layouts.append(((own,) * len(node.operands), (own,) * len(node.results)))
+    kept = memory_profile(graph, mesh, layouts)
+    again = memory_profile(graph, mesh, layouts, refetch=True)
+    copies = [h for h in kept.holdings if h.is_copy and h.num_bytes == 1024 * KIB]
+    assert copies and max(h.end - h.start for h in copies) > 0
+    assert again.peak_bytes <= kept.peak_bytes
+    spans = [h.end - h.start for h in again.holdings if h.is_copy]
+    assert max(spans) < max(h.end - h.start for h in copies)
