@@ -1,0 +1,98 @@
+"""Steps under a tight budget: they fit, by our estimate and by XLA's, and compute the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import ShardingOptions, ShardParallel
+
+WIDTH, LAYERS = 512, 6
+
+
+def make_state(key):
+    keys = jax.random.split(key, LAYERS)
+    params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys]
+    return {"params": params, "opt": optax.adam(1e-3).init(params)}
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = optax.adam(1e-3).update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    keys = jax.random.split(jax.random.key(1))
+    batch = {n: jax.random.normal(k, (64, WIDTH)) for n, k in zip("xy", keys, strict=True)}
+    return make_state(jax.random.key(0)), batch
+
+
+def replicated_bytes(state) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("mesh_shape", [(8,), (2, 4)])
+def test_a_model_three_times_too_large_trains_within_its_budget(arguments, mesh_shape) -> None:
+    """State alone is three times the budget, replicated."""
+    state, batch = arguments
+    budget = replicated_bytes(state) / 3
+    options = ShardingOptions(memory_budget_bytes=budget)
+    step = autopar.parallelize(
+        train_step, method=ShardParallel(mesh_shape, options=options), donate_argnums=(0,)
+    )
+    reference, placed = state, jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        reference, expected = jax.jit(train_step)(reference, batch)
+        placed, loss = step(placed, batch)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(placed), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=2e-5)
+    executable = step.last_executable
+    assert executable.plan.estimated_peak_bytes <= budget
+    assert executable.memory_bytes() <= budget
+    held: dict = {}
+    for leaf in jax.tree.leaves(placed):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    assert max(held.values()) <= budget
+
+
+def test_a_tighter_budget_costs_more_and_holds_less(arguments) -> None:
+    state, batch = arguments
+
+    def plan(share: float):
+        options = ShardingOptions(memory_budget_bytes=share * replicated_bytes(state))
+        method = ShardParallel((8,), options=options)
+        cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+        return autopar.plan(train_step, state, batch, cluster=cluster, method=method)
+
+    plans = [plan(share) for share in (10.0, 0.5, 0.25)]
+    for share, own in zip((10.0, 0.5, 0.25), plans, strict=True):
+        assert own.estimated_peak_bytes <= share * replicated_bytes(state)
+    costs = [own.solver.objective for own in plans]
+    assert costs == sorted(costs)
+
+
+def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None:
+    state, batch = arguments
+    options = ShardingOptions(memory_budget_bytes=2**20)
+    step = autopar.parallelize(train_step, method=ShardParallel((8,), options=options))
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
+        step.plan(state, batch)
+    text = str(caught.value)
+    assert "smallest peak found is" in text and "more than the budget of 1.0 MiB" in text
+    assert "state['opt'][0].mu[*]" in text and "state['params'][*]" in text
+    assert "num_micro_batches" in text or "more devices" in text
+    assert "bfloat16" in text and "remat" in text
