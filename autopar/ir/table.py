@@ -78,9 +78,9 @@ def _layer_names(names: Sequence[str]) -> str:
     """Names of layers, those that differ in numbers alone as one with its count."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[_skeleton(name)].append(name)
+        groups[name_skeleton(name)].append(name)
     return ", ".join(
-        f"{_pattern(group)} ({len(group)} layers)" if len(group) > 1 else group[0]
+        f"{name_pattern(group)} ({len(group)} layers)" if len(group) > 1 else group[0]
         for group in groups.values()
     )
 

@@ -77,6 +77,7 @@ def test_public_names() -> None:
         "FollowParallel",
         "LogicalMesh",
         "ManualParallel",
+        "MemoryBudgetError",
         "MeshError",
         "ParallelFunction",
         "ParallelPlan",
