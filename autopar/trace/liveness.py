@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar import _jax
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.trace.figures import UNFUSED
 from autopar.trace.regions import UPDATE
@@ -27,7 +28,7 @@ from autopar.trace.regions import UPDATE
 # Ops whose result is its operand's memory.
 _VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
-    "random_wrap", "random_unwrap", "bitcast_convert_type",
+    "random_wrap", "random_unwrap", "bitcast_convert_type", _jax.CONSTRAIN,
 }  # fmt: skip
 # Fused into their readers although they are costly to move: made from next to nothing.
 _REDUCTIONS = {
