@@ -126,6 +126,7 @@ class Graph:
     unruled: tuple[Unruled, ...] = ()
     liveness: Liveness = field(default_factory=Liveness)
     producer: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> node, result
+    unfinished: frozenset[int] = frozenset()  # values whose partial sums a loop adds up
 
     @property
     def total_flops(self) -> float:

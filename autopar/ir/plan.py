@@ -17,12 +17,28 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_unflatten
 
 from autopar.errors import PlanError
-from autopar.ir.spec import PARTIAL, Layout, fits, to_partition_spec
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, to_partition_spec
 
 FORMAT = "autopar-plan"
 FORMAT_VERSION = 2
 
 Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Partial sums kept as data: one addend per rank of each axis, in leading dimensions of the
+    array (*lanes*) that those axes split. A layout that is `PARTIAL` along an axis means such an
+    array.
+
+    axes:     the axes with lanes, in mesh order.
+    operands: the layout each operand is read in; None for constants. Where it is `PARTIAL` along
+              an axis the operand has lanes already; where it splits a dimension, that dimension is
+              cut into lanes.
+    """
+
+    axes: tuple[int, ...]
+    operands: tuple[Layout | None, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class EquationSharding:
     bodies: tuple[ProgramSharding, ...] = ()
     local: tuple[tuple[Layout, ...], ...] = ()
     refetched: tuple[Refetch, ...] = ()
+    lanes: Lanes | None = None
 
 
 @dataclass(frozen=True)
@@ -256,19 +273,22 @@ def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
         raise PlanError(
             f"{where}: {len(plan.outputs)} outputs, {len(plan.program.outputs)} layouts."
         )
-    _check_program(plan.program, axes, where)
+    _check_program(plan.program, axes, where, least=WHOLE)
 
 
-def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
-    def check(layout: Layout | None) -> None:
-        if layout is not None and (len(layout) != axes or any(e < -1 for e in layout)):
+def _check_program(program: ProgramSharding, axes: int, where: str, least: int) -> None:
+    """`least` is what entries of inputs and outputs must be at least; those of loops' bodies and
+    all between may be `PARTIAL`."""
+
+    def check(layout: Layout | None, least: int = PARTIAL) -> None:
+        if layout is not None and (len(layout) != axes or any(e < least for e in layout)):
             raise PlanError(f"{where}: a layout {layout} for a mesh of {axes} axes.")
 
     for layout in program.inputs:
-        check(layout)
+        check(layout, least)
     for chain in program.outputs:
         for layout in chain:
-            check(layout)
+            check(layout, least)
     for equation in program.equations:
         for chain in (*equation.operands, *equation.results):
             for layout in chain:
@@ -283,8 +303,20 @@ def _check_program(program: ProgramSharding, axes: int, where: str) -> None:
             known = 0 <= again.operand < len(equation.operands) and again.after >= 0
             if not known or not 0 <= again.num_shared <= len(equation.operands[again.operand]):
                 raise PlanError(f"{where}: an operand cannot be fetched again as {again}.")
+        if equation.lanes is not None:
+            _check_lanes(equation, axes, where)
+            for layout in equation.lanes.operands:
+                check(layout)
         for body in equation.bodies:
-            _check_program(body, axes, where)
+            _check_program(body, axes, where, least=PARTIAL)
+
+
+def _check_lanes(equation: EquationSharding, num_axes: int, where: str) -> None:
+    assert equation.lanes is not None
+    axes, operands = equation.lanes.axes, equation.lanes.operands
+    in_order = tuple(sorted(set(axes))) == axes and all(0 <= a < num_axes for a in axes)
+    if not axes or not in_order or len(operands) != len(equation.operands):
+        raise PlanError(f"{where}: lanes {equation.lanes} for a mesh of {num_axes} axes.")
 
 
 def _digest(body: Any) -> str:
@@ -350,11 +382,18 @@ def _decode_program(body: dict[str, Any]) -> ProgramSharding:
                     Refetch(_whole(r["operand"]), _whole(r["num_shared"]), _whole(r["after"]))
                     for r in e["refetched"]
                 ),
+                lanes=_decode_lanes(e["lanes"]),
             )
             for e in body["equations"]
         ),
         outputs=tuple(_chain(c) for c in body["outputs"]),
     )
+
+
+def _decode_lanes(body: dict[str, Any] | None) -> Lanes | None:
+    if body is None:
+        return None
+    return Lanes(_shape(body["axes"]), tuple(_layout(v) for v in body["operands"]))
 
 
 def _decode_tensor(body: dict[str, Any]) -> Tensor:

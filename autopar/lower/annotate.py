@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
+from autopar.lower.lanes import bind_in_lanes, empty_lanes, lane_axes, with_lanes
 
 
 def annotated_function(
@@ -42,9 +44,19 @@ class _Writer:
             return value
         key = (layout, ndim)
         if key not in self.shardings:
-            spec = to_partition_spec(layout, ndim, self.mesh.axis_names)
+            spec = to_partition_spec(with_lanes(layout), ndim, self.mesh.axis_names)
             self.shardings[key] = NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(value, self.shardings[key])
+
+    def take_through(self, value: Any, axes: tuple[int, ...], chain: Chain) -> Any:
+        """Constrain a value to one layout after the other; `axes` are those it has lanes for.
+        Lanes that a layout has no more are summed."""
+        for layout in chain:
+            left = lane_axes(layout)
+            summed = tuple(i for i, axis in enumerate(axes) if axis not in left)
+            value = self.constrain(value.sum(summed) if summed else value, layout)
+            axes = left
+        return value
 
     def run(self, program: Any, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
         env: dict[int, Any] = {}
@@ -52,8 +64,10 @@ class _Writer:
         fetched: dict[tuple[int, Chain, int], Any] = {}  # and those taken there once more
         for value, const in program.captured:
             env[value] = const
+        lanes: dict[int, tuple[int, ...]] = {}  # values that are partial sums
         for value, array, layout in zip(program.inputs, inputs, sharding.inputs, strict=True):
             env[value] = self.constrain(array, layout)
+            lanes[value] = lane_axes(layout)
 
         def read(operand: Any, chain: Chain) -> Any:
             if not isinstance(operand, int):
@@ -64,7 +78,8 @@ class _Writer:
                 key = (operand, chain[:end])
                 if key not in moved:
                     before = moved[operand, chain[: end - 1]] if end > 1 else env[operand]
-                    moved[key] = self.constrain(before, chain[end - 1])
+                    axes = lane_axes(chain[end - 2]) if end > 1 else lanes.get(operand, ())
+                    moved[key] = self.take_through(before, axes, chain[end - 1 : end])
             return moved[operand, chain]
 
         def fetch_again(operand: int, chain: Chain, again: Refetch) -> Any:
@@ -97,9 +112,9 @@ class _Writer:
                 else:
                     results = self.bind(equation, own, operands)
                 for value, array, chain in zip(equation.results, results, own.results, strict=True):
-                    for layout in chain:
-                        array = self.constrain(array, layout)
-                    env[value] = array
+                    made = own.lanes.axes if own.lanes else lane_axes(chain[0] if chain else None)
+                    env[value] = self.take_through(array, made, chain)
+                    lanes[value] = lane_axes(chain[-1]) if chain else made
         return [read(o, c) for o, c in zip(program.outputs, sharding.outputs, strict=True)]
 
     def bind(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
@@ -109,6 +124,8 @@ class _Writer:
             return self.while_loop(equation, own, operands)
         if equation.name == "cond":
             return self.cond(equation, own, operands)
+        if own.lanes is not None:
+            return bind_in_lanes(equation, own.lanes, operands, self.mesh)
         return _jax.bind(equation.primitive, equation.params, operands)
 
     def on_parts(
@@ -160,7 +177,11 @@ class _Writer:
         (body,), (sharding,) = equation.bodies, own.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         consts = operands[:num_consts]
-        init = operands[num_consts : num_consts + num_carry]
+        entering = sharding.inputs[num_consts : num_consts + num_carry]
+        init = [
+            self.constrain(empty_lanes(array, layout, self.mesh), layout)
+            for array, layout in zip(operands[num_consts:], entering, strict=False)
+        ]
         xs = operands[num_consts + num_carry :]
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -175,7 +196,12 @@ class _Writer:
             reverse=equation.params["reverse"],
             unroll=equation.params["unroll"],
         )
-        return [*carry, *ys]
+        stacks = [
+            # A stack of arrays with lanes has its lanes first again.
+            jnp.moveaxis(y, 0, len(lane_axes(chain[0] if chain else None)))
+            for y, chain in zip(ys, own.results[num_carry:], strict=True)
+        ]
+        return [*carry, *stacks]
 
     def while_loop(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
         (condition, body), (cond_sharding, body_sharding) = equation.bodies, own.bodies

@@ -16,7 +16,7 @@ from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
+from autopar.ir.plan import Chain, EquationSharding, Lanes, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, is_slice, num_shards
 
 BACKWARD = "backward"  # the region of the graph's nodes
@@ -34,6 +34,10 @@ def assign_layouts(
     """`layouts[n]` are (operand layouts, result layouts) of node n. With `refetch`, the backward
     pass gathers again what the forward pass gathered."""
     return _Assigner(graph, layouts, mesh, refetch).top(program)
+
+
+def _partial_axes(layout: Layout) -> tuple[int, ...]:
+    return tuple(a for a, entry in enumerate(layout) if entry == PARTIAL)
 
 
 class _Assigner:
@@ -78,7 +82,11 @@ class _Assigner:
                 steps += self.path(operand, here, shared)
                 here = shared
         steps += self.path(operand, here, target)
-        return tuple(s for s in steps if PARTIAL not in s)
+        return tuple(s for s in steps if self.is_explicit(operand, s))
+
+    def is_explicit(self, value: int, layout: Layout) -> bool:
+        """Partial sums are left to the compiler, but for those that a loop adds up."""
+        return PARTIAL not in layout or value in self.graph.unfinished
 
     def path(self, value: int, source: Layout, target: Layout) -> list[Layout]:
         if source == target:
@@ -155,6 +163,7 @@ class _Assigner:
             tuple(map(self.result_chain, equation.results)),
             local=self.parts(equation, nodes[0]),
             refetched=tuple(refetched),
+            lanes=self.lanes(equation, nodes),
         )
 
     def parts(self, equation: Any, node: int) -> tuple[tuple[Layout, ...], ...]:
@@ -186,6 +195,19 @@ class _Assigner:
         after = (beside or [next(reversed(self.made_backward), None)])[-1]
         return [] if after is None else [Refetch(position, num_shared, after)]
 
+    def lanes(self, equation: Any, nodes: Sequence[int]) -> Lanes | None:
+        """Partial sums that a loop adds up are data: see `Lanes`."""
+        axes = self.lane_axes(equation.results[0])
+        if not axes:
+            return None
+        layouts = iter(layout for node in nodes for layout in self.layouts[node][0])
+        operands = [next(layouts) if isinstance(o, int) else None for o in equation.operands]
+        return Lanes(axes, tuple(operands))
+
+    def lane_axes(self, value: int) -> tuple[int, ...]:
+        """Mesh axes along which a value is kept as partial sums."""
+        return _partial_axes(self.current[value]) if value in self.graph.unfinished else ()
+
     def result_chain(self, value: int) -> Chain:
         """Layouts a result is taken through when it is made. Where partial sums are finished the
         steps are spelled out: from the last one alone the partitioner may conclude that the op
@@ -196,10 +218,11 @@ class _Assigner:
         node = self.graph.nodes[self.graph.producer[value][0]]
         if node.kind is NodeKind.FINISH:
             raw = self.result_layout(node.operands[0])
-            steps = tuple(s for s in self.path(value, raw, target) if PARTIAL not in s)
+            lanes = self.lane_axes(value)
+            steps = tuple(s for s in self.path(value, raw, target) if _partial_axes(s) == lanes)
             if steps:
                 return steps
-        return () if PARTIAL in target else (target,)
+        return (target,) if self.is_explicit(value, target) else ()
 
     # -- loops
 
@@ -237,7 +260,9 @@ class _Assigner:
                 chains.append(self.pass_into_loop(operand, value))
                 continue
             self.place([value])
-            if position < first_x or not isinstance(operand, int):
+            if self.lane_axes(value):  # starts at zero, whatever the layout
+                chains.append(())
+            elif position < first_x or not isinstance(operand, int):
                 chains.append(self.chain(operand, self.current[value]))
             else:  # the stack is laid out outside; the body takes slices of it
                 node = self.graph.producer[value][0]
@@ -249,9 +274,21 @@ class _Assigner:
             needed, made = self.layouts[node]
             targets.append(needed[0] if needed else made[0])
         inside = self.body(body, targets)
-        results = [*targets[:num_carry], *map(self.result_layout, equation.results[num_carry:])]
-        self.current.update(zip(equation.results, results, strict=True))
-        return EquationSharding(tuple(chains), tuple((r,) for r in results), (inside,))
+        results = []
+        for result, carried in zip(equation.results, targets[:num_carry], strict=False):
+            results.append(self.after_loop(result, carried))
+        for result in equation.results[num_carry:]:
+            self.place([result])
+            results.append((self.current[result],))
+        return EquationSharding(tuple(chains), tuple(results), (inside,))
+
+    def after_loop(self, result: int, carried: Layout) -> Chain:
+        """The layouts of a carry from its loop on; what was added up is finished there."""
+        self.current[result] = carried
+        if result not in self.graph.producer:
+            return (carried,)
+        self.place([result])
+        return (carried, *self.path(result, carried, self.current[result]))
 
     def while_loop(self, equation: Any) -> EquationSharding:
         condition, body = equation.bodies

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import PARTIAL, Layout, num_shards
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
@@ -96,6 +96,8 @@ def _allowed(
     every = enumerate_strategies(node.rule, mesh.shape)
     if node.kind is NodeKind.FINISH and node.rule.linear:
         every = tuple(s for s in every if s.results == s.operands)
+    if node.kind is NodeKind.MERGE and node.rule.linear:
+        every = tuple(_starting_at_zero(s) for s in every)
     chosen = list(every)
     if keep is not None:
         indices = keep(node, every)
@@ -115,6 +117,14 @@ def _allowed(
         most = max(s.parallelism for s in chosen)
         chosen = [s for s in chosen if s.parallelism == most]
     return chosen
+
+
+def _starting_at_zero(strategy: Strategy) -> Strategy:
+    """A carry that adds up partial sums starts at zero, which is its own partial sum: only what
+    comes back (the last operand) is partial."""
+    *inits, last = strategy.operands
+    whole = [tuple(WHOLE if e == PARTIAL else e for e in layout) for layout in inits]
+    return replace(strategy, operands=(*whole, last))
 
 
 def _node_costs(

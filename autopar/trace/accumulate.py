@@ -18,7 +18,7 @@ micro-batch uses its own in its place, and a note says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,25 +37,16 @@ from autopar.trace.additive import (
     SCATTER_ADD,
     SUM,
     ZERO,
-    Makeup,
     RowShapes,
-    of_operand,
-    results_of,
 )
 from autopar.trace.align import align
 from autopar.trace.emit import Env, ProgramWriter
 from autopar.trace.flatten import TracedStep
 from autopar.trace.layers import Layer
 from autopar.trace.micro import MicroBatches, Notes, Scope, add
+from autopar.trace.placement import Pair, Placement
 from autopar.trace.program import Equation, Operand, Program
-from autopar.trace.regions import BACKWARD, region_by_name
 from autopar.trace.remat import rematerialise, with_remat
-
-# What a crossing value is not computed at the whole batch for.
-_HEAVY = {
-    "dot_general", "conv_general_dilated", "scan", "while", "cond",
-    "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
-}  # fmt: skip
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:
@@ -112,7 +103,7 @@ def accumulate(
     block = rows.block_rows(size, sizes)
     notes = Notes()
     of = MicroBatches(num_micro_batches, size // num_micro_batches // block, shapes, notes)
-    program = _Accumulation(full.program, part, of, full.out_paths).program()
+    program = _write(Placement(full.program, part, of, full.out_paths))
     return replace(full, program=program, num_micro_batches=num_micro_batches, notes=notes.texts())
 
 
@@ -142,303 +133,47 @@ def _row_sizes(program: Program, shapes: RowShapes, num: int) -> set[int]:
     return sizes
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """An equation as the two traces have it."""
-
-    whole: Equation
-    part: Equation
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        return self.part.results
-
-    @property
-    def reads(self) -> list[int]:
-        return [o for o in self.part.operands if isinstance(o, int)]
-
-
-class _Accumulation:
-    """Decides where every equation goes (`__init__`), then writes the program (`program`)."""
-
-    def __init__(
-        self, full: Program, part: Program, of: MicroBatches, out_paths: Sequence[str]
-    ) -> None:
-        self.full, self.part, self.of = full, part, of
-        self.out_paths = out_paths
-        self.hoisted: set[int] = set()  # crossing values that the prologue computes exactly
-        self.pairs = _live_pairs(full, part)
-        self.makeup = self.classify()
-        self.pairs = [q for p in self.pairs for q in _parted(p, self.makeup)]
-        self.producer = {r: i for i, p in enumerate(self.pairs) for r in p.results}
-        while crossing := self.light_crossings():
-            self.hoisted |= crossing
-            self.makeup = self.classify()
-        self.own = self.used_in_loop()
-        self.late = self.reduced_late()
-        self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
-        self.stacked: dict[int, None] = {}  # rows that are results of the step
-        self.in_loop: set[int] = set()  # indices of pairs
-        self.before: set[int] = set()
-        self.after: set[int] = set()
-        self.place()
-
-    # -- what is what
-
-    def classify(self) -> dict[int, Makeup]:
-        shapes = self.of.shapes
-        makeup: dict[int, Makeup] = {}
-        for value in (*self.part.inputs, *(v for v, _ in self.part.captured)):
-            makeup[value] = ROWS if shapes.has_rows(value) else SAME
-        for pair in self.pairs:
-            operands = [of_operand(o, makeup) for o in pair.part.operands]
-            for value, kind in zip(
-                pair.results, results_of(pair.part, operands, shapes), strict=True
-            ):
-                makeup[value] = SAME if value in self.hoisted else kind
-        return makeup
-
-    def is_sum(self, value: int) -> bool:
-        """Depends on the batch and has no rows."""
-        return self.makeup[value] not in (ROWS, SAME, ZERO)
-
-    def touches_rows(self, pair: _Pair) -> bool:
-        return any(self.makeup[v] is ROWS for v in (*pair.reads, *pair.results))
-
-    def crossings(self) -> set[int]:
-        return {v for p in self.pairs if self.touches_rows(p) for v in p.reads if self.is_sum(v)}
-
-    def light_crossings(self) -> set[int]:
-        """Crossing values that have no product above them."""
-        heavy: set[int] = set()  # values that depend on the batch through a product
-        for pair in self.pairs:
-            from_batch = any(self.makeup[v] not in (SAME, ZERO) for v in pair.reads)
-            is_heavy = pair.part.name in _HEAVY and from_batch
-            if is_heavy or any(v in heavy for v in pair.reads):
-                heavy.update(v for v in pair.results if v not in self.hoisted)
-        return {v for v in self.crossings() if v not in heavy}
-
-    def used_in_loop(self) -> set[int]:
-        """Values without rows that the loop computes for each micro-batch by itself: those that
-        cross, and what they are made of."""
-        found: set[int] = set()
-        left = list(self.crossings())
-        while left:
-            value = left.pop()
-            if value in found:
-                continue
-            found.add(value)
-            pair = self.pairs[self.producer[value]]
-            if self.touches_rows(pair):
-                self.note_crossing(pair)
-            else:
-                left += [v for v in pair.reads if self.is_sum(v)]
-        return found
-
-    def note_crossing(self, pair: _Pair) -> None:
-        self.of.notes.add(
-            "crossing",
-            pair.part,
-            f"{pair.part.name} over the batch is used by every row of it; with {self.of.num} "
-            "micro-batches each uses its own reduction in the place of the whole batch's",
-        )
-
-    def reduced_late(self) -> set[int]:
-        """Pairs of a derivative that multiply a sum by a micro-batch's own value: the product is
-        to be summed up, not its factors."""
-        found: set[int] = set()
-        available = set(self.own)
-        for index, pair in enumerate(self.pairs):
-            if self.touches_rows(pair) or region_by_name(pair.part.scope) != BACKWARD:
-                continue
-            kinds = [self.makeup[v] for v in pair.reads]
-            own = [v for v in pair.reads if v in available and self.makeup[v] is OWN]
-            is_late = own and all(self.makeup[r] is SUM for r in pair.results)
-            if is_late and SUM in kinds and not set(pair.results) & self.own:
-                found.add(index)
-        return found
-
-    # -- where it goes
-
-    def place(self) -> None:
-        for out, path in zip(self.part.outputs, self.out_paths, strict=True):
-            if not isinstance(out, int):
-                continue
-            if self.makeup[out] is ROWS and out in self.producer:
-                self.check_rows_out(out, path)
-                self.stacked[out] = None
-                self.need_pair_in_loop(self.producer[out])
-            else:
-                self.need_after([out])
-        for index, pair in enumerate(self.pairs):
-            if pair.part.has_effect:
-                if self.touches_rows(pair):
-                    self.need_pair_in_loop(index)
-                elif index not in self.before:
-                    self.after.add(index)
-                    self.need_after(pair.reads)
-        self.after -= self.before
-
-    def check_rows_out(self, value: int, path: str) -> None:
-        pair = self.pairs[self.producer[value]]
-        if len(self.of.shapes.dims(value)) > 1:
-            raise TraceError(
-                f"{path} (made at {pair.part.source_line}): it relates every row of the batch to "
-                "every other, which micro-batches cannot give. Return a sum or mean of it, or use "
-                "num_micro_batches=1."
-            )
-
-    def need_after(self, values: Iterable[int]) -> None:
-        """Values that the epilogue (or the prologue) must have, as those of the whole batch."""
-        left = list(values)
-        while left:
-            value = left.pop()
-            index = self.producer.get(value)
-            if index is None or index in self.before or value in self.accumulated:
-                continue
-            if value in self.hoisted:
-                self.need_before([value])
-                continue
-            pair = self.pairs[index]
-            if index in self.late or self.touches_rows(pair):
-                self.accumulated[value] = None
-                self.need_pair_in_loop(index)
-                if pair.part.name in SCATTER_ADD:
-                    left += [o for o in pair.part.operands[:1] if isinstance(o, int)]
-            elif index not in self.after:
-                self.after.add(index)
-                left += pair.reads
-
-    def need_before(self, values: Iterable[int]) -> None:
-        """Values that the prologue must compute, at the whole batch where they depend on it."""
-        left = list(values)
-        while left:
-            index = self.producer.get(left.pop())
-            if index is not None and index not in self.before:
-                self.before.add(index)
-                left += self.pairs[index].reads
-
-    def is_outside(self, value: int) -> bool:
-        """The loop reads it and does not make it."""
-        index = self.producer.get(value)
-        if index is None or value in self.hoisted:
-            return True
-        is_same = self.makeup[value] in (SAME, ZERO)
-        return is_same and not self.touches_rows(self.pairs[index])
-
-    def need_pair_in_loop(self, index: int) -> None:
-        left = [index]
-        while left:
-            at = left.pop()
-            if at in self.in_loop:
-                continue
-            pair = self.pairs[at]
-            if self.is_row_keys(pair):
-                self.before.add(at)
-                self.need_before(pair.reads)
-                continue
-            self.in_loop.add(at)
-            for position, operand in enumerate(pair.part.operands):
-                if not isinstance(operand, int) or self.adds_to(pair, position):
-                    continue
-                if self.is_outside(operand):
-                    self.need_before([operand])
-                else:
-                    left.append(self.producer[operand])
-
-    def is_row_keys(self, pair: _Pair) -> bool:
-        """A key split into one for each row: done for the whole batch, the keys are small."""
-        return pair.part.name == "random_split" and not any(
-            self.makeup[v] is ROWS for v in pair.reads
-        )
-
-    def adds_to(self, pair: _Pair, position: int) -> bool:
-        """What a scatter-add over rows adds to; the epilogue adds it."""
-        if position or pair.part.name not in SCATTER_ADD:
-            return False
-        return self.touches_rows(pair) and self.makeup[pair.results[0]] is not ROWS
-
-    # -- the program
-
-    def program(self) -> Program:
-        writer, env = ProgramWriter(), Env()
-        avals = self.full.avals
-        inputs = [writer.new_value(avals[v]) for v in self.full.inputs]
-        env.update(zip(self.full.inputs, inputs, strict=True))
-        for value, array in self.full.captured:
-            env[value] = writer.capture(array, avals[value])
-        for index in sorted(self.before):
-            writer.copy(self.pairs[index].whole, avals, env)
-        results = _LoopWriter(self, writer, env).write()
-        for index, pair in enumerate(self.pairs):
-            if index in self.after:
-                writer.copy(pair.whole, avals, env)
-            for value in pair.results:
-                if value in results:
-                    env[value] = self.finished(writer, env, pair, value, results[value])
-        outputs = [env[o] if isinstance(o, int) else o for o in self.full.outputs]
-        return writer.program(inputs, outputs)
-
-    def finished(
-        self, writer: ProgramWriter, env: Env, pair: _Pair, value: int, made: Operand
-    ) -> Operand:
-        """What the loop gave, as the value of the whole batch."""
-        if value in self.stacked:
-            (dim,) = self.of.shapes.dims(value)
-            return writer.emit(rows.join, [made], dim=dim, blocks=self.of.blocks)
-        dtype = self.full.avals[value].dtype
-        if writer.aval(made).dtype != dtype:
-            made = writer.emit(_convert, [made], dtype=dtype)
-        first = pair.part.operands[0] if pair.part.operands else None
-        if not self.adds_to(pair, 0) or (
-            first is not None and of_operand(first, self.makeup) is ZERO
-        ):
-            return made
-        rest = env[first] if isinstance(first, int) else first
-        assert rest is not None
-        return writer.emit(add, [rest, made])
+def _write(place: Placement) -> Program:
+    """Prologue, loop and epilogue as one program."""
+    writer, env = ProgramWriter(), Env()
+    avals = place.full.avals
+    inputs = [writer.new_value(avals[v]) for v in place.full.inputs]
+    env.update(zip(place.full.inputs, inputs, strict=True))
+    for value, array in place.full.captured:
+        env[value] = writer.capture(array, avals[value])
+    for index in sorted(place.before):
+        writer.copy(place.pairs[index].whole, avals, env)
+    results = _LoopWriter(place, writer, env).write() if place.in_loop else {}
+    for index, pair in enumerate(place.pairs):
+        if index in place.after:
+            writer.copy(pair.whole, avals, env)
+        for value in pair.results:
+            if value in results:
+                env[value] = _finished(place, writer, env, pair, value, results[value])
+    outputs = [env[o] if isinstance(o, int) else o for o in place.full.outputs]
+    return writer.program(inputs, outputs)
 
 
-def _live_pairs(full: Program, part: Program) -> list[_Pair]:
-    """Equations that a result or an effect needs."""
-    live = {o for o in part.outputs if isinstance(o, int)}
-    found: list[_Pair] = []
-    for whole, own in zip(reversed(full.equations), reversed(part.equations), strict=True):
-        if own.has_effect or not live.isdisjoint(own.results):
-            live.update(o for o in own.operands if isinstance(o, int))
-            found.append(_Pair(whole, own))
-    return found[::-1]
-
-
-def _parted(pair: _Pair, makeup: dict[int, Makeup]) -> list[_Pair]:
-    """A barrier ties values that go to different parts of the program: one for each part."""
-    if pair.part.name != "optimization_barrier":
-        return [pair]
-
-    def group(value: int) -> str:
-        kind = makeup[value]
-        return "rows" if kind is ROWS else "same" if kind in (SAME, ZERO) else "sums"
-
-    found = []
-    for wanted in ("same", "rows", "sums"):
-        at = [i for i, r in enumerate(pair.results) if group(r) == wanted]
-
-        def only(equation: Equation, at: list[int] = at) -> Equation:
-            return replace(
-                equation,
-                operands=tuple(equation.operands[i] for i in at),
-                results=tuple(equation.results[i] for i in at),
-            )
-
-        if at:
-            found.append(_Pair(only(pair.whole), only(pair.part)))
-    return found
+def _finished(
+    place: Placement, writer: ProgramWriter, env: Env, pair: Pair, value: int, made: Operand
+) -> Operand:
+    """What the loop gave, as the value of the whole batch."""
+    if value in place.stacked:
+        (dim,) = place.of.shapes.dims(value)
+        return writer.emit(rows.join, [made], dim=dim, blocks=place.of.blocks)
+    dtype = place.full.avals[value].dtype
+    if writer.aval(made).dtype != dtype:
+        made = writer.emit(_convert, [made], dtype=dtype)
+    if not place.adds_to(pair, 0):
+        return made
+    first = pair.part.operands[0]
+    return writer.emit(add, [env[first] if isinstance(first, int) else first, made])
 
 
 class _LoopWriter:
     """Writes the loop: what enters, its body, and how results of micro-batches are combined."""
 
-    def __init__(self, plan: _Accumulation, outer: ProgramWriter, outer_env: Env) -> None:
+    def __init__(self, plan: Placement, outer: ProgramWriter, outer_env: Env) -> None:
         self.plan, self.of = plan, plan.of
         self.outer, self.outer_env = outer, outer_env
         self.inner = outer.inner()
@@ -513,7 +248,7 @@ class _LoopWriter:
                     )
                     scope.env[value] = self.take(stack)
 
-    def scatter_to_zeros(self, scope: Scope, pair: _Pair) -> None:
+    def scatter_to_zeros(self, scope: Scope, pair: Pair) -> None:
         equation = pair.part
         zeros = {"shape": self.of.shapes.micro[equation.results[0]].shape, "fill": 0}
         dtype = self.of.shapes.micro[equation.results[0]].dtype

@@ -21,7 +21,9 @@ from autopar.trace.program import Constant, Equation, Operand, Program
 def align(full: Program, micro: Program, name: str) -> Program:
     """The micro-batch's program with the floating point numbers of the full one."""
     for whole, part in zip(full.equations, micro.equations, strict=False):
-        _check_alike(whole, part, name)
+        ranks = [(_rank(full.avals[r]), _rank(micro.avals[r])) for r in part.results]
+        if not _alike(whole, part) or any(a != b for a, b in ranks):
+            raise _depends_on_batch_size(whole, name)
     if len(full.equations) != len(micro.equations):
         longer = max(full.equations, micro.equations, key=len)
         shorter = min(len(full.equations), len(micro.equations))
@@ -42,12 +44,15 @@ def align(full: Program, micro: Program, name: str) -> Program:
     return replace(micro, equations=equations, captured=captured)
 
 
-def _check_alike(whole: Equation, part: Equation, name: str) -> None:
+def _alike(whole: Equation, part: Equation) -> bool:
     alike = whole.name == part.name and whole.results == part.results
     alike = alike and _same_operands(whole.operands, part.operands)
     alike = alike and whole.params.keys() == part.params.keys()
-    if not alike or len(whole.bodies) != len(part.bodies):
-        raise _depends_on_batch_size(whole, name)
+    return alike and len(whole.bodies) == len(part.bodies)
+
+
+def _rank(aval: Any) -> int:
+    return len(getattr(aval, "shape", ()))
 
 
 def _depends_on_batch_size(equation: Equation, name: str) -> TraceError:

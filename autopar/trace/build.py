@@ -36,6 +36,7 @@ from autopar.trace.liveness import find_lives
 from autopar.trace.program import LOOPS, Equation, Operand, Program
 from autopar.trace.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.trace.rules import equation_key, identity_rule, rules_of_equations
+from autopar.trace.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
 
 
 def build_graph(step: TracedStep) -> Graph:
@@ -82,6 +83,8 @@ class _Builder:
         self.kept: set[int] = set()  # inputs that have a USE node
         self.product_sums: set[int] = set()  # FINISH results of products and of sums of them
         self.summed: set[int] = set()  # values that a sum of partial sums reads
+        self.zeros: set[int] = set()  # values known to be zero
+        self.unfinished: set[int] = set()  # values whose partial sums a loop adds up
         self.unruled: Counter[tuple[str, str, str]] = Counter()  # name, line, why
         self.signature_of: list[_Signature | None] = []  # by equation, bodies included
         self.signatures: list[_Signature] = []
@@ -155,7 +158,16 @@ class _Builder:
         in_place = {outputs[o] for i, o in state if i in donated}
         liveness = find_lives(nodes, values, outputs, in_place, self.loops)
         return Graph(
-            values, nodes, program.inputs, outputs, state, step.batch, unruled, liveness, producer
+            values,
+            nodes,
+            program.inputs,
+            outputs,
+            state,
+            step.batch,
+            unruled,
+            liveness,
+            producer,
+            frozenset(self.unfinished),
         )
 
     def new_value(self, like: int) -> int:
@@ -228,7 +240,10 @@ class _Builder:
             if isinstance(o, int)
         )
         rule = signature.rule
-        if rule.linear and not self.sums_partial(rule, operands):
+        self.zeros.update(zeros_made(equation, self.zeros))
+        if not self.unfinished.isdisjoint(equation.results):
+            rule = _linear(rule) if equation.name in (*ADDITIONS, *LINEAR_UNARY) else rule
+        elif rule.linear and not self.sums_partial(rule, operands):
             rule = _not_linear(rule)
         if rule.linear:
             self.summed.update(operands)
@@ -303,8 +318,10 @@ class _Builder:
             )
 
     def passing_partial_sums(self, node: Node) -> Node:
-        """A product whose only reader adds it to another may leave its sum unfinished."""
-        if node.kind is not NodeKind.FINISH or node.results[0] not in self.summed:
+        """A product whose only reader adds it to another may leave its sum unfinished, and so may
+        all that a loop only adds up."""
+        passes = node.results[0] in self.summed or node.results[0] in self.unfinished
+        if node.kind is not NodeKind.FINISH or not passes:
             return node
         return replace(node, rule=replace(node.rule, linear=True))
 
@@ -318,6 +335,8 @@ class _Builder:
 
     def pass_into_loop(self, operand: Operand, value: int, weight: float) -> None:
         """What a loop only reads has one layout in it, reached outside."""
+        if isinstance(operand, int) and operand in self.zeros:
+            self.zeros.add(value)
         if not isinstance(operand, int):
             self.add_constant(value)
         elif self.values[value].shape:
@@ -342,13 +361,22 @@ class _Builder:
                 self.add_constant(value)
         self.add_captured(body)
         carries = inputs[num_consts:first_x]
+        sums = loop_sums(equation, self.zeros)
+        self.unfinished |= sums.values
         merges = self.open_carries(operands[num_consts:first_x], carries, here)
         index = self.walk(body, inner, index)
         self.close_carries(merges, body.outputs[:num_carry])
-        self.alias.update(zip(equation.results[:num_carry], carries, strict=True))
+        for position, (result, carry) in enumerate(
+            zip(equation.results[:num_carry], carries, strict=True)
+        ):
+            if position in sums.carries:
+                self.finish_carry(carry, result, sums.carries[position], here)
+            else:
+                self.alias[result] = carry
         for out, result in zip(body.outputs[num_carry:], equation.results[num_carry:], strict=True):
             if isinstance(out, int):
                 rule = _stacking_rule(self.values[out].shape, stack=True)
+                rule = _linear(rule) if result in self.unfinished else rule
                 self.stacking("scan_stack", rule, self.read(out), result, equation, inner)
             else:
                 self.add_constant(result)
@@ -395,7 +423,26 @@ class _Builder:
                 node = self.nodes[index]
                 operands = (*node.operands, self.read(out))
                 rule = _identity(self.values[node.results[0]].shape, len(operands))
+                if node.results[0] in self.unfinished:
+                    rule = _linear(rule)
                 self.nodes[index] = replace(node, operands=operands, rule=rule)
+
+    def finish_carry(
+        self, carry: int, result: int, addition: Equation, here: _Surroundings
+    ) -> None:
+        """What a loop added up is reduced once, after it."""
+        self.nodes.append(
+            Node(
+                NodeKind.FINISH,
+                "finish",
+                _identity(self.values[result].shape),
+                (carry,),
+                (result,),
+                here.weight,
+                module=module_name(addition.scope),
+                region=here.region,
+            )
+        )
 
     def merge(self, name: str, operands: list[int], result: int, here: _Surroundings) -> None:
         rule = _identity(self.values[result].shape, len(operands))
@@ -459,6 +506,11 @@ def _value(shape: tuple[int, ...], dtype: Any) -> Value:
 @lru_cache(maxsize=4096)
 def _deferred(value: Value) -> Value:
     return replace(value, deferred=True)
+
+
+@lru_cache(maxsize=4096)
+def _linear(rule: Rule) -> Rule:
+    return replace(rule, linear=True)
 
 
 @lru_cache(maxsize=4096)
