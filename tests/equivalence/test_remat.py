@@ -91,8 +91,7 @@ def test_recomputation_is_in_the_estimates() -> None:
     def plan_of(remat: str) -> ParallelPlan:
         cluster = autopar.ClusterSpec(1, 8, device="h100-sxm")
         method = autopar.ShardParallel((8,), options=autopar.ShardingOptions(remat=remat))
-        step = autopar.parallelize(train_step, method=method, cluster=cluster)
-        return step.plan(PARAMS, X)
+        return autopar.plan(train_step, PARAMS, X, cluster=cluster, method=method)
 
     none, everything = plan_of("none"), plan_of("all")
     compute = [sum(m.compute_s for m in p.modules) for p in (none, everything)]
