@@ -21,6 +21,8 @@ from autopar.errors import ArgumentError
 _NUMBER = re.compile(r"\d+")
 # A place where the user's own modules change is as good as one with a tenth more bytes crossing.
 _MODULE_CHANGE_SHARE = 0.9
+# Bytes, or products covered, that differ by less than this share are taken for equal.
+_ABOUT_AS_MUCH = 0.9
 
 
 @dataclass(frozen=True)
@@ -155,32 +157,48 @@ def _labels_by_name(segment: Segment) -> list[str | None] | None:
 
 
 def _labels_by_period(segment: Segment) -> list[int | None] | None:
-    """Per product, in which repeat of the longest periodic stretch it lies."""
+    """Per product, in which repeat of a periodic stretch it lies. Of the periods that cover about
+    as much as any, it is the shortest whose cuts about as few bytes cross as any's: a block may
+    have a period of its own inside, but then more crosses there."""
     keys = np.array(segment.signatures)
-    best = (0, 0, 0)  # products covered, less the period; first product
+    stretches = []  # period, first product, products covered
     for period in range(1, len(keys) // 2 + 1):
         start, length = _longest_run(keys[:-period] == keys[period:])
         repeats = (length + period) // period
-        if repeats >= 2:
-            best = max(best, (repeats * period, -period, start))
-    covered, period, start = best[0], -best[1], best[2]
-    if not covered or 2 * covered < len(keys):
+        if repeats >= 2 and 2 * repeats * period >= len(keys):
+            stretches.append((period, start, repeats * period))
+    most = max((covered for _, _, covered in stretches), default=0)
+    crossing = [segment.crossing_bytes[gap] for gap in _gaps(segment)]
+    found = [
+        (_best_phase(crossing, *stretch), stretch)
+        for stretch in stretches
+        if stretch[2] >= _ABOUT_AS_MUCH * most
+    ]
+    if not found:
         return None
-    gaps = _gaps(segment)
-
-    def bytes_between(phase: int) -> float:
-        ends = range(start + phase - 1, start + covered - 1, period)
-        inside = [segment.crossing_bytes[gaps[e]] for e in ends if e >= start]
-        return sum(inside) / max(len(inside), 1)
-
-    # A block begins where the stretch does, unless clearly fewer bytes cross elsewhere.
-    phase = min(range(period), key=lambda p: (bytes_between(p) * (1.0 if p else 0.99), p))
-    first = start + phase
-    repeats = (start + covered - first) // period
+    least = min(mean for (mean, _), _ in found)
+    (_, phase), (period, start, covered) = next(
+        x for x in found if x[0][0] * _ABOUT_AS_MUCH <= least
+    )
     labels: list[int | None] = [None] * len(keys)
-    for k in range(repeats * period):
-        labels[first + k] = k // period
+    for k in range((covered - phase) // period * period):
+        labels[start + phase + k] = k // period
     return labels
+
+
+def _best_phase(
+    crossing: Sequence[int], period: int, start: int, covered: int
+) -> tuple[float, int]:
+    """(bytes that cross a cut on average, products from the stretch's start to its first block).
+    A block begins where the stretch does, unless clearly fewer bytes cross elsewhere."""
+
+    def mean(phase: int) -> float:
+        # The cut in front of product n is in gap n - 1.
+        cuts = [c for c in range(start + phase, start + covered, period) if c > start]
+        return sum(crossing[c - 1] for c in cuts) / len(cuts)
+
+    phase = min(range(period), key=lambda p: (mean(p) * (1.0 if p else 0.99), p))
+    return mean(phase), phase
 
 
 def _longest_run(flags: np.ndarray) -> tuple[int, int]:

@@ -79,6 +79,28 @@ def test_repeated_blocks_without_names_are_layers(num_layers: int) -> None:
     assert [layer.kept_bytes for layer in layers[1:]] == [4 * 8 * 4] * (num_layers - 1)
 
 
+def test_a_block_that_repeats_inside_is_still_one_layer() -> None:
+    def block(x: Any, w: Any) -> Any:
+        h = x
+        for _ in range(3):
+            h = jnp.tanh(jnp.tanh(h @ w[0]) @ w[1])
+        return x + h
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = block(h, w)
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = [(SHAPE((8, 16), jnp.float32), SHAPE((16, 8), jnp.float32))] * 4
+    layers = layers_of(trace_step(step, (params, SHAPE((4, 8), jnp.float32))))
+    assert len(layers) == 4
+    assert [layer.kept_bytes for layer in layers[1:]] == [4 * 8 * 4] * 3
+
+
 def test_modules_of_nnx_have_no_names_and_yet_layers() -> None:
     layers = layers_of(trace_model(build("llama-tiny")))
     assert len(layers) == 3, "two equal blocks and the head"
