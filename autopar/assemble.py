@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from enum import Enum
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -89,6 +89,7 @@ def make_plan(
     method: Any,
     cluster: ClusterSpec,
     seconds: dict[str, float],
+    budget_bytes: float | None = None,
 ) -> ParallelPlan:
     mesh = sharding.mesh
     stats = sharding.stats
@@ -115,6 +116,7 @@ def make_plan(
         program=program,
         stages=(_one_stage(mesh, cluster, objective),),
         num_micro_batches=traced.num_micro_batches,
+        memory_budget_bytes=inf if budget_bytes is None else budget_bytes,
         remat=traced.remat,
         estimated_step_s=objective,
         estimated_peak_bytes=sharding.memory.peak_bytes,

@@ -46,7 +46,7 @@ from autopar.errors import (
 )
 from autopar.following import placed_like_training
 from autopar.ir.graph import Graph, check_graph
-from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
@@ -58,6 +58,7 @@ from autopar.methods import (
     PlacedParallel,
     ShardParallel,
 )
+from autopar.remat_choice import choose_remat
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
 from autopar.steering import Asked, with_output_nodes, without_moved_state
@@ -124,6 +125,17 @@ def plan_step(
         micro = None
         if num_micro_batches > 1:
             micro = trace_micro_batch(traced, fn, options, num_micro_batches)
+    if isinstance(method, ShardParallel | None) and options_of(method).remat == "auto":
+
+        def attempt(layers: Sequence[Layer], shape: tuple[int, ...] | None) -> PlannedStep:
+            with timer("remat"):
+                step = rewritten(traced, micro, num_micro_batches, layers)
+            only = mesh if shape is None or mesh is not None else mesh_of_cluster(cluster, shape)
+            return plan_traced(step, cluster=cluster, method=method, mesh=only, timer=timer)
+
+        return choose_remat(
+            attempt, lambda: worth_recomputing(find_layers(traced.program, batch=traced.batch))
+        )
     with timer("remat"):
         layers = layers_to_recompute(traced, method)
     with timer("trace"):
@@ -172,7 +184,10 @@ def plan_traced(
                 traced.program, graph, best.layouts, best.mesh, refetch=best.refetch
             )
             report = cost_report(graph, best.mesh, best.layouts)
-        plan = make_plan(traced, graph, best, program, report, method, cluster, timer.seconds)
+        budget = memory_budget(best.mesh, method, options_of(method))
+        plan = make_plan(
+            traced, graph, best, program, report, method, cluster, timer.seconds, budget
+        )
     return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
 
 

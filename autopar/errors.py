@@ -32,7 +32,16 @@ class SolverError(AutoparError, RuntimeError):
 
 
 class MemoryBudgetError(AutoparError, RuntimeError):
-    """No sharding of the step fits into the memory of the devices, or into the user's budget."""
+    """No sharding of the step fits into the memory of the devices, or into the user's budget.
+
+    peak_bytes:   the smallest peak per device that was found.
+    budget_bytes: what there is.
+    """
+
+    def __init__(self, message: str, peak_bytes: float = 0.0, budget_bytes: float = 0.0) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
+        self.budget_bytes = budget_bytes
 
 
 class PlanError(AutoparError, ValueError):

@@ -68,7 +68,7 @@ def out_of_memory(
         "What would help:",
         *_remedies(nearest.graph, held, peak, budget, nearest.mesh, options),
     ]
-    return MemoryBudgetError("\n".join(lines))
+    return MemoryBudgetError("\n".join(lines), peak, budget)
 
 
 def _kind(graph: Graph, holding: Holding, state: set[int]) -> tuple[str, str]:

@@ -33,8 +33,8 @@ class ShardingOptions:
                             some axis if any dimension can be; pins come first.
     memory_budget_bytes:    what a step may hold on one device at its peak; None for what the
                             device has.
-    remat:                  "none", "auto" or "all": what of the forward pass is computed again in
-                            the backward pass instead of being kept.
+    remat:                  layers that are computed again in the backward pass instead of being
+                            kept: "auto" as many as pay where memory is short, "none", or "all".
 
     With `mesh_shape="auto"`, meshes on which the options cannot be kept are left out.
     """
@@ -49,7 +49,7 @@ class ShardingOptions:
     allow_all_to_all: bool = True
     allow_replicated_parameters: bool = True
     memory_budget_bytes: float | None = None
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         if not _is_number(self.solver_time_limit_s) or not self.solver_time_limit_s > 0:

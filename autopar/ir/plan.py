@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,7 @@ class ParallelPlan:
     fingerprint: Fingerprint
     warnings: tuple[str, ...] = ()
     named: tuple[Tensor, ...] = ()  # what `autopar.constrain` named; a name may occur often
+    memory_budget_bytes: float = inf  # per device, of the step; infinite if none was kept to
     remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -333,13 +335,21 @@ def _encode(value: Any) -> Any:
         return [_encode(v) for v in value]
     if isinstance(value, dict):
         return {str(k): _encode(v) for k, v in value.items()}
-    return value
+    return None if value == inf else value
 
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not a whole number")
     return value
+
+
+def _budget(value: Any) -> float:
+    """JSON has no infinity, so no budget is written as null."""
+    budget = inf if value is None else float(value)
+    if not budget > 0:
+        raise ValueError(f"a memory budget of {value!r}")
+    return budget
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -451,6 +461,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         ),
         warnings=tuple(str(w) for w in body["warnings"]),
         named=tuple(_decode_tensor(t) for t in body["named"]),
+        memory_budget_bytes=_budget(body["memory_budget_bytes"]),
         remat=_names(body["remat"]),
     )
 

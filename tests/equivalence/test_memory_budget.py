@@ -87,7 +87,7 @@ def test_a_tighter_budget_costs_more_and_holds_less(arguments) -> None:
 
 def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None:
     state, batch = arguments
-    options = ShardingOptions(memory_budget_bytes=2**20)
+    options = ShardingOptions(memory_budget_bytes=2**20, remat="none")
     step = autopar.parallelize(train_step, method=ShardParallel((8,), options=options))
     with pytest.raises(autopar.MemoryBudgetError) as caught:
         step.plan(state, batch)

@@ -17,7 +17,14 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 EVERYONE = {"errors", "_jax"}
 BELOW_PASSES = {"cost", "ir"}
 PASSES = {"trace", "stages", "sharding", "lower"}
-BESIDE_COMPILER = {"memory_budget", "constraints", "steering", "following", "assemble"}
+BESIDE_COMPILER = {
+    "memory_budget",
+    "remat_choice",
+    "constraints",
+    "steering",
+    "following",
+    "assemble",
+}
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
 # component -> the other components it may import. One that is missing here may not exist.
@@ -37,6 +44,7 @@ ALLOWED_IMPORTS = {
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "remat_choice": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "api": {*BELOW_API, *EVERYONE},
