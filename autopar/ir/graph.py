@@ -9,7 +9,7 @@ over split reduction factors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -93,16 +93,18 @@ class Life:
 @dataclass(frozen=True)
 class Liveness:
     """Values in memory over time. A node runs at `times[node]`, and a copy of an operand that it
-    needs in another layout lives from then until `node_ends[node]`."""
+    needs in another layout lives from then until `node_ends[node]`. `in_memory`: values that are
+    written at all, or are views of such; every other is fused into its readers."""
 
     lives: tuple[Life, ...] = ()
     times: tuple[int, ...] = ()
     node_ends: tuple[int, ...] = ()
+    in_memory: frozenset[int] = frozenset()
 
     def with_nodes_at_end(self, count: int) -> Liveness:
         """The same with nodes that run after all others."""
         last = (len(self.times),) * count
-        return Liveness(self.lives, self.times + last, self.node_ends + last)
+        return replace(self, times=self.times + last, node_ends=self.node_ends + last)
 
 
 @dataclass(frozen=True)

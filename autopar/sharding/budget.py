@@ -95,7 +95,7 @@ class _Search:
     num_solves: int = 0
 
     def __post_init__(self) -> None:
-        self.holdings = Holdings(self.problem)
+        self.holdings = Holdings(self.problem, self.budget)
 
     def run(self, first: tuple[Choice, float] | None) -> BudgetResult:
         if first is None:

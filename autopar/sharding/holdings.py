@@ -17,14 +17,17 @@ from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.strategies import Strategy
 
-_MIN_BYTES = 1024  # smaller values are not worth a term
+# A value smaller than this share of the budget is not worth a term; all of them together are no
+# more than rounding in the estimate.
+_SMALLEST_SHARE = 1e-6
 
 
 class Holdings:
     """What is in memory when, by class: arrays over all lives and copies of the graph."""
 
-    def __init__(self, problem: ShardingProblem) -> None:
+    def __init__(self, problem: ShardingProblem, budget_bytes: float) -> None:
         self.problem = problem
+        smallest = _SMALLEST_SHARE * budget_bytes
         graph, classes = problem.graph, problem.classes
         self.num_times = len(graph.nodes) + 1
         lives: list[tuple] = []
@@ -32,7 +35,7 @@ class Holdings:
         group_of: dict[tuple[int, int], int] = {}
         for life in graph.liveness.lives:
             size = graph.values[life.value].num_bytes
-            if size < _MIN_BYTES:
+            if size < smallest:
                 continue
             node, result = graph.producer[life.value]
             key = (classes[node], result)
@@ -47,7 +50,7 @@ class Holdings:
             finishes = node.kind is NodeKind.FINISH
             for position, value in enumerate(node.operands):
                 size = graph.values[value].num_bytes
-                if size < _MIN_BYTES:
+                if size < smallest:
                     continue
                 producer, result = graph.producer[value]
                 key = (classes[producer], classes[index], result, position, finishes)

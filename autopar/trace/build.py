@@ -29,7 +29,6 @@ from autopar.trace.figures import (
     deferred_values,
     equation_flops,
     touched_bytes,
-    values_in_memory,
 )
 from autopar.trace.flatten import TracedStep
 from autopar.trace.liveness import find_lives
@@ -135,11 +134,14 @@ class _Builder:
         program, step = self.program, self.step
         outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
         batch_inputs = [program.inputs[i] for i in step.batch]
-        in_memory = values_in_memory(self.nodes, outputs)
         factors = batch_factors(self.nodes, self.values, batch_inputs)
         self.nodes = [self.passing_partial_sums(node) for node in self.nodes]
+        state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
+        donated = set(step.donated)
+        in_place = {outputs[o] for i, o in state if i in donated}
+        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops)
         nodes = tuple(
-            _completed(node, touched_bytes(node, self.values, in_memory), factor)
+            _completed(node, touched_bytes(node, self.values, liveness.in_memory), factor)
             for node, factor in zip(self.nodes, factors, strict=True)
         )
         deferred = deferred_values(nodes, batch_inputs)
@@ -153,10 +155,6 @@ class _Builder:
             for position, result in enumerate(node.results)
         }
         unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
-        state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
-        donated = set(step.donated)
-        in_place = {outputs[o] for i, o in state if i in donated}
-        liveness = find_lives(nodes, values, outputs, in_place, self.loops)
         return Graph(
             values,
             nodes,

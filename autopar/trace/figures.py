@@ -9,10 +9,16 @@ from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
+from autopar import _jax
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.trace.program import Constant, Equation
 from autopar.trace.regions import UPDATE
 
+# Ops whose result is its operand's memory.
+VIEWS = {
+    "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
+    "random_wrap", "random_unwrap", "bitcast_convert_type", _jax.CONSTRAIN,
+}  # fmt: skip
 # Ops that XLA does not fuse into their neighbours: they read and write memory.
 UNFUSED = {
     "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add",
@@ -53,25 +59,11 @@ def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
     return max([size, *(float(prod(shape_of(o))) for o in equation.operands)])
 
 
-def values_in_memory(nodes: Sequence[Node], outputs: Collection[int | None]) -> set[int]:
-    """Values that XLA writes to memory rather than fuse into all of their readers."""
-    in_memory = {v for v in outputs if v is not None}
-    fused_region: dict[int, str] = {}  # value that could be fused -> region it is made in
-    for node in nodes:
-        fuses = node.kind is NodeKind.OP and node.name not in UNFUSED
-        for value in node.operands:
-            if not fuses or fused_region.get(value, node.region) != node.region:
-                in_memory.add(value)
-        if fuses:
-            fused_region.update((value, node.region) for value in node.results)
-        else:
-            in_memory.update(node.results)
-    return in_memory
-
-
-def touched_bytes(node: Node, values: Sequence[Value], in_memory: set[int]) -> tuple[float, ...]:
+def touched_bytes(
+    node: Node, values: Sequence[Value], in_memory: Collection[int]
+) -> tuple[float, ...]:
     """Bytes that a node moves to and from memory: per operand, then per result."""
-    if node.kind is not NodeKind.OP:
+    if node.kind is not NodeKind.OP or node.name in VIEWS:
         return (0.0,) * (len(node.operands) + len(node.results))
     touched = [
         float(values[v].num_bytes) if v in in_memory else 0.0

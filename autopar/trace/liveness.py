@@ -20,16 +20,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar import _jax
 from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
-from autopar.trace.figures import UNFUSED
+from autopar.trace.figures import UNFUSED, VIEWS
 from autopar.trace.regions import UPDATE
 
-# Ops whose result is its operand's memory.
-_VIEWS = {
-    "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
-    "random_wrap", "random_unwrap", "bitcast_convert_type", _jax.CONSTRAIN,
-}  # fmt: skip
 # Fused into their readers although they are costly to move: made from next to nothing.
 _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
@@ -146,7 +140,7 @@ class _Sweep:
                     found.append(_Reader(index, self.is_unfused(node)))
 
     def is_view(self, node: Node) -> bool:
-        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in _VIEWS
+        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
 
     def is_unfused(self, node: Node) -> bool:
         if node.kind is NodeKind.MERGE:
@@ -281,4 +275,8 @@ class _Sweep:
                     end = last
                 if end >= start:
                     found.append(Life(held, start, end))
-        return Liveness(tuple(found), tuple(self.times), tuple(node_ends))
+        in_memory = set(written)
+        for node in self.nodes:
+            if self.is_view(node) and in_memory.issuperset(node.operands):
+                in_memory.update(node.results)
+        return Liveness(tuple(found), tuple(self.times), tuple(node_ends), frozenset(in_memory))
