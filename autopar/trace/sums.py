@@ -26,7 +26,7 @@ _SCATTER_ADD = ("scatter-add", "scatter_add")
 
 @dataclass(frozen=True)
 class LoopSums:
-    """carries: position -> the addition; values: all that may hold partial sums, carries too."""
+    """carries: position -> the last addition; values: all that may hold partial sums."""
 
     carries: dict[int, Equation]
     values: frozenset[int]
@@ -57,16 +57,10 @@ def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
         carry, out = body.inputs[num_consts + position], body.outputs[position]
         if not is_zero(init, zeros) or not isinstance(out, int):
             continue
-        addition = finder.made_by.get(out)
-        if addition is None or addition.name not in ADDITIONS or finder.num_reads[carry] != 1:
-            continue
-        terms = [o for o in addition.operands if o != carry]
-        if len(terms) != 1 or finder.num_reads[out] != 1:
-            continue
-        found = finder.unfinished(terms[0])
+        found = finder.grown(out, carry) if finder.num_reads[carry] == 1 else None
         if found is not None:
-            carries[position] = addition
-            values |= {carry, out, *found}
+            carries[position] = finder.made_by[out]
+            values |= {carry, *found}
     return LoopSums(carries, frozenset(values))
 
 
@@ -87,6 +81,23 @@ class _Finder:
         self.zeros = set(zeros)
         for equation in body.equations:
             self.zeros.update(zeros_made(equation, self.zeros))
+
+    def grown(self, value: Operand, carry: int) -> set[int] | None:
+        """The values between a carry and what it has become by additions alone, with those added
+        to it; None if anything else happened to it."""
+        if value == carry:
+            return set()
+        if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
+            return None
+        addition = self.made_by[value]
+        if addition.name not in ADDITIONS:
+            return None
+        for carried, term in (addition.operands, addition.operands[::-1]):
+            before = self.grown(carried, carry)
+            added = None if before is None else self.unfinished(term)
+            if before is not None and added is not None:
+                return {value, *before, *added}
+        return None
 
     def unfinished(self, value: Operand) -> set[int] | None:
         """The values between reductions and this one, itself included, if all of them may stay
