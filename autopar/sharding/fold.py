@@ -112,8 +112,12 @@ def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: 
                 best = _Run(start, length, period)
         if best is None:
             break
-        best = _extend(tokens, free, best)
-        runs.append(best)
+        unit = positions[best.start : best.start + best.period]
+        if any(graph.nodes[index].is_heavy for index in unit):
+            best = _extend(tokens, free, best)
+            runs.append(best)
+        # Else a stretch of light nodes that repeats by itself (the additions of accumulated
+        # gradients): this period is not its own, and refinement classes it better.
         free[best.start : best.start + best.length] = False
     return runs
 
