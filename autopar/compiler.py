@@ -2,6 +2,7 @@
 
     trace      function, arguments           → TracedStep      (trace.flatten, trace.program)
     remat      TracedStep, option            → TracedStep      (trace.layers, trace.remat)
+    accumulate TracedStep, one micro-batch's → TracedStep      (trace.accumulate)
     graph      TracedStep                    → Graph           (trace.build, trace.rules)
     meshes     cluster, method               → LogicalMesh …   (constraints, steering)
     shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)

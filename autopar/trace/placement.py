@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from autopar.errors import TraceError
 from autopar.trace.additive import (
@@ -69,6 +70,7 @@ class Placement:
         while crossing := self.light_crossings():
             self.hoisted |= crossing
             self.makeup = self.classify()
+        self.row_order = self.find_row_order()
         self.own = self.used_in_loop()
         self.late = self.reduced_late()
         self.accumulated: dict[int, None] = {}  # values that the loop hands to the epilogue
@@ -92,6 +94,39 @@ class Placement:
             ):
                 makeup[value] = SAME if value in self.hoisted else kind
         return makeup
+
+    def find_row_order(self) -> dict[int, int | None]:
+        """How often the batch is repeated within the batch dimension of a value: (heads, B)
+        reshaped to (heads · B) has it `heads` times; None where rows are regrouped otherwise."""
+        found: dict[int, int | None] = {}
+        for pair in self.pairs:
+            given = [found.get(v, 1) for v in pair.reads if self.makeup[v] is ROWS]
+            order = None if None in given else max([1, *(g for g in given if g)])
+            for value in pair.results:
+                if self.makeup[value] is not ROWS:
+                    continue
+                found[value] = order
+                if pair.part.name == "reshape" and order and given:
+                    found[value] = self.reshaped_order(pair, value, order)
+        return found
+
+    def reshaped_order(self, pair: Pair, value: int, order: int) -> int | None:
+        shapes = self.of.shapes
+
+        def elements_before(value: int) -> int:
+            return prod(shapes.micro[value].shape[: shapes.dims(value)[0]])
+
+        before = elements_before(pair.reads[0]) * order
+        after, rest = divmod(before, elements_before(value))
+        if after and not rest:
+            return after
+        self.of.notes.add(
+            "regrouped",
+            pair.part,
+            "reshape puts rows of the batch that are far apart into groups; with "
+            f"{self.of.num} micro-batches a group has rows of one micro-batch",
+        )
+        return None
 
     def is_sum(self, value: int) -> bool:
         """Depends on the batch and has no rows."""
@@ -200,6 +235,13 @@ class Placement:
 
     def check_rows_out(self, value: int, path: str) -> None:
         pair = self.pairs[self.producer[value]]
+        if self.row_order[value] != 1:
+            raise TraceError(
+                f"{path} (made at {pair.part.source_line}): the rows of the batch are not "
+                "neighbours in it any more, so those of micro-batches cannot be put together "
+                "again. Return it with the batch as its first dimension, or use "
+                "num_micro_batches=1."
+            )
         if len(self.of.shapes.dims(value)) > 1:
             raise TraceError(
                 f"{path} (made at {pair.part.source_line}): it relates every row of the batch to "

@@ -199,6 +199,15 @@ def test_remat():
     check_exact(sgd(lambda w, x: jnp.mean(layer(w, layer(w, x)) ** 2)), W, X)
 
 
+def test_batch_as_a_later_dimension():
+    def step(w: Any, x: Any) -> Any:
+        turned = (x @ w).T  # (5, B)
+        merged = jnp.sin(turned.reshape(-1))  # the batch five times
+        return merged.reshape(5, -1), jnp.mean(merged)
+
+    check_exact(step, W, X)
+
+
 # -- random numbers
 
 
@@ -361,7 +370,21 @@ def test_products_of_rows_with_rows_are_noted():
     assert "one micro-batch only" in warning
 
 
+def test_rows_regrouped_by_the_user_are_noted():
+    step = parallel(lambda w, x: jnp.sum(jnp.sin((x @ w).reshape(2, -1, 5))))
+    np.testing.assert_allclose(step(W, X), jnp.sum(jnp.sin(X @ W)), rtol=1e-5)
+    (warning,) = step.last_executable.plan.warnings
+    assert "far apart" in warning and "test_accumulate.py" in warning
+
+
 # -- errors
+
+
+def test_rows_that_are_returned_out_of_order_are_an_error():
+    with pytest.raises(TraceError, match=r"result \(made at .*rows .* are not neighbours"):
+        accumulated(lambda w, x: (x @ w).reshape(2, -1, 5), W, X)
+    with pytest.raises(TraceError, match="not neighbours"):
+        accumulated(lambda w, x: jnp.sin((x @ w).T.reshape(-1)), W, X)
 
 
 def test_a_row_that_is_picked_is_an_error():
