@@ -34,6 +34,11 @@ _READS_PART = ("gather", "dynamic_slice", "scan_slice")  # of their first operan
 _WRITES_PART = {"scan_stack": 0, "dynamic_update_slice": 1}  # as much as this operand has
 
 
+def aval_bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return prod(getattr(aval, "shape", ())) * (getattr(dtype, "itemsize", 0) or 0)
+
+
 def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
     """Floating point operations: two per multiply-add of a product or convolution, one per
     element of the largest operand or result elsewhere."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.trace.cuts import Segment, choose_cuts
-from autopar.trace.figures import equation_flops
+from autopar.trace.figures import aval_bytes, equation_flops
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, FORWARD, UPDATE, equation_regions, module_name
 from autopar.trace.rules import equation_key
@@ -89,10 +89,6 @@ def layers_by_name(layers: Sequence[Layer], names: Collection[str]) -> tuple[Lay
     return tuple(layer for layer in layers if layer.name in names)
 
 
-def value_bytes(aval: Any) -> int:
-    return prod(getattr(aval, "shape", ())) * (getattr(aval.dtype, "itemsize", 0) or 0)
-
-
 class _Flow:
     """Who makes and who reads what, and which values are activations."""
 
@@ -100,11 +96,9 @@ class _Flow:
         self.program = program
         self.regions = equation_regions(program)
         self.readers: dict[int, list[int]] = {}
-        self.maker: dict[int, int] = {}
         for index, equation in enumerate(program.equations):
             for operand in _values(equation):
                 self.readers.setdefault(operand, []).append(index)
-            self.maker.update((r, index) for r in equation.results)
         self.outputs = {o for o in program.outputs if isinstance(o, int)}
         if batch is None:
             batch = [
@@ -113,7 +107,7 @@ class _Flow:
                 if not any(self.regions[r] == UPDATE for r in self.readers.get(value, ()))
             ]
         self.data = {program.inputs[position] for position in batch}
-        # Neither: made of constants alone. Both are empty of what is an activation.
+        # What is in neither of these, and no parameter, is an activation.
         self.persistent, self.free = self.classify()
 
     def classify(self) -> tuple[set[int], set[int]]:
@@ -127,7 +121,7 @@ class _Flow:
             if not operands or all(o in free for o in operands):
                 free.update(equation.results)
             elif all(o in persistent or o in free for o in operands):
-                read = sum(self.size(o) for o in operands)
+                read = sum(self.size(o) for o in operands if o in persistent)
                 if sum(self.size(r) for r in equation.results) <= read:
                     persistent.update(equation.results)
         return persistent, free
@@ -136,7 +130,7 @@ class _Flow:
         return prod(getattr(self.program.avals[value], "shape", ()))
 
     def bytes_of(self, values: Collection[int]) -> int:
-        return sum(value_bytes(self.program.avals[v]) for v in values)
+        return sum(aval_bytes(self.program.avals[v]) for v in values)
 
     # -- what is cut
 
@@ -186,7 +180,7 @@ class _Flow:
                     continue
                 later = [position[r] for r in self.readers.get(result, ()) if r in position]
                 if later:
-                    count = value_bytes(self.program.avals[result])
+                    count = aval_bytes(self.program.avals[result])
                     change[p] += count
                     change[max(later)] -= count
         crossing, total = [], 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.trace.copying import Copier, needed_equations, rename
+from autopar.trace.figures import aval_bytes
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD
 
@@ -37,9 +38,7 @@ class ScanPair:
     length: int
 
     def stacked_bytes(self, avals: Sequence[Any]) -> int:
-        return self.length * sum(
-            a.size * a.dtype.itemsize for a in map(avals.__getitem__, self.stacked)
-        )
+        return self.length * sum(aval_bytes(avals[value]) for value in self.stacked)
 
 
 @dataclass(frozen=True)

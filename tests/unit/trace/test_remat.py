@@ -20,8 +20,9 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
 from autopar.trace.build import build_graph
+from autopar.trace.figures import aval_bytes
 from autopar.trace.flatten import TracedStep, trace_step
-from autopar.trace.layers import find_layers, value_bytes, worth_recomputing
+from autopar.trace.layers import find_layers, worth_recomputing
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, equation_regions, module_name
 from autopar.trace.remat import rematerialise, with_remat
@@ -288,6 +289,23 @@ def test_derivative_whose_first_equation_reads_no_cotangent() -> None:
     assert all(len(barrier.operands) >= 2 for barrier in barriers)
 
 
+def test_layers_with_loops_and_branches_inside() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        for index, w in enumerate(params):
+            with jax.named_scope(f"block_{index}"):
+                h = jnp.sin(x @ w[0])
+                h, means = lax.scan(lambda c, s: (jnp.tanh(c) * s, c.mean()), h, jnp.arange(3.0))
+                h = lax.cond(h[0, 0] > 0, jnp.sin, jnp.cos, h) @ w[1]
+                turns = lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + i, lax.stop_gradient(h))
+                x = x + h * jnp.cos(turns) + means.sum()
+        return (x**2).mean()
+
+    before, after = check(train_step(loss), PARAMS, X)
+    assert len(after.remat) == 3
+    names = ("scan", "cond")
+    assert all(count(after.program, n) > count(before.program, n) for n in names)
+
+
 def test_own_checkpoints_of_the_user_stay_and_compose() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     for own in (jax.checkpoint(block), jax.checkpoint(block, policy=policy)):
@@ -430,9 +448,9 @@ def peak_live_bytes(program: Program) -> int:
     ends: dict[int, int] = {}
     for index, equation in enumerate(program.equations):
         for result in equation.results:
-            live += value_bytes(program.avals[result])
+            live += aval_bytes(program.avals[result])
             end = last.get(result, index)
-            ends[end] = ends.get(end, 0) + value_bytes(program.avals[result])
+            ends[end] = ends.get(end, 0) + aval_bytes(program.avals[result])
         peak = max(peak, live)
         live -= ends.pop(index, 0)
     return peak

@@ -1,0 +1,80 @@
+"""Gradients of random programs, cut into any layers of which any are recomputed, stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from autopar import _jax
+from autopar.assemble import replicated_plan
+from autopar.ir.graph import check_graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.lower.annotate import annotated_function
+from autopar.methods import ShardParallel
+from autopar.trace.build import build_graph
+from autopar.trace.flatten import trace_step
+from autopar.trace.layers import find_layers
+from autopar.trace.remat import with_remat
+from tests.properties.random_programs import RandomProgram, programs
+
+FEW = settings(
+    max_examples=6,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+MANY = settings(FEW, max_examples=60)
+
+
+def check(program: RandomProgram, num_layers: int | None, chosen: Collection[int]) -> None:
+    floats, ints = program.inputs()
+
+    def step(floats: Any, ints: Any) -> Any:
+        def loss(floats: Any) -> Any:
+            leaves = jax.tree.leaves(program(floats, ints))
+            kept = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+            return sum((jnp.sin(x).sum() for x in kept), start=jnp.zeros(()))
+
+        return jax.value_and_grad(loss)(floats)
+
+    traced = trace_step(step, (floats, ints))
+    most = sum(len(layer.equations) for layer in find_layers(traced.program, batch=traced.batch))
+    count = min(num_layers, most) if num_layers else None
+    layers = find_layers(traced.program, count or None, batch=traced.batch)
+    after = with_remat(traced, [x for i, x in enumerate(layers) if i in chosen])
+    check_graph(build_graph(after))
+    plan = replicated_plan(after, LogicalMesh((1,)), ShardParallel(), {})
+    mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
+    got = jax.jit(annotated_function(after.program, plan.program, mesh))(*traced.call.leaves)
+    want = jax.tree.leaves(jax.jit(step)(floats, ints))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+ANY_LAYERS = st.sets(st.integers(0, 3))
+
+
+@FEW
+@given(programs(3, 8), st.sampled_from([None, 1, 2, 4]), ANY_LAYERS)
+def test_recomputed_layers_of_random_programs(
+    program: RandomProgram, num_layers: int | None, chosen: set[int]
+) -> None:
+    check(program, num_layers, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@MANY
+@given(programs(6, 14), st.sampled_from([None, 1, 2, 4]), ANY_LAYERS)
+def test_300_recomputed_layers_of_random_programs(
+    program: RandomProgram, num_layers: int | None, chosen: set[int]
+) -> None:
+    check(program, num_layers, chosen)
