@@ -32,6 +32,8 @@ from autopar.methods import (
     ManualParallel,
     ShardingOptions,
     ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
 )
 
 __version__ = "0.1.0"
@@ -58,6 +60,8 @@ __all__ = [
     "SolverError",
     "SpecError",
     "TraceError",
+    "Zero2Parallel",
+    "Zero3Parallel",
     "compile",
     "constrain",
     "init",

@@ -1,6 +1,8 @@
 """What a parallel method asks for: the meshes it may use, and constraints on the solver.
 
     DataParallel     the batch split over every axis, everything else whole
+    Zero2Parallel    the same, but state that is no parameter is split; the update is free
+    Zero3Parallel    the same, but all state is split
     ManualParallel   inputs and outputs have the user's specs
     ShardParallel    what its options say (see `steering`); otherwise the solver is free
 
@@ -21,18 +23,21 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path
 from autopar.errors import ArgumentError, MeshError, SpecError, shortened
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.spec import WHOLE, Layout
+from autopar.ir.spec import WHOLE, Layout, all_layouts
 from autopar.methods import (
     DataParallel,
     ManualParallel,
     PlacedParallel,
     ShardingOptions,
     ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
 )
 from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
 from autopar.steering import Asked, allowed_layouts, ask
 from autopar.trace.flatten import TracedStep
+from autopar.trace.regions import UPDATE
 
 # -- meshes
 
@@ -69,8 +74,8 @@ def _meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
         return [replace(mesh, axis_names=tuple(method.axis_names))]
     if not isinstance(method, ShardParallel):
         raise ArgumentError(
-            f"method={method!r}: needs ShardParallel, DataParallel, ManualParallel or a "
-            "ParallelPlan."
+            f"method={method!r}: needs ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel, "
+            "ManualParallel or a ParallelPlan."
         )
     if isinstance(method.mesh_shape, LogicalMesh):
         if method.mesh_shape.num_devices > devices:
@@ -137,32 +142,40 @@ def solver_constraints(
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
     if isinstance(method, DataParallel):
-        return _data_parallel(graph, traced, mesh)
+        return _data_parallel(graph, traced, mesh, method)
     return allowed_layouts(graph, traced, mesh, asked, options_of(method)), None
 
 
 def _data_parallel(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: DataParallel
 ) -> tuple[Allowed, StrategyFilter]:
-    """Batch inputs split along their first dimension, everything else whole."""
+    """Batch inputs and all that has their first dimension split along it, everything else whole;
+    for ZeRO, state split along any dimension and free what has no batch dimension."""
+    name = type(method).__name__
     if not graph.batch:
         raise ArgumentError(
-            f"DataParallel: {traced.name} was called without a batch argument "
+            f"{name}: {traced.name} was called without a batch argument "
             "(batch_argnums names none). Pass the batch as argument 1 or set batch_argnums."
         )
-    pins: dict[int, Layout] = {}
+    whole = (WHOLE,) * len(mesh.shape)
+    to_split = _state_to_split(graph, method)
+    allowed: dict[int, frozenset[Layout]] = {}
     for index, value in enumerate(graph.inputs):
         shape = graph.values[value].shape
+        if value in to_split:
+            split = [x for x in all_layouts(shape, mesh.shape) if x != whole]
+            allowed[value] = frozenset(split or [whole])
+            continue
         if index not in graph.batch or not shape:
-            pins[value] = (WHOLE,) * len(mesh.shape)
+            allowed[value] = frozenset((whole,))
             continue
         if shape[0] % mesh.num_devices:
             raise MeshError(
                 f"{traced.call.paths[index]}: its batch dimension of {shape[0]} is not divisible "
-                f"by the {mesh.num_devices} devices of DataParallel. Use a batch size that is a "
+                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
                 f"multiple of {mesh.num_devices}, or fewer devices."
             )
-        pins[value] = tuple(0 if size > 1 else WHOLE for size in mesh.shape)
+        allowed[value] = frozenset((tuple(0 if size > 1 else WHOLE for size in mesh.shape),))
 
     def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
         every = list(range(len(strategies)))
@@ -174,9 +187,29 @@ def _data_parallel(
         generated = node.kind is NodeKind.OP and all(
             not graph.values[v].shape for v in node.operands
         )
-        return every if generated else whole or every
+        return every if generated or to_split else whole or every
 
-    return {value: frozenset((layout,)) for value, layout in pins.items()}, keep
+    return allowed, keep
+
+
+def _state_to_split(graph: Graph, method: DataParallel) -> set[int]:
+    """Inputs that ZeRO splits: all state, or, in its second stage, what the passes do not read."""
+    state = {graph.inputs[i] for i, _ in graph.state if graph.values[graph.inputs[i]].shape}
+    if isinstance(method, Zero3Parallel):
+        return state
+    if not isinstance(method, Zero2Parallel):
+        return set()
+    origin = {value: value for value in state}
+    parameters: set[int] = set()
+    for node in graph.nodes:
+        for value in node.operands:
+            if value not in origin:
+                continue
+            if node.kind is NodeKind.USE:
+                origin[node.results[0]] = origin[value]
+            elif node.region != UPDATE:
+                parameters.add(origin[value])
+    return state - parameters
 
 
 def _manual_specs(

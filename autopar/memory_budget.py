@@ -74,6 +74,8 @@ def out_of_memory(
 def _kind(graph: Graph, holding: Holding, state: set[int]) -> tuple[str, str]:
     """(category, name in the user's words) of something held."""
     node = graph.nodes[graph.producer[holding.value][0]]
+    if node.kind is NodeKind.FINISH:  # stands for the op whose sums it finishes
+        node = graph.nodes[graph.producer[node.operands[0]][0]]
     value = graph.values[holding.value]
     if node.kind is NodeKind.INPUT and not holding.is_copy:
         path = value.path or "an array captured by the function"

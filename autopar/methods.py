@@ -176,6 +176,18 @@ class DataParallel:
         _check_micro_batches(self)
 
 
+@dataclass(frozen=True)
+class Zero2Parallel(DataParallel):
+    """Data parallelism with gradients and optimizer state sharded: gradients are reduce-scattered,
+    each device updates its part, and the new parameters are gathered."""
+
+
+@dataclass(frozen=True)
+class Zero3Parallel(DataParallel):
+    """Data parallelism with gradients, optimizer state and parameters sharded: parameters are
+    gathered where they are used."""
+
+
 @dataclass(frozen=True, eq=False)
 class ManualParallel:
     """Inputs (and outputs) lie as the user says; the solver shards everything between.

@@ -88,6 +88,8 @@ def test_public_names() -> None:
         "SolverError",
         "SpecError",
         "TraceError",
+        "Zero2Parallel",
+        "Zero3Parallel",
         "compile",
         "constrain",
         "init",
