@@ -52,6 +52,9 @@ def call_body(eqn: Any) -> Any | None:
     """The body of a call-like equation that may be inlined, else None."""
     if eqn.primitive.name == "custom_linear_solve":
         return eqn.params["jaxprs"].solve
+    if eqn.primitive.name == "call_hi_primitive":  # JAX 0.12: expanded only when it is lowered
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        return jax.make_jaxpr(lambda *a: eqn.primitive.to_lojax(*a, **eqn.params))(*avals)
     parameter = _CALL_BODY.get(eqn.primitive.name)
     if parameter is None:
         return None
@@ -184,6 +187,12 @@ def draws_bits_by_position(key_dtype: Any) -> bool:
     if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         return False
     return getattr(getattr(key_dtype, "_impl", None), "name", "") == "threefry2x32"
+
+
+def draws_bits_by_philox(key_dtype: Any) -> bool:
+    """Whether a key's random bits are drawn by XLA's own generator."""
+    name = getattr(getattr(key_dtype, "_impl", None), "name", "")
+    return name in ("rbg", "unsafe_rbg")
 
 
 def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:

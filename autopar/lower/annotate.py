@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 from autopar.lower.lanes import bind_in_lanes, empty_lanes, lane_axes, with_lanes
+from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
+from autopar.lower.philox import philox_bits
 
 
 def annotated_function(
@@ -106,7 +108,7 @@ class _Writer:
                     operand = equation.operands[again.operand]
                     chain = own.operands[again.operand]
                     operands[again.operand] = fetch_again(operand, chain, again)
-                if own.local:
+                if own.local and self.runs_on_parts(equation):
                     avals = [program.avals[r] for r in equation.results]
                     results = self.on_parts(equation, own, operands, avals)
                 else:
@@ -128,6 +130,11 @@ class _Writer:
             return bind_in_lanes(equation, own.lanes, operands, self.mesh)
         return _jax.bind(equation.primitive, equation.params, operands)
 
+    def runs_on_parts(self, equation: Any) -> bool:
+        """Elsewhere than on CPUs and GPUs, XLA's random generator is not the one we know."""
+        platform = self.mesh.devices.flat[0].platform
+        return equation.name != "random_bits" or platform in PHILOX_PLATFORMS
+
     def on_parts(
         self, equation: Any, own: EquationSharding, operands: list[Any], avals: list[Any]
     ) -> list[Any]:
@@ -137,6 +144,9 @@ class _Writer:
         names = self.mesh.axis_names
         complete = [tuple(max(entry, WHOLE) for entry in layout) for layout in result_layouts]
         moving = [o for o, operand in enumerate(equation.operands) if isinstance(operand, int)]
+
+        if equation.name == "random_bits":
+            return [self.random_bits(operands[0], equation.params, complete[0])]
 
         def run(*parts: Any) -> list[Any]:
             every = list(operands)
@@ -172,6 +182,28 @@ class _Writer:
             check_vma=False,
         )
         return list(bound(*moved))
+
+    def random_bits(self, key: Any, params: dict[str, Any], layout: Layout) -> Any:
+        """The bits of an rbg key, on each device those of its part."""
+        shape, bit_width = params["shape"], params["bit_width"]
+        sizes = dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+        part = _part_shape(shape, layout, self.mesh.axis_sizes)
+
+        def run(words: Any) -> Any:
+            starts: list[Any] = [0] * len(shape)
+            for name, dim in zip(self.mesh.axis_names, layout, strict=True):
+                if dim >= 0:
+                    starts[dim] = starts[dim] * sizes[name] + jax.lax.axis_index(name)
+            starts = [start * size for start, size in zip(starts, part, strict=True)]
+            return philox_bits(words, shape, starts, part, bit_width)
+
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=to_partition_spec(layout, len(shape), self.mesh.axis_names),
+            check_vma=False,
+        )(jax.random.key_data(key))
 
     def scan(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
         (body,), (sharding,) = equation.bodies, own.bodies

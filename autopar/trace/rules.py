@@ -145,6 +145,21 @@ def _generate(equation: Equation, operands: list[Any], results: list[Any]) -> Ru
     return Rule(whole.operands, dims, sizes)
 
 
+def _random_bits(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+    """Free, as all that is generated. XLA would draw all bits of an rbg key on every device: those
+    are drawn part by part. A generator's count gives several elements of the last dimension."""
+    rule = _generate(equation, operands, results)
+    if operands[0].shape or not _jax.draws_bits_by_philox(operands[0].dtype):
+        return rule
+    shape = results[0].shape
+    per_count = 2 if equation.params["bit_width"] == 64 else 4
+    if not shape or shape[-1] % per_count or shape[-1] == per_count:
+        return replace(rule, local=True)
+    (dims,), sizes = _free_dims([(*shape[:-1], shape[-1] // per_count, per_count)])
+    dims = (*dims[:-2], (*dims[-2], *dims[-1]))
+    return Rule(rule.operands, (dims,), sizes, fixed=frozenset(dims[-1][-1:]), local=True)
+
+
 def _keys(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
     """Keys are small and stay whole."""
     del equation
@@ -232,7 +247,7 @@ def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]
 
 PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
     _jax.CONSTRAIN: _elementwise,
-    "random_bits": _generate,
+    "random_bits": _random_bits,
     "threefry2x32": _elementwise,
     "random_unwrap": _keys,
     "random_wrap": _keys,

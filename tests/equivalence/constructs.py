@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.ir.graph import Graph, Node, NodeKind
@@ -47,6 +48,16 @@ def assert_same(got: Any, want: Any, tolerance: float = 5e-5) -> None:
 def run(fn: Callable[..., Any], *args: Any, **options: Any) -> autopar.ParallelFunction:
     """The step, run on the mesh of eight devices and found equal to `jax.jit`."""
     step = autopar.parallelize(fn, method=autopar.ShardParallel(MESH), **options)
+    assert_same(step(*args), jax.jit(fn)(*args))
+    return step
+
+
+def run_by_batch(fn: Callable[..., Any], *args: Any) -> autopar.ParallelFunction:
+    """The same, with arguments of eight rows given in eight parts."""
+    rows = PartitionSpec(("x", "y"))
+    specs = tuple(rows if np.shape(a)[:1] == (8,) else None for a in args)
+    method = autopar.ManualParallel((2, 4), ("x", "y"), in_specs=specs)
+    step = autopar.parallelize(fn, method=method, batch_argnums=())
     assert_same(step(*args), jax.jit(fn)(*args))
     return step
 
