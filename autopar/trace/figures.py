@@ -30,8 +30,11 @@ UNFUSED = {
 }  # fmt: skip
 # The kernels of fused attention and how many products each is made of.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-_READS_PART = ("gather", "dynamic_slice", "scan_slice")  # of their first operand
-_WRITES_PART = {"scan_stack": 0, "dynamic_update_slice": 1}  # as much as this operand has
+_READS_PART = ("gather", "dynamic_slice")  # of their first operand
+_WRITES_PART = {"dynamic_update_slice": 1}  # as much as this operand has
+# A trip of a scan reads its slice where it lies in the stack, and its results are written to
+# theirs: who makes and who reads them pays, as in a loop that is written out.
+_STACKS = ("scan_slice", "scan_stack")
 
 
 def aval_bytes(aval: Any) -> int:
@@ -68,7 +71,7 @@ def touched_bytes(
     node: Node, values: Sequence[Value], in_memory: Collection[int]
 ) -> tuple[float, ...]:
     """Bytes that a node moves to and from memory: per operand, then per result."""
-    if node.kind is not NodeKind.OP or node.name in VIEWS:
+    if node.kind is not NodeKind.OP or node.name in VIEWS or node.name in _STACKS:
         return (0.0,) * (len(node.operands) + len(node.results))
     touched = [
         float(values[v].num_bytes) if v in in_memory else 0.0

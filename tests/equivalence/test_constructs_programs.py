@@ -1,5 +1,5 @@
-"""Loops, branches, checkpoints, custom derivatives and random numbers in train steps: sharded, equal
-to `jax.jit`, and split where the work is. `test_control_flow.py` has the plain forms."""
+"""Loops, branches, checkpoints, custom derivatives and random numbers in train steps: sharded,
+equal to `jax.jit`, and split where the work is. `test_control_flow.py` has the plain forms."""
 
 from __future__ import annotations
 

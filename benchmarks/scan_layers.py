@@ -1,0 +1,83 @@
+"""A scan over layers beside the same layers written out: objective per layer and seconds to solve.
+
+    python -m benchmarks.scan_layers [--json FILE]
+
+Each GPT is solved at two depths on a mesh that prices communication alone, and on one of H100s,
+which prices compute too. There the scan is a little dearer: its carry goes through memory in every
+trip, and JAX takes the attention mask out of the loop, so that each trip reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autopar
+from examples.models import build
+
+# name -> (model, overrides, batch)
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "gpt-tiny": ("gpt-tiny", {}, 16),
+    "gpt-768": ("gpt-2.6b", {"hidden_size": 768, "num_heads": 12}, 32),
+    "gpt-1536": ("gpt-2.6b", {"hidden_size": 1536, "num_heads": 16}, 32),
+    "gpt-2560": ("gpt-2.6b", {}, 32),
+}
+DEPTHS = (12, 24)
+COMMUNICATION = autopar.LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
+CLUSTER = autopar.ClusterSpec(1, 8, "h100-sxm")
+
+
+def solve(model: str, depth: int, scan: bool, priced: str) -> tuple[float, float, float]:
+    """(objective, gap, seconds for graph and solution)."""
+    name, overrides, batch = MODELS[model]
+    example = build(name, batch_size=batch, num_layers=depth, scan_layers=scan, **overrides)
+    arguments = (example.abstract_state(), example.abstract_batch())
+    started = time.perf_counter()
+    if priced == "communication":
+        plan = autopar.solve_sharding(example.train_step, *arguments, mesh=COMMUNICATION).plan
+    else:
+        method = autopar.ShardParallel((2, 4))
+        plan = autopar.plan(example.train_step, *arguments, cluster=CLUSTER, method=method)
+    total_s = time.perf_counter() - started
+    seconds = total_s - plan.solver.seconds.get("trace", 0.0)
+    return plan.solver.objective, plan.solver.gap, seconds
+
+
+def rows() -> list[dict[str, Any]]:
+    found = []
+    for model in MODELS:
+        for priced in ("communication", "communication and compute"):
+            for scan in (False, True):
+                first, second = (solve(model, depth, scan, priced) for depth in DEPTHS)
+                row = {
+                    "model": model,
+                    "priced": priced,
+                    "layers": "scan" if scan else "written out",
+                    "objective_per_layer": (second[0] - first[0]) / (DEPTHS[1] - DEPTHS[0]),
+                    "gap": second[1],
+                    "plan_s": round(second[2], 2),
+                }
+                found.append(row)
+                print(json.dumps(row), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    document = {"jax": jax.__version__, "depths": DEPTHS, "mesh": [2, 4], "rows": rows()}
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
