@@ -1,4 +1,4 @@
-"""A scan over layers is solved as well as the layers written out: same objective, same collectives."""
+"""A scan over layers is solved as the layers written out are: same objective, same collectives."""
 
 from __future__ import annotations
 
