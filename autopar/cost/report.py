@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.compute import compute_s
+from autopar.cost.halo import halo_steps
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -71,7 +72,13 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     sent: dict[tuple[str, str], float] = defaultdict(float)
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for node, own in zip(graph.nodes, layouts, strict=True):
-        compute[node.module, node.region] += _compute(graph, mesh, node, own)
+        key = (node.module, node.region)
+        compute[key] += _compute(graph, mesh, node, own)
+        for axes, shift_s, sent_bytes, shifts in halo_steps(node, graph.values, mesh, own[0]):
+            seconds[key] += node.weight * shift_s
+            sent[key] += node.weight * sent_bytes
+            names = ",".join(mesh.axis_names[a] for a in axes)
+            kinds[key][f"shift({names})"] += int(node.weight) * shifts
     owners = _owners(graph)
     for u, v, value, source, target, deferred in _edges(graph, layouts):
         if source == target:

@@ -26,6 +26,16 @@ OUTPUT = "output"  # the name of USE nodes that stand at outputs
 
 
 @dataclass(frozen=True)
+class Halo:
+    """A dimension of an operand that is read by windows: a part of it needs so many rows before
+    and after its own, which neighbours send."""
+
+    operand: int
+    dim: int
+    rows: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Rule:
     """Factors of every dimension, major first.
 
@@ -35,6 +45,9 @@ class Rule:
     fixed:             factors that may not be split (replication or a permutation needed).
     linear:            partial sums may flow through (the op is a plain sum of its operands).
     local:             XLA does not know how to split it: bound on each device to that one's parts.
+    halos:             dimensions that are read by windows; splitting one costs a shift of rows.
+    sums_with_all_axes: reduction factors that may be split only if every axis is on a reduction
+                       factor: otherwise XLA sums over devices that hold the same (0.10.2, 0.12).
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -44,6 +57,8 @@ class Rule:
     fixed: frozenset[int] = frozenset()
     linear: bool = False
     local: bool = False
+    halos: tuple[Halo, ...] = ()
+    sums_with_all_axes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

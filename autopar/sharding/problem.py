@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost.compute import compute_s, tie_break_s
+from autopar.cost.halo import halo_s
 from autopar.cost.report import edge_weight
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import SolverError
@@ -150,6 +151,8 @@ def _node_costs(
         for i, strategy in enumerate(strategies):
             flops = node.flops / strategy.parallelism
             cost[i] += compute_s(mesh.device, flops, float(moved[i]), dtype)
+    if node.rule.halos:
+        cost += [halo_s(node, graph.values, mesh, s.operands) for s in strategies]
     return cost * node.weight
 
 

@@ -20,6 +20,7 @@ import jax
 from autopar import _jax
 from autopar.ir.graph import Rule
 from autopar.trace.compose import RuledEquation, compose_rule, replicated_rule
+from autopar.trace.halo import has_windows, with_halos
 from autopar.trace.program import Constant, Equation
 from autopar.trace.user_rules import fit_rule, user_rule_of
 
@@ -84,7 +85,10 @@ def rules_of_equations(equations: Sequence[Equation], avals: Sequence[Any]) -> l
 def _within_what_xla_can(
     equation: Equation, ruled: RuledEquation, avals: Sequence[Any]
 ) -> RuledEquation:
-    """The rule less what XLA is known to get wrong."""
+    """The rule less what XLA is known to get wrong, and with the windows that it can split."""
+    if has_windows(equation) and ruled.rule.sizes:
+        operands, results = _avals_of(equation, avals)
+        return replace(ruled, rule=with_halos(equation, ruled.rule, operands, results[0]))
     if equation.name != "mul" or not any(isinstance(o, Constant) for o in equation.operands):
         return ruled
     aval = avals[equation.results[0]]

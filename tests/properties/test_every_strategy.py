@@ -49,6 +49,11 @@ def conv(stride: int, groups: int = 1) -> Callable[[Any, Any], Any]:
     )
 
 
+def conv_1d(stride: int) -> Callable[[Any, Any], Any]:
+    dims = ("NWC", "WIO", "NWC")
+    return lambda x, k: lax.conv_general_dilated(x, k, (stride,), "SAME", dimension_numbers=dims)
+
+
 # Equations on their own; what is beyond the end of an array is part of their meaning.
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "dot": (lambda a, b: a @ b, (floats(8, 16), floats(16, 8))),
@@ -115,6 +120,20 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "conv": (conv(1), (floats(8, 5, 5, 8), floats(3, 3, 8, 8))),
     "strided conv": (conv(2), (floats(8, 5, 5, 8), floats(3, 3, 8, 8))),
     "grouped conv": (conv(1, 8), (floats(8, 5, 5, 8), floats(3, 3, 1, 8))),
+    "split window": (conv_1d(1), (floats(1, 16, 1), floats(3, 1, 2))),
+    "split strided window": (conv_1d(2), (floats(1, 16, 1), floats(4, 1, 1))),
+    "gradient of a kernel": (
+        lambda x, g: jax.vjp(lambda k: conv_1d(1)(x, k), jnp.zeros((3, 1, 2)))[1](g)[0],
+        (floats(2, 16, 1), floats(2, 16, 2)),
+    ),
+    "gradient of a strided kernel": (
+        lambda x, g: jax.vjp(lambda k: conv_1d(2)(x, k), jnp.zeros((3, 1, 2)))[1](g)[0],
+        (floats(1, 16, 1), floats(1, 8, 2)),
+    ),
+    "split pool": (
+        lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 3), (1, 1), "SAME"),
+        (floats(2, 16),),
+    ),
     "max pool": (
         lambda a: lax.reduce_window(a, -np.inf, lax.max, (1, 2), (1, 2), "VALID"),
         (floats(8, 8),),
