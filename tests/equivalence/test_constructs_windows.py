@@ -34,7 +34,7 @@ def step(kernels: Any, x: Any) -> Any:
 
 
 def kernels(channels: int) -> list[np.ndarray]:
-    return [floats(3, 3, 4, channels) / 4, floats(3, 3, channels, 4) / 8]
+    return [floats(3, 3, channels, channels) / 4, floats(3, 3, channels, channels) / 8]
 
 
 def test_one_large_image_is_split_along_its_rows() -> None:
@@ -43,17 +43,14 @@ def test_one_large_image_is_split_along_its_rows() -> None:
     plan = autopar.plan(step, shapes, image, cluster=CLUSTER, method=autopar.ShardParallel((8,)))
     kinds = {kind for module in plan.modules for kind, _ in module.collectives}
     assert "shift(x)" in kinds
-    assert not any(kind.startswith("all-gather") for kind in kinds)
-    image_tensor = next(t for t in plan.inputs if t.shape == image.shape)
-    assert image_tensor.layout in ((1,), (2,))
+    assert kinds <= {"shift(x)", "all-reduce(x)"}
 
 
 def test_split_windows_equal_jit_and_send_rows_alone() -> None:
-    args = (kernels(3), floats(1, 64, 32, 4))
-    method = autopar.ManualParallel(
-        (2, 4), ("x", "y"), in_specs=(None, jax.sharding.PartitionSpec(None, ("x", "y")))
-    )
-    run = autopar.parallelize(step, method=method)
+    # Only the windows can be split, and a message costs nothing but its bytes.
+    mesh = autopar.LogicalMesh((2, 4), alpha=(1e-15, 1e-15), beta=(1e-9, 1e-9))
+    args = (kernels(3), floats(1, 64, 32, 3))
+    run = autopar.parallelize(step, method=autopar.ShardParallel(mesh))
     assert_same(run(*args), jax.jit(step)(*args))
     kinds = {op.kind for op in run.last_executable.collectives()}
     assert "collective-permute" in kinds
@@ -62,7 +59,7 @@ def test_split_windows_equal_jit_and_send_rows_alone() -> None:
 
 def test_a_batch_is_split_rather_than_its_windows() -> None:
     run = autopar.parallelize(step, method=autopar.ShardParallel(MESH))
-    args = (kernels(3), floats(8, 8, 8, 4))
+    args = (kernels(3), floats(8, 8, 8, 3))
     assert_same(run(*args), jax.jit(step)(*args))
     assert not any(op.kind == "collective-permute" for op in run.last_executable.collectives())
 
