@@ -11,6 +11,7 @@ from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.fold import MIN_REPEATS, fold_repeated_layers
 from autopar.sharding.solve import solve_graph
+from autopar.trace.accumulate import accumulate
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import trace_step
 
@@ -143,3 +144,27 @@ def test_too_few_repeats_are_left_alone() -> None:
 def test_a_graph_without_layers_is_left_alone() -> None:
     graph = build_graph(trace_step(lambda a, b: jnp.tanh(a @ b), (array(8, 8), array(8, 8))))
     assert fold_repeated_layers(graph) == list(range(len(graph.nodes)))
+
+
+def accumulated_graph(num_layers: int) -> Graph:
+    """Two products per layer in bfloat16, on micro-batches: the loop ends in a long row of
+    conversions and additions, which repeats with a period of its own."""
+
+    def step(params, batch):
+        def loss_of(params):
+            x = batch.astype(jnp.bfloat16)
+            for up, down in params:
+                x = x + jnp.tanh(x @ up.astype(jnp.bfloat16)) @ down.astype(jnp.bfloat16)
+            return (x.astype(jnp.float32) ** 2).mean()
+
+        grads = jax.grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = [(array(16, 64), array(64, 16))] * num_layers
+    full, micro = (trace_step(step, (params, array(rows, 16))) for rows in (32, 8))
+    return build_graph(accumulate(full, micro, 4))
+
+
+def test_classes_of_micro_batches_do_not_grow_with_depth() -> None:
+    fewer, more = (len(set(fold_repeated_layers(accumulated_graph(n)))) for n in (12, 36))
+    assert fewer == more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 import autopar
 from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
-from autopar.errors import MeshError, TraceError
+from autopar.errors import MeshError, PlanError, TraceError
+from autopar.ir.plan import _digest
 from autopar.trace.accumulate import batch_size
 from autopar.trace.flatten import TracedStep, trace_step
 
@@ -455,3 +457,28 @@ def test_each_micro_batch_is_a_part_of_what_a_device_has():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
     kinds = {c.kind for c in step.last_executable.collectives()}
     assert kinds == {"all-reduce"}
+
+
+def test_lanes_of_a_plan_are_checked():
+    method = autopar.ShardParallel(autopar.LogicalMesh((2,)), num_micro_batches=NUM)
+    plan = autopar.parallelize(sgd(mean_loss), method=method).plan(W, X)
+    text = plan.to_json()
+    document = json.loads(text)
+    (loop,) = [e for e in document["plan"]["program"]["equations"] if e["bodies"]]
+    (body,) = loop["bodies"]
+    laned = [e for e in body["equations"] if e["lanes"]]
+    assert laned and all(e["lanes"]["axes"] == [0] for e in laned)
+    assert autopar.ParallelPlan.from_json(text) == plan
+
+    def refused(lanes: Any, match: str) -> None:
+        laned[0]["lanes"] = lanes
+        sealed = {**document, "sha256": _digest(document["plan"])}
+        with pytest.raises(PlanError, match=match):
+            autopar.ParallelPlan.from_json(json.dumps(sealed))
+
+    layouts = laned[0]["lanes"]["operands"]
+    refused({"axes": [1], "operands": layouts}, "lanes .* mesh of 1 axes")
+    refused({"axes": [], "operands": layouts}, "lanes .* mesh of 1 axes")
+    refused({"axes": [0], "operands": layouts[:-1]}, "lanes .* mesh of 1 axes")
+    refused({"axes": [0], "operands": [[-3], *layouts[1:]]}, r"a layout \(-3,\)")
+    refused({"axes": ["x"], "operands": layouts}, "malformed")
