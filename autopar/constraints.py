@@ -175,6 +175,15 @@ def _data_parallel(
                 f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
                 f"multiple of {mesh.num_devices}, or fewer devices."
             )
+        num_micro_batches = traced.num_micro_batches
+        if shape[0] // num_micro_batches % mesh.num_devices:
+            raise MeshError(
+                f"{traced.call.paths[index]}: each of num_micro_batches={num_micro_batches} has "
+                f"{shape[0] // num_micro_batches} of its {shape[0]} rows, which is not divisible "
+                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
+                f"multiple of {num_micro_batches * mesh.num_devices}, fewer micro-batches or fewer "
+                "devices."
+            )
         allowed[value] = frozenset((tuple(0 if size > 1 else WHOLE for size in mesh.shape),))
 
     def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:

@@ -419,6 +419,12 @@ def test_batch_that_micro_batches_do_not_divide():
         accumulated(lambda w, x: jnp.sum(x @ w), W, X, num=3)
 
 
+def test_micro_batches_that_the_devices_do_not_divide():
+    step = autopar.parallelize(sgd(mean_loss), method=autopar.DataParallel(num_micro_batches=NUM))
+    with pytest.raises(MeshError, match=r"x: each of num_micro_batches=4 has 4 .* multiple of 32"):
+        step.plan(W, X)
+
+
 def test_batch_arrays_of_different_sizes():
     batch = {"x": X, "y": X[:8]}
     with pytest.raises(MeshError, match=r"batch\['y'\] has 8 rows and batch\['x'\] has 16"):
