@@ -54,10 +54,10 @@ def gradients_in_loop(executable: Any, state: Any) -> list[Any]:
 CASES = [
     ("mlp-tiny", (2, 4), 64),
     ("mlp-tiny", (8,), 64),
-    ("gpt-tiny", (2, 4), 16),
     ("gpt-tiny-scan", (8,), 16),
     ("moe-tiny", (2, 4), 32),
-    ("bert-tiny", (8,), 16),
+    pytest.param("gpt-tiny", (2, 4), 16, marks=pytest.mark.slow),
+    pytest.param("bert-tiny", (8,), 16, marks=pytest.mark.slow),
 ]
 
 
@@ -74,7 +74,9 @@ def test_model_equals_one_whole_batch_step(
     assert step.last_executable.plan.warnings == ()
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-tiny-scan"])
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny-scan", pytest.param("gpt-tiny", marks=pytest.mark.slow)]
+)
 def test_data_parallel_model_reduces_gradients_once(name: str) -> None:
     example = build(name).replace(batch_size=16)
     state, batch = example.create_state(), example.make_batch()
@@ -100,10 +102,11 @@ def wide_resnet_reference(example: Any, state: Any, batch: Any) -> Any:
         )
         return jnp.mean(cross_entropy(logits, part["labels"])), updates["batch_stats"]
 
+    value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     losses, grads, stats = [], [], []
     for i in range(NUM):
         part = {k: v.reshape(-1, NUM, *v.shape[1:])[:, i] for k, v in batch.items()}
-        (loss, updated), grad = jax.value_and_grad(loss_fn, has_aux=True)(state.params, part)
+        (loss, updated), grad = value_and_grad(state.params, part)
         losses.append(loss)
         grads.append(grad)
         stats.append(updated)
@@ -127,6 +130,7 @@ def wide_resnet_reference(example: Any, state: Any, batch: Any) -> Any:
     return state.apply_gradients(grads=grad, batch_stats=batch_stats), sum(losses) / NUM
 
 
+@pytest.mark.slow
 def test_wide_resnet_uses_statistics_of_micro_batches() -> None:
     example = build("wresnet-tiny").replace(batch_size=32)
     state, batch = example.create_state(), example.make_batch()
