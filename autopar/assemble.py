@@ -139,6 +139,7 @@ def make_plan(
                 "solves": stats.num_solves,
             },
             seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
+            unbounded=sharding.unbounded or (),
         ),
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
         warnings=(*_warnings(graph, mesh, sharding.memory.peak_bytes), *traced.notes),

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import jax
@@ -134,9 +135,11 @@ def plan_step(
             only = mesh if shape is None or mesh is not None else mesh_of_cluster(cluster, shape)
             return plan_traced(step, cluster=cluster, method=method, mesh=only, timer=timer)
 
-        return choose_remat(
-            attempt, lambda: worth_recomputing(find_layers(traced.program, batch=traced.batch))
-        )
+        def candidates() -> tuple[Layer, ...]:
+            with timer("remat"):
+                return worth_recomputing(find_layers(traced.program, batch=traced.batch))
+
+        return choose_remat(attempt, candidates, cluster.spec, cluster.num_devices)
     with timer("remat"):
         layers = layers_to_recompute(traced, method)
     with timer("trace"):
@@ -375,6 +378,7 @@ def best_within_memory(
                     budget,
                     solver=options.solver,
                     time_limit_s=options.solver_time_limit_s,
+                    cutoff=inf if best is None else best.objective,
                 )
             except DoesNotFit as miss:
                 misses.append(miss.smallest)

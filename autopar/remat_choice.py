@@ -2,9 +2,10 @@
 
 Recomputation is part of the program that is sharded, so its time is part of the objective and its
 memory of the budget: two plans with different layers recomputed are compared as any two plans are.
-What is tried: no layer; if that does not fit, or fits only with a sharding that costs more than
-the best one, all layers; then as many as the room that all leave says are needed. Layers are taken
-from the front: their activations would be kept longest.
+No layer is tried first. If that does not fit, or fits only at a price, as many layers are tried as
+seem needed; if that is not enough, more, and all in the end. Layers are taken from the front: their
+activations would be kept longest. A try is spared if recomputing that much costs more, by flops
+alone, than the budget does.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from autopar.errors import MemoryBudgetError
+from autopar.ir.mesh import DeviceSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.trace.layers import Layer
 
-_MAX_TRIES = 2  # between none and all
+_MAX_TRIES = 3
 
 
 class _Planned(Protocol):
@@ -30,49 +32,60 @@ Planned = TypeVar("Planned", bound=_Planned)
 def choose_remat(
     attempt: Callable[[Sequence[Layer], tuple[int, ...] | None], Planned],
     find: Callable[[], Sequence[Layer]],
+    device: DeviceSpec,
+    num_devices: int,
 ) -> Planned:
     """`attempt(layers, mesh shape or None for any)` plans with these layers recomputed; `find`
     gives the layers whose recomputation frees memory."""
     found: list[Planned] = []
     errors: list[MemoryBudgetError] = []
 
-    def try_with(layers: Sequence[Layer], mesh: tuple[int, ...] | None = None) -> Planned | None:
+    def try_with(layers: Sequence[Layer], mesh: tuple[int, ...] | None) -> ParallelPlan | None:
         try:
             found.append(attempt(layers, mesh))
         except MemoryBudgetError as error:
             errors.append(error)
             return None
-        return found[-1]
+        return found[-1].plan
 
-    none = try_with(())
-    if none is not None and none.plan.solver.sizes.get("memory_rows", 0) == 0:
-        return none
+    none = try_with((), None)
+    if none is not None and not none.solver.unbounded:
+        return found[0]
     layers = find()
-    everything = try_with(layers) if layers else None
-    if everything is not None and len(layers) > 1:
-        mesh = everything.plan.mesh_shape
-        fewest, count = 0, _needed(everything.plan, layers)
-        for _ in range(_MAX_TRIES):
-            if not fewest < count < len(layers):
-                break
-            fitting = try_with(layers[:count], mesh)
-            if fitting is not None and fitting.plan.solver.sizes.get("memory_rows", 0) == 0:
-                break
-            fewest, count = count, (count + len(layers) + 1) // 2
+    count = _num_needed(layers, none, errors, num_devices)
+    mesh = none.mesh_shape if none is not None else None
+    for _ in range(_MAX_TRIES):
+        if not 0 < count <= len(layers):
+            break
+        flops = sum(layer.flops for layer in layers[:count])
+        again_s = flops / num_devices / (device.flops_16bit * device.efficiency)
+        if none is not None and none.solver.unbounded[0] + again_s >= none.solver.objective:
+            break
+        plan = try_with(layers[:count], mesh)
+        if count == len(layers) or (plan is not None and not plan.solver.unbounded):
+            break
+        count = len(layers) if plan is None else min(len(layers), count + max(1, count // 2))
     if not found:
         raise min(errors, key=lambda error: error.peak_bytes)
     return min(found, key=lambda planned: planned.plan.solver.objective)
 
 
-def _needed(plan: ParallelPlan, layers: Sequence[Layer]) -> int:
-    """How many layers must be recomputed, by the room that is left when all are. Activations are
-    taken to be split over all devices, as they nearly always can be."""
-    room = plan.memory_budget_bytes - plan.estimated_peak_bytes
-    micro_batches = plan.num_micro_batches
-    kept = 0
-    for layer in reversed(layers):
-        room -= layer.residual_bytes / plan.num_devices / micro_batches
-        if room < 0:
-            break
-        kept += 1
-    return len(layers) - kept
+def _num_needed(
+    layers: Sequence[Layer],
+    none: ParallelPlan | None,
+    errors: Sequence[MemoryBudgetError],
+    num_devices: int,
+) -> int:
+    """How many layers must be recomputed for the rest to fit. Activations are taken to be split
+    over all devices, as they nearly always can be."""
+    if none is not None:
+        excess = none.solver.unbounded[1] - none.memory_budget_bytes
+        micro_batches = none.num_micro_batches
+    else:
+        excess = errors[0].peak_bytes - errors[0].budget_bytes
+        micro_batches = 1
+    for count, layer in enumerate(layers, 1):
+        excess -= (layer.residual_bytes - layer.kept_bytes) / num_devices / micro_batches
+        if excess <= 0:
+            return count
+    return len(layers)

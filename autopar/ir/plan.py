@@ -118,13 +118,15 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """How the sharding was found and how good it is known to be."""
+    """How the sharding was found and how good it is known to be. `unbounded`: what objective and
+    peak bytes would have been without a memory budget, where the budget made a difference."""
 
     objective: float
     lower_bound: float
     gap: float
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    unbounded: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -455,6 +457,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
             float(body["solver"]["gap"]),
             {str(k): _whole(v) for k, v in body["solver"]["sizes"].items()},
             {str(k): float(v) for k, v in body["solver"]["seconds"].items()},
+            tuple(float(v) for v in body["solver"]["unbounded"]),
         ),
         fingerprint=Fingerprint(
             str(body["fingerprint"]["program"]), str(body["fingerprint"]["jax_version"])

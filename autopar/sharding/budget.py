@@ -64,9 +64,11 @@ def solve_within_budget(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     first: tuple[Choice, float] | None = None,
+    cutoff: float = np.inf,
 ) -> BudgetResult:
     """The cheapest choice found whose bytes stay within the budget at every time. `first` is the
-    solution without a budget and its lower bound, if known."""
+    solution without a budget and its lower bound, if known. The search ends early once it is
+    proven that nothing costs less than the cutoff."""
     deadline = time.monotonic() + time_limit_s
 
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
@@ -75,7 +77,7 @@ def solve_within_budget(
         result = solve_ilp(reduction.problem, solver=solver, time_limit_s=left)
         return reduction.restore(result.choice), result.lower_bound
 
-    search = _Search(problem, budget_bytes, solve, deadline)
+    search = _Search(problem, budget_bytes, solve, deadline, cutoff)
     return search.run(first)
 
 
@@ -85,6 +87,7 @@ class _Search:
     budget: float
     solve: Solve
     deadline: float
+    cutoff: float = np.inf
     seen: list[Choice] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     rows: dict[int, Limit] = field(default_factory=dict)
@@ -106,7 +109,11 @@ class _Search:
         if self.best is None:
             self.escalate()
         floor = max((row.floor() for row in self.rows.values()), default=0.0)
-        if self.best is None and self.peaks[self.smallest] > (1 + _GOOD_GAP) * floor:
+        if (
+            self.best is None
+            and not self.is_over()
+            and self.peaks[self.smallest] > (1 + _GOOD_GAP) * floor
+        ):
             self.mix(minimise_peak=True)
         if self.best is not None:
             self.refine()
@@ -173,11 +180,9 @@ class _Search:
                 # Proven: nothing fits. Find out by how much, and stop.
                 self.solve_at(dict.fromkeys(over, price * _ESCALATION**6 / len(over)))
                 return
-            if self.solve_at(dict.fromkeys(over, price / len(over))):
+            if self.solve_at(dict.fromkeys(over, price / len(over))) or self.is_over():
                 return
             repeated = self.seen[-1] in self.seen[:-1] and len(self.rows) == before
-            if time.monotonic() > self.deadline:
-                return
             price *= _ESCALATION**2 if repeated else _ESCALATION
 
     def broken_rows(self) -> list[int]:
@@ -190,15 +195,23 @@ class _Search:
     # -- the best prices, the best mixture
 
     def refine(self) -> None:
+        if not self.rows:
+            return
         for _ in range(_MAX_CUTS):
-            if self.gap() <= _GOOD_GAP or not self.rows or time.monotonic() > self.deadline:
-                break
             prices, promise = self.next_prices()
             if promise <= self.bound * (1 + 1e-6) or not any(prices.values()):
                 break
             self.solve_at(prices)
-        if self.gap() > 1e-9 and self.rows:
+            if self.is_over():
+                return
             self.mix()
+            if self.gap() <= _GOOD_GAP:
+                return
+        self.mix()
+
+    def is_over(self) -> bool:
+        """Whether time is up, or nothing can be found that is worth anything."""
+        return time.monotonic() > self.deadline or self.bound >= self.cutoff
 
     def gap(self) -> float:
         assert self.best is not None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.ir.graph import Graph
@@ -50,6 +51,7 @@ class GraphSharding:
     lower_bound: float
     stats: SolveStats
     refetch: bool = False
+    unbounded: tuple[float, float] | None = None  # (objective, peak bytes) without a budget
 
     @property
     def graph(self) -> Graph:
@@ -135,8 +137,10 @@ def fit_into_memory(
     *,
     solver: str = "highs",
     time_limit_s: float = 60.0,
+    cutoff: float = inf,
 ) -> GraphSharding:
-    """The sharding itself if it fits, else the best found that does; `DoesNotFit` if none."""
+    """The sharding itself if it fits, else the best found that does; `DoesNotFit` if none. The
+    search may end early with what it has once nothing below the cutoff can be found."""
     if sharding.memory.peak_bytes <= budget_bytes:
         return sharding
     again = replace(sharding, refetch=True)
@@ -149,6 +153,7 @@ def fit_into_memory(
         solver=solver,
         time_limit_s=time_limit_s,
         first=(sharding.choice, sharding.lower_bound),
+        cutoff=cutoff,
     )
     seconds = {**sharding.stats.seconds, "memory": time.perf_counter() - started}
     stats = replace(
@@ -164,6 +169,7 @@ def fit_into_memory(
         objective=result.objective,
         lower_bound=result.lower_bound,
         stats=stats,
+        unbounded=(sharding.objective, sharding.memory.peak_bytes),
     )
     if not fits and found.memory.peak_bytes > budget_bytes:
         raise DoesNotFit(found)

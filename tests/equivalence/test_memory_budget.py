@@ -96,3 +96,38 @@ def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None
     assert "state['opt'][0].mu[*]" in text and "state['params'][*]" in text
     assert "num_micro_batches" in text or "more devices" in text
     assert "bfloat16" in text and "remat" in text
+
+
+def deep_step(state, batch):
+    def loss_of(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(jnp.tanh(x @ w) @ w.T)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+
+def test_layers_are_recomputed_where_activations_do_not_fit() -> None:
+    """Activations dominate, and they are split over all devices already."""
+    keys = jax.random.split(jax.random.key(0), 10)
+    state = [0.1 * jax.random.normal(k, (32, 32)) for k in keys[:8]]
+    batch = {n: jax.random.normal(k, (4096, 32)) for n, k in zip("xy", keys[8:], strict=True)}
+
+    def step_within(budget, remat):
+        options = ShardingOptions(memory_budget_bytes=budget, remat=remat)
+        return autopar.parallelize(deep_step, method=ShardParallel((8,), options=options))
+
+    free = step_within(1e12, "auto").plan(state, batch)
+    assert free.remat == ()
+    with pytest.raises(autopar.MemoryBudgetError, match=r'remat="auto"'):
+        step_within(0.6 * free.estimated_peak_bytes, "none").plan(state, batch)
+    step = step_within(0.6 * free.estimated_peak_bytes, "auto")
+    plan = step.plan(state, batch)
+    assert plan.remat and plan.estimated_peak_bytes <= 0.6 * free.estimated_peak_bytes
+    expected, expected_loss = jax.jit(deep_step)(state, batch)
+    got, loss = step(jax.tree.map(jnp.copy, state), batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
