@@ -83,20 +83,27 @@ def h100_devices(num_devices: int = NUM_DEVICES) -> list[Any]:
     return _jax.gpu_topology_devices(hosts, num_devices // hosts, config)
 
 
-def measure(compiled: Any) -> dict[str, Any]:
-    text = compiled.as_text()
-    ops = read_collectives(text)
+def peak_bytes(compiled: Any) -> int:
+    """XLA's own figure of what a device holds at most."""
     stats = compiled.memory_analysis()
-    peak = (
+    return (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes
         + stats.temp_size_in_bytes
         - stats.alias_size_in_bytes
     )
+
+
+def measure(compiled: Any) -> dict[str, Any]:
+    text = compiled.as_text()
+    ops = read_collectives(text)
+    peak = peak_bytes(compiled)
     sent = sum(op.sent_bytes for op in ops)
     kinds: dict[str, int] = {}
+    sent_gb_by_kind: dict[str, float] = {}
     for op in ops:
         kinds[op.kind] = kinds.get(op.kind, 0) + op.trips
+        sent_gb_by_kind[op.kind] = sent_gb_by_kind.get(op.kind, 0.0) + op.sent_bytes / 1e9
     flops = read_dot_flops(text)
     return {
         "communication_ms": 1e3 * sent / LINK,
@@ -105,6 +112,7 @@ def measure(compiled: Any) -> dict[str, Any]:
         "sent_gb": sent / 1e9,
         "peak_gib": peak / 2**30,
         "collectives": kinds,
+        "sent_gb_by_kind": sent_gb_by_kind,
     }
 
 

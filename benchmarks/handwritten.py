@@ -1,8 +1,8 @@
 """Shardings as an expert writes them by hand: the plans that autopar has to match.
 
 Parameters are placed by a rule on their path; activations are annotated from outside the model,
-by intercepting Flax modules (and, for the experts, einsums), so that the models themselves stay
-free of shardings. All use one mesh with axes "x" (data, experts) and "y" (tensor).
+by intercepting Flax modules, linen's and nnx's (and, for the experts, einsums), so that the models
+themselves stay free of shardings. All use one mesh with axes "x" (data, experts) and "y" (tensor).
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from examples.models import llama
+
 ALL = ("x", "y")
 _EINSUM = jnp.einsum
+_NNX_MODULES = (
+    llama.Llama, llama.LlamaLayer, llama.LlamaAttention, llama.LlamaFeedForward,
+    nnx.Linear, nnx.Embed, nnx.RMSNorm,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class HandWritten:
     """A way to shard by hand. `parameter(path, shape)` gives a parameter's spec (optimizer
     moments follow unless `moment` is given), `activations` the spec of a module's output by the
-    module's name, `einsums` the spec of an einsum's output by its subscripts."""
+    module's name (or that without the number at its end; "*" for all others, "logits" for the
+    whole model), `einsums` the spec of an einsum's output by its subscripts."""
 
     name: str
     mesh_shape: tuple[int, int]
@@ -63,18 +71,31 @@ class HandWritten:
                 name = "logits"
             elif context.method_name != "__call__":
                 return out
-            stem = name.rstrip("0123456789")
-            spec = self.activations.get(stem, self.activations.get("*"))
-            if stem == "model":
-                spec = self.activations.get("logits")
+            return annotated(out, name)
+
+        def annotated(out: Any, name: str) -> Any:
+            spec = self.spec_of(name)
             return jax.tree.map(lambda v: constrain(v, spec), out)
 
         def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
             out = _EINSUM(subscripts, *operands, **kwargs)
             return constrain(out, self.einsums.get(subscripts))
 
-        with nn.intercept_methods(interceptor), mock.patch.object(jnp, "einsum", einsum):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(nn.intercept_methods(interceptor))
+            stack.enter_context(mock.patch.object(jnp, "einsum", einsum))
+            stack.enter_context(intercept_nnx(annotated))
             yield
+
+    def spec_of(self, module: str) -> P | None:
+        """The spec of the output of the module with this name."""
+        if module == "model":
+            return self.activations.get("logits")
+        stem = module.rstrip("0123456789")
+        for name in (module, stem, "*"):
+            if name in self.activations:
+                return self.activations[name]
+        return None
 
     def jitted(self, train_step: Any, state: Any, devices: Any) -> tuple[Any, Mesh]:
         """`jax.jit` of the step with these shardings, state donated."""
@@ -101,6 +122,36 @@ class HandWritten:
             ),
             mesh,
         )
+
+
+@contextlib.contextmanager
+def intercept_nnx(annotated: Callable[[Any, str], Any]) -> Iterator[None]:
+    """Pass what nnx modules return through `annotated`, with the name that the module has in the
+    one that calls it; the outermost is "model"."""
+    names: dict[int, str] = {}
+    depth = 0
+
+    def wrapped(call: Any) -> Any:
+        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            name = names.get(id(module), type(module).__name__ if depth else "model")
+            children = {id(c): n for n, c in vars(module).items() if isinstance(c, nnx.Module)}
+            names.update(children)
+            depth += 1
+            try:
+                return annotated(call(module, *args, **kwargs), name)
+            finally:
+                depth -= 1
+                for child in children:  # another module may get this address
+                    del names[child]
+
+        return __call__
+
+    with contextlib.ExitStack() as stack:
+        for kind in _NNX_MODULES:
+            patch = mock.patch.object(kind, "__call__", wrapped(kind.__call__))
+            stack.enter_context(patch)
+        yield
 
 
 def _replicated(path: str, shape: tuple[int, ...]) -> P:
@@ -144,22 +195,27 @@ def zero2(num_devices: int) -> HandWritten:
     )
 
 
+_COLUMN = ("'qkv'", "'query'", "'key'", "'value'", "'up'", "'gate'", "'lm_head'")
+_ROW = ("'out'", "'down'")
+
+
 def megatron(data: int, tensor: int, *, sequence: bool, zero: bool = False) -> HandWritten:
     """Column- and row-split kernels on "y", batch on "x"; with `sequence` the residual stream is
-    split along the sequence between them; with `zero` kernels are also split over "x"."""
+    split along the sequence between them; with `zero` kernels are also split over "x". Experts, if
+    there are any, are split over "x" and inside over "y", tokens exchanged by all-to-all."""
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
+        column = any(name in path for name in _COLUMN)
         if len(shape) < 2:
-            column = "'qkv'" in path or "'up'" in path
             return P("y") if column and shape[0] % tensor == 0 else P()
         other = "x" if zero and data > 1 else None
+        if "'experts'" in path and len(shape) == 3:
+            return P("x", None, "y") if column else P("x", "y", None)
         if "embedding" in path:
             return P("y", other)
-        if "positions" in path:
-            return P()
-        if "'qkv'" in path or "'up'" in path:
+        if column:
             return P(other, "y")
-        if "'out'" in path or "'down'" in path:
+        if any(name in path for name in _ROW):
             return P("y", other)
         return P()
 
@@ -167,12 +223,26 @@ def megatron(data: int, tensor: int, *, sequence: bool, zero: bool = False) -> H
     whole = P("x", None, None)
     split = P("x", None, "y")
     activations = {
-        "*": stream, "qkv": split, "up": split, "logits": split, "out": stream, "down": stream,
+        "*": stream, "logits": split, "lm_head": split, "out": stream, "down": stream,
+        "qkv": split, "query": split, "key": split, "value": split, "up": split, "gate": split,
         "attention_norm": whole, "ffn_norm": whole, "final_norm": whole,
+        "dense_attention_norm": whole, "expert_attention_norm": whole, "experts_norm": whole,
+        "router": whole,
     }  # fmt: skip
+    einsums = {
+        "gsec,gsm->egcm": P("x", None, None, None),
+        "egcm,emh->egch": P("x", None, None, "y"),
+        "egch,ehm->egcm": P("x", None, None, None),
+        "gsec,egcm->gsm": whole,
+    }
     name = f"Megatron {data}×{tensor}" + (" + sequence" if sequence else "")
     return HandWritten(
-        name + (" + ZeRO-3" if zero else ""), (data, tensor), parameter, P("x"), activations
+        name + (" + ZeRO-3" if zero else ""),
+        (data, tensor),
+        parameter,
+        P("x"),
+        activations,
+        einsums,
     )
 
 
@@ -196,3 +266,65 @@ def expert_parallel(num_devices: int, *, zero: bool) -> HandWritten:
     }
     name = "expert parallel" + (" + ZeRO-3" if zero else "")
     return HandWritten(name, (num_devices, 1), parameter, P(ALL), {"*": tokens}, einsums)
+
+
+def experts_in_hosts(data: int, experts: int) -> HandWritten:
+    """For more devices than experts: experts split over "y", inside over "x" as ZeRO-3 does; the
+    rest ZeRO-3 over all devices. Tokens are exchanged along "y" alone."""
+    rest = _largest_dim(ALL, data * experts)
+
+    def parameter(path: str, shape: tuple[int, ...]) -> P:
+        if "'experts'" in path and len(shape) == 3:
+            return P("y", None, "x") if "'up'" in path else P("y", "x", None)
+        return rest(path, shape)
+
+    tokens = P(ALL, None, None)
+    by_expert = P("y", "x", None, None)
+    einsums = {
+        "gsec,gsm->egcm": by_expert,
+        "egcm,emh->egch": by_expert,
+        "egch,ehm->egcm": by_expert,
+        "gsec,egcm->gsm": tokens,
+    }
+    name = f"expert parallel {data}×{experts} + ZeRO-3"
+    return HandWritten(name, (data, experts), parameter, P(ALL), {"*": tokens}, einsums)
+
+
+def image_fsdp(num_devices: int) -> HandWritten:
+    """FSDP of a convolutional network: images split over all devices."""
+    parameter = _largest_dim(ALL, num_devices)
+    return HandWritten("FSDP (ZeRO-3)", (num_devices, 1), parameter, P(ALL), {"*": P(ALL)})
+
+
+def image_zero2(num_devices: int) -> HandWritten:
+    moment = _largest_dim(ALL, num_devices)
+    return HandWritten(
+        "ZeRO-2", (num_devices, 1), _replicated, P(ALL), {"*": P(ALL)}, moment=moment
+    )
+
+
+def image_channels(data: int, tensor: int) -> HandWritten:
+    """Megatron's columns and rows in the bottleneck blocks of a Wide-ResNet, with ZeRO-3 on "x".
+
+    A block's 3×3 convolution makes channels that are split over "y" and the last one adds them up.
+    The first one is split too, and its output, a quarter of the residual stream, gathered."""
+
+    def parameter(path: str, shape: tuple[int, ...]) -> P:
+        if len(shape) == 2:
+            return P("x", None)
+        if len(shape) < 4:
+            return P()
+        if "'Conv_2'" in path:
+            return P(None, None, "y", "x")
+        if "'stem'" in path:  # three channels of colour
+            return P()
+        return P(None, None, "x", "y")
+
+    whole = P("x", None, None, None)
+    split = P("x", None, None, "y")
+    activations = {
+        "*": whole, "Conv_0": split, "Conv_1": split, "BatchNorm_1": split, "shortcut": split,
+        "head": P("x", None),
+    }  # fmt: skip
+    name = f"channels {data}×{tensor} + ZeRO-3"
+    return HandWritten(name, (data, tensor), parameter, P("x"), activations)
