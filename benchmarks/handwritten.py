@@ -230,6 +230,9 @@ def megatron(data: int, tensor: int, *, sequence: bool, zero: bool = False) -> H
         "router": whole,
     }  # fmt: skip
     einsums = {
+        # Heads in groups: left alone, XLA splits the scores along the sequence instead.
+        "bqngd,bknd->bngqk": P("x", "y", None, None, None),
+        "bngqk,bknd->bqngd": P("x", None, "y", None, None),
         "gsec,gsm->egcm": P("x", None, None, None),
         "egcm,emh->egch": P("x", None, None, "y"),
         "egch,ehm->egcm": P("x", None, None, None),

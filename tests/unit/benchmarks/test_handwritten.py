@@ -45,14 +45,18 @@ CASES = [
     pytest.param("gpt-tiny", MEGATRON, marks=pytest.mark.slow),
     pytest.param("llama-tiny", by_hand.fsdp(8), marks=pytest.mark.slow),
     ("llama-tiny", MEGATRON),
-    ("moe-tiny", by_hand.megatron(4, 2, sequence=True, zero=True)),
+    pytest.param(
+        "moe-tiny",
+        by_hand.megatron(4, 2, sequence=True, zero=True),
+        marks=pytest.mark.slow,
+    ),
     pytest.param("moe-tiny", by_hand.experts_in_hosts(2, 4), marks=pytest.mark.slow),
     pytest.param("wresnet-tiny", by_hand.image_fsdp(8), marks=pytest.mark.slow),
     ("wresnet-tiny", by_hand.image_channels(2, 4)),
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), CASES)
+@pytest.mark.parametrize(("name", "plan"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_step_equals_that_of_one_device(name: str, plan: by_hand.HandWritten) -> None:
     example = shallow(name)
     state, batch = example.create_state(), example.make_batch()
