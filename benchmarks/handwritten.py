@@ -8,6 +8,7 @@ themselves stay free of shardings. All use one mesh with axes "x" (data, experts
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,14 +36,15 @@ class HandWritten:
     """A way to shard by hand. `parameter(path, shape)` gives a parameter's spec (optimizer
     moments follow unless `moment` is given), `activations` the spec of a module's output by the
     module's name (or that without the number at its end; "*" for all others, "logits" for the
-    whole model), `einsums` the spec of an einsum's output by its subscripts."""
+    whole model), `einsums` the spec of an einsum's output by its subscripts. Where there are
+    several specs, the output is passed through them in turn."""
 
     name: str
     mesh_shape: tuple[int, int]
     parameter: Callable[[str, tuple[int, ...]], P]
     batch: P
-    activations: dict[str, P] = field(default_factory=dict)
-    einsums: dict[str, P] = field(default_factory=dict)
+    activations: dict[str, P | list[P]] = field(default_factory=dict)
+    einsums: dict[str, P | list[P]] = field(default_factory=dict)
     moment: Callable[[str, tuple[int, ...]], P] | None = None
 
     def state_specs(self, state: Any) -> Any:
@@ -59,8 +61,8 @@ class HandWritten:
     def annotate(self, mesh: Mesh) -> Iterator[None]:
         """Annotate activations of every Flax module that runs inside."""
 
-        def constrain(value: Any, spec: P | None) -> Any:
-            if spec is None or not hasattr(value, "ndim") or value.ndim < len(spec):
+        def constrain(value: Any, spec: P) -> Any:
+            if not hasattr(value, "ndim") or value.ndim < len(spec):
                 return value
             return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
@@ -74,12 +76,15 @@ class HandWritten:
             return annotated(out, name)
 
         def annotated(out: Any, name: str) -> Any:
-            spec = self.spec_of(name)
-            return jax.tree.map(lambda v: constrain(v, spec), out)
+            for spec in self.specs_of(name):
+                out = jax.tree.map(functools.partial(constrain, spec=spec), out)
+            return out
 
         def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
             out = _EINSUM(subscripts, *operands, **kwargs)
-            return constrain(out, self.einsums.get(subscripts))
+            for spec in _in_turn(self.einsums.get(subscripts, [])):
+                out = constrain(out, spec)
+            return out
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(nn.intercept_methods(interceptor))
@@ -87,15 +92,15 @@ class HandWritten:
             stack.enter_context(intercept_nnx(annotated))
             yield
 
-    def spec_of(self, module: str) -> P | None:
-        """The spec of the output of the module with this name."""
+    def specs_of(self, module: str) -> list[P]:
+        """What the output of the module with this name is passed through."""
         if module == "model":
-            return self.activations.get("logits")
+            module = "logits" if "logits" in self.activations else ""
         stem = module.rstrip("0123456789")
-        for name in (module, stem, "*"):
+        for name in (module, stem, "*" if module else ""):
             if name in self.activations:
-                return self.activations[name]
-        return None
+                return _in_turn(self.activations[name])
+        return []
 
     def jitted(self, train_step: Any, state: Any, devices: Any) -> tuple[Any, Mesh]:
         """`jax.jit` of the step with these shardings, state donated."""
@@ -122,6 +127,10 @@ class HandWritten:
             ),
             mesh,
         )
+
+
+def _in_turn(specs: P | list[P]) -> list[P]:
+    return [specs] if isinstance(specs, P) else specs
 
 
 @contextlib.contextmanager
@@ -177,13 +186,14 @@ def data_parallel(num_devices: int) -> HandWritten:
 
 
 def fsdp(num_devices: int) -> HandWritten:
-    tokens = P(ALL, None, None)
+    tokens, by_token = P(ALL, None, None), P(None, ALL)
     return HandWritten(
         "FSDP (ZeRO-3)",
         (num_devices, 1),
         _largest_dim(ALL, num_devices),
         P(ALL),
         {"*": tokens},
+        _expert_einsums(by_token, by_token, by_token, tokens),
     )
 
 
@@ -193,6 +203,17 @@ def zero2(num_devices: int) -> HandWritten:
     return HandWritten(
         "ZeRO-2", base.mesh_shape, _replicated, base.batch, base.activations, moment=base.parameter
     )
+
+
+def _expert_einsums(by_token: P, by_expert: P, inside: P, tokens: P) -> dict[str, P | list[P]]:
+    """Of a mixture: slots are filled and emptied where their tokens are, and go to the experts in
+    between. Told only the latter, XLA gathers all tokens everywhere."""
+    return {
+        "gsec,gsm->egcm": [by_token, by_expert],
+        "egcm,emh->egch": inside,
+        "egch,ehm->egcm": [by_expert, by_token],
+        "gsec,egcm->gsm": tokens,
+    }
 
 
 _COLUMN = ("'qkv'", "'query'", "'key'", "'value'", "'up'", "'gate'", "'lm_head'")
@@ -222,21 +243,22 @@ def megatron(data: int, tensor: int, *, sequence: bool, zero: bool = False) -> H
     stream = P("x", "y", None) if sequence else P("x", None, None)
     whole = P("x", None, None)
     split = P("x", None, "y")
+    # Computed in parts and gathered as it comes out: what is inside of a norm is float32.
+    norm = [stream, whole] if sequence else whole
     activations = {
         "*": stream, "logits": split, "lm_head": split, "out": stream, "down": stream,
         "qkv": split, "query": split, "key": split, "value": split, "up": split, "gate": split,
-        "attention_norm": whole, "ffn_norm": whole, "final_norm": whole,
-        "dense_attention_norm": whole, "expert_attention_norm": whole, "experts_norm": whole,
+        "attention_norm": norm, "ffn_norm": norm, "final_norm": norm,
+        "dense_attention_norm": norm, "expert_attention_norm": norm, "experts_norm": norm,
         "router": whole,
     }  # fmt: skip
     einsums = {
-        # Heads in groups: left alone, XLA splits the scores along the sequence instead.
+        # Left alone, XLA splits some of attention along the sequence instead of by heads.
+        "bqnd,bknd->bnqk": P("x", "y", None, None),
+        "bnqk,bknd->bqnd": P("x", None, "y", None),
         "bqngd,bknd->bngqk": P("x", "y", None, None, None),
         "bngqk,bknd->bqngd": P("x", None, "y", None, None),
-        "gsec,gsm->egcm": P("x", None, None, None),
-        "egcm,emh->egch": P("x", None, None, "y"),
-        "egch,ehm->egcm": P("x", None, None, None),
-        "gsec,egcm->gsm": whole,
+        **_expert_einsums(P(None, "x"), P("x", None, None, None), P("x", None, None, "y"), whole),
     }
     name = f"Megatron {data}×{tensor}" + (" + sequence" if sequence else "")
     return HandWritten(
@@ -261,12 +283,7 @@ def expert_parallel(num_devices: int, *, zero: bool) -> HandWritten:
 
     tokens = P(ALL, None, None)
     experts = P(ALL, None, None, None)
-    einsums = {
-        "gsec,gsm->egcm": experts,
-        "egcm,emh->egch": experts,
-        "egch,ehm->egcm": experts,
-        "gsec,egcm->gsm": tokens,
-    }
+    einsums = _expert_einsums(P(None, ALL), experts, experts, tokens)
     name = "expert parallel" + (" + ZeRO-3" if zero else "")
     return HandWritten(name, (num_devices, 1), parameter, P(ALL), {"*": tokens}, einsums)
 
@@ -283,12 +300,7 @@ def experts_in_hosts(data: int, experts: int) -> HandWritten:
 
     tokens = P(ALL, None, None)
     by_expert = P("y", "x", None, None)
-    einsums = {
-        "gsec,gsm->egcm": by_expert,
-        "egcm,emh->egch": by_expert,
-        "egch,ehm->egcm": by_expert,
-        "gsec,egcm->gsm": tokens,
-    }
+    einsums = _expert_einsums(P(None, ALL), by_expert, by_expert, tokens)
     name = f"expert parallel {data}×{experts} + ZeRO-3"
     return HandWritten(name, (data, experts), parameter, P(ALL), {"*": tokens}, einsums)
 
