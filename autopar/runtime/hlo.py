@@ -8,6 +8,7 @@ reduce-scatter one part of it). `collective_seconds` prices the lot by the ring 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -198,11 +199,17 @@ def _trip_counts(hlo_text: str) -> dict[str, int]:
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*[a-z]\w*\[([\d,]*)\]")
 _DOT = re.compile(r"\sdot\(\s*(?:[a-z]\w*\[[^\]]*\]\S*\s+)?%?([\w.\-]+)")
+_CONVOLUTION = re.compile(
+    r"= \(?\w+\[(?P<result>[\d,]*)\].* custom-call\((?P<operands>[^)]*)\)"
+    r".*window=\{size=(?P<window>[\dx]+).*dim_labels=\w+_(?P<kernel>\w+)->"
+    r".*custom_call_target=\"__cudnn\$conv(?P<kind>\w+)\""
+)
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def read_dot_flops(hlo_text: str) -> float:
-    """Flops of all matrix products of an HLO module on one device, loops counted by trips."""
+    """Flops of all matrix products, and of cuDNN's convolutions, of an HLO module on one device,
+    loops counted by trips."""
     trips = _trip_counts(hlo_text)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     computation, total = "", 0.0
@@ -210,6 +217,12 @@ def read_dot_flops(hlo_text: str) -> float:
         header = _COMPUTATION.match(line)
         if header and not line.startswith(" "):
             computation = header[1]
+            continue
+        convolution = _CONVOLUTION.search(line)
+        if convolution is not None:
+            names = re.findall(r"%([\w.\-]+)", convolution["operands"])[:2]
+            flops = _convolution_flops(convolution, [shapes[computation, n] for n in names])
+            total += flops * trips.get(computation, 1)
             continue
         own = _INSTRUCTION.match(line)
         if own is None:
@@ -228,6 +241,21 @@ def read_dot_flops(hlo_text: str) -> float:
         )
         total += 2.0 * _product(shape) * depth * trips.get(computation, 1)
     return total
+
+
+def _convolution_flops(found: re.Match[str], operands: Sequence[tuple[int, ...]]) -> float:
+    """Two per multiply-add: for every output of the forward convolution, a window of the filter
+    over all input features. The gradients are as many, with operands in other places."""
+    result = tuple(int(d) for d in found["result"].split(",") if d)
+    kind = found["kind"]
+    if kind == "BackwardFilter":
+        outputs, kernel = operands[1], result
+    elif kind == "BackwardInput":
+        outputs, kernel = operands
+    else:
+        outputs, kernel = result, operands[1]
+    window = _product(tuple(int(n) for n in found["window"].split("x")))
+    return 2.0 * _product(outputs) * window * kernel[found["kernel"].index("i")]
 
 
 def collective_seconds(

@@ -83,6 +83,8 @@ class _Sweep:
         }
         self.times = self.schedule()
         self.readers: dict[int, list[_Reader]] = {}
+        self.made_from: dict[int, frozenset[int]] = {}  # written values that a written one reads
+        self.turned: set[int] = set()  # written elementwise, and transposed on the way
         self.in_place -= self.transposed()
 
     def schedule(self) -> list[int]:
@@ -151,6 +153,7 @@ class _Sweep:
         written: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         work: dict[int, float] = {}  # instructions per element since the sources
+        turned: set[int] = set()  # fused values that are transposed on the way from the sources
         for node in self.nodes:
             made_from: frozenset[int] = frozenset()
             if node.kind is not NodeKind.INPUT:
@@ -159,13 +162,20 @@ class _Sweep:
                 )
             own = 0.0 if self.is_view(node) else _DEAR.get(node.name, 1.0)
             own += sum(work.get(v, 0.0) for v in node.operands)
+            turns = node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
+            turns = turns or any(v in turned for v in node.operands)
             for value in node.results:
                 if self.is_written(node, value, made_from, own):
                     written.add(value)
                     sources[value] = frozenset((value,))
+                    self.made_from[value] = made_from
+                    if turns and not self.is_unfused(node) and node.name not in _REDUCTIONS:
+                        self.turned.add(value)
                 else:
                     sources[value] = made_from
                     work[value] = own
+                    if turns and node.name not in _REDUCTIONS:
+                        turned.add(value)
         return written
 
     def is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
@@ -231,6 +241,40 @@ class _Sweep:
                         self.extend(ends, value, loop[1] - 1)
         return node_ends, ends
 
+    def made_again(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
+        """Lives in the backward pass of forward values that are not kept: where an elementwise
+        value is transposed on the way, each pass writes it in the order that its products want,
+        and only what it is made from is kept."""
+        found: list[Life] = []
+        for value in self.turned:
+            region = self.nodes[self.producer[value]].region
+            readers = [r.node for r in self.readers.get(value, ())]
+            own = [i for i in readers if self.nodes[i].region == region]
+            others = [i for i in readers if self.nodes[i].region != region]
+            if not own or not others or self.finished(value) in self.outputs:
+                continue
+            start = min(self.times[i] for i in others)
+            found.append(Life(self.finished(value), start, max(node_ends[i] for i in others)))
+            ends[value] = max(node_ends[i] for i in own)
+            for source in self.made_from[value]:
+                self.extend(ends, source, start)
+        return found
+
+    def reuse_buffers(self, ends: dict[int, int]) -> None:
+        """An elementwise result takes over the buffer of an operand of its size that it is the
+        last to read."""
+        for value, made_from in self.made_from.items():
+            node = self.nodes[self.producer[value]]
+            if node.kind is not NodeKind.OP or node.name in UNFUSED or node.name in _REDUCTIONS:
+                continue
+            time = self.times[self.producer[value]]
+            for source in made_from:
+                is_kept = self.nodes[self.producer[source]].kind is NodeKind.INPUT
+                same_size = self.values[source].num_bytes == self.values[value].num_bytes
+                if not is_kept and same_size and ends.get(source) == time:
+                    ends[source] = time - 1
+                    break
+
     def extend(self, ends: dict[int, int], value: int, end: int) -> None:
         ends[value] = max(ends.get(value, -1), end)
 
@@ -253,8 +297,9 @@ class _Sweep:
         self.find_readers()
         written = self.written_values()
         node_ends, ends = self.last_needed(written)
+        found = self.made_again(node_ends, ends)
+        self.reuse_buffers(ends)
         last = len(self.nodes)
-        found: list[Life] = []
         for index, node in enumerate(self.nodes):
             for value in node.results:
                 if node.kind is NodeKind.INPUT:

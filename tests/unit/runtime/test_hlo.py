@@ -340,3 +340,18 @@ def test_a_compiled_program() -> None:
     assert in_loop[0].sent_bytes <= 3 * 2 * 3 / 4 * (32 * 64 * 4)
     after = [op for op in ops if not op.in_loop]
     assert after and all(op.is_scalar and op.kind == "all-reduce" for op in after)
+
+
+def test_convolutions_of_cudnn_count_as_flops() -> None:
+    """3 × 3 windows over 64 features, 8 × 16 × 16 × 128 outputs; the gradients the same."""
+    text = """
+ENTRY %main (x: bf16[8,33,33,64], k: bf16[128,3,3,64], g: bf16[8,16,16,128]) -> bf16[8,16,16,128] {
+  %x = bf16[8,33,33,64]{3,2,1,0} parameter(0)
+  %k = bf16[128,3,3,64]{3,2,1,0} parameter(1)
+  %g = bf16[8,16,16,128]{3,2,1,0} parameter(2)
+  %f.1 = (bf16[8,16,16,128]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %w.1 = (bf16[128,3,3,64]{3,2,1,0}, u8[0]{0}) custom-call(%x, %g), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %i.1 = (bf16[8,33,33,64]{3,2,1,0}, u8[0]{0}) custom-call(%g, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+}
+"""
+    assert read_dot_flops(text) == 3 * 2 * (8 * 16 * 16 * 128) * 9 * 64
