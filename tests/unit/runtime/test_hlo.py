@@ -344,14 +344,20 @@ def test_a_compiled_program() -> None:
 
 def test_convolutions_of_cudnn_count_as_flops() -> None:
     """3 × 3 windows over 64 features, 8 × 16 × 16 × 128 outputs; the gradients the same."""
-    text = """
-ENTRY %main (x: bf16[8,33,33,64], k: bf16[128,3,3,64], g: bf16[8,16,16,128]) -> bf16[8,16,16,128] {
-  %x = bf16[8,33,33,64]{3,2,1,0} parameter(0)
-  %k = bf16[128,3,3,64]{3,2,1,0} parameter(1)
-  %g = bf16[8,16,16,128]{3,2,1,0} parameter(2)
-  %f.1 = (bf16[8,16,16,128]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
-  %w.1 = (bf16[128,3,3,64]{3,2,1,0}, u8[0]{0}) custom-call(%x, %g), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
-  %i.1 = (bf16[8,33,33,64]{3,2,1,0}, u8[0]{0}) custom-call(%g, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
-}
-"""
+    how = (
+        'window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
+    )
+    shapes = {"x": "8,33,33,64", "k": "128,3,3,64", "g": "8,16,16,128"}
+    calls = (
+        ("g", "x", "k", "Forward"),
+        ("k", "x", "g", "BackwardFilter"),
+        ("x", "g", "k", "BackwardInput"),
+    )
+    lines = [f"  %{n} = bf16[{s}]{{3,2,1,0}} parameter(0)" for n, s in shapes.items()]
+    lines += [
+        f"  %{kind} = (bf16[{shapes[out]}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%{a}, %{b}), "
+        f'{how}{kind}"'
+        for out, a, b, kind in calls
+    ]
+    text = "ENTRY %main (x: f32[]) -> f32[] {\n" + "\n".join(lines) + "\n}\n"
     assert read_dot_flops(text) == 3 * 2 * (8 * 16 * 16 * 128) * 9 * 64
