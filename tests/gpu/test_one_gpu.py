@@ -57,3 +57,41 @@ def test_state_is_donated():
     step = autopar.parallelize(example.train_step)
     step(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_micro_batches_equal_the_whole_batch():
+    example = build("gpt-tiny", 8)
+    state, batch = example.create_state(), example.make_batch()
+    expected, expected_loss = jax.jit(example.train_step)(state, batch)
+    method = autopar.ShardParallel((1,), num_micro_batches=4)
+    step = autopar.parallelize(example.train_step, method=method, donate_argnums=())
+    got, loss = step(state, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_recomputed_layers_take_less_memory_and_compute_the_same():
+    def blocks(state, batch):
+        def loss_of(params):
+            x = batch
+            for w in params:
+                x = x + jax.nn.gelu(x @ w) @ w.T
+            return (x**2).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    keys = jax.random.split(jax.random.key(0), 9)
+    state = [0.02 * jax.random.normal(k, (512, 2048)) for k in keys[:8]]
+    batch = jax.random.normal(keys[8], (8192, 512))
+    peaks, results = {}, {}
+    for remat in ("none", "all"):
+        options = autopar.ShardingOptions(remat=remat)
+        method = autopar.ShardParallel((1,), options=options)
+        step = autopar.parallelize(blocks, method=method, donate_argnums=())
+        results[remat] = step(state, batch)
+        peaks[remat] = step.last_executable.memory_bytes()
+    assert peaks["all"] < 0.7 * peaks["none"]
+    for a, b in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
