@@ -46,8 +46,8 @@ class Rule:
     linear:            partial sums may flow through (the op is a plain sum of its operands).
     local:             XLA does not know how to split it: bound on each device to that one's parts.
     halos:             dimensions that are read by windows; splitting one costs a shift of rows.
-    sums_with_all_axes: reduction factors that may be split only if every axis is on a reduction
-                       factor: otherwise XLA sums over devices that hold the same (0.10.2, 0.12).
+    only_with:         (factor, the factors that all other axes must then be on, −1 for none): what
+                       XLA computes wrongly otherwise.
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -58,7 +58,7 @@ class Rule:
     linear: bool = False
     local: bool = False
     halos: tuple[Halo, ...] = ()
-    sums_with_all_axes: frozenset[int] = frozenset()
+    only_with: tuple[tuple[int, frozenset[int]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,9 @@ def _apply(rule: Rule, mesh_shape: tuple[int, ...], factors: tuple[int, ...]) ->
             parallelism *= size
     if any(rule.sizes[f] % n for f, n in parts.items()):
         return None
-    if rule.sums_with_all_axes & parts.keys():
-        used = [f for f, size in zip(factors, mesh_shape, strict=True) if size > 1]
-        if not rule.reduction.issuperset(used):
-            return None
+    used = {f for f, size in zip(factors, mesh_shape, strict=True) if size > 1}
+    if any(f in used and not used <= {f, *allowed} for f, allowed in rule.only_with):
+        return None
     operands = [_layout(rule, dims, factors, parts, is_result=False) for dims in rule.operands]
     results = [_layout(rule, dims, factors, parts, is_result=True) for dims in rule.results]
     if None in operands or None in results:

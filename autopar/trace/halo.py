@@ -15,6 +15,7 @@ from typing import Any
 from autopar.ir.graph import Halo, Rule
 from autopar.trace.program import Equation
 
+_NO_FACTOR = -1
 _POOLS = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 
 
@@ -59,8 +60,13 @@ class _Window:
 
 def with_halos(equation: Equation, rule: Rule, operands: Sequence[Any], result: Any) -> Rule:
     """The rule with the windowed factors free that XLA can split, and their halos."""
-    fixed, sums = set(rule.fixed), set()
+    fixed = set(rule.fixed)
     halos: list[Halo] = []
+    only_with: list[tuple[int, frozenset[int]]] = []
+    # Split along a window and, by more devices, along the kernel's own channels, a convolution is
+    # computed wrongly; so is the gradient of a kernel where devices hold the same part of it, or
+    # parts of channels: they are summed too (JAX 0.10.2 and 0.12).
+    beside_window = _factors(rule) - (_own_factors(rule) - rule.reduction) | {_NO_FACTOR}
     for window in _windows(equation, operands, result):
         own, made = rule.operands[0][window.dim], rule.results[0][window.result_dim]
         if own and made and own[0] == made[0] and own[0] in fixed:
@@ -68,15 +74,23 @@ def with_halos(equation: Equation, rule: Rule, operands: Sequence[Any], result: 
                 fixed.remove(own[0])
                 fixed.update(own[1:])
                 halos.append(Halo(0, window.dim, window.rows))
+                only_with.append((own[0], beside_window))
         elif own and own[0] in rule.reduction and window.result_length > 1:
             if window.is_summed_in_parts:
-                sums.add(own[0])
                 halos.append(Halo(0, window.dim, window.rows_of_sum))
+                only_with.append((own[0], rule.reduction))
             else:
                 fixed.add(own[0])
-    return replace(
-        rule, fixed=frozenset(fixed), halos=tuple(halos), sums_with_all_axes=frozenset(sums)
-    )
+    return replace(rule, fixed=frozenset(fixed), halos=tuple(halos), only_with=tuple(only_with))
+
+
+def _factors(rule: Rule) -> frozenset[int]:
+    return frozenset(range(len(rule.sizes)))
+
+
+def _own_factors(rule: Rule) -> frozenset[int]:
+    """Factors of the kernel, if there is one."""
+    return frozenset(f for dims in rule.operands[1:] for factors in dims for f in factors)
 
 
 def _windows(equation: Equation, operands: Sequence[Any], result: Any) -> Iterator[_Window]:

@@ -120,11 +120,13 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "conv": (conv(1), (floats(8, 5, 5, 8), floats(3, 3, 8, 8))),
     "strided conv": (conv(2), (floats(8, 5, 5, 8), floats(3, 3, 8, 8))),
     "grouped conv": (conv(1, 8), (floats(8, 5, 5, 8), floats(3, 3, 1, 8))),
-    "split window": (conv_1d(1), (floats(1, 16, 1), floats(3, 1, 2))),
-    "split strided window": (conv_1d(2), (floats(1, 16, 1), floats(4, 1, 1))),
+    "split window": (conv_1d(1), (floats(1, 16, 1), floats(3, 1, 4))),
+    "split window of channels": (conv_1d(1), (floats(1, 16, 4), floats(2, 4, 1))),
+    "split strided window": (conv_1d(2), (floats(1, 16, 1), floats(4, 1, 4))),
+    "split window of images": (conv_1d(1), (floats(4, 8, 1), floats(3, 1, 1))),
     "gradient of a kernel": (
-        lambda x, g: jax.vjp(lambda k: conv_1d(1)(x, k), jnp.zeros((3, 1, 2)))[1](g)[0],
-        (floats(2, 16, 1), floats(2, 16, 2)),
+        lambda x, g: jax.vjp(lambda k: conv_1d(1)(x, k), jnp.zeros((3, 1, 4)))[1](g)[0],
+        (floats(2, 16, 1), floats(2, 16, 4)),
     ),
     "gradient of a strided kernel": (
         lambda x, g: jax.vjp(lambda k: conv_1d(2)(x, k), jnp.zeros((3, 1, 2)))[1](g)[0],
