@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -89,6 +90,8 @@ def _within_what_xla_can(
     if has_windows(equation) and ruled.rule.sizes:
         operands, results = _avals_of(equation, avals)
         return replace(ruled, rule=with_halos(equation, ruled.rule, operands, results[0]))
+    if equation.name.startswith("scatter"):
+        return replace(ruled, rule=_without_split_target(equation, ruled.rule, avals))
     if equation.name != "mul" or not any(isinstance(o, Constant) for o in equation.operands):
         return ruled
     aval = avals[equation.results[0]]
@@ -98,6 +101,17 @@ def _within_what_xla_can(
         rule = replace(ruled.rule, fixed=frozenset(range(len(ruled.rule.sizes))))
         return replace(ruled, rule=rule)
     return ruled
+
+
+def _without_split_target(equation: Equation, rule: Rule, avals: Sequence[Any]) -> Rule:
+    """A scatter by a single index becomes an update of a slice; in parts of an array that was whole
+    before, those that do not have the index are updated too (JAX 0.10.2, not 0.12)."""
+    _, indices, *_ = _avals_of(equation, avals)[0]
+    dims = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+    if prod(indices.shape[:-1]) != 1:
+        return rule
+    targets = {f for dim in dims for f in rule.operands[0][dim]}
+    return replace(rule, fixed=rule.fixed | targets)
 
 
 def identity_rule(shape: Sequence[int], num_operands: int = 1) -> Rule:

@@ -111,6 +111,12 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         ),
         (floats(16, 8), integers(20, 8, 1) - 2, floats(8, 8)),
     ),
+    "scatter of one": (
+        lambda t, i, u: lax.scatter_add(
+            t, i, u, lax.ScatterDimensionNumbers((1,), (0,), (0,)), mode="drop"
+        ),
+        (floats(16, 8), integers(16, 1, 1), floats(1, 8)),
+    ),
     "scatter set": (
         lambda t, i, u: lax.scatter(
             t, i, u, lax.ScatterDimensionNumbers((1,), (0,), (0,)), mode="drop"
