@@ -40,6 +40,7 @@ from autopar.constraints import (
 from autopar.cost.report import cost_report
 from autopar.errors import (
     AutoparError,
+    MemoryBudgetError,
     MeshError,
     SolverError,
     SpecError,
@@ -61,8 +62,15 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.remat_choice import choose_remat
+from autopar.sharding.budget import GOOD_GAP
+from autopar.sharding.holdings import memory_floor
 from autopar.sharding.ilp import check_solver
-from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
+from autopar.sharding.solve import (
+    DoesNotFit,
+    GraphSharding,
+    fit_into_memory,
+    solve_graph,
+)
 from autopar.steering import Asked, with_output_nodes, without_moved_state
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
 from autopar.trace.build import build_graph
@@ -129,11 +137,15 @@ def plan_step(
             micro = trace_micro_batch(traced, fn, options, num_micro_batches)
     if isinstance(method, ShardParallel | None) and options_of(method).remat == "auto":
 
-        def attempt(layers: Sequence[Layer], shape: tuple[int, ...] | None) -> PlannedStep:
+        def attempt(
+            layers: Sequence[Layer], shape: tuple[int, ...] | None, in_full: bool
+        ) -> PlannedStep:
             with timer("remat"):
                 step = rewritten(traced, micro, num_micro_batches, layers)
             only = mesh if shape is None or mesh is not None else mesh_of_cluster(cluster, shape)
-            return plan_traced(step, cluster=cluster, method=method, mesh=only, timer=timer)
+            return plan_traced(
+                step, cluster=cluster, method=method, mesh=only, timer=timer, in_full=in_full
+            )
 
         def candidates() -> tuple[Layer, ...]:
             with timer("remat"):
@@ -159,14 +171,18 @@ def plan_traced(
     method: ParallelMethod | PlacedParallel | ParallelPlan | LogicalMesh | None = None,
     mesh: LogicalMesh | None = None,
     timer: PassTimer | None = None,
+    in_full: bool = True,
 ) -> PlannedStep:
-    """Every pass after tracing, up to the plan."""
+    """Every pass after tracing, up to the plan. Unless it is wanted in full, the error of a step
+    that cannot fit comes at once and says only how much it needs."""
     timer = timer or PassTimer()
     method = method if method is not None else ShardParallel()
     if isinstance(method, ParallelPlan):
         return PlannedStep(traced, bind_plan(method, traced))
     check_solver(options_of(method).solver)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster, method)
+    if traced.remat and not in_full:  # one order of the axes will do for a try
+        meshes = [m for m in meshes if m.shape[0] >= m.shape[-1]] or meshes
     asked = asked_by(traced, method)
     traced = without_moved_state(traced, asked)
     if meshes[0].num_devices == 1:
@@ -182,7 +198,7 @@ def plan_traced(
             plan = replicated_plan(traced, meshes[0], method, timer.seconds)
             return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
         with timer("shard"):
-            best = shard_on_best(graph, traced, meshes, method, asked)
+            best = shard_on_best(graph, traced, meshes, method, asked, in_full)
         with timer("assign"):
             program = assign_layouts(
                 traced.program, graph, best.layouts, best.mesh, refetch=best.refetch
@@ -320,13 +336,23 @@ def rewritten(
 
 
 def shard_on_best(
-    graph: Graph, traced: TracedStep, meshes: Sequence[LogicalMesh], method: Any, asked: Asked
+    graph: Graph,
+    traced: TracedStep,
+    meshes: Sequence[LogicalMesh],
+    method: Any,
+    asked: Asked,
+    in_full: bool = True,
 ) -> GraphSharding:
     """The best sharding over all meshes that fits into memory. A mesh on which what is asked for
     cannot be had is left out, as long as another is left."""
     found: list[GraphSharding] = []
     refusals: dict[str, AutoparError] = {}
     for mesh in meshes:
+        budget = None if in_full else memory_budget(mesh, method, options_of(method))
+        if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
+            text = f"{traced.name} needs {floor:.0f} bytes per device or more"
+            refusals[f"{mesh.shape}"] = MemoryBudgetError(text, floor, budget)
+            continue
         try:
             found.append(shard(graph, traced, mesh, method, asked))
         except (MeshError, SolverError, SpecError) as error:
@@ -334,6 +360,9 @@ def shard_on_best(
     if found:
         return best_within_memory(found, traced, method)
     first, *others = refusals.values()
+    too_large = [e for e in refusals.values() if isinstance(e, MemoryBudgetError)]
+    if too_large:
+        raise min(too_large, key=lambda error: error.peak_bytes)
     if all(str(other) == str(first) for other in others):
         raise first
     reasons = "\n".join(f"  {shape}: {error}" for shape, error in refusals.items())
@@ -360,13 +389,13 @@ def best_within_memory(
     shardings: Sequence[GraphSharding], traced: TracedStep, method: Any
 ) -> GraphSharding:
     """The best that fits into the devices' memory, given the best on each mesh without a budget. A
-    mesh that is no better without one than another is with one is not looked at again."""
+    mesh that is no better without one than another is with one, or hardly, is left at that."""
     options = options_of(method)
     free = sorted(shardings, key=lambda sharding: sharding.objective)
     best: GraphSharding | None = None
     misses: list[GraphSharding] = []
     for sharding in free:
-        if best is not None and best.objective <= sharding.objective:
+        if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.objective:
             break
         budget = memory_budget(sharding.mesh, method, options)
         if budget is None:
@@ -378,7 +407,7 @@ def best_within_memory(
                     budget,
                     solver=options.solver,
                     time_limit_s=options.solver_time_limit_s,
-                    cutoff=inf if best is None else best.objective,
+                    cutoff=inf if best is None else (1 - GOOD_GAP) * best.objective,
                 )
             except DoesNotFit as miss:
                 misses.append(miss.smallest)

@@ -11,6 +11,7 @@ alone, than the budget does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Protocol, TypeVar
 
 from autopar.errors import MemoryBudgetError
@@ -30,21 +31,22 @@ Planned = TypeVar("Planned", bound=_Planned)
 
 
 def choose_remat(
-    attempt: Callable[[Sequence[Layer], tuple[int, ...] | None], Planned],
+    attempt: Callable[[Sequence[Layer], tuple[int, ...] | None, bool], Planned],
     find: Callable[[], Sequence[Layer]],
     device: DeviceSpec,
     num_devices: int,
 ) -> Planned:
-    """`attempt(layers, mesh shape or None for any)` plans with these layers recomputed; `find`
-    gives the layers whose recomputation frees memory."""
+    """`attempt(layers, mesh shape or None for any, in full)` plans with these layers recomputed;
+    unless in full, it may fail at once where they cannot fit. `find` gives the layers whose
+    recomputation frees memory."""
     found: list[Planned] = []
-    errors: list[MemoryBudgetError] = []
+    failed: list[tuple[int, MemoryBudgetError]] = []  # with how many layers, and why
 
     def try_with(layers: Sequence[Layer], mesh: tuple[int, ...] | None) -> ParallelPlan | None:
         try:
-            found.append(attempt(layers, mesh))
+            found.append(attempt(layers, mesh, False))
         except MemoryBudgetError as error:
-            errors.append(error)
+            failed.append((len(layers), error))
             return None
         return found[-1].plan
 
@@ -52,38 +54,44 @@ def choose_remat(
     if none is not None and not none.solver.unbounded:
         return found[0]
     layers = find()
-    count = _num_needed(layers, none, errors, num_devices)
     mesh = none.mesh_shape if none is not None else None
     for _ in range(_MAX_TRIES):
-        if not 0 < count <= len(layers):
+        count = _num_needed(layers, none, failed, num_devices)
+        if not count or (failed and count <= failed[-1][0]):
             break
         flops = sum(layer.flops for layer in layers[:count])
         again_s = flops / num_devices / (device.flops_16bit * device.efficiency)
         if none is not None and none.solver.unbounded[0] + again_s >= none.solver.objective:
             break
-        plan = try_with(layers[:count], mesh)
-        if count == len(layers) or (plan is not None and not plan.solver.unbounded):
+        if try_with(layers[:count], mesh) is not None:
             break
-        count = len(layers) if plan is None else min(len(layers), count + max(1, count // 2))
     if not found:
-        raise min(errors, key=lambda error: error.peak_bytes)
+        return attempt(layers, None, True)  # raises, and says everything
     return min(found, key=lambda planned: planned.plan.solver.objective)
 
 
 def _num_needed(
     layers: Sequence[Layer],
     none: ParallelPlan | None,
-    errors: Sequence[MemoryBudgetError],
+    failed: Sequence[tuple[int, MemoryBudgetError]],
     num_devices: int,
 ) -> int:
-    """How many layers must be recomputed for the rest to fit. Activations are taken to be split
-    over all devices, as they nearly always can be."""
+    """How many layers must be recomputed for the rest to fit: by their sizes at first, activations
+    being split over all devices as they nearly always can be; once some were tried, by what those
+    saved."""
+    tried = [(count, error.peak_bytes) for count, error in failed if count]
     if none is not None:
-        excess = none.solver.unbounded[1] - none.memory_budget_bytes
-        micro_batches = none.num_micro_batches
+        peak, budget = none.solver.unbounded[1], none.memory_budget_bytes
     else:
-        excess = errors[0].peak_bytes - errors[0].budget_bytes
-        micro_batches = 1
+        peak, budget = failed[0][1].peak_bytes, failed[0][1].budget_bytes
+    if tried:
+        count, left = tried[-1]
+        saved = (peak - left) / count
+        if len(tried) > 1 or saved <= 0:
+            return len(layers)
+        return min(len(layers), max(count + 1, ceil((peak - budget) / saved) + 1))
+    excess = peak - budget
+    micro_batches = none.num_micro_batches if none is not None else 1
     for count, layer in enumerate(layers, 1):
         excess -= (layer.residual_bytes - layer.kept_bytes) / num_devices / micro_batches
         if excess <= 0:

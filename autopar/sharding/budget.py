@@ -42,7 +42,7 @@ _FIRST_PRICE = 0.1  # of the price at which the excess would cost as much as the
 _MAX_CUTS = 5
 _MAX_MIXES = 4
 _MIX_TIME_S = 10.0
-_GOOD_GAP = 0.005
+GOOD_GAP = 0.005  # good enough to stop
 _MAX_ROWS_AT_ONCE = 2
 
 
@@ -112,7 +112,7 @@ class _Search:
         if (
             self.best is None
             and not self.is_over()
-            and self.peaks[self.smallest] > (1 + _GOOD_GAP) * floor
+            and self.peaks[self.smallest] > (1 + GOOD_GAP) * floor
         ):
             self.mix(minimise_peak=True)
         if self.best is not None:
@@ -205,7 +205,7 @@ class _Search:
             if self.is_over():
                 return
             self.mix()
-            if self.gap() <= _GOOD_GAP:
+            if self.gap() <= GOOD_GAP:
                 return
         self.mix()
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.ir.graph import NodeKind
+from autopar.ir.graph import Graph, NodeKind, Rule
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import is_slice, num_shards
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
-from autopar.sharding.strategies import Strategy
+from autopar.sharding.strategies import Strategy, enumerate_strategies
 
 # A value smaller than this share of the budget is not worth a term; all of them together are no
 # more than rounding in the estimate.
@@ -154,3 +155,20 @@ def _copy_shares(
             held = source if finishes else target
             table[source, target] = 0.0 if same else 1.0 / num_shards(held, mesh_shape)
     return np.array([[table[s, t] for t in targets] for s in sources])
+
+
+def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
+    """What no choice can hold less than at some time: every value in its smallest shard."""
+    smallest: dict[tuple[Rule, int], float] = {}
+    change = np.zeros(len(graph.nodes) + 2)
+    for life in graph.liveness.lives:
+        node, result = graph.producer[life.value]
+        key = (graph.nodes[node].rule, result)
+        if key not in smallest:
+            strategies = enumerate_strategies(key[0], mesh.shape)
+            most = max(num_shards(s.results[result], mesh.shape) for s in strategies)
+            smallest[key] = 1.0 / most
+        size = graph.values[life.value].num_bytes * smallest[key]
+        change[life.start] += size
+        change[life.end + 1] -= size
+    return float(np.cumsum(change).max(initial=0.0))
