@@ -408,6 +408,7 @@ def best_within_memory(
                     solver=options.solver,
                     time_limit_s=options.solver_time_limit_s,
                     cutoff=inf if best is None else (1 - GOOD_GAP) * best.objective,
+                    first_price=0.0 if best is None else best.price_per_byte,
                 )
             except DoesNotFit as miss:
                 misses.append(miss.smallest)

@@ -55,6 +55,7 @@ class BudgetResult:
     num_rows: int
     num_solves: int
     smallest: Choice  # the choice with the smallest peak seen
+    price: float  # per byte, at which the bound was best; 0 if none was needed
 
 
 def solve_within_budget(
@@ -65,10 +66,12 @@ def solve_within_budget(
     time_limit_s: float = 60.0,
     first: tuple[Choice, float] | None = None,
     cutoff: float = np.inf,
+    first_price: float = 0.0,
 ) -> BudgetResult:
     """The cheapest choice found whose bytes stay within the budget at every time. `first` is the
     solution without a budget and its lower bound, if known. The search ends early once it is
-    proven that nothing costs less than the cutoff."""
+    proven that nothing costs less than the cutoff. `first_price` is a good guess, from a problem
+    like this one."""
     deadline = time.monotonic() + time_limit_s
 
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
@@ -77,7 +80,7 @@ def solve_within_budget(
         result = solve_ilp(reduction.problem, solver=solver, time_limit_s=left)
         return reduction.restore(result.choice), result.lower_bound
 
-    search = _Search(problem, budget_bytes, solve, deadline, cutoff)
+    search = _Search(problem, budget_bytes, solve, deadline, cutoff, first_price)
     return search.run(first)
 
 
@@ -88,6 +91,7 @@ class _Search:
     solve: Solve
     deadline: float
     cutoff: float = np.inf
+    price: float = 0.0
     seen: list[Choice] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     rows: dict[int, Limit] = field(default_factory=dict)
@@ -126,6 +130,7 @@ class _Search:
             len(self.rows),
             self.num_solves,
             self.seen[self.smallest],
+            self.price,
         )
 
     # -- solutions
@@ -166,13 +171,15 @@ class _Search:
                 self.rows[at].add_to(penalised, price)
         choice, lower = self.solve(penalised)
         self.num_solves += 1
-        self.bound = max(self.bound, lower - sum(prices.values()) * self.budget)
+        bound = lower - sum(prices.values()) * self.budget
+        if bound > self.bound:
+            self.bound, self.price = bound, sum(prices.values())
         return self.add(choice)
 
     def escalate(self) -> None:
         """Raise prices until something fits, or nothing changes any more."""
         excess = max(self.peaks[0] - self.budget, 1.0)
-        price = _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
+        price = self.price or _FIRST_PRICE * max(self.costs[0], 1e-30) / excess
         for _ in range(_MAX_ESCALATIONS):
             over = self.broken_rows()
             before = len(self.rows)

@@ -52,6 +52,7 @@ class GraphSharding:
     stats: SolveStats
     refetch: bool = False
     unbounded: tuple[float, float] | None = None  # (objective, peak bytes) without a budget
+    price_per_byte: float = 0.0  # of the budget, where there is one and it binds
 
     @property
     def graph(self) -> Graph:
@@ -138,9 +139,11 @@ def fit_into_memory(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     cutoff: float = inf,
+    first_price: float = 0.0,
 ) -> GraphSharding:
     """The sharding itself if it fits, else the best found that does; `DoesNotFit` if none. The
-    search may end early with what it has once nothing below the cutoff can be found."""
+    search may end early with what it has once nothing below the cutoff can be found; it starts
+    from a price per byte, if one is given."""
     if sharding.memory.peak_bytes <= budget_bytes:
         return sharding
     again = replace(sharding, refetch=True)
@@ -154,6 +157,7 @@ def fit_into_memory(
         time_limit_s=time_limit_s,
         first=(sharding.choice, sharding.lower_bound),
         cutoff=cutoff,
+        first_price=first_price,
     )
     seconds = {**sharding.stats.seconds, "memory": time.perf_counter() - started}
     stats = replace(
@@ -170,6 +174,7 @@ def fit_into_memory(
         lower_bound=result.lower_bound,
         stats=stats,
         unbounded=(sharding.objective, sharding.memory.peak_bytes),
+        price_per_byte=result.price,
     )
     if not fits and found.memory.peak_bytes > budget_bytes:
         raise DoesNotFit(found)
