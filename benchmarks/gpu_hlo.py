@@ -32,7 +32,6 @@ import jax.numpy as jnp
 import autopar
 from autopar import _jax
 from autopar.runtime.hlo import read_collectives, read_dot_flops
-from benchmarks.convolutions import read_convolution_flops
 from benchmarks.handwritten import (
     data_parallel,
     expert_parallel,
@@ -105,7 +104,7 @@ def measure(compiled: Any) -> dict[str, Any]:
     for op in ops:
         kinds[op.kind] = kinds.get(op.kind, 0) + op.trips
         sent_gb_by_kind[op.kind] = sent_gb_by_kind.get(op.kind, 0.0) + op.sent_bytes / 1e9
-    flops = read_dot_flops(text) + read_convolution_flops(text)
+    flops = read_dot_flops(text)
     return {
         "communication_ms": 1e3 * sent / LINK,
         "compute_ms": 1e3 * flops / FLOPS,
