@@ -50,6 +50,13 @@ def explain_plan(plan: ParallelPlan) -> str:
             f"peak {format_bytes(plan.estimated_peak_bytes)} per device, "
             f"communication {format_bytes(plan.communication_bytes)} per device"
         )
+    if plan.solver.unbounded:
+        objective, peak = plan.solver.unbounded
+        free = format_seconds(objective) if timed else f"{objective:.6g}"
+        lines.append(
+            f"  memory budget {format_bytes(plan.memory_budget_bytes)} per device; without it "
+            f"{free} with a peak of {format_bytes(peak)}"
+        )
     if plan.remat:
         lines.append(f"  recomputed in the backward pass: {_layer_names(plan.remat)}")
     lines += ["", *_tensor_table("inputs", plan.inputs, plan)]
