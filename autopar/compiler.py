@@ -49,7 +49,7 @@ from autopar.errors import (
 )
 from autopar.following import placed_like_training
 from autopar.ir.graph import Graph, check_graph
-from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
@@ -142,7 +142,10 @@ def plan_step(
         ) -> PlannedStep:
             with timer("remat"):
                 step = rewritten(traced, micro, num_micro_batches, layers)
-            only = mesh if shape is None or mesh is not None else mesh_of_cluster(cluster, shape)
+            only = mesh
+            if mesh is None and shape is not None:  # the candidate, with what its method forbids
+                known = candidate_meshes(cluster, method or ShardParallel())
+                only = next((m for m in known if m.shape == shape), None)
             return plan_traced(
                 step, cluster=cluster, method=method, mesh=only, timer=timer, in_full=in_full
             )

@@ -14,8 +14,8 @@ keep it small. Times are *rows* only when a solution breaks them: of thousands, 
    as constraints, solved exactly (`_Search.mix`). It takes from each solution what is best, as a
    single price cannot where many nodes offer the same bargain.
 
-The gap between 1 and 2 is reported. Where no solution fits, the rows alone are minimised and the
-smallest peak found is in the error's hands (`smallest_peak`).
+The gap between 1 and 2 is reported. Where no solution fits, the rows alone are minimised, and the
+choice with the smallest peak is handed on for the error to explain (`BudgetResult.smallest`).
 """
 
 from __future__ import annotations

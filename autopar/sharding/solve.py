@@ -167,15 +167,17 @@ def fit_into_memory(
         seconds=seconds,
     )
     fits = result.choice is not None
+    choice = result.choice if result.choice is not None else result.smallest
     found = replace(
         again,
-        choice=result.choice if result.choice is not None else result.smallest,
-        objective=result.objective,
+        choice=choice,
+        objective=sharding.problem.pairwise.objective(choice),
         lower_bound=result.lower_bound,
         stats=stats,
         unbounded=(sharding.objective, sharding.memory.peak_bytes),
         price_per_byte=result.price,
     )
+    # Rows count a copy once for each reader; the profile, which shares them, has the last word.
     if not fits and found.memory.peak_bytes > budget_bytes:
         raise DoesNotFit(found)
     return found

@@ -6,7 +6,7 @@ gradient. Three things are modelled on how XLA compiles for GPUs:
 
 - *Fusion.* The result of a product, reduction or gather is written to memory; an elementwise value
   is written if such an op reads it. Otherwise it is computed again by each of its readers, if that
-  moves fewer bytes than writing it once (`_is_written`); then what it is made from must live until
+  moves fewer bytes than writing it once (`is_written`); then what it is made from must live until
   its last reader runs, which is how few activations survive until the backward pass.
 - *Views.* A reshape, a barrier or a use is no memory of its own.
 - *Donation.* Updated state takes the place of the old one.
@@ -24,11 +24,12 @@ from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
 from autopar.trace.figures import UNFUSED, VIEWS
 from autopar.trace.regions import UPDATE
 
-# Fused into their readers although they are costly to move: made from next to nothing.
+# Fused with what they read, but their results are written.
 _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-    "argmin", "reduce_precision_sum", "reduce_xor", "reduce",
+    "argmin", "reduce_xor", "reduce",
 }  # fmt: skip
+# Unfused by name, yet XLA takes the slice inside of its reader.
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
 # Instructions per element of what is dear to compute again, 1 for all else, and how many of them
 # take as long as moving one byte.
