@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import ShardingOptions, ShardParallel
+from autopar import ShardingOptions, ShardParallel, compiler
 
 WIDTH, LAYERS = 512, 6
 
@@ -100,6 +102,32 @@ def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None
     assert "bfloat16" in text and "remat" in text
 
 
+def test_the_backward_pass_gathers_again_what_it_has_no_room_to_keep() -> None:
+    """Rows are many, so parameters are gathered to them; kept, the copies would not fit."""
+    state = make_state(jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1))
+    batch = {n: jax.random.normal(k, (4096, WIDTH)) for n, k in zip("xy", keys, strict=True)}
+
+    def step_within(budget):
+        options = ShardingOptions(memory_budget_bytes=budget, batch_axis="x", remat="none")
+        options = replace(options, allow_replicated_parameters=False)
+        return autopar.parallelize(
+            train_step, method=ShardParallel((8,), options=options), donate_argnums=()
+        )
+
+    free = step_within(1e12).plan(state, batch)
+    assert not any(equation.refetched for equation in free.program.equations)
+    step = step_within(0.9 * free.estimated_peak_bytes)
+    plan = step.plan(state, batch)
+    assert any(equation.refetched for equation in plan.program.equations)
+    assert autopar.ParallelPlan.from_json(plan.to_json()).program == plan.program
+    expected, expected_loss = jax.jit(train_step)(state, batch)
+    got, loss = step(state, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
+
+
 def deep_step(state, batch):
     def loss_of(params):
         x = batch["x"]
@@ -133,3 +161,27 @@ def test_layers_are_recomputed_where_activations_do_not_fit() -> None:
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_try_with_recomputation_keeps_to_the_mesh_and_what_is_forbidden(monkeypatch) -> None:
+    """Further tries are on the mesh of the first, as the user gave it."""
+    state = [jnp.ones((32, 32))] * 8
+    batch = {n: jnp.ones((4096, 32)) for n in "xy"}
+    given = autopar.LogicalMesh((8,), ("rows",), alpha=(1e-3,), beta=(1e-6,))
+    tried = []
+    solve = compiler.solve_graph
+
+    def noting(graph, mesh, **options):
+        tried.append(mesh)
+        return solve(graph, mesh, **options)
+
+    monkeypatch.setattr(compiler, "solve_graph", noting)
+    free = autopar.solve_sharding(deep_step, state, batch, mesh=given).plan
+    options = ShardingOptions(
+        memory_budget_bytes=0.6 * free.estimated_peak_bytes, allow_all_to_all=False
+    )
+    method = ShardParallel(given, options=options)
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+    plan = autopar.plan(deep_step, state, batch, cluster=cluster, method=method)
+    assert plan.remat and plan.axis_names == ("rows",)
+    assert {(m.beta, m.forbidden) for m in tried[1:]} == {((1e-6,), frozenset(("all-to-all",)))}
