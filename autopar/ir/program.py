@@ -1,0 +1,155 @@
+"""Pipelines as data: pieces of a step, the buffers between them, and what each mesh runs.
+
+A step on several meshes is cut into *pieces*, programs that one mesh runs at once. A `Pipeline` says
+what pieces there are, which buffers they read and write, and what is sent from stage to stage. With a
+schedule it becomes one static list of instructions per mesh (`PipelinePrograms`), the same for every
+step, which a runtime follows without deciding anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+EACH = -1  # in place of a micro-batch's number: the one that is being run
+
+
+class Ref(NamedTuple):
+    """A buffer of a stage, by the program's value that it holds.
+
+    micro_batch: None for what there is once per step, `EACH` for that of the micro-batch which is
+                 being run, or a micro-batch's number (where a batch is cut, or put together).
+    """
+
+    value: int
+    micro_batch: int | None
+
+
+class Phase(Enum):
+    """When a piece runs: once before all micro-batches, for each of them, or once after all."""
+
+    PREPARE = "prepare"
+    FORWARD = "forward"
+    BACKWARD = "backward"  # all of it, or what other stages wait for if the weights are apart
+    WEIGHTS = "weights"  # the rest of the backward pass, which no other stage waits for
+    UPDATE = "update"
+
+
+PER_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A program of one stage. What it both reads and writes (sums over micro-batches) is updated in
+    place. A stage has at most one piece per phase and part; parts are numbered from 0 and run in
+    order, with transfers between them."""
+
+    stage: int
+    phase: Phase
+    reads: tuple[Ref, ...]
+    writes: tuple[Ref, ...]
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A buffer of one stage that is copied to another, where it is known by the same ref. A ref with
+    `EACH` is copied for every micro-batch."""
+
+    ref: Ref
+    source: int
+    target: int
+
+
+class Place(NamedTuple):
+    """Where an argument or a result of the step is: its value, and the stage that holds it."""
+
+    value: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A step in pieces. `stage_mesh` gives the mesh of each stage: several stages may share one.
+    `donated` are positions of inputs whose buffers the step may use up. A result may be an argument
+    that is handed on as it is."""
+
+    num_micro_batches: int
+    stage_mesh: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    transfers: tuple[Transfer, ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    donated: frozenset[int] = frozenset()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_mesh)
+
+    @property
+    def num_meshes(self) -> int:
+        return max(self.stage_mesh) + 1
+
+
+# -- instructions
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a piece (its number in `Pipeline.pieces`) on buffers, which are numbered per mesh. What is
+    updated in place is among both, under one number."""
+
+    piece: int
+    micro_batch: int | None
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send buffers to another stage's mesh, all together. `transfers` are numbers in
+    `Pipeline.transfers`, one per buffer; `tag` names the pair of `Send` and `Recv`."""
+
+    buffers: tuple[int, ...]
+    transfers: tuple[int, ...]
+    micro_batch: int | None
+    to_mesh: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Recv:
+    buffers: tuple[int, ...]
+    transfers: tuple[int, ...]
+    micro_batch: int | None
+    from_mesh: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Free:
+    buffers: tuple[int, ...]
+
+
+Instruction = Run | Send | Recv | Free
+
+
+@dataclass(frozen=True)
+class MeshProgram:
+    """What one mesh does in a step. Arguments are in their buffers when it starts, and results when
+    it ends: (position among the step's inputs or outputs, buffer)."""
+
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+    num_buffers: int
+
+
+@dataclass(frozen=True)
+class PipelinePrograms:
+    """The lists of all meshes. `donated[p]` are the positions in the reads of piece p whose buffers
+    it may use up, in every run of it alike."""
+
+    meshes: tuple[MeshProgram, ...]
+    donated: tuple[tuple[int, ...], ...]
