@@ -26,12 +26,19 @@ from autopar.errors import (
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.methods import (
+    AutoLayers,
+    AutoParallel,
+    AutoStages,
     CreateStateParallel,
     DataParallel,
     FollowParallel,
+    ManualLayers,
     ManualParallel,
+    ManualStages,
+    PipeshardParallel,
     ShardingOptions,
     ShardParallel,
+    UniformStages,
     Zero2Parallel,
     Zero3Parallel,
 )
@@ -40,6 +47,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "AutoLayers",
+    "AutoParallel",
+    "AutoStages",
     "AutoparError",
     "ClusterSpec",
     "CompileError",
@@ -48,11 +58,14 @@ __all__ = [
     "DeviceSpec",
     "FollowParallel",
     "LogicalMesh",
+    "ManualLayers",
     "ManualParallel",
+    "ManualStages",
     "MemoryBudgetError",
     "MeshError",
     "ParallelFunction",
     "ParallelPlan",
+    "PipeshardParallel",
     "PlanError",
     "ShardParallel",
     "ShardingOptions",
@@ -60,6 +73,7 @@ __all__ = [
     "SolverError",
     "SpecError",
     "TraceError",
+    "UniformStages",
     "Zero2Parallel",
     "Zero3Parallel",
     "compile",

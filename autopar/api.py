@@ -269,8 +269,8 @@ def parallelize(
     if method is not None and not isinstance(method, (ParallelMethod, ParallelPlan)):
         raise ArgumentError(
             f"parallelize(method={method!r}): needs autopar.ShardParallel(), DataParallel(), "
-            "Zero2Parallel(), Zero3Parallel(), "
-            "ManualParallel(…), CreateStateParallel(…), FollowParallel(…), a ParallelPlan, or None."
+            "Zero2Parallel(), Zero3Parallel(), ManualParallel(…), PipeshardParallel(…), "
+            "AutoParallel(), CreateStateParallel(…), FollowParallel(…), a ParallelPlan, or None."
         )
     options = StepOptions(
         _positions("static_argnums", static_argnums),

@@ -39,6 +39,7 @@ from autopar.constraints import (
 )
 from autopar.cost.report import cost_report
 from autopar.errors import (
+    ArgumentError,
     AutoparError,
     MemoryBudgetError,
     MeshError,
@@ -55,9 +56,11 @@ from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
 from autopar.memory_budget import memory_budget, out_of_memory
 from autopar.methods import (
+    AutoParallel,
     CreateStateParallel,
     FollowParallel,
     ParallelMethod,
+    PipeshardParallel,
     PlacedParallel,
     ShardParallel,
 )
@@ -128,6 +131,11 @@ def plan_step(
 ) -> PlannedStep:
     """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give."""
     options = options or StepOptions()
+    if isinstance(method, (PipeshardParallel, AutoParallel)):
+        raise ArgumentError(
+            f"method={type(method).__name__}(…): pipelines cannot be planned yet. Use "
+            "autopar.ShardParallel(…) for one mesh of all devices."
+        )
     timer = PassTimer()
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NoReturn
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,169 @@ class PlacedParallel:
     out_specs: tuple[PartitionSpec | None, ...] | None = None
 
 
+# -- pipelines
+
+
+@dataclass(frozen=True)
+class AutoLayers:
+    """Layers are found: contiguous parts of the forward pass between which little is handed on.
+
+    num_layers: how many, or "auto" for as many as the model has blocks.
+    """
+
+    num_layers: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_layers != "auto" and not _is_count(self.num_layers):
+            _refuse(self, "num_layers", "a whole number ≥ 1, or 'auto'")
+
+
+@dataclass(frozen=True)
+class ManualLayers:
+    """Layers end where the model calls `autopar.mark_layer_boundary()`."""
+
+
+@dataclass(frozen=True)
+class AutoStages:
+    """Stages are searched: which layers, on which part of the cluster, on which mesh.
+
+    submeshes: the parts of a cluster of N hosts with M devices that a stage may have. "tiling":
+    1×1, 1×2, 1×4 … 1×M and 2×M, 4×M … N×M, of which any that add up to the cluster can be laid out.
+    "all": every a×b where a divides N and b divides M, of which some cannot.
+    """
+
+    submeshes: str = "tiling"
+
+    def __post_init__(self) -> None:
+        if self.submeshes not in ("tiling", "all"):
+            _refuse(self, "submeshes", "'tiling' or 'all'")
+
+
+@dataclass(frozen=True)
+class UniformStages:
+    """So many stages of equally many devices, with layers that take about equally long."""
+
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.num_stages):
+            _refuse(self, "num_stages", "a whole number ≥ 1")
+
+
+@dataclass(frozen=True)
+class ManualStages:
+    """Stages as the user says, in the order of the pipeline.
+
+        ManualStages([[0, 1], [2, 3, 4]], [(1, 4), (1, 4)], [(2, 2), None])
+
+    layer_ids:   numbers of each stage's layers: 0, 1, 2 … in order, every layer in one stage.
+    submeshes:   (hosts, devices per host) of each stage.
+    mesh_shapes: the logical mesh of each stage, as many devices as its submesh has; `None` where
+                 it may be chosen, or for all.
+    """
+
+    layer_ids: Sequence[Sequence[int]]
+    submeshes: Sequence[tuple[int, int]]
+    mesh_shapes: Sequence[tuple[int, ...] | None] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_list(self.layer_ids, lambda ids: _is_list(ids, _is_index)):
+            _refuse(self, "layer_ids", "the layers of each stage, such as [[0, 1], [2, 3]]")
+        if not _is_list(self.submeshes, lambda s: _is_shape(s) and len(s) == 2):
+            _refuse(self, "submeshes", "(hosts, devices per host) of each stage, such as [(1, 4)]")
+        shapes = self.mesh_shapes
+        if shapes is None:
+            shapes = [None] * len(self.submeshes)
+        if not _is_list(shapes, lambda s: s is None or _is_shape(s)):
+            needed = "a mesh of one or two axes for each stage, such as [(2, 2), None], or None"
+            _refuse(self, "mesh_shapes", needed)
+        flat = [layer for ids in self.layer_ids for layer in ids]
+        if flat != list(range(len(flat))):
+            _refuse(self, "layer_ids", "0, 1, 2 … in order, none left out and none given twice")
+        for name, given in (("submeshes", self.submeshes), ("mesh_shapes", shapes)):
+            if len(given) != len(self.layer_ids):
+                needed = f"one entry for each of the {len(self.layer_ids)} stages in layer_ids"
+                _refuse(self, name, needed)
+        for stage, (submesh, shape) in enumerate(zip(self.submeshes, shapes, strict=True)):
+            if shape is not None and prod(shape) != prod(submesh):
+                needed = f"{prod(submesh)} devices in the mesh of stage {stage}, as many as its "
+                needed += f"submesh {tuple(submesh)} has; {tuple(shape)} are {prod(shape)}"
+                _refuse(self, "mesh_shapes", needed)
+        object.__setattr__(self, "layer_ids", tuple(map(tuple, self.layer_ids)))
+        object.__setattr__(self, "submeshes", tuple(map(tuple, self.submeshes)))
+        shapes = tuple(None if shape is None else tuple(shape) for shape in shapes)
+        object.__setattr__(self, "mesh_shapes", shapes)
+
+
+@dataclass(frozen=True)
+class PipeshardParallel:
+    """Inter-operator parallelism: stages of layers on parts of the cluster, through which
+    micro-batches flow; within each stage, operators are sharded by the solver.
+
+    num_micro_batches: into how many the batch is cut, or "auto" to have that searched too.
+    layers:            `AutoLayers(…)` or `ManualLayers()`.
+    stages:            `AutoStages(…)`, `UniformStages(…)` or `ManualStages(…)`.
+    schedule:          in which order stages run micro-batches: "gpipe", "1f1b", "1f1b_eager",
+                       "interleaved_1f1b", "zero_bubble", or "inference" (no backward pass).
+    """
+
+    num_micro_batches: int | str
+    layers: AutoLayers | ManualLayers = field(default_factory=AutoLayers)
+    stages: AutoStages | UniformStages | ManualStages = field(default_factory=AutoStages)
+    schedule: str = "1f1b"
+    options: ShardingOptions = field(default_factory=ShardingOptions)
+
+    def __post_init__(self) -> None:
+        _check_micro_batches_or_auto(self)
+        if not isinstance(self.layers, (AutoLayers, ManualLayers)):
+            _refuse(self, "layers", "autopar.AutoLayers(…) or ManualLayers()")
+        if not isinstance(self.stages, (AutoStages, UniformStages, ManualStages)):
+            _refuse(self, "stages", "autopar.AutoStages(…), UniformStages(…) or ManualStages(…)")
+        if self.schedule not in SCHEDULES:
+            _refuse(self, "schedule", "one of " + ", ".join(map(repr, SCHEDULES)))
+        _check_options(self)
+
+
+@dataclass(frozen=True)
+class AutoParallel:
+    """Everything is searched, plans on one mesh and pipelines; the best predicted that fits is
+    taken.
+
+    num_micro_batches: into how many the batch is cut, or "auto".
+    """
+
+    num_micro_batches: int | str = "auto"
+    options: ShardingOptions = field(default_factory=ShardingOptions)
+
+    def __post_init__(self) -> None:
+        _check_micro_batches_or_auto(self)
+        _check_options(self)
+
+
+def _check_micro_batches_or_auto(method: Any) -> None:
+    given = method.num_micro_batches
+    if given != "auto" and not _is_count(given):
+        _refuse(method, "num_micro_batches", "a whole number ≥ 1, or 'auto'")
+
+
+def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(map(is_entry, value))
+
+
+def _is_shape(value: Any) -> bool:
+    return _is_list(value, _is_count) and len(value) <= 2
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 ParallelMethod = (
-    ShardParallel | DataParallel | ManualParallel | CreateStateParallel | FollowParallel
+    ShardParallel
+    | DataParallel
+    | ManualParallel
+    | PipeshardParallel
+    | AutoParallel
+    | CreateStateParallel
+    | FollowParallel
 )

@@ -14,20 +14,35 @@ from jax.sharding import PartitionSpec as P
 from autopar.api import parallelize
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.schedule import SCHEDULES
 from autopar.methods import (
+    AutoLayers,
+    AutoParallel,
+    AutoStages,
     CreateStateParallel,
     DataParallel,
     FollowParallel,
+    ManualLayers,
     ManualParallel,
+    ManualStages,
     ParallelMethod,
+    PipeshardParallel,
     ShardingOptions,
     ShardParallel,
+    UniformStages,
 )
 
 METHODS: dict[str, Callable[..., Any]] = {
     "ShardParallel": ShardParallel,
     "DataParallel": DataParallel,
     "ManualParallel": lambda **options: ManualParallel((8,), ("x",), None, **options),
+}
+# Methods whose number of micro-batches may be searched.
+PIPELINES: dict[str, Callable[..., Any]] = {
+    "PipeshardParallel": lambda num_micro_batches=4, **options: PipeshardParallel(
+        num_micro_batches, **options
+    ),
+    "AutoParallel": AutoParallel,
 }
 TRAIN_STEP = parallelize(lambda state, batch: (state + batch.mean(), batch.sum()))
 # Methods that take over what another function was planned with.
@@ -45,7 +60,11 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
 
 
 def test_every_method_is_tested_here() -> None:
-    assert {method.__name__ for method in get_args(ParallelMethod)} == {*METHODS, *FOLLOWING}
+    assert {method.__name__ for method in get_args(ParallelMethod)} == {
+        *METHODS,
+        *PIPELINES,
+        *FOLLOWING,
+    }
 
 
 def test_defaults() -> None:
@@ -53,6 +72,12 @@ def test_defaults() -> None:
     assert ShardingOptions() == ShardingOptions("highs", 60.0, True)
     assert DataParallel() == DataParallel(num_micro_batches=1)
     assert ManualParallel((8,), ("x",), P()).out_specs is None
+    assert AutoParallel() == AutoParallel("auto", ShardingOptions())
+    pipeline = PipeshardParallel(4)
+    assert pipeline == PipeshardParallel(
+        4, AutoLayers("auto"), AutoStages("tiling"), "1f1b", ShardingOptions()
+    )
+    assert ManualStages([[0]], [(1, 4)]).mesh_shapes == (None,)
 
 
 def test_methods_that_follow_are_frozen() -> None:
@@ -61,7 +86,7 @@ def test_methods_that_follow_are_frozen() -> None:
             make().train_step = None
 
 
-@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("make", [*METHODS.values(), *PIPELINES.values()])
 def test_methods_are_frozen(make: Callable[..., Any]) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().num_micro_batches = 2
@@ -110,6 +135,19 @@ def test_micro_batches_that_are_no_count(name: str, count: Any) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_micro_batches_are_taken(name):
     assert METHODS[name](num_micro_batches=4).num_micro_batches == 4
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, "many", None, True])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_micro_batches_that_are_neither_a_count_nor_auto(name: str, count: Any) -> None:
+    parts = (name, f"num_micro_batches={count!r}", "whole number ≥ 1, or 'auto'")
+    refused(lambda: PIPELINES[name](num_micro_batches=count), *parts)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("count", [1, 16, "auto"])
+def test_micro_batches_that_may_be_searched(name: str, count: Any) -> None:
+    assert PIPELINES[name](num_micro_batches=count).num_micro_batches == count
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, "1 min", None, True])
@@ -171,3 +209,88 @@ def test_steering_is_copied_and_its_methods_can_be_compared() -> None:
 def test_what_is_no_options(options: Any) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"ShardParallel(options={options!r})")):
         ShardParallel(options=options)
+
+
+# -- pipelines
+
+
+def test_stages_given_as_lists_become_tuples_that_can_be_compared() -> None:
+    given = ManualStages([[0, 1], [2]], [[1, 4], (1, 4)], [[2, 2], None])
+    assert given == ManualStages(((0, 1), (2,)), ((1, 4), (1, 4)), ((2, 2), None))
+    assert given.layer_ids == ((0, 1), (2,))
+    assert given.submeshes == ((1, 4), (1, 4))
+    assert given.mesh_shapes == ((2, 2), None)
+    methods = {PipeshardParallel(2, ManualLayers(), given, "gpipe") for _ in range(2)}
+    assert len(methods) == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_taken(schedule: str) -> None:
+    assert PipeshardParallel(2, AutoLayers(4), UniformStages(2), schedule).schedule == schedule
+
+
+@pytest.mark.parametrize("given", ["2f2b", None, 1])
+def test_a_schedule_that_is_unknown_lists_the_known(given: Any) -> None:
+    refused(
+        lambda: PipeshardParallel(2, schedule=given),
+        f"PipeshardParallel(schedule={given!r})",
+        *map(repr, SCHEDULES),
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "needed"),
+    [
+        (AutoLayers, "num_layers", 0, "a whole number ≥ 1, or 'auto'"),
+        (AutoLayers, "num_layers", "some", "a whole number ≥ 1, or 'auto'"),
+        (AutoLayers, "num_layers", 2.0, "a whole number ≥ 1, or 'auto'"),
+        (AutoStages, "submeshes", "any", "'tiling' or 'all'"),
+        (UniformStages, "num_stages", 0, "a whole number ≥ 1"),
+        (UniformStages, "num_stages", "auto", "a whole number ≥ 1"),
+    ],
+)
+def test_parts_of_a_pipeline_that_are_none(part: Any, name: str, value: Any, needed: str) -> None:
+    refused(lambda: part(value), f"{part.__name__}({name}={value!r})", needed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("layers", 4, "AutoLayers(…) or ManualLayers()"),
+        ("layers", AutoLayers, "AutoLayers(…) or ManualLayers()"),
+        ("stages", 4, "AutoStages(…), UniformStages(…) or ManualStages(…)"),
+        ("stages", "auto", "AutoStages(…), UniformStages(…) or ManualStages(…)"),
+        ("options", None, "autopar.ShardingOptions"),
+    ],
+)
+def test_a_pipeline_of_wrong_parts(name: str, value: Any, needed: str) -> None:
+    refused(
+        lambda: PipeshardParallel(2, **{name: value}),
+        f"PipeshardParallel({name}={value!r})",
+        needed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "needed"),
+    [
+        (([], []), "layer_ids", "the layers of each stage"),
+        (([0, 1], [(1, 4)]), "layer_ids", "such as [[0, 1], [2, 3]]"),
+        (([[0], []], [(1, 4), (1, 4)]), "layer_ids", "the layers of each stage"),
+        (([[0, -1]], [(1, 4)]), "layer_ids", "the layers of each stage"),
+        (([[1, 2]], [(1, 4)]), "layer_ids", "in order, none left out"),
+        (([[0], [2]], [(1, 4), (1, 4)]), "layer_ids", "none left out"),
+        (([[0, 1], [1, 2]], [(1, 4), (1, 4)]), "layer_ids", "none given twice"),
+        (([[1], [0]], [(1, 4), (1, 4)]), "layer_ids", "in order"),
+        (([[0]], [4]), "submeshes", "(hosts, devices per host)"),
+        (([[0]], [(1, 2, 2)]), "submeshes", "(hosts, devices per host)"),
+        (([[0]], [(0, 4)]), "submeshes", "(hosts, devices per host)"),
+        (([[0], [1]], [(1, 4)]), "submeshes", "each of the 2 stages"),
+        (([[0]], [(1, 4)], [4]), "mesh_shapes", "one or two axes"),
+        (([[0]], [(1, 8)], [(2, 2, 2)]), "mesh_shapes", "one or two axes"),
+        (([[0]], [(1, 4)], [(2, 2), (4,)]), "mesh_shapes", "each of the 1 stages"),
+        (([[0]], [(1, 4)], [(2, 4)]), "mesh_shapes", "4 devices in the mesh of stage 0"),
+    ],
+)
+def test_manual_stages_that_are_none(given: Any, name: str, needed: str) -> None:
+    refused(lambda: ManualStages(*given), f"ManualStages({name}=", needed)
