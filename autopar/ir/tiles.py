@@ -1,0 +1,191 @@
+"""How an array gets from one mesh to another, as data: a `TilePlan`, and what it amounts to.
+
+Devices are numbered by their position in their own mesh, row by row. *Tiles* cross from a device of
+the source mesh to one of the target mesh. Where several target devices want the same shard, each
+receives a part of it, and a *gather* among them completes it: what all of them need crosses once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.ir.spec import WHOLE, Layout
+
+Box = tuple[tuple[int, int], ...]  # a half-open range of indices per dimension
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one source device sends to one target device. The box is in the whole array."""
+
+    source: int
+    target: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Devices of the target mesh that all want the shard `box`, and who has received which part."""
+
+    devices: tuple[int, ...]
+    parts: tuple[tuple[int, Box], ...]
+    box: Box
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """An array's way from a layout on one mesh to a layout on another.
+
+    landing: along which dimension shards are cut among the target devices that share them, per axis
+             of the target mesh. Such cuts are minor to those of the target layout. `WHOLE` for axes
+             that split the array themselves, and for those along which nothing can be cut: there
+             the first device receives and the others get copies.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    source_mesh: tuple[int, ...]
+    source_layout: Layout
+    target_mesh: tuple[int, ...]
+    target_layout: Layout
+    landing: Layout
+    tiles: tuple[Tile, ...]
+    gathers: tuple[Gather, ...]
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that cross from mesh to mesh."""
+        return self.itemsize * sum(num_elements(tile.box) for tile in self.tiles)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that must cross: the target mesh needs every element at least once."""
+        return self.itemsize * prod(self.shape)
+
+    @property
+    def max_sender_bytes(self) -> int:
+        return self.itemsize * _busiest([(t.source, t.box) for t in self.tiles])
+
+    @property
+    def max_receiver_bytes(self) -> int:
+        return self.itemsize * _busiest([(t.target, t.box) for t in self.tiles])
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that target devices get from each other."""
+        total = 0
+        for gather in self.gathers:
+            received = dict(gather.parts)
+            for device in gather.devices:
+                own = num_elements(received[device]) if device in received else 0
+                total += num_elements(gather.box) - own
+        return self.itemsize * total
+
+
+def num_elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def grid_index(layout: Layout, mesh_shape: Sequence[int], ndim: int, device: int) -> list[int]:
+    """Which part a device holds along each dimension, among those that the layout makes of it."""
+    index = [0] * ndim
+    for entry, size, position in zip(
+        layout, mesh_shape, _position(mesh_shape, device), strict=True
+    ):
+        if entry != WHOLE:
+            index[entry] = index[entry] * size + position
+    return index
+
+
+def grid_parts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> list[int]:
+    """Into how many parts a layout cuts each dimension."""
+    parts = [1] * ndim
+    for entry, size in zip(layout, mesh_shape, strict=True):
+        if entry != WHOLE:
+            parts[entry] *= size
+    return parts
+
+
+def shard_box(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], device: int) -> Box:
+    """What a device holds of an array."""
+    parts = grid_parts(layout, mesh_shape, len(shape))
+    index = grid_index(layout, mesh_shape, len(shape), device)
+    return tuple(
+        (i * size // n, (i + 1) * size // n) for size, n, i in zip(shape, parts, index, strict=True)
+    )
+
+
+def within(box: Box, outer: Box) -> Box:
+    """A box's place in the outer one."""
+    return tuple((a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def check_tile_plan(plan: TilePlan) -> None:
+    """Raise if a tile is sent by a device that does not hold it, or if an element of a shard that a
+    target device wants is written never or twice."""
+    received: dict[int, list[Box]] = {}
+    for tile in plan.tiles:
+        own = shard_box(plan.shape, plan.source_layout, plan.source_mesh, tile.source)
+        _require(_contains(own, tile.box), f"{tile} is not held by its source, which has {own}")
+        received.setdefault(tile.target, []).append(tile.box)
+    for target, boxes in received.items():
+        _require(_disjoint(boxes), f"device {target} receives elements twice: {boxes}")
+    gathered: dict[int, Gather] = {}
+    for gather in plan.gathers:
+        _require(_fills([box for _, box in gather.parts], gather.box), f"{gather} has gaps")
+        for device, box in gather.parts:
+            _require(_fills(received.get(device, []), box), f"{device} has not received {box}")
+        for device in gather.devices:
+            _require(device not in gathered, f"device {device} is in two gathers")
+            gathered[device] = gather
+    for device in range(prod(plan.target_mesh)):
+        wanted = shard_box(plan.shape, plan.target_layout, plan.target_mesh, device)
+        if device in gathered:
+            _require(gathered[device].box == wanted, f"device {device} gathers another shard")
+        else:
+            _require(_fills(received.get(device, []), wanted), f"{device} lacks part of {wanted}")
+
+
+def _position(mesh_shape: Sequence[int], device: int) -> list[int]:
+    position = []
+    for size in reversed(mesh_shape):
+        device, own = divmod(device, size)
+        position.append(own)
+    return position[::-1]
+
+
+def _busiest(work: list[tuple[int, Box]]) -> int:
+    loads: dict[int, int] = {}
+    for device, box in work:
+        loads[device] = loads.get(device, 0) + num_elements(box)
+    return max(loads.values(), default=0)
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
+def _disjoint(boxes: Sequence[Box]) -> bool:
+    def meet(one: Box, other: Box) -> bool:
+        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+    return not any(meet(one, other) for i, one in enumerate(boxes) for other in boxes[:i])
+
+
+def _fills(boxes: Sequence[Box], whole: Box) -> bool:
+    return (
+        all(_contains(whole, box) for box in boxes)
+        and sum(map(num_elements, boxes)) == num_elements(whole)
+        and _disjoint(boxes)
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(f"tile plan: {message}")

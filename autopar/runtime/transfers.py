@@ -1,0 +1,160 @@
+"""Arrays from mesh to mesh on the devices of this process.
+
+`jax.device_put` copies shard by shard if the source holds every shard that the target wants. If
+not, it takes the array through the host, and waits for it: then `send_tiles` follows a `TilePlan`
+instead, with slices and copies between devices that nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.ir.spec import WHOLE
+from autopar.ir.tiles import Box, Tile, TilePlan, shard_box, slices, within
+
+
+def can_copy_shards(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether `jax.device_put` finds every shard of the target among those of the source."""
+    held = {str(index) for index in source.devices_indices_map(shape).values()}
+    wanted = {str(index) for index in target.devices_indices_map(shape).values()}
+    return wanted <= held
+
+
+def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A function that takes an array to the target's mesh as planned."""
+    steps = _Steps(plan, target)
+    return steps.send
+
+
+class _Steps:
+    """What can be known before there is an array: cuts, devices, how parts are put together."""
+
+    def __init__(self, plan: TilePlan, target: NamedSharding) -> None:
+        self.plan = plan
+        self.target = target
+        self.devices = _devices(target)
+        self.landed = _landed_sharding(plan, target)
+        # By sender: all the tiles that one device sends are cut by one program.
+        self.senders: dict[int, list[tuple[int, Tile]]] = {}
+        by_receiver: dict[int, list[int]] = {}
+        for number, tile in enumerate(plan.tiles):
+            self.senders.setdefault(tile.source, []).append((number, tile))
+            by_receiver.setdefault(tile.target, []).append(number)
+        self.cutters = {
+            source: _cutter(tuple(within(tile.box, _held_box(plan, source)) for _, tile in tiles))
+            for source, tiles in self.senders.items()
+        }
+        self.joiners = {
+            receiver: (numbers, _joiner(tuple(plan.tiles[n].box for n in numbers)))
+            for receiver, numbers in by_receiver.items()
+        }
+        self.copies = _copied_from(plan)
+        self.to_devices = [self.devices[tile.target] for tile in plan.tiles]
+
+    def send(self, array: jax.Array) -> jax.Array:
+        shards = _shards_in_order(array)
+        cut: list[Any] = [None] * len(self.plan.tiles)
+        for source, tiles in self.senders.items():
+            for (number, _), part in zip(tiles, self.cutters[source](shards[source]), strict=True):
+                cut[number] = part
+        received = jax.device_put(cut, self.to_devices)
+        parts: list[Any] = [None] * len(self.devices)
+        for receiver, (numbers, join) in self.joiners.items():
+            parts[receiver] = join([received[n] for n in numbers])
+        if self.copies:
+            sources = [parts[source] for _, source in self.copies]
+            places = [self.devices[device] for device, _ in self.copies]
+            for (device, _), copy in zip(self.copies, jax.device_put(sources, places), strict=True):
+                parts[device] = copy
+        landed = jax.make_array_from_single_device_arrays(
+            array.shape, self.landed, parts, dtype=array.dtype
+        )
+        return _gather(self.target)(landed) if self.landed != self.target else landed
+
+
+def _held_box(plan: TilePlan, source: int) -> Box:
+    return shard_box(plan.shape, plan.source_layout, plan.source_mesh, source)
+
+
+def _devices(sharding: NamedSharding) -> list[jax.Device]:
+    return list(np.asarray(sharding.mesh.devices).flat)
+
+
+def _shards_in_order(array: jax.Array) -> list[jax.Array]:
+    """An array's shards, in the order of its mesh."""
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return [by_device[device] for device in _devices(sharding)]
+
+
+def _landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
+    """How the array lies before shards are gathered. Cuts are minor to those of the layout, so that
+    names in an entry may be out of mesh order."""
+    names = target.mesh.axis_names
+    entries = []
+    for dim in range(len(plan.shape)):
+        own = [n for n, entry in zip(names, plan.target_layout, strict=True) if entry == dim]
+        cut = [n for n, entry in zip(names, plan.landing, strict=True) if entry == dim]
+        entries.append((*own, *cut) or None)
+    if all(entry == WHOLE for entry in plan.landing):
+        return target
+    return NamedSharding(target.mesh, PartitionSpec(*entries))
+
+
+def _copied_from(plan: TilePlan) -> list[tuple[int, int]]:
+    """(device, device) pairs: who receives nothing, and whose part it gets a copy of."""
+    grid = np.arange(np.prod(plan.target_mesh)).reshape(plan.target_mesh)
+    for axis, (cut, own) in enumerate(zip(plan.landing, plan.target_layout, strict=True)):
+        if cut == own == WHOLE:
+            grid = np.repeat(grid.take([0], axis), plan.target_mesh[axis], axis)
+    return [(device, int(source)) for device, source in enumerate(grid.flat) if device != source]
+
+
+@lru_cache(maxsize=4096)
+def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], Sequence[jax.Array]]:
+    def cut(shard: jax.Array) -> list[jax.Array]:
+        return [shard[slices(box)] for box in boxes]
+
+    return jax.jit(cut)
+
+
+@lru_cache(maxsize=4096)
+def _joiner(boxes: tuple[Box, ...]) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Puts tiles together, which form a grid."""
+    if len(boxes) == 1:
+        return lambda tiles: tiles[0]
+    return jax.jit(partial(_join, boxes))
+
+
+def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
+    parts = dict(zip(boxes, tiles, strict=True))
+    for dim in reversed(range(tiles[0].ndim)):
+        rows: dict[Box, list[tuple[int, Box]]] = {}
+        for box in parts:
+            rows.setdefault((*box[:dim], *box[dim + 1 :]), []).append((box[dim][0], box))
+        joined = {}
+        for row in rows.values():
+            ordered = [box for _, box in sorted(row)]
+            whole = list(ordered[0])
+            whole[dim] = (ordered[0][dim][0], ordered[-1][dim][1])
+            joined[tuple(whole)] = (
+                jnp.concatenate([parts[box] for box in ordered], axis=dim)
+                if len(ordered) > 1
+                else parts[ordered[0]]
+            )
+        parts = joined
+    (whole,) = parts.values()
+    return whole
+
+
+@lru_cache(maxsize=4096)
+def _gather(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=target)
