@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.lib.mlir import ir as mlir_ir
 from jax._src.lib.mlir import passmanager as _passmanager
@@ -250,6 +253,61 @@ def _named_batch(args: Any, dims: Any, *, name: str, vmapped: tuple[int, ...]) -
 _ad.primitive_jvps[_constrain] = _named_jvp
 _ad.primitive_transposes[_constrain] = lambda cotangent, _, **__: (cotangent,)
 _batching.primitive_batchers[_constrain] = _named_batch
+
+
+# -- marks between layers
+
+# A mark has no operands and no results: an effect of its own keeps it where it stands through jit,
+# derivatives, vmap and checkpoint. It is lowered to nothing.
+LAYER_BOUNDARY = "layer_boundary"
+_CALLS_THE_STEP = str(Path(__file__).parent / "trace" / "flatten.py")
+_CONTROL_FLOW = str(Path(jax.__file__).parent / "_src" / "lax" / "control_flow")
+_LOOP_FUNCTIONS = ("scan", "while_loop", "fori_loop", "map", "cond", "switch", "associative_scan")
+
+
+class _BoundaryEffect(_effects.Effect):
+    def __str__(self) -> str:
+        return LAYER_BOUNDARY
+
+
+_BOUNDARY_EFFECT = _BoundaryEffect()
+for _allowed in (
+    _effects.lowerable_effects,
+    _effects.control_flow_allowed_effects,
+    _effects.custom_derivatives_allowed_effects,
+    _effects.remat_allowed_effects,
+):
+    _allowed.add_type(_BoundaryEffect)
+_boundary = _Primitive(LAYER_BOUNDARY)
+_boundary.multiple_results = True
+_boundary.def_impl(lambda **_: [])
+_boundary.def_effectful_abstract_eval(lambda **_: ([], {_BOUNDARY_EFFECT}))
+_mlir.register_lowering(_boundary, lambda _, **__: [])
+for _file in ("_jax.py", "api.py"):  # a mark's line is that of the user's call
+    _source_info.register_exclusion(str(Path(__file__).with_name(_file)))
+
+
+def mark_boundary() -> None:
+    """A mark in the program that is being traced; its source line is the caller's. It knows which
+    loop's body it is called in, since JAX moves what reads nothing out of a loop."""
+    _boundary.bind(loop=_loop_around())
+
+
+def _loop_around() -> str | None:
+    """The outermost function of JAX (`scan`) whose body is being traced, inside of the step."""
+    frame: Any = sys._getframe(1)
+    found = None
+    while frame is not None and frame.f_code.co_filename != _CALLS_THE_STEP:
+        code = frame.f_code
+        if code.co_name in _LOOP_FUNCTIONS and code.co_filename.startswith(_CONTROL_FLOW):
+            found = code.co_name
+        frame = frame.f_back
+    return found
+
+
+def has_effect(eqn: Any) -> bool:
+    """Whether an equation does more than compute its results and mark boundaries."""
+    return any(effect is not _BOUNDARY_EFFECT for effect in eqn.effects)
 
 
 # -- operators that are bound to parts of their operands

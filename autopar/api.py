@@ -1,5 +1,5 @@
-"""What users call: `parallelize`, `constrain`, `plan`, `solve_sharding`, `compile`, `init`,
-`shutdown`."""
+"""What users call: `parallelize`, `constrain`, `mark_layer_boundary`, `plan`, `solve_sharding`,
+`compile`, `init`, `shutdown`."""
 
 from __future__ import annotations
 
@@ -338,6 +338,13 @@ def constrain(x: Any, name: str) -> Any:
         return _jax.named(leaf, name + keystr(path)) if is_array_leaf(leaf) else leaf
 
     return tree_map_with_path(named, x)
+
+
+def mark_layer_boundary() -> None:
+    """A layer ends here and the next one begins, for `ManualLayers`: to be called in the model's
+    forward code, between two layers, and not in the body of a loop. Elsewhere it does nothing: it
+    is lowered to no operation, has no derivative, and other methods ignore it."""
+    _jax.mark_boundary()
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def _named_like(equation: Equation, like: Equation) -> Equation:
         name_stack=like.name_stack,
         source_info=like.source_info,
         callers=like.callers,
+        marks=like.marks,
     )
 
 

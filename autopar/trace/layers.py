@@ -72,11 +72,10 @@ def find_layers(
     batch: indices of the inputs that hold data (`TracedStep.batch`). Without it, data is what the
     optimizer's update does not read.
     """
-    flow = _Flow(program, batch)
+    flow = Flow(program, batch)
     segments = flow.segments()
     groups = choose_cuts(segments, num_layers)
-    layers = [flow.layer(group, number) for number, group in enumerate(groups)]
-    return _with_unique_names(layers)
+    return flow.layers(groups)
 
 
 def worth_recomputing(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -89,7 +88,7 @@ def layers_by_name(layers: Sequence[Layer], names: Collection[str]) -> tuple[Lay
     return tuple(layer for layer in layers if layer.name in names)
 
 
-class _Flow:
+class Flow:
     """Who makes and who reads what, and which values are activations."""
 
     def __init__(self, program: Program, batch: Collection[int] | None) -> None:
@@ -135,9 +134,14 @@ class _Flow:
     # -- what is cut
 
     def segments(self) -> list[Segment]:
+        """Stretches of forward equations, as segments; of those without products only the first,
+        if none has any."""
+        segments = [self.segment(stretch) for stretch in self.stretches()]
+        return [segment for segment in segments if segment.heavy] or segments[:1]
+
+    def stretches(self) -> list[list[int]]:
         """Stretches of forward equations with no backward equation between them. What follows the
-        last backward equation (metrics) is in none, unless there is no backward pass at all; nor
-        is a stretch without products, if another has some."""
+        last backward equation (metrics) is in none, unless there is no backward pass at all."""
         stretches: list[list[int]] = [[]]
         for index, region in enumerate(self.regions):
             if region == BACKWARD:
@@ -145,8 +149,10 @@ class _Flow:
             elif region == FORWARD and not self.is_persistent(index):
                 stretches[-1].append(index)
         used = stretches[:-1] if len(stretches) > 1 else stretches
-        segments = [self.segment(stretch) for stretch in used if stretch]
-        return [segment for segment in segments if segment.heavy] or segments[:1]
+        return [stretch for stretch in used if stretch]
+
+    def forward_equations(self) -> list[int]:
+        return [index for stretch in self.stretches() for index in stretch]
 
     def is_persistent(self, index: int) -> bool:
         results = self.program.equations[index].results
@@ -190,6 +196,10 @@ class _Flow:
         return tuple(crossing)
 
     # -- what a layer is
+
+    def layers(self, groups: Sequence[Sequence[int]]) -> tuple[Layer, ...]:
+        """The layers that these groups of equations are."""
+        return _with_unique_names([self.layer(group, n) for n, group in enumerate(groups)])
 
     def layer(self, group: Sequence[int], number: int) -> Layer:
         equations = [self.program.equations[i] for i in group]

@@ -3,7 +3,8 @@
 `flatten_jaxpr` numbers every value of the program, nested bodies included, so that later passes
 speak of plain integers. Inlining substitutes names and evaluates nothing, so it costs far less
 than tracing again. `jax.checkpoint` keeps the barrier that JAX itself would put in front of a
-rematerialised region.
+rematerialised region. Marks of layer boundaries are no equations: each equation knows those before
+it, so that no pass but `trace.boundaries` sees them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Equation:
     name_stack: the same as JAX holds it; in the body of a loop, relative to the loop.
     callers:    sources of the inlined calls around it, the innermost first.
     has_effect: it does more than compute its results (a print, a callback, a write).
+    marks:      lines of the layer boundaries that the user marked before it in the forward pass.
+    inner_marks: those in loops: its own or, where JAX moved a mark out of its loop, the next one.
     """
 
     primitive: Any
@@ -49,6 +52,8 @@ class Equation:
     callers: tuple[Any, ...] = ()
     has_effect: bool = False
     bodies: tuple[Program, ...] = ()
+    marks: tuple[str, ...] = ()
+    inner_marks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -58,8 +63,7 @@ class Equation:
     def source_line(self) -> str:
         """Where the user's code made it. A function of JAX that is itself jitted is traced once
         for all its callers and knows none of their lines; then the call's own line is given."""
-        lines = (_jax.source_line(source) for source in (self.source_info, *self.callers))
-        return next((line for line in lines if line), "an unknown line")
+        return _line(self.source_info, self.callers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class _Place:
 class _Flattener:
     def __init__(self) -> None:
         self.avals: list[Any] = []
+        self.marks: tuple[str, ...] = ()  # so far
+        self.inner_marks: tuple[str, ...] = ()  # of a loop, for the next equation to hold
 
     def new_value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -173,6 +179,9 @@ class _Flattener:
             source_info = eqn.source_info
             place = around.below(source_info.name_stack)
             operands = [_read(env, atom) for atom in eqn.invars]
+            if eqn.primitive.name == _jax.LAYER_BOUNDARY:
+                self.mark(eqn, place)
+                continue
             body = _jax.call_body(eqn)
             if body is not None:
                 operands = self.shield(eqn, operands, place, equations)
@@ -187,6 +196,7 @@ class _Flattener:
                 continue
             results = tuple(self.new_value(var.aval) for var in eqn.outvars)
             env.update(zip(eqn.outvars, results, strict=True))
+            bodies, inner_marks = self.bodies(eqn, place)
             equations.append(
                 Equation(
                     eqn.primitive,
@@ -198,10 +208,35 @@ class _Flattener:
                     source_info,
                     eqn.ctx,
                     place.callers,
-                    bool(eqn.effects),
-                    tuple(self.program(b, place.in_loop(source_info)) for b in _loop_bodies(eqn)),
+                    _jax.has_effect(eqn),
+                    bodies,
+                    self.marks,
+                    inner_marks,
                 )
             )
+
+    def bodies(self, eqn: Any, place: _Place) -> tuple[tuple[Program, ...], tuple[str, ...]]:
+        """The bodies of a loop, and the marks in them and those that were moved here."""
+        marks, moved = self.marks, self.inner_marks
+        self.inner_marks = ()
+        inside = place.in_loop(eqn.source_info)
+        bodies = tuple(self.program(body, inside) for body in _loop_bodies(eqn))
+        found = [mark for b in bodies for e in b.equations for mark in e.inner_marks]
+        found += [f"{eqn.primitive.name} body: {line}" for line in self.marks[len(marks) :]]
+        found += self.inner_marks
+        self.marks, self.inner_marks = marks, ()
+        return bodies, (*moved, *found)
+
+    def mark(self, eqn: Any, place: _Place) -> None:
+        """A layer boundary of the forward pass. If it was written in a loop's body, JAX may have
+        moved it in front of the loop: then the next equation tells of it."""
+        line, loop = _line(eqn.source_info, place.callers), eqn.params["loop"]
+        if "transpose(" in place.scope:
+            return
+        if loop is not None:
+            self.inner_marks = (*self.inner_marks, f"{loop} body: {line}")
+        else:
+            self.marks = (*self.marks, line)
 
     def shield(
         self, eqn: Any, operands: list[Operand], place: _Place, equations: list[Equation]
@@ -223,9 +258,15 @@ class _Flattener:
                 source_info=eqn.source_info,
                 context=eqn.ctx,
                 callers=place.callers,
+                marks=self.marks,
             )
         )
         return [results.get(i, o) for i, o in enumerate(operands)]
+
+
+def _line(source_info: Any, callers: tuple[Any, ...]) -> str:
+    lines = (_jax.source_line(source) for source in (source_info, *callers))
+    return next((line for line in lines if line), "an unknown line")
 
 
 def _read(env: dict[Any, Operand], atom: Any) -> Operand:
