@@ -18,9 +18,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of clocks × meshes; None where a mesh waits. The last clock is the update, except in
-    inference. `eager`: what a stage needs from another is sent as soon as it is there and received
-    ahead of its use, so that transfers overlap with other micro-batches' work."""
+    """A table of clocks × meshes; None where a mesh waits. What a task waits for is in an earlier
+    clock. The last clocks are updates, as many as a mesh has stages, except in inference. `eager`:
+    what a stage needs from another is received as soon as it is there, ahead of its use, so that
+    transfers overlap with other micro-batches' work."""
 
     name: str
     num_micro_batches: int
