@@ -1,0 +1,139 @@
+"""Every equation of a loop over micro-batches to one of its layers: from forward layers to `LoopLayers`.
+
+Layers are groups of forward equations (`trace.layers`). The backward pass runs through them in
+reverse, so a backward equation belongs to a layer no later than those whose cotangents it reads.
+Among these it belongs where the forward values that it reads are at home: in the layer that makes
+them, or in one that reads them. (The gradient of a weight reads its layer's input, which the layer
+before made, and a cotangent of its own.) No name and no marker is needed for that.
+
+What is made of constants alone belongs nowhere: whoever reads it makes it for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autopar import _jax
+from autopar.trace.layers import Layer
+from autopar.trace.program import Equation, Program
+from autopar.trace.regions import BACKWARD, equation_regions
+
+ANYWHERE = -1
+
+
+@dataclass(frozen=True)
+class LoopLayers:
+    """Per equation of the loop's body its layer, or `ANYWHERE`, and whether it is part of the
+    backward pass."""
+
+    layers: tuple[Layer, ...]
+    layer_of: tuple[int, ...]
+    is_backward: tuple[bool, ...]
+
+
+def loop_batch(loop: Equation) -> range:
+    """The positions of the body's inputs that hold data of the micro-batch."""
+    num_consts, num_carry = _jax.scan_sizes(loop.params)
+    return range(num_consts + num_carry, len(loop.operands))
+
+
+def attach(body: Program, layers: Sequence[Layer]) -> LoopLayers:
+    return _Attacher(body, layers).attached()
+
+
+class _Attacher:
+    def __init__(self, body: Program, layers: Sequence[Layer]) -> None:
+        self.body = body
+        self.layers = tuple(layers)
+        self.in_layer = {i: number for number, x in enumerate(layers) for i in x.equations}
+        self.regions = equation_regions(body)
+        self.layer_of: list[int] = [ANYWHERE] * len(body.equations)
+        self.is_backward = [False] * len(body.equations)
+        self.maker: dict[int, int] = {r: i for i, e in enumerate(body.equations) for r in e.results}
+
+    def attached(self) -> LoopLayers:
+        floating: set[int] = set()
+        for index, equation in enumerate(self.body.equations):
+            reads = _values(equation)
+            if not equation.has_effect and equation.results and floating.issuperset(reads):
+                floating.update(equation.results)
+                continue
+            makers = [self.maker[v] for v in reads if v in self.maker and v not in floating]
+            self.is_backward[index] = self.regions[index] == BACKWARD or any(
+                self.is_backward[m] for m in makers
+            )
+            if not self.is_backward[index]:
+                earlier = max((self.layer_of[m] for m in makers), default=0)
+                self.layer_of[index] = max(self.in_layer.get(index, 0), earlier)
+        homes = self.homes(floating)
+        self.attach_backward(homes, {})
+        self.attach_backward(homes, self.with_siblings(homes))
+        return LoopLayers(self.layers, tuple(self.layer_of), tuple(self.is_backward))
+
+    def homes(self, floating: Collection[int]) -> dict[int, set[int]]:
+        """The layers that make a forward value, or read one in the forward pass."""
+        homes: dict[int, set[int]] = {}
+        for index, equation in enumerate(self.body.equations):
+            if self.is_backward[index] or self.layer_of[index] == ANYWHERE:
+                continue
+            for value in (*_values(equation), *equation.results):
+                if value not in floating:
+                    homes.setdefault(value, set()).add(self.layer_of[index])
+        return homes
+
+    def attach_backward(self, homes: dict[int, set[int]], known: dict[int, int]) -> None:
+        for index, equation in enumerate(self.body.equations):
+            if self.is_backward[index]:
+                layer = self.backward_layer(equation, homes)
+                self.layer_of[index] = min(layer, known.get(index, layer))
+
+    def with_siblings(self, homes: dict[int, set[int]]) -> dict[int, int]:
+        """Equations that read nothing but cotangents, and whose results are only summed up (the
+        gradient of a bias), belong with the others that read the same cotangent."""
+        readers: dict[int, list[int]] = {}
+        for index, equation in enumerate(self.body.equations):
+            for value in _values(equation):
+                readers.setdefault(value, []).append(index)
+        outputs = {o for o in self.body.outputs if isinstance(o, int)}
+        ends: set[int] = set()  # equations with which a cotangent only goes into sums
+        found: dict[int, int] = {}
+        for index in range(len(self.body.equations) - 1, -1, -1):
+            equation = self.body.equations[index]
+            if not self.is_backward[index] or any(v in homes for v in _values(equation)):
+                continue
+            after = [r for v in equation.results for r in readers.get(v, ())]
+            if not all(r in ends for r in after):
+                continue
+            if not after and not outputs.issuperset(equation.results):
+                continue
+            ends.add(index)
+            made = [v for v in _values(equation) if v in self.maker]
+            siblings = [self.layer_of[r] for v in made for r in readers[v] if r not in ends]
+            if siblings:
+                found[index] = max(siblings)
+        return found
+
+    def backward_layer(self, equation: Equation, homes: dict[int, set[int]]) -> int:
+        latest = len(self.layers) - 1
+        at_home: list[set[int]] = []
+        for value in _values(equation):
+            maker = self.maker.get(value)
+            if maker is not None and self.is_backward[maker]:
+                latest = min(latest, self.layer_of[maker])
+            elif value in homes:
+                at_home.append(homes[value])
+        if not at_home:
+            return latest
+        common = {x for x in set.intersection(*at_home) if x <= latest}
+        if common:
+            return max(common)
+        near = [x for x in set.union(*at_home) if x <= latest]
+        return max(near, default=latest)
+
+
+def _values(equation: Equation) -> list[int]:
+    return [o for o in equation.operands if isinstance(o, int)]
+
+
+__all__ = ["ANYWHERE", "LoopLayers", "attach", "loop_batch"]
