@@ -103,8 +103,14 @@ def accumulate(
     block = rows.block_rows(size, sizes)
     notes = Notes()
     of = MicroBatches(num_micro_batches, size // num_micro_batches // block, shapes, notes)
-    program = _write(Placement(full.program, part, of, full.out_paths))
-    return replace(full, program=program, num_micro_batches=num_micro_batches, notes=notes.texts())
+    program, loop = _write(Placement(full.program, part, of, full.out_paths))
+    return replace(
+        full,
+        program=program,
+        num_micro_batches=num_micro_batches,
+        notes=notes.texts(),
+        loop=loop,
+    )
 
 
 def _row_sizes(program: Program, shapes: RowShapes, num: int) -> set[int]:
@@ -133,8 +139,8 @@ def _row_sizes(program: Program, shapes: RowShapes, num: int) -> set[int]:
     return sizes
 
 
-def _write(place: Placement) -> Program:
-    """Prologue, loop and epilogue as one program."""
+def _write(place: Placement) -> tuple[Program, int | None]:
+    """(prologue, loop and epilogue as one program, the loop's position in it)."""
     writer, env = ProgramWriter(), Env()
     avals = place.full.avals
     inputs = [writer.new_value(avals[v]) for v in place.full.inputs]
@@ -143,7 +149,11 @@ def _write(place: Placement) -> Program:
         env[value] = writer.capture(array, avals[value])
     for index in sorted(place.before):
         writer.copy(place.pairs[index].whole, avals, env)
-    results = _LoopWriter(place, writer, env).write() if place.in_loop else {}
+    results: dict[int, Operand] = {}
+    loop = None
+    if place.in_loop:
+        loop_writer = _LoopWriter(place, writer, env)
+        results, loop = loop_writer.write(), loop_writer.position
     for index, pair in enumerate(place.pairs):
         if index in place.after:
             writer.copy(pair.whole, avals, env)
@@ -151,7 +161,7 @@ def _write(place: Placement) -> Program:
             if value in results:
                 env[value] = _finished(place, writer, env, pair, value, results[value])
     outputs = [env[o] if isinstance(o, int) else o for o in place.full.outputs]
-    return writer.program(inputs, outputs)
+    return writer.program(inputs, outputs), loop
 
 
 def _finished(
@@ -179,6 +189,7 @@ class _LoopWriter:
         self.inner = outer.inner()
         self.consts: list[tuple[Operand, int]] = []  # (outside, inside)
         self.xs: list[tuple[Operand, int]] = []
+        self.position: int | None = None  # of the loop among the equations outside
 
     def write(self) -> dict[int, Operand]:
         """value -> what the loop gives for it, outside."""
@@ -299,6 +310,7 @@ class _LoopWriter:
         ]
         results = [outer.new_value(aval) for aval in (*carries, *stacked)]
         template = self.plan.pairs[min(self.plan.in_loop)].part
+        self.position = len(outer.equations)
         outer.equations.append(
             Equation(
                 primitive=_jax.scan_primitive(),

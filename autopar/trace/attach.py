@@ -1,4 +1,4 @@
-"""Every equation of a loop over micro-batches to one of its layers: from forward layers to `LoopLayers`.
+"""Every equation of a loop over micro-batches to a layer: from forward layers to `LoopLayers`.
 
 Layers are groups of forward equations (`trace.layers`). The backward pass runs through them in
 reverse, so a backward equation belongs to a layer no later than those whose cotangents it reads.

@@ -180,6 +180,7 @@ class TracedStep:
     num_micro_batches: int = 1
     notes: tuple[str, ...] = ()  # what the plan is to warn of
     remat: tuple[str, ...] = ()  # layers that the program computes again in its backward pass
+    loop: int | None = None  # the equation that is the loop over micro-batches
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         if not self.out_static:
