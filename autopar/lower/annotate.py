@@ -27,7 +27,7 @@ def annotated_function(
     program: Any, sharding: ProgramSharding, mesh: Mesh
 ) -> Callable[..., list[Any]]:
     """A flat function of the program's inputs, constrained as planned."""
-    writer = _Writer(mesh)
+    writer = Writer(mesh)
 
     def run(*inputs: Any) -> list[Any]:
         return writer.run(program, sharding, inputs)
@@ -35,7 +35,7 @@ def annotated_function(
     return run
 
 
-class _Writer:
+class Writer:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
@@ -61,15 +61,38 @@ class _Writer:
         return value
 
     def run(self, program: Any, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
-        env: dict[int, Any] = {}
-        moved: dict[tuple[int, Chain], Any] = {}  # values already taken to another layout
-        fetched: dict[tuple[int, Chain, int], Any] = {}  # and those taken there once more
-        for value, const in program.captured:
-            env[value] = const
+        env: dict[int, Any] = dict(program.captured)
         lanes: dict[int, tuple[int, ...]] = {}  # values that are partial sums
         for value, array, layout in zip(program.inputs, inputs, sharding.inputs, strict=True):
-            env[value] = self.constrain(array, layout)
-            lanes[value] = lane_axes(layout)
+            env[value], lanes[value] = self.enter(array, layout)
+        read = self.run_equations(program.equations, sharding.equations, program.avals, env, lanes)
+        return [read(o, c) for o, c in zip(program.outputs, sharding.outputs, strict=True)]
+
+    def enter(
+        self, array: Any, layout: Layout | None, chain: Chain = ()
+    ) -> tuple[Any, tuple[int, ...]]:
+        """(an array that lies as said, taken through a chain of layouts; the lanes it has then)."""
+        array, lanes = self.constrain(array, layout), lane_axes(layout)
+        if not chain:
+            return array, lanes
+        return self.take_through(array, lanes, chain), lane_axes(chain[-1])
+
+    def start_sum(self, array: Any, layout: Layout | None) -> Any:
+        """The first value of a sum: as it is, or zeros with lanes."""
+        return self.constrain(empty_lanes(array, layout, self.mesh), layout)
+
+    def run_equations(
+        self,
+        equations: Sequence[Any],
+        shardings: Sequence[EquationSharding],
+        avals: Sequence[Any],
+        env: dict[int, Any],
+        lanes: dict[int, tuple[int, ...]],
+    ) -> Callable[[Any, Chain], Any]:
+        """Bind equations on the values in `env`, which gets their results; `lanes` are those of
+        partial sums. The function that is returned reads an operand, through a chain."""
+        moved: dict[tuple[int, Chain], Any] = {}  # values already taken to another layout
+        fetched: dict[tuple[int, Chain, int], Any] = {}  # and those taken there once more
 
         def read(operand: Any, chain: Chain) -> Any:
             if not isinstance(operand, int):
@@ -96,7 +119,7 @@ class _Writer:
                 fetched[key] = array
             return fetched[key]
 
-        for equation, own in zip(program.equations, sharding.equations, strict=True):
+        for equation, own in zip(equations, shardings, strict=True):
             context = _jax.equation_context(
                 equation.source_info, equation.name_stack, equation.context
             )
@@ -109,15 +132,15 @@ class _Writer:
                     chain = own.operands[again.operand]
                     operands[again.operand] = fetch_again(operand, chain, again)
                 if own.local and self.runs_on_parts(equation):
-                    avals = [program.avals[r] for r in equation.results]
-                    results = self.on_parts(equation, own, operands, avals)
+                    types = [avals[r] for r in equation.results]
+                    results = self.on_parts(equation, own, operands, types)
                 else:
                     results = self.bind(equation, own, operands)
                 for value, array, chain in zip(equation.results, results, own.results, strict=True):
                     made = own.lanes.axes if own.lanes else lane_axes(chain[0] if chain else None)
                     env[value] = self.take_through(array, made, chain)
                     lanes[value] = lane_axes(chain[-1]) if chain else made
-        return [read(o, c) for o, c in zip(program.outputs, sharding.outputs, strict=True)]
+        return read
 
     def bind(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
         if equation.name == "scan":

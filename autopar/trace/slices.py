@@ -167,7 +167,7 @@ class _Cutter:
         return len(self.homes.received)
 
     def find_backward(self, known: Collection[int]) -> list[bool]:
-        """Equations whose results were backward before sums were parted, and those that read any."""
+        """Equations that were backward before sums were parted, and those that read from them."""
         made = set(known)
         found = []
         for equation in self.body.equations:
@@ -186,7 +186,7 @@ class _Cutter:
     # -- the loop of a stage
 
     def stage(self, stage: int) -> StageSlice:
-        homes, step = self.homes, self.step
+        homes = self.homes
         own_inputs = [i for i, v in enumerate(self.program.inputs) if homes.owner[v] == stage]
         own_outputs = [o for o, s in enumerate(homes.outputs) if s == stage]
         received = [(v, homes.owner[v]) for v in homes.received[stage]]
