@@ -1,9 +1,9 @@
 """Pipelines as data: pieces of a step, the buffers between them, and what each mesh runs.
 
-A step on several meshes is cut into *pieces*, programs that one mesh runs at once. A `Pipeline` says
-what pieces there are, which buffers they read and write, and what is sent from stage to stage. With a
-schedule it becomes one static list of instructions per mesh (`PipelinePrograms`), the same for every
-step, which a runtime follows without deciding anything.
+A step on several meshes is cut into *pieces*, programs that one mesh runs at once. A `Pipeline`
+says what pieces there are, which buffers they read and write, and what is sent from stage to stage.
+With a schedule it becomes one static list of instructions per mesh (`PipelinePrograms`), the same
+for every step, which a runtime follows without deciding anything.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A buffer of one stage that is copied to another, where it is known by the same ref. A ref with
-    `EACH` is copied for every micro-batch."""
+    """A buffer of one stage that is copied to another, where it is known by the same ref. A ref
+    with `EACH` is copied for every micro-batch."""
 
     ref: Ref
     source: int
@@ -97,8 +97,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a piece (its number in `Pipeline.pieces`) on buffers, which are numbered per mesh. What is
-    updated in place is among both, under one number."""
+    """Run a piece (its number in `Pipeline.pieces`) on buffers, which are numbered per mesh. What
+    is updated in place is among both, under one number."""
 
     piece: int
     micro_batch: int | None

@@ -1,9 +1,9 @@
 """What the stage search reads and gives: layers' figures per submesh, and the stages chosen.
 
-A *variant* is one way to run layers: on a submesh, arranged as a logical mesh, sharded at some price
-of memory, with or without recomputation. Its figures are per layer, and those of a range of layers
-are their sums (of `working_bytes`, the largest), so that every range on every submesh is priced by a
-few tables.
+A *variant* is one way to run layers: on a submesh, arranged as a logical mesh, sharded at some
+price of memory, with or without recomputation. Its figures are per layer, and those of a range of
+layers are their sums (of `working_bytes`, the largest), so that every range on every submesh is
+priced by a few tables.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LayerTable:
 
 @dataclass(frozen=True)
 class StageChoice:
-    """A stage as the search chose it. Layers are a half-open range; `table` is the variant's number.
-    `mesh` is the number of the submesh, in pipeline order."""
+    """A stage as the search chose it. Layers are a half-open range; `table` is the variant's
+    number among the tables."""
 
     layers: tuple[int, int]
     submesh: Submesh

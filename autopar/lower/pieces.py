@@ -1,4 +1,4 @@
-"""From the steps of all stages and their shardings to pieces: what each mesh runs, buffer by buffer.
+"""From the steps of all stages and their shardings to pieces: what each mesh runs.
 
 A stage's step (`trace.slices`) is cut along its equations. Its prologue is the piece that prepares
 the loop: it brings what the loop only reads to the layout it has there, cuts the batch into
