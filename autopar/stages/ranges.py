@@ -1,0 +1,190 @@
+"""Figures of every range of layers under every variant: what the stage search reads.
+
+From the per-layer tables to arrays [variant, first layer, end], where the range is half-open
+and what is no range costs infinitely much. A stage of the range [k, e) under a variant costs
+
+    c = latency + transfer + launch · pieces + once / n        seconds per micro-batch,
+
+with n micro-batches, and as many pieces as a stage runs for each: forward and backward, a third for
+the gradients of weights if the schedule has them apart, or forward alone. Its peak is
+
+    held + in flight · f + the largest working set of a layer  bytes per device,
+
+if the schedule keeps f micro-batches in flight there.
+
+*transfer* is what the stage waits for: the activations that enter at cut k and the gradients that
+come back at cut e. All bytes of a cut cross once, over links as many as the stage's own submesh has
+(its neighbour is taken to be as large), between hosts if the cluster has several. So it depends on
+nothing but the stage itself, and the search over stages stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+
+import numpy as np
+
+from autopar.cost.pipeline_links import boundary_s
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.stages import LayerTable, StageChoice, Submesh
+
+MemoryBudget = float | Callable[[Submesh], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What beside the tables decides the cost of a stage.
+
+    boundary_bytes: bytes of a micro-batch that cross each of the cuts between layers, forward;
+                    backward as much comes back, if there is a backward pass.
+    memory_budget:  bytes that a device may hold, for all submeshes or by submesh.
+    launch_s:       time to start one piece.
+    """
+
+    cluster: ClusterSpec
+    boundary_bytes: np.ndarray
+    num_micro_batches: int
+    schedule: str = "1f1b"
+    memory_budget: MemoryBudget = inf
+    launch_s: float = 0.0
+    has_backward: bool = True
+
+    @property
+    def launches_s(self) -> float:
+        """Time to start all pieces that a stage runs for a micro-batch."""
+        if not self.has_backward:
+            return self.launch_s
+        return self.launch_s * (3 if self.schedule == "zero_bubble" else 2)
+
+    def budget_bytes(self, submesh: Submesh) -> float:
+        budget = self.memory_budget
+        return budget(submesh) if callable(budget) else budget
+
+
+class Ranges:
+    """Costs and peaks of all ranges of layers under the tables."""
+
+    def __init__(self, tables: Sequence[LayerTable], setting: Setting) -> None:
+        self.tables = tuple(tables)
+        self.setting = setting
+        self.num_layers = len(tables[0].latency_s)
+        assert all(len(table.latency_s) == self.num_layers for table in tables)
+        assert len(setting.boundary_bytes) == self.num_layers - 1
+        self.submeshes = tuple(sorted({t.submesh for t in tables}, key=lambda s: (prod(s), s)))
+        self.sizes = tuple(map(prod, self.submeshes))
+        self.submesh_of = np.array([self.submeshes.index(t.submesh) for t in tables])
+        self._transfer_s = np.stack([self._transfers(submesh) for submesh in self.submeshes])
+        self.latency_s = _sums([t.latency_s for t in tables])
+        self.once_s = _sums([t.once_s for t in tables])
+        self._fixed_bytes = _sums([t.held_bytes for t in tables])
+        self._fixed_bytes += _largest([t.working_bytes for t in tables])
+        self._in_flight_bytes = _sums([t.in_flight_bytes for t in tables])
+        self._allowed = np.ones(len(tables), bool)
+
+    def only(self, allowed: np.ndarray) -> Ranges:
+        """The same ranges, without the variants that are not allowed."""
+        part = copy(self)
+        part.__dict__.pop("cost_s", None)
+        part._allowed = allowed
+        return part
+
+    @cached_property
+    def cost_s(self) -> np.ndarray:
+        """Cost c of every range under every variant, whether it fits or not."""
+        setting = self.setting
+        cost = self.latency_s + self.once_s / setting.num_micro_batches + setting.launches_s
+        cost += self._transfer_s[self.submesh_of]
+        first, end = np.indices(cost.shape[1:])
+        is_candidate = (first < end) & self._allowed[:, None, None]
+        return np.where(is_candidate, cost, inf)
+
+    @cached_property
+    def _budget_bytes(self) -> np.ndarray:
+        return np.array([self.setting.budget_bytes(t.submesh) for t in self.tables])
+
+    def fits(self, in_flight: int) -> np.ndarray:
+        """Which ranges fit under which variants with so many micro-batches in flight."""
+        peak = self._fixed_bytes + in_flight * self._in_flight_bytes
+        return peak <= self._budget_bytes[:, None, None]
+
+    def best_s(self, in_flight: int) -> np.ndarray:
+        """[submesh, first layer, end]: the cost under the best variant that fits."""
+        cost = np.where(self.fits(in_flight), self.cost_s, inf)
+        return np.stack([cost[self.submesh_of == m].min(axis=0) for m in range(len(self.sizes))])
+
+    def choose(self, first: int, end: int, submesh: int, in_flight: int) -> StageChoice | None:
+        """The best variant that fits, as a stage; None if none does."""
+        cost, chosen = inf, -1
+        for table in map(int, np.flatnonzero(self.submesh_of == submesh)):
+            own = float(self.cost_s[table, first, end])
+            peak = self.peak_bytes(table, first, end, in_flight)
+            if own < cost and peak <= self._budget_bytes[table]:
+                cost, chosen = own, table
+        return None if chosen < 0 else self.stage(chosen, first, end, in_flight)
+
+    def peak_bytes(self, table: int, first: int, end: int, in_flight: int) -> float:
+        at = (table, first, end)
+        return float(self._fixed_bytes[at] + in_flight * self._in_flight_bytes[at])
+
+    def missing_bytes(self, first: int, end: int, in_flight: int) -> float:
+        """By how much a range exceeds the budget under the variant that exceeds it least."""
+        tables = range(len(self.tables))
+        peaks = np.array([self.peak_bytes(table, first, end, in_flight) for table in tables])
+        return float((peaks - self._budget_bytes).min())
+
+    def stage(self, table: int, first: int, end: int, in_flight: int) -> StageChoice:
+        at, variant = (table, first, end), self.tables[table]
+        return StageChoice(
+            layers=(first, end),
+            submesh=variant.submesh,
+            mesh_shape=variant.mesh_shape,
+            remat=variant.remat,
+            table=table,
+            latency_s=float(self.latency_s[at]),
+            once_s=float(self.once_s[at]),
+            peak_bytes=self.peak_bytes(*at, in_flight),
+            transfer_s=float(self._transfer_s[self.submesh_of[table], first, end]),
+        )
+
+    def _transfers(self, submesh: Submesh) -> np.ndarray:
+        cluster, size = self.setting.cluster, prod(submesh)
+        one_host = cluster.num_hosts == 1
+        crossing = [0.0, *map(float, self.setting.boundary_bytes), 0.0]
+        cuts = np.array([boundary_s(b, size, size, one_host, cluster) for b in crossing])
+        return cuts[:-1, None] + (cuts if self.setting.has_backward else 0 * cuts)
+
+
+def stage_cost_s(stage: StageChoice, setting: Setting) -> float:
+    """Cost c of a stage that was chosen."""
+    once = stage.once_s / setting.num_micro_batches
+    return stage.latency_s + once + setting.launches_s + stage.transfer_s
+
+
+def step_s(stages: Sequence[StageChoice], setting: Setting) -> float:
+    """Time of a step: all stages once, and the slowest once more for every further micro-batch."""
+    costs = [stage_cost_s(stage, setting) for stage in stages]
+    return sum(costs) + (setting.num_micro_batches - 1) * max(costs)
+
+
+def _sums(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[row, first, end]: sums over ranges. Added up anew from every first entry, so that equal
+    layers give equal sums."""
+    return _padded(np.cumsum(_upper(rows), axis=2))
+
+
+def _largest(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return _padded(np.maximum.accumulate(_upper(rows), axis=2))
+
+
+def _upper(rows: Sequence[np.ndarray]) -> np.ndarray:
+    entries = np.asarray(rows, dtype=float)
+    return np.triu(np.repeat(entries[:, None, :], entries.shape[1], axis=1))
+
+
+def _padded(per_last: np.ndarray) -> np.ndarray:
+    """From the last entry of a range to its end, one more."""
+    return np.pad(per_last, ((0, 0), (0, 0), (1, 0)))
