@@ -2,8 +2,8 @@
 
 Both layouts cut the array into a grid, and what crosses are the intersections of the two grids'
 cells. The target's cells are first cut once more among the devices that hold the same one, so that
-each element crosses once. Where several source devices hold a tile, the least busy one sends it, the
-largest tiles first; if that leaves one device busier than it need be, the source's cells are cut
+each element crosses once. Where several source devices hold a tile, the least busy one sends it,
+the largest tiles first; if that leaves one device busier than it need be, the source's cells are cut
 among their holders as well. Of all ways to cut, the one whose busiest device moves the fewest bytes
 is taken, then the one with the fewest tiles.
 """

@@ -20,11 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import _jax
 from autopar.errors import ArgumentError, CompileError
 from autopar.ir.plan import ParallelPlan
+from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
 from autopar.runtime.hlo import CollectiveOp, read_collectives
-
-
-class SignatureChanged(Exception):
-    """The arguments are not those the program was made for. Internal."""
 
 
 class LocalExecutable:
@@ -67,11 +64,11 @@ class LocalExecutable:
         self._compiled: Any = None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        if [_is_weak(leaf) for leaf in leaves] != self._weak_types:
+        if [is_weak(leaf) for leaf in leaves] != self._weak_types:
             raise SignatureChanged
         if _jax.is_tracing():  # a step inside of another program
             return self.jitted(*leaves)
-        leaves = self._with_own_buffers(leaves)
+        leaves = with_own_buffers(leaves, self._donated)
         if self._runs_on_threads:
             jax.block_until_ready(leaves)
         program = self.compiled
@@ -83,19 +80,6 @@ class LocalExecutable:
             return program(*self.place(leaves))
         except TypeError as error:
             raise SignatureChanged from error
-
-    def _with_own_buffers(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """XLA ends the process if one buffer is donated twice, as happens when the average of the
-        parameters starts as the parameters themselves: copy what is donated and not alone."""
-        if len(set(map(id, leaves))) == len(leaves):
-            return leaves
-        seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in self._donated}
-        separate = list(leaves)
-        for i in self._donated:
-            if id(leaves[i]) in seen and isinstance(leaves[i], jax.Array):
-                separate[i] = jax.numpy.copy(leaves[i])
-            seen.add(id(leaves[i]))
-        return separate
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""
@@ -154,7 +138,3 @@ class LocalExecutable:
             "jax": jax.__version__,
         }
         (folder / "figures.json").write_text(json.dumps(figures, indent=1))
-
-
-def _is_weak(leaf: Any) -> bool:
-    return getattr(leaf, "weak_type", type(leaf) in (int, float, complex))

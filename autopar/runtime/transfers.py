@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar import _jax
 from autopar.ir.spec import WHOLE
 from autopar.ir.tiles import Box, Tile, TilePlan, shard_box, slices, within
 
@@ -25,6 +26,44 @@ def can_copy_shards(shape: tuple[int, ...], source: NamedSharding, target: Named
     held = {str(index) for index in source.devices_indices_map(shape).values()}
     wanted = {str(index) for index in target.devices_indices_map(shape).values()}
     return wanted <= held
+
+
+def transfer_function(
+    avals: Sequence[Any],
+    sources: Sequence[NamedSharding],
+    targets: Sequence[NamedSharding],
+    tile_plans: Sequence[TilePlan | None],
+) -> Callable[[list[Any]], list[Any]]:
+    """A function that takes arrays from their source to their target shardings, in new buffers."""
+    ways: list[Callable[[Any], Any] | None] = []
+    for aval, source, target, plan in zip(avals, sources, targets, tile_plans, strict=True):
+        if source.device_set == target.device_set:
+            ways.append(_copier(target, _on_cpu(target)))
+        elif (
+            plan is None
+            or _on_cpu(target)
+            or _jax.is_extended_dtype(aval.dtype)
+            or can_copy_shards(aval.shape, source, target)
+        ):
+            ways.append(None)
+        else:
+            ways.append(send_tiles(plan, target))
+    put = [i for i, way in enumerate(ways) if way is None]
+    put_targets = [targets[i] for i in put]
+    if len(put) == len(ways):
+        return lambda arrays: jax.device_put(arrays, put_targets)
+
+    def send(arrays: list[Any]) -> list[Any]:
+        sent = [
+            way(array) if way is not None else None for way, array in zip(ways, arrays, strict=True)
+        ]
+        for i, array in zip(
+            put, jax.device_put([arrays[i] for i in put], put_targets), strict=True
+        ):
+            sent[i] = array
+        return sent
+
+    return send
 
 
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
@@ -83,7 +122,7 @@ def _held_box(plan: TilePlan, source: int) -> Box:
     return shard_box(plan.shape, plan.source_layout, plan.source_mesh, source)
 
 
-def _devices(sharding: NamedSharding) -> list[jax.Device]:
+def _devices(sharding: NamedSharding) -> list[Any]:
     return list(np.asarray(sharding.mesh.devices).flat)
 
 
@@ -153,6 +192,20 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
         parts = joined
     (whole,) = parts.values()
     return whole
+
+
+@lru_cache(maxsize=4096)
+def _copier(target: NamedSharding, waits: bool) -> Callable[[jax.Array], jax.Array]:
+    """For stages that share a mesh: the array as the other wants it, never in the same buffer. On
+    threads (`waits`), what may have collectives runs alone."""
+    copy = jax.jit(jnp.copy, out_shardings=target)
+    if not waits:
+        return copy
+    return lambda array: copy(array.block_until_ready()).block_until_ready()
+
+
+def _on_cpu(sharding: NamedSharding) -> bool:
+    return _devices(sharding)[0].platform == "cpu"
 
 
 @lru_cache(maxsize=4096)

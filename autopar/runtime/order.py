@@ -1,0 +1,120 @@
+"""All meshes' lists in one order for one process, and the bytes that lie on each mesh meanwhile.
+
+Meshes take turns, one piece at a time, so that a piece is dispatched soon after what it waits for.
+A list waits where it receives what is not sent yet. Since buffers are numbered once per step, what
+is sent lies in the receiver's buffers at once, and a `Recv` leaves nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from autopar.ir.program import Free, Pipeline, PipelinePrograms, Recv, Ref, Run, Send
+
+
+class Ordered(NamedTuple):
+    """An instruction of a mesh; for a `Send`, the buffers that its `Recv` fills."""
+
+    mesh: int
+    instruction: Run | Send | Free
+    received: tuple[int, ...] = ()
+
+
+Buffer = tuple[int, int]  # mesh, number
+
+
+def interleave(programs: PipelinePrograms) -> list[Ordered]:
+    """Every instruction of every mesh, each after what it waits for."""
+    receivers = {
+        (recv.from_mesh, mesh, recv.tag): recv
+        for mesh, program in enumerate(programs.meshes)
+        for recv in program.instructions
+        if isinstance(recv, Recv)
+    }
+    lists = [list(program.instructions) for program in programs.meshes]
+    next_at = [0] * len(lists)
+    sent: set[tuple[int, int, int]] = set()
+    order: list[Ordered] = []
+    while any(at < len(own) for at, own in zip(next_at, lists, strict=True)):
+        progress = sum(next_at)
+        for mesh, own in enumerate(lists):
+            has_run = False
+            while next_at[mesh] < len(own):
+                instruction = own[next_at[mesh]]
+                if isinstance(instruction, Recv):
+                    if (instruction.from_mesh, mesh, instruction.tag) not in sent:
+                        break
+                elif isinstance(instruction, Send):
+                    key = (mesh, instruction.to_mesh, instruction.tag)
+                    sent.add(key)
+                    order.append(Ordered(mesh, instruction, receivers[key].buffers))
+                elif isinstance(instruction, Run) and has_run:
+                    break
+                else:
+                    has_run |= isinstance(instruction, Run)
+                    order.append(Ordered(mesh, instruction))
+                next_at[mesh] += 1
+        assert progress < sum(next_at), "the lists wait for each other"
+    return order
+
+
+def buffer_refs(pipeline: Pipeline, programs: PipelinePrograms) -> dict[Buffer, tuple[int, Ref]]:
+    """buffer -> (stage, ref) that it holds."""
+    refs: dict[Buffer, tuple[int, Ref]] = {}
+    for mesh, program in enumerate(programs.meshes):
+        for position, buffer in program.inputs:
+            place = pipeline.inputs[position]
+            refs[mesh, buffer] = (place.stage, Ref(place.value, None))
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                piece = pipeline.pieces[instruction.piece]
+                for ref, buffer in zip(piece.writes, instruction.writes, strict=True):
+                    refs[mesh, buffer] = (piece.stage, ref)
+            elif isinstance(instruction, Recv):
+                for number, buffer in zip(instruction.transfers, instruction.buffers, strict=True):
+                    transfer = pipeline.transfers[number]
+                    refs[mesh, buffer] = (transfer.target, transfer.ref)
+    return refs
+
+
+class Moment(NamedTuple):
+    """Bytes per device on a mesh, after an instruction that touched it."""
+
+    mesh: int
+    step: Ordered
+    live_bytes: int
+
+
+def live_bytes_over_time(
+    order: Sequence[Ordered],
+    programs: PipelinePrograms,
+    bytes_of: Callable[[Buffer], int],
+) -> Iterator[Moment]:
+    """What lies in buffers after each instruction, on every mesh that it concerns. A piece that may
+    use up a buffer leaves it behind only if it writes it again."""
+    live = [set(buffer for _, buffer in program.inputs) for program in programs.meshes]
+    total = [
+        sum(bytes_of((mesh, buffer)) for buffer in buffers) for mesh, buffers in enumerate(live)
+    ]
+
+    def change(mesh: int, gone: Sequence[int], new: Sequence[int]) -> None:
+        for buffer in set(gone) & live[mesh]:
+            total[mesh] -= bytes_of((mesh, buffer))
+        live[mesh] -= set(gone)
+        for buffer in set(new) - live[mesh]:
+            total[mesh] += bytes_of((mesh, buffer))
+        live[mesh] |= set(new)
+
+    for step in order:
+        instruction = step.instruction
+        if isinstance(instruction, Run):
+            used_up = [instruction.reads[i] for i in programs.donated[instruction.piece]]
+            change(step.mesh, used_up, instruction.writes)
+            yield Moment(step.mesh, step, total[step.mesh])
+        elif isinstance(instruction, Send):
+            change(instruction.to_mesh, (), step.received)
+            yield Moment(instruction.to_mesh, step, total[instruction.to_mesh])
+        else:
+            change(step.mesh, instruction.buffers, ())
+            yield Moment(step.mesh, step, total[step.mesh])

@@ -1,0 +1,100 @@
+"""Pieces of a pipelined step, compiled ahead for the meshes of their stages."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.errors import CompileError
+from autopar.ir.program import Piece, Pipeline
+
+Shardings = Mapping[tuple[int, int], NamedSharding]  # of (stage, value)
+
+
+def piece_names(pipeline: Pipeline) -> list[str]:
+    """`stage0_forward`, and `stage0_update_1` for the second part of a phase."""
+    return [
+        f"stage{piece.stage}_{piece.phase.value}" + (f"_{piece.part}" if piece.part else "")
+        for piece in pipeline.pieces
+    ]
+
+
+def compile_pieces(
+    step_name: str,
+    pipeline: Pipeline,
+    functions: Sequence[Callable[..., Sequence[Any]]],
+    donated: Sequence[tuple[int, ...]],
+    shardings: Shardings,
+    avals: Mapping[int, Any],
+) -> list[jax.stages.Compiled]:
+    """The program of every piece, from its reads to its writes. XLA works on several at a time."""
+    names = piece_names(pipeline)
+    with warnings.catch_warnings():
+        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = [
+            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, shardings, avals)
+            for name, piece, flat_fn, used_up in zip(
+                names, pipeline.pieces, functions, donated, strict=True
+            )
+        ]
+
+    def compile_one(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
+        try:
+            return one.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(f"XLA could not compile {name} of {step_name}: {error}") from error
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        return list(threads.map(compile_one, names, lowered))
+
+
+def _lower(
+    name: str,
+    piece: Piece,
+    flat_fn: Callable[..., Sequence[Any]],
+    donated: tuple[int, ...],
+    shardings: Shardings,
+    avals: Mapping[int, Any],
+) -> jax.stages.Lowered:
+    def run(*values: Any) -> list[Any]:
+        return list(flat_fn(*values))
+
+    run.__name__ = run.__qualname__ = name
+    read_shardings = [shardings[piece.stage, ref.value] for ref in piece.reads]
+    jitted = jax.jit(
+        run,
+        in_shardings=read_shardings,
+        out_shardings=[shardings[piece.stage, ref.value] for ref in piece.writes],
+        donate_argnums=donated,
+        keep_unused=True,
+    )
+    read_avals = [avals[ref.value] for ref in piece.reads]
+    lowered = jitted.lower(
+        *(
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(read_avals, read_shardings, strict=True)
+        )
+    )
+    made = [(info.shape, info.dtype) for info in lowered.out_info]
+    wanted = [(avals[ref.value].shape, avals[ref.value].dtype) for ref in piece.writes]
+    assert made == wanted, f"{name} gives {made}, not {wanted}"
+    return lowered
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """XLA's figure: arguments, results and temporaries, donated buffers counted once."""
+    stats = program.memory_analysis()
+    assert stats is not None
+    return int(
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )

@@ -1,0 +1,369 @@
+"""A pipelined step on the devices of this process.
+
+Every piece is compiled ahead for its stage's mesh. A step then follows one list, in which the lists
+of all meshes are interleaved once and for all: run a piece, copy arrays to another mesh, forget
+arrays. JAX dispatches without waiting, so that meshes work at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import _jax
+from autopar.errors import ArgumentError, TraceError
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send
+from autopar.ir.tiles import TilePlan
+from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
+from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.operations import (
+    Operation,
+    Slots,
+    free_operation,
+    run_alone_operation,
+    run_operation,
+    send_operation,
+)
+from autopar.runtime.order import Buffer, Ordered, buffer_refs, interleave, live_bytes_over_time
+from autopar.runtime.pieces import Shardings, compile_pieces, piece_names, program_bytes
+from autopar.runtime.transfers import transfer_function
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did, as it was seen while it ran. Bytes are per device, of each mesh."""
+
+    num_runs: int
+    num_sends: int
+    num_transfers: int  # arrays that were sent
+    transfer_bytes: int  # of these arrays, each counted once
+    num_frees: int
+    peak_live_bytes: tuple[int, ...]
+
+
+class PipelineExecutable:
+    """What `step.last_executable` gives of a pipelined step.
+
+    functions:  one per piece, from its reads to its writes, in order.
+    shardings:  of every value, per stage that holds it. A stage's are all on the mesh of the stage.
+    avals:      type of every value; for values of a micro-batch, that of one micro-batch.
+    tile_plans: of transfers (by number) that need not go shard by shard; `jax.device_put` takes
+                through the host what is not here.
+    whole:      the step as one flat function, for when it is called inside of another program.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        pipeline: Pipeline,
+        programs: PipelinePrograms,
+        functions: Sequence[Callable[..., Sequence[Any]]],
+        meshes: Sequence[Mesh],
+        shardings: Shardings,
+        avals: Mapping[int, Any],
+        input_avals: Sequence[Any],
+        tile_plans: Mapping[int, TilePlan] | None = None,
+        whole: Callable[..., Sequence[Any]] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.pipeline = pipeline
+        self.programs = programs
+        self.meshes = tuple(meshes)
+        self.avals = tuple(input_avals)
+        self.input_shardings = [shardings[p.stage, p.value] for p in pipeline.inputs]
+        self.output_shardings = [shardings[p.stage, p.value] for p in pipeline.outputs]
+        self.names = piece_names(pipeline)
+        self._functions = tuple(functions)
+        self._shardings = shardings
+        self._value_avals = avals
+        self._tile_plans = tile_plans or {}
+        self._whole = whole
+        self._types = [(aval.shape, aval.dtype) for aval in self.avals]
+        self._weak_types = [aval.weak_type for aval in self.avals]
+        self._order = interleave(programs)
+        self._refs = buffer_refs(pipeline, programs)
+        self._on_cpu = self.meshes[0].devices.flat[0].platform == "cpu"
+        # Buffers of all meshes are slots of one list.
+        sizes = [program.num_buffers for program in programs.meshes]
+        self._offsets = [sum(sizes[:mesh]) for mesh in range(len(sizes))]
+        self._num_slots = sum(sizes)
+        self._input_slots = self._slots_of([program.inputs for program in programs.meshes])
+        self._output_slots = self._slots_of([program.outputs for program in programs.meshes])
+        self._compiled: list[Any] | None = None
+        self._operations: list[Operation] | None = None
+        self._latest: list[Any] = [None] * len(self.meshes)
+
+    def _slots_of(self, places: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+        """The slot of each argument, or result, of the step."""
+        found = {
+            position: self._offsets[mesh] + buffer
+            for mesh, own in enumerate(places)
+            for position, buffer in own
+        }
+        return [found[position] for position in range(len(found))]
+
+    # -- running
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        if _jax.is_tracing():
+            return self._inside_of_another_program(leaves)
+        operations = self._operations or self._make_operations()
+        slots = self._first_slots(leaves)
+        for operation in operations:
+            operation(slots)
+        return [slots[slot] for slot in self._output_slots]
+
+    def run_tracked(self, leaves: Sequence[Any]) -> tuple[list[Any], StepStats]:
+        """Run a step and look, after every instruction, at the arrays that are there."""
+        operations = self._operations or self._make_operations()
+        slots = self._first_slots(leaves)
+        ends = [*self._offsets[1:], self._num_slots]
+        peaks = [0] * len(ends)
+        sent_bytes = 0
+
+        def look() -> None:
+            for mesh, (start, end) in enumerate(zip(self._offsets, ends, strict=True)):
+                there = [a for a in slots[start:end] if a is not None and not a.is_deleted()]
+                peaks[mesh] = max(peaks[mesh], sum(map(_bytes_on_one_device, there)))
+
+        look()
+        for operation, ordered in zip(operations, self._order, strict=True):
+            operation(slots)
+            if isinstance(ordered.instruction, Send):
+                at = self._offsets[ordered.mesh]
+                sent_bytes += sum(slots[at + b].nbytes for b in ordered.instruction.buffers)
+            look()
+        counts = Counter(type(ordered.instruction) for ordered in self._order)
+        sends = [o.instruction for o in self._order if isinstance(o.instruction, Send)]
+        stats = StepStats(
+            num_runs=counts[Run],
+            num_sends=counts[Send],
+            num_transfers=sum(len(send.buffers) for send in sends),
+            transfer_bytes=sent_bytes,
+            num_frees=counts[Free],
+            peak_live_bytes=tuple(peaks),
+        )
+        return [slots[slot] for slot in self._output_slots], stats
+
+    def time_pieces(self, leaves: Sequence[Any]) -> list[tuple[Piece, int | None, float]]:
+        """Run a step one instruction at a time: (piece, micro-batch, seconds) of every run."""
+        operations = self._operations or self._make_operations()
+        slots = self._first_slots(leaves)
+        timed = []
+        for operation, ordered in zip(operations, self._order, strict=True):
+            jax.block_until_ready([a for a in slots if a is not None and not a.is_deleted()])
+            start = time.perf_counter()
+            operation(slots)
+            if isinstance(ordered.instruction, Run):
+                run = ordered.instruction
+                at = self._offsets[ordered.mesh]
+                jax.block_until_ready([slots[at + buffer] for buffer in run.writes])
+                seconds = time.perf_counter() - start
+                timed.append((self.pipeline.pieces[run.piece], run.micro_batch, seconds))
+        return timed
+
+    def _first_slots(self, leaves: Sequence[Any]) -> Slots:
+        self._check_types(leaves)
+        leaves = with_own_buffers(leaves, self.pipeline.donated)
+        slots: Slots = [None] * self._num_slots
+        elsewhere = []
+        for i, (leaf, sharding) in enumerate(zip(leaves, self.input_shardings, strict=True)):
+            if isinstance(leaf, jax.Array):
+                if leaf.is_deleted():
+                    raise RuntimeError(
+                        f"Array has been deleted: argument {i} of {self.plan.name}, an array of "
+                        f"shape {leaf.shape}, was donated or deleted before this call."
+                    )
+                if leaf.sharding == sharding:
+                    slots[self._input_slots[i]] = leaf
+                    continue
+            elsewhere.append(i)
+        if elsewhere:
+            placed = jax.device_put(
+                [leaves[i] for i in elsewhere], [self.input_shardings[i] for i in elsewhere]
+            )
+            for i, leaf in zip(elsewhere, placed, strict=True):
+                slots[self._input_slots[i]] = leaf
+        return slots
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        if len(leaves) != len(self._types) or [is_weak(leaf) for leaf in leaves] != (
+            self._weak_types
+        ):
+            raise SignatureChanged
+        for leaf, expected in zip(leaves, self._types, strict=True):
+            if not isinstance(leaf, jax.Array):
+                leaf = jax.typeof(leaf)  # with the types that JAX gives to what comes from NumPy
+            if (leaf.shape, leaf.dtype) != expected:
+                raise SignatureChanged
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Put host or device arrays where the plan wants them."""
+        return jax.device_put(list(leaves), self.input_shardings)
+
+    def _inside_of_another_program(self, leaves: Sequence[Any]) -> list[Any]:
+        self._check_types(leaves)
+        if self._whole is None:
+            raise TraceError(
+                f"{self.plan.name} is a pipeline on {len(self.meshes)} meshes and was called "
+                "inside of another traced program, which runs on one. Call it outside of jax.jit, "
+                "or give parallelize(..., method=autopar.ShardParallel())."
+            )
+        return list(self._whole(*leaves))
+
+    # -- compiling
+
+    @property
+    def compiled(self) -> dict[str, jax.stages.Compiled]:
+        """The compiled pieces by name, such as `stage0_forward`."""
+        if self._compiled is None:
+            self._compiled = compile_pieces(
+                self.plan.name,
+                self.pipeline,
+                self._functions,
+                self.programs.donated,
+                self._shardings,
+                self._value_avals,
+            )
+        return dict(zip(self.names, self._compiled, strict=True))
+
+    def _make_operations(self) -> list[Operation]:
+        programs = list(self.compiled.values())
+        collective = [
+            self._on_cpu and bool(read_collectives(program.as_text() or "")) for program in programs
+        ]
+        self._operations = [
+            self._operation(ordered, programs, collective) for ordered in self._order
+        ]
+        return self._operations
+
+    def _operation(
+        self, ordered: Ordered, programs: Sequence[Any], collective: Sequence[bool]
+    ) -> Operation:
+        instruction, at = ordered.instruction, self._offsets[ordered.mesh]
+        if isinstance(instruction, Run):
+            program = programs[instruction.piece]
+            reads = [at + buffer for buffer in instruction.reads]
+            writes = [at + buffer for buffer in instruction.writes]
+            if not collective[instruction.piece]:
+                return run_operation(program, reads, writes)
+            sizes = [self._bytes_of((ordered.mesh, buffer)) for buffer in instruction.writes]
+            witness = sizes.index(min(sizes)) if sizes else 0
+            return run_alone_operation(program, reads, writes, self._latest, ordered.mesh, witness)
+        if isinstance(instruction, Send):
+            transfers = instruction.transfers
+            send = transfer_function(
+                [self._value_avals[self.pipeline.transfers[t].ref.value] for t in transfers],
+                [self._sharding_of(t, at_source=True) for t in transfers],
+                [self._sharding_of(t, at_source=False) for t in transfers],
+                [self._tile_plans.get(t) for t in transfers],
+            )
+            to = self._offsets[instruction.to_mesh]
+            sources = [at + buffer for buffer in instruction.buffers]
+            return send_operation(send, sources, [to + buffer for buffer in ordered.received])
+        return free_operation([at + buffer for buffer in instruction.buffers])
+
+    def _sharding_of(self, transfer_number: int, at_source: bool) -> NamedSharding:
+        transfer = self.pipeline.transfers[transfer_number]
+        stage = transfer.source if at_source else transfer.target
+        return self._shardings[stage, transfer.ref.value]
+
+    # -- looking into it
+
+    def _bytes_of_value(self, stage: int, value: int) -> int:
+        """Bytes of a value on one device of a stage's mesh."""
+        aval = self._value_avals[value]
+        own = self._shardings[stage, value].shard_shape(aval.shape)
+        return prod(own) * aval.dtype.itemsize
+
+    def _bytes_of(self, buffer: Buffer) -> int:
+        stage, ref = self._refs[buffer]
+        return self._bytes_of_value(stage, ref.value)
+
+    def live_bytes(self) -> tuple[int, ...]:
+        """The most bytes that lie in buffers of each mesh between instructions, per device, as
+        the lists say: what `run_tracked` sees."""
+        peaks = [
+            sum(self._bytes_of((mesh, buffer)) for _, buffer in program.inputs)
+            for mesh, program in enumerate(self.programs.meshes)
+        ]
+        for moment in live_bytes_over_time(self._order, self.programs, self._bytes_of):
+            peaks[moment.mesh] = max(peaks[moment.mesh], moment.live_bytes)
+        return tuple(peaks)
+
+    def mesh_memory_bytes(self) -> tuple[int, ...]:
+        """Peak bytes per device, by mesh: while a piece runs, XLA's own figure of it (arguments,
+        results and temporaries, those in place once) and what else lies in buffers."""
+        programs = list(self.compiled.values())
+        own_bytes = [program_bytes(program) for program in programs]
+        peaks = list(self.live_bytes())
+        for moment in live_bytes_over_time(self._order, self.programs, self._bytes_of):
+            run = moment.step.instruction
+            if not isinstance(run, Run):
+                continue
+            used_up = {run.reads[i] for i in self.programs.donated[run.piece]}
+            left = (set(run.reads) - used_up) | set(run.writes)
+            others = moment.live_bytes - sum(self._bytes_of((moment.mesh, b)) for b in left)
+            peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.piece])
+        return tuple(peaks)
+
+    def memory_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return max(self.mesh_memory_bytes())
+
+    def num_instructions(self) -> dict[str, int]:
+        """How many instructions of each kind a step has, on all meshes together."""
+        kinds = [type(i).__name__ for program in self.programs.meshes for i in program.instructions]
+        return dict(Counter(kinds))
+
+    def hlo_text(self) -> str:
+        """XLA's optimized HLO of every piece, each under its name."""
+        texts = [f"// {name}\n\n{one.as_text()}" for name, one in self.compiled.items()]
+        return "\n\n".join(texts)
+
+    def collectives(self) -> tuple[CollectiveOp, ...]:
+        """Every collective that XLA will run in a step, with bytes and group sizes. Transfers from
+        mesh to mesh are none."""
+        runs = Counter(o.instruction.piece for o in self._order if isinstance(o.instruction, Run))
+        return tuple(
+            replace(op, trips=op.trips * runs[number])
+            for number, program in enumerate(self.compiled.values())
+            for op in read_collectives(program.as_text() or "")
+            if runs[number]
+        )
+
+    def dump_debug_info(self, directory: str | Path) -> None:
+        """Write plan, explanation, instructions and HLO into a folder."""
+        folder = Path(directory)
+        if folder.exists() and not folder.is_dir():
+            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / "plan.json")
+        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
+        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
+        for mesh, program in enumerate(self.programs.meshes):
+            lines = "\n".join(map(str, program.instructions))
+            (folder / f"instructions_mesh{mesh}.txt").write_text(lines + "\n")
+        figures = {
+            "memory_bytes": self.memory_bytes(),
+            "mesh_memory_bytes": self.mesh_memory_bytes(),
+            "live_bytes": self.live_bytes(),
+            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
+            "num_instructions": self.num_instructions(),
+            "jax": jax.__version__,
+        }
+        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+
+
+def _bytes_on_one_device(array: jax.Array) -> int:
+    return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
