@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,19 +12,33 @@ Slots = list[Any]
 Operation = Callable[[Slots], None]
 
 
-def run_operation(program: Any, reads: Sequence[int], writes: Sequence[int]) -> Operation:
-    def operation(slots: Slots) -> None:
-        results = program(*[slots[slot] for slot in reads])
-        for slot, result in zip(writes, results, strict=True):
+@dataclass(frozen=True)
+class RunSlots:
+    """What a run reads and writes. Those it may use up are empty afterwards, or written again."""
+
+    reads: tuple[int, ...]
+    used_up: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    def fill(self, slots: Slots, results: Sequence[Any]) -> None:
+        for slot in self.used_up:
+            slots[slot] = None
+        for slot, result in zip(self.writes, results, strict=True):
             slots[slot] = result
+
+
+def run_operation(program: Any, own: RunSlots) -> Operation:
+    reads = own.reads
+
+    def operation(slots: Slots) -> None:
+        own.fill(slots, program(*[slots[slot] for slot in reads]))
 
     return operation
 
 
 def run_alone_operation(
     program: Any,
-    reads: Sequence[int],
-    writes: Sequence[int],
+    own: RunSlots,
     latest: list[Any],
     mesh: int,
     witness: int,
@@ -37,14 +52,13 @@ def run_alone_operation(
     """
 
     def operation(slots: Slots) -> None:
-        arguments = [slots[slot] for slot in reads]
+        arguments = [slots[slot] for slot in own.reads]
         before = latest[mesh]
         if before is not None and not before.is_deleted():
             before.block_until_ready()
         jax.block_until_ready(arguments)
         results = program(*arguments)
-        for slot, result in zip(writes, results, strict=True):
-            slots[slot] = result
+        own.fill(slots, results)
         latest[mesh] = results[witness] if results else None
 
     return operation

@@ -28,6 +28,7 @@ from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffer
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.operations import (
     Operation,
+    RunSlots,
     Slots,
     free_operation,
     run_alone_operation,
@@ -253,13 +254,17 @@ class PipelineExecutable:
         instruction, at = ordered.instruction, self._offsets[ordered.mesh]
         if isinstance(instruction, Run):
             program = programs[instruction.piece]
-            reads = [at + buffer for buffer in instruction.reads]
-            writes = [at + buffer for buffer in instruction.writes]
+            donated = self.programs.donated[instruction.piece]
+            own = RunSlots(
+                tuple(at + buffer for buffer in instruction.reads),
+                tuple(at + instruction.reads[position] for position in donated),
+                tuple(at + buffer for buffer in instruction.writes),
+            )
             if not collective[instruction.piece]:
-                return run_operation(program, reads, writes)
+                return run_operation(program, own)
             sizes = [self._bytes_of((ordered.mesh, buffer)) for buffer in instruction.writes]
             witness = sizes.index(min(sizes)) if sizes else 0
-            return run_alone_operation(program, reads, writes, self._latest, ordered.mesh, witness)
+            return run_alone_operation(program, own, self._latest, ordered.mesh, witness)
         if isinstance(instruction, Send):
             transfers = instruction.transfers
             send = transfer_function(
