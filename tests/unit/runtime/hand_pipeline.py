@@ -203,7 +203,9 @@ def make_executable(
     return PipelineExecutable(
         plan,
         pipeline,
-        emit_programs(pipeline, make_schedule(schedule, 2, num_micro_batches, stage_mesh=stage_mesh)),
+        emit_programs(
+            pipeline, make_schedule(schedule, 2, num_micro_batches, stage_mesh=stage_mesh)
+        ),
         [fn for _, fn in pieces],
         meshes,
         {
