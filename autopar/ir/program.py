@@ -1,9 +1,9 @@
 """Pipelines as data: pieces of a step, the buffers between them, and what each mesh runs.
 
 A step on several meshes is cut into *pieces*, programs that one mesh runs at once. A `Pipeline`
-says what pieces there are, which buffers they read and write, and what is sent from stage to stage.
-With a schedule it becomes one static list of instructions per mesh (`PipelinePrograms`), the same
-for every step, which a runtime follows without deciding anything.
+says what pieces there are, which buffers they read and write, and what is sent from stage to
+stage. With a schedule it becomes one static list of instructions per mesh (`PipelinePrograms`),
+the same for every step, which a runtime follows without deciding anything.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ class Ref(NamedTuple):
     value: int
     micro_batch: int | None
 
+    def of(self, micro_batch: int | None) -> Ref:
+        """The buffer that is meant while that micro-batch is being run."""
+        return Ref(self.value, micro_batch) if self.micro_batch == EACH else self
+
+
+class Slot(NamedTuple):
+    """A buffer of a step: its stage, and a ref that does not say `EACH`."""
+
+    stage: int
+    ref: Ref
+
 
 class Phase(Enum):
     """When a piece runs: once before all micro-batches, for each of them, or once after all."""
@@ -41,9 +52,9 @@ PER_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
 
 @dataclass(frozen=True)
 class Piece:
-    """A program of one stage. What it both reads and writes (sums over micro-batches) is updated in
-    place. A stage has at most one piece per phase and part; parts are numbered from 0 and run in
-    order, with transfers between them."""
+    """A program of one stage. What it both reads and writes (sums over micro-batches) is updated
+    in place; nothing else is written twice. A stage has at most one piece per phase and part.
+    Parts are run in order, those of PREPARE and UPDATE with transfers between them."""
 
     stage: int
     phase: Phase
@@ -54,8 +65,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A buffer of one stage that is copied to another, where it is known by the same ref. A ref
-    with `EACH` is copied for every micro-batch."""
+    """A buffer of one stage that is copied to another, where it is known by the same ref, once it
+    is complete: an argument, or when the last piece that writes it has run. A ref with `EACH` is
+    copied for every micro-batch."""
 
     ref: Ref
     source: int
@@ -72,8 +84,8 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Pipeline:
     """A step in pieces. `stage_mesh` gives the mesh of each stage: several stages may share one.
-    `donated` are positions of inputs whose buffers the step may use up. A result may be an argument
-    that is handed on as it is."""
+    `donated` are positions of inputs whose buffers the step may use up. A result may be an
+    argument that is handed on as it is."""
 
     num_micro_batches: int
     stage_mesh: tuple[int, ...]
@@ -129,6 +141,9 @@ class Recv:
 
 @dataclass(frozen=True)
 class Free:
+    """Let buffers go: nothing reads them any more. Every buffer that is neither a result nor an
+    argument of the caller's has one `Free`, also if the last piece that read it may use it up."""
+
     buffers: tuple[int, ...]
 
 
@@ -137,8 +152,10 @@ Instruction = Run | Send | Recv | Free
 
 @dataclass(frozen=True)
 class MeshProgram:
-    """What one mesh does in a step. Arguments are in their buffers when it starts, and results when
-    it ends: (position among the step's inputs or outputs, buffer)."""
+    """What one mesh does in a step, in this order. A `Send` waits for nothing, a `Recv` for its
+    `Send`. Arguments are in their buffers when it starts, and results when it ends: (position
+    among the step's inputs or outputs, buffer). A buffer's number is never given to another
+    buffer."""
 
     instructions: tuple[Instruction, ...]
     inputs: tuple[tuple[int, int], ...]
@@ -148,8 +165,8 @@ class MeshProgram:
 
 @dataclass(frozen=True)
 class PipelinePrograms:
-    """The lists of all meshes. `donated[p]` are the positions in the reads of piece p whose buffers
-    it may use up, in every run of it alike."""
+    """The lists of all meshes. `donated[p]` are the positions in the reads of piece p whose
+    buffers it may use up, in every run of it alike."""
 
     meshes: tuple[MeshProgram, ...]
     donated: tuple[tuple[int, ...], ...]

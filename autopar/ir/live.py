@@ -1,0 +1,89 @@
+"""What is live while pipeline programs run: from lists of instructions to buffers and bytes over
+time.
+
+Bytes are of buffers between pieces. What a piece needs inside comes on top while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.program import (
+    Free,
+    MeshProgram,
+    Pipeline,
+    PipelinePrograms,
+    Recv,
+    Ref,
+    Run,
+    Slot,
+)
+
+
+def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
+    """What each buffer of a mesh holds."""
+    slots = {}
+    for position, buffer in program.inputs:
+        place = pipeline.inputs[position]
+        slots[buffer] = Slot(place.stage, Ref(place.value, None))
+    for instruction in program.instructions:
+        match instruction:
+            case Run():
+                piece = pipeline.pieces[instruction.piece]
+                for buffer, ref in zip(instruction.writes, piece.writes, strict=True):
+                    slots[buffer] = Slot(piece.stage, ref.of(instruction.micro_batch))
+            case Recv():
+                for buffer, number in zip(instruction.buffers, instruction.transfers, strict=True):
+                    transfer = pipeline.transfers[number]
+                    ref = transfer.ref.of(instruction.micro_batch)
+                    slots[buffer] = Slot(transfer.target, ref)
+    return slots
+
+
+def live_buffers(programs: PipelinePrograms) -> tuple[tuple[int, ...], ...]:
+    """Per mesh, how many buffers are live while each instruction is run, those that it reads and
+    those that it writes among them; while a `Free` is run, those that it leaves."""
+    return tuple(_sizes(program, lambda _: 1) for program in programs.meshes)
+
+
+def bytes_over_time(
+    pipeline: Pipeline, programs: PipelinePrograms, bytes_of: Callable[[int, Ref], int]
+) -> tuple[tuple[int, ...], ...]:
+    """The same in bytes; those of a buffer are `bytes_of(stage, ref)`. What is updated in place
+    counts once, but what else a piece may use up counts beside what it writes."""
+    found = []
+    for program in programs.meshes:
+        size = {b: bytes_of(*slot) for b, slot in buffer_slots(pipeline, program).items()}
+        found.append(_sizes(program, size.__getitem__))
+    return tuple(found)
+
+
+def live_bytes(
+    pipeline: Pipeline, programs: PipelinePrograms, bytes_of: Callable[[int, Ref], int]
+) -> tuple[int, ...]:
+    """Per mesh, the most bytes that are live at a time, from before the first instruction on."""
+    peaks = []
+    for program, line in zip(
+        programs.meshes, bytes_over_time(pipeline, programs, bytes_of), strict=True
+    ):
+        places = [pipeline.inputs[position] for position, _ in program.inputs]
+        at_start = sum(bytes_of(place.stage, Ref(place.value, None)) for place in places)
+        peaks.append(max((at_start, *line)))
+    return tuple(peaks)
+
+
+def _sizes(program: MeshProgram, size_of: Callable[[int], int]) -> tuple[int, ...]:
+    live = {buffer for _, buffer in program.inputs}
+    total = sum(map(size_of, live))
+    sizes = []
+    for instruction in program.instructions:
+        match instruction:
+            case Run(writes=new) | Recv(buffers=new):
+                appeared = set(new) - live
+                live |= appeared
+                total += sum(map(size_of, appeared))
+            case Free(buffers=gone):
+                live -= set(gone)
+                total -= sum(map(size_of, gone))
+        sizes.append(total)
+    return tuple(sizes)

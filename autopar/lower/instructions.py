@@ -1,0 +1,271 @@
+"""Instructions: from a `Pipeline` and a `Schedule` to the list that each mesh runs.
+
+All pieces are first put into one order in which they could run one after the other (`turns.py`). A
+buffer is sent right after the last piece that writes it, and received later in that order. So no
+mesh ever waits for one that waits for it, however fast each goes through its own list.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autopar.ir.program import (
+    Free,
+    Instruction,
+    MeshProgram,
+    Pipeline,
+    PipelinePrograms,
+    Place,
+    Recv,
+    Ref,
+    Run,
+    Send,
+    Slot,
+)
+from autopar.ir.schedule import Schedule
+from autopar.lower.turns import Turn, copied_refs, order_turns
+
+START = -1  # the place in the order before the first turn
+
+
+def emit_programs(pipeline: Pipeline, schedule: Schedule) -> PipelinePrograms:
+    """The lists of all meshes. Copies that nothing reads are not made. An AssertionError means
+    that the pipeline was sliced wrongly, or that the schedule is not for it."""
+    assert schedule.stage_mesh == pipeline.stage_mesh, "the schedule is for other meshes"
+    assert schedule.num_micro_batches == pipeline.num_micro_batches, "for other micro-batches"
+    turns = order_turns(pipeline, schedule)
+    drafts = _drafts(pipeline, turns, _moves(pipeline, turns, schedule.eager))
+    last_uses = [_last_uses(draft) for draft in drafts]
+    kept = [_kept(pipeline, draft, mesh) for mesh, draft in enumerate(drafts)]
+    return PipelinePrograms(
+        tuple(
+            _finished(pipeline, draft, mesh, last_uses[mesh], kept[mesh])
+            for mesh, draft in enumerate(drafts)
+        ),
+        _donated(pipeline, drafts, last_uses, kept),
+    )
+
+
+def _slot(place: Place) -> Slot:
+    return Slot(place.stage, Ref(place.value, None))
+
+
+# -- when buffers are sent and received
+
+
+class _Move(NamedTuple):
+    """A copy of one buffer: sent right after the turn `sent_after`, received right before the turn
+    `received` or else after it. `hops` counts the copies of which it is a copy."""
+
+    transfer: int
+    source: Slot
+    target: Slot
+    sent_after: int
+    received: int
+    before_turn: bool
+    hops: int
+
+
+def _moves(pipeline: Pipeline, turns: Sequence[Turn], eager: bool) -> list[_Move]:
+    """A copy is received right before its first use; but after the clock in which it was sent if
+    the schedule is eager and it belongs to a micro-batch's turn, or if it is sent on from
+    there."""
+    complete = {_slot(place): START for place in pipeline.inputs}
+    first_read: dict[Slot, int] = {}
+    for place, turn in enumerate(turns):
+        complete.update(dict.fromkeys(turn.writes, place))
+        for slot in turn.reads:
+            first_read.setdefault(slot, place)
+    copies: dict[Slot, tuple[int, Slot]] = {}
+    for number, transfer in enumerate(pipeline.transfers):
+        for ref in copied_refs(pipeline, transfer.ref):
+            target = Slot(transfer.target, ref)
+            assert target not in copies, f"{target} is sent twice"
+            assert target not in complete, f"{target} is sent there, but is there already"
+            copies[target] = number, Slot(transfer.source, ref)
+    wanted = {*first_read, *map(_slot, pipeline.outputs)} & copies.keys()
+    handed_on: set[Slot] = set()
+    for target in wanted:
+        while (target := copies[target][1]) in copies:
+            handed_on.add(target)
+    moves: dict[Slot, _Move] = {}
+
+    def move_to(target: Slot) -> _Move:
+        if target in moves:
+            return moves[target]
+        number, source = copies[target]
+        if source in complete:
+            sent_after, hops = complete[source], 0
+        else:
+            assert source in copies, f"{source} is sent, but nothing writes it"
+            previous = move_to(source)
+            sent_after, hops = previous.received, previous.hops + 1
+        clock_end = START if sent_after == START else turns[sent_after].clock_end
+        read = first_read.get(target, len(turns))
+        assert sent_after < read, f"{target} is read in turn {read}, but sent after {sent_after}"
+        ahead = eager and sent_after != START and turns[sent_after].micro_batch is not None
+        if (ahead or target in handed_on or read == len(turns)) and clock_end < read:
+            received, before_turn = clock_end, False
+        else:
+            received, before_turn = read, True
+        moves[target] = _Move(number, source, target, sent_after, received, before_turn, hops)
+        return moves[target]
+
+    return [move_to(target) for target in copies if target in wanted or target in handed_on]
+
+
+# -- the lists
+
+
+class _Draft(NamedTuple):
+    """A mesh's list as far as it is written, and the numbers of its buffers."""
+
+    instructions: list[Instruction]
+    numbers: dict[Slot, int]
+
+    def known(self, slots: Sequence[Slot]) -> tuple[int, ...]:
+        missing = [slot for slot in slots if slot not in self.numbers]
+        assert not missing, f"{missing} are read, but nothing writes them before"
+        return tuple(self.numbers[slot] for slot in slots)
+
+    def new(self, slots: Sequence[Slot]) -> tuple[int, ...]:
+        written = [slot for slot in slots if slot in self.numbers]
+        assert not written, f"{written} are written a second time"
+        for slot in slots:
+            self.numbers[slot] = len(self.numbers)
+        return tuple(self.numbers[slot] for slot in slots)
+
+
+def _drafts(pipeline: Pipeline, turns: Sequence[Turn], moves: Sequence[_Move]) -> list[_Draft]:
+    drafts = [_Draft([], {}) for _ in range(pipeline.num_meshes)]
+    draft_of = [drafts[mesh] for mesh in pipeline.stage_mesh]
+    for place in pipeline.inputs:
+        draft_of[place.stage].new([_slot(place)])
+    before, after = _grouped(moves)
+    for now in range(START, len(turns)):
+        for tag, group in before[now]:
+            _receive(pipeline, draft_of, tag, group)
+        if now != START:
+            turn = turns[now]
+            draft = draft_of[pipeline.pieces[turn.piece].stage]
+            reads = draft.known(turn.reads)
+            in_place = set(turn.reads)
+            draft.new([slot for slot in turn.writes if slot not in in_place])
+            run = Run(turn.piece, turn.micro_batch, reads, draft.known(turn.writes))
+            draft.instructions.append(run)
+        for _, is_recv, tag, group in after[now]:
+            (_receive if is_recv else _send)(pipeline, draft_of, tag, group)
+    return drafts
+
+
+_Before = dict[int, list[tuple[int, list[_Move]]]]
+_After = dict[int, list[tuple[int, bool, int, list[_Move]]]]
+
+
+def _grouped(moves: Sequence[_Move]) -> tuple[_Before, _After]:
+    """Moves that are sent and received together, under one tag: (tag, moves) before each turn, and
+    (hops, whether it is received, tag, moves) after it."""
+    groups: dict[tuple, list[_Move]] = defaultdict(list)
+    for move in moves:
+        stages = move.source.stage, move.target.stage
+        when = move.sent_after, move.hops, move.received, move.before_turn
+        groups[when, stages, move.source.ref.micro_batch].append(move)
+    before: _Before = defaultdict(list)
+    after: _After = defaultdict(list)
+    for tag, group in enumerate(groups.values()):
+        move = group[0]
+        after[move.sent_after].append((move.hops, False, tag, group))
+        if move.before_turn:
+            before[move.received].append((tag, group))
+        else:
+            after[move.received].append((move.hops, True, tag, group))
+    for entries in after.values():
+        entries.sort(key=lambda entry: entry[:3])
+    return before, after
+
+
+def _send(pipeline: Pipeline, draft_of: list[_Draft], tag: int, group: list[_Move]) -> None:
+    draft, to_mesh = draft_of[group[0].source.stage], pipeline.stage_mesh[group[0].target.stage]
+    buffers = draft.known([move.source for move in group])
+    transfers = tuple(move.transfer for move in group)
+    micro_batch = group[0].source.ref.micro_batch
+    draft.instructions.append(Send(buffers, transfers, micro_batch, to_mesh, tag))
+
+
+def _receive(pipeline: Pipeline, draft_of: list[_Draft], tag: int, group: list[_Move]) -> None:
+    draft, from_mesh = draft_of[group[0].target.stage], pipeline.stage_mesh[group[0].source.stage]
+    buffers = draft.new([move.target for move in group])
+    transfers = tuple(move.transfer for move in group)
+    micro_batch = group[0].target.ref.micro_batch
+    draft.instructions.append(Recv(buffers, transfers, micro_batch, from_mesh, tag))
+
+
+# -- what is freed, and what may be used up
+
+
+def _last_uses(draft: _Draft) -> dict[int, int]:
+    """Per buffer, the instruction after which nothing needs it."""
+    last: dict[int, int] = {}
+    for position, instruction in enumerate(draft.instructions):
+        match instruction:
+            case Run():
+                last.update(dict.fromkeys((*instruction.reads, *instruction.writes), position))
+            case Send() | Recv():
+                last.update(dict.fromkeys(instruction.buffers, position))
+    return last
+
+
+def _kept(pipeline: Pipeline, draft: _Draft, mesh: int) -> set[int]:
+    """Buffers that are not freed: results, and arguments that stay the caller's."""
+    places = [p for n, p in enumerate(pipeline.inputs) if n not in pipeline.donated]
+    places += pipeline.outputs
+    slots = [_slot(p) for p in places if pipeline.stage_mesh[p.stage] == mesh]
+    return set(draft.known(slots))
+
+
+def _finished(
+    pipeline: Pipeline, draft: _Draft, mesh: int, last_use: dict[int, int], kept: set[int]
+) -> MeshProgram:
+    def buffers(places: Sequence[Place]) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (position, draft.numbers[_slot(place)])
+            for position, place in enumerate(places)
+            if pipeline.stage_mesh[place.stage] == mesh
+        )
+
+    inputs = buffers(pipeline.inputs)
+    freed_after: dict[int, list[int]] = defaultdict(list)
+    for buffer in draft.numbers.values():
+        if buffer not in kept:
+            freed_after[last_use.get(buffer, START)].append(buffer)
+    instructions: list[Instruction] = []
+    for position in range(START, len(draft.instructions)):
+        if position != START:
+            instructions.append(draft.instructions[position])
+        if position in freed_after:
+            instructions.append(Free(tuple(freed_after[position])))
+    return MeshProgram(tuple(instructions), inputs, buffers(pipeline.outputs), len(draft.numbers))
+
+
+def _donated(
+    pipeline: Pipeline,
+    drafts: Sequence[_Draft],
+    last_uses: Sequence[dict[int, int]],
+    kept: Sequence[set[int]],
+) -> tuple[tuple[int, ...], ...]:
+    """Per piece, the positions of its reads that are updated in place, or that none of its runs
+    leaves anyone to read."""
+    donated = [set(range(len(piece.reads))) for piece in pipeline.pieces]
+    for draft, last_use, its_kept in zip(drafts, last_uses, kept, strict=True):
+        for position, instruction in enumerate(draft.instructions):
+            if isinstance(instruction, Run):
+                in_place = set(instruction.writes)
+                donated[instruction.piece] -= {
+                    n
+                    for n, buffer in enumerate(instruction.reads)
+                    if buffer not in in_place
+                    and (buffer in its_kept or last_use[buffer] != position)
+                }
+    return tuple(tuple(sorted(positions)) for positions in donated)
