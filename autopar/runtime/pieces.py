@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from autopar.errors import CompileError
 from autopar.ir.program import Piece, Pipeline
 
-Shardings = Mapping[tuple[int, int], NamedSharding]  # of (stage, value)
+# Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
+Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 
 
 def piece_names(pipeline: Pipeline) -> list[str]:
@@ -30,8 +30,7 @@ def compile_pieces(
     pipeline: Pipeline,
     functions: Sequence[Callable[..., Sequence[Any]]],
     donated: Sequence[tuple[int, ...]],
-    shardings: Shardings,
-    avals: Mapping[int, Any],
+    buffers: Buffers,
 ) -> list[jax.stages.Compiled]:
     """The program of every piece, from its reads to its writes. XLA works on several at a time."""
     names = piece_names(pipeline)
@@ -39,7 +38,7 @@ def compile_pieces(
         # A buffer that a piece may use up is freed by that, even if no result can lie in it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = [
-            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, shardings, avals)
+            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, buffers)
             for name, piece, flat_fn, used_up in zip(
                 names, pipeline.pieces, functions, donated, strict=True
             )
@@ -60,30 +59,24 @@ def _lower(
     piece: Piece,
     flat_fn: Callable[..., Sequence[Any]],
     donated: tuple[int, ...],
-    shardings: Shardings,
-    avals: Mapping[int, Any],
+    buffers: Buffers,
 ) -> jax.stages.Lowered:
     def run(*values: Any) -> list[Any]:
         return list(flat_fn(*values))
 
     run.__name__ = run.__qualname__ = name
-    read_shardings = [shardings[piece.stage, ref.value] for ref in piece.reads]
+    reads = [buffers[piece.stage, ref.value] for ref in piece.reads]
+    writes = [buffers[piece.stage, ref.value] for ref in piece.writes]
     jitted = jax.jit(
         run,
-        in_shardings=read_shardings,
-        out_shardings=[shardings[piece.stage, ref.value] for ref in piece.writes],
+        in_shardings=[buffer.sharding for buffer in reads],
+        out_shardings=[buffer.sharding for buffer in writes],
         donate_argnums=donated,
         keep_unused=True,
     )
-    read_avals = [avals[ref.value] for ref in piece.reads]
-    lowered = jitted.lower(
-        *(
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
-            for a, s in zip(read_avals, read_shardings, strict=True)
-        )
-    )
+    lowered = jitted.lower(*reads)
     made = [(info.shape, info.dtype) for info in lowered.out_info]
-    wanted = [(avals[ref.value].shape, avals[ref.value].dtype) for ref in piece.writes]
+    wanted = [(buffer.shape, buffer.dtype) for buffer in writes]
     assert made == wanted, f"{name} gives {made}, not {wanted}"
     return lowered
 

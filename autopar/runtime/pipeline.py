@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from autopar import _jax
 from autopar.errors import ArgumentError, TraceError
@@ -36,7 +36,7 @@ from autopar.runtime.operations import (
     send_operation,
 )
 from autopar.runtime.order import Buffer, Ordered, buffer_refs, interleave, live_bytes_over_time
-from autopar.runtime.pieces import Shardings, compile_pieces, piece_names, program_bytes
+from autopar.runtime.pieces import Buffers, compile_pieces, piece_names, program_bytes
 from autopar.runtime.transfers import transfer_function
 
 
@@ -56,8 +56,9 @@ class PipelineExecutable:
     """What `step.last_executable` gives of a pipelined step.
 
     functions:  one per piece, from its reads to its writes, in order.
-    shardings:  of every value, per stage that holds it. A stage's are all on the mesh of the stage.
-    avals:      type of every value; for values of a micro-batch, that of one micro-batch.
+    buffers:    (stage, value) -> type and `NamedSharding` of what holds the value on that stage; for
+                values of a micro-batch, those of one micro-batch.
+    avals:      types of the step's arguments.
     tile_plans: of transfers (by number) that need not go shard by shard; `jax.device_put` takes
                 through the host what is not here.
     whole:      the step as one flat function, for when it is called inside of another program.
@@ -70,9 +71,8 @@ class PipelineExecutable:
         programs: PipelinePrograms,
         functions: Sequence[Callable[..., Sequence[Any]]],
         meshes: Sequence[Mesh],
-        shardings: Shardings,
-        avals: Mapping[int, Any],
-        input_avals: Sequence[Any],
+        buffers: Buffers,
+        avals: Sequence[Any],
         tile_plans: Mapping[int, TilePlan] | None = None,
         whole: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
@@ -80,13 +80,12 @@ class PipelineExecutable:
         self.pipeline = pipeline
         self.programs = programs
         self.meshes = tuple(meshes)
-        self.avals = tuple(input_avals)
-        self.input_shardings = [shardings[p.stage, p.value] for p in pipeline.inputs]
-        self.output_shardings = [shardings[p.stage, p.value] for p in pipeline.outputs]
+        self.avals = tuple(avals)
+        self.input_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.inputs]
+        self.output_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.outputs]
         self.names = piece_names(pipeline)
         self._functions = tuple(functions)
-        self._shardings = shardings
-        self._value_avals = avals
+        self._buffers = buffers
         self._tile_plans = tile_plans or {}
         self._whole = whole
         self._types = [(aval.shape, aval.dtype) for aval in self.avals]
@@ -233,8 +232,7 @@ class PipelineExecutable:
                 self.pipeline,
                 self._functions,
                 self.programs.donated,
-                self._shardings,
-                self._value_avals,
+                self._buffers,
             )
         return dict(zip(self.names, self._compiled, strict=True))
 
@@ -268,9 +266,8 @@ class PipelineExecutable:
         if isinstance(instruction, Send):
             transfers = instruction.transfers
             send = transfer_function(
-                [self._value_avals[self.pipeline.transfers[t].ref.value] for t in transfers],
-                [self._sharding_of(t, at_source=True) for t in transfers],
-                [self._sharding_of(t, at_source=False) for t in transfers],
+                [self._buffer_of(t, at_source=True) for t in transfers],
+                [self._buffer_of(t, at_source=False) for t in transfers],
                 [self._tile_plans.get(t) for t in transfers],
             )
             to = self._offsets[instruction.to_mesh]
@@ -278,22 +275,16 @@ class PipelineExecutable:
             return send_operation(send, sources, [to + buffer for buffer in ordered.received])
         return free_operation([at + buffer for buffer in instruction.buffers])
 
-    def _sharding_of(self, transfer_number: int, at_source: bool) -> NamedSharding:
+    def _buffer_of(self, transfer_number: int, at_source: bool) -> jax.ShapeDtypeStruct:
         transfer = self.pipeline.transfers[transfer_number]
         stage = transfer.source if at_source else transfer.target
-        return self._shardings[stage, transfer.ref.value]
+        return self._buffers[stage, transfer.ref.value]
 
     # -- looking into it
 
-    def _bytes_of_value(self, stage: int, value: int) -> int:
-        """Bytes of a value on one device of a stage's mesh."""
-        aval = self._value_avals[value]
-        own = self._shardings[stage, value].shard_shape(aval.shape)
-        return prod(own) * aval.dtype.itemsize
-
     def _bytes_of(self, buffer: Buffer) -> int:
         stage, ref = self._refs[buffer]
-        return self._bytes_of_value(stage, ref.value)
+        return _bytes_on_one_device(self._buffers[stage, ref.value])
 
     def live_bytes(self) -> tuple[int, ...]:
         """The most bytes that lie in buffers of each mesh between instructions, per device, as
@@ -370,5 +361,5 @@ class PipelineExecutable:
         (folder / "figures.json").write_text(json.dumps(figures, indent=1))
 
 
-def _bytes_on_one_device(array: jax.Array) -> int:
+def _bytes_on_one_device(array: Any) -> int:
     return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize

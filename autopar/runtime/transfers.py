@@ -29,14 +29,16 @@ def can_copy_shards(shape: tuple[int, ...], source: NamedSharding, target: Named
 
 
 def transfer_function(
-    avals: Sequence[Any],
-    sources: Sequence[NamedSharding],
-    targets: Sequence[NamedSharding],
+    sources: Sequence[jax.ShapeDtypeStruct],
+    targets: Sequence[jax.ShapeDtypeStruct],
     tile_plans: Sequence[TilePlan | None],
 ) -> Callable[[list[Any]], list[Any]]:
     """A function that takes arrays from their source to their target shardings, in new buffers."""
     ways: list[Callable[[Any], Any] | None] = []
-    for aval, source, target, plan in zip(avals, sources, targets, tile_plans, strict=True):
+    for aval, wanted, plan in zip(sources, targets, tile_plans, strict=True):
+        assert (aval.shape, aval.dtype) == (wanted.shape, wanted.dtype), (aval, wanted)
+        source, target = aval.sharding, wanted.sharding
+        assert isinstance(source, NamedSharding) and isinstance(target, NamedSharding)
         if source.device_set == target.device_set:
             ways.append(_copier(target, _on_cpu(target)))
         elif (
@@ -49,7 +51,7 @@ def transfer_function(
         else:
             ways.append(send_tiles(plan, target))
     put = [i for i, way in enumerate(ways) if way is None]
-    put_targets = [targets[i] for i in put]
+    put_targets = [targets[i].sharding for i in put]
     if len(put) == len(ways):
         return lambda arrays: jax.device_put(arrays, put_targets)
 

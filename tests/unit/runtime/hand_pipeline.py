@@ -209,11 +209,14 @@ def make_executable(
         [fn for _, fn in pieces],
         meshes,
         {
-            (stage, value): NamedSharding(meshes[stage_mesh[stage]], SPECS[stage].get(value, P()))
+            (stage, value): jax.ShapeDtypeStruct(
+                aval.shape,
+                aval.dtype,
+                sharding=NamedSharding(meshes[stage_mesh[stage]], SPECS[stage].get(value, P())),
+            )
             for stage in (0, 1)
-            for value in avals
+            for value, aval in avals.items()
         },
-        avals,
         [avals[place.value] for place in INPUTS],
         **options,
     )
