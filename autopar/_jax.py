@@ -127,6 +127,28 @@ def below_name(name: str, name_stack: Any) -> Any:
     return _source_info.NameStack().extend(name) + name_stack
 
 
+def first_name(name_stack: Any) -> str | None:
+    """The outermost name in a stack that is not one of JAX's own; None if there is none."""
+    return next((x.name for x in name_stack.stack if _is_name(x)), None)
+
+
+def renamed_first(name_stack: Any, name: str, new: str) -> Any:
+    """The stack with another name in place of its outermost one, or around it all if that is not
+    `name`."""
+    stack = name_stack.stack
+    for index, element in enumerate(stack):
+        if _is_name(element):
+            if element.name != name:
+                break
+            return type(name_stack)((*stack[:index], type(element)(new), *stack[index + 1 :]))
+    return below_name(new, name_stack)
+
+
+def _is_name(element: Any) -> bool:
+    is_scope = isinstance(element, _source_info.Scope)
+    return is_scope and element.name not in ("checkpoint", "rematted_computation")
+
+
 def source_line(source_info: Any) -> str:
     """`file.py:12 (function)` of the user's code that made an equation."""
     return _source_info.summarize(source_info)

@@ -161,7 +161,7 @@ class Flow:
     def segment(self, indices: list[int]) -> Segment:
         program = self.program
         equations = [program.equations[i] for i in indices]
-        heavy = tuple(p for p, e in enumerate(equations) if _products(e))
+        heavy = tuple(p for p, e in enumerate(equations) if products(e))
         numbers: dict[Any, int] = {}
         signatures = tuple(
             numbers.setdefault(_signature(equations[p], program.avals), len(numbers)) for p in heavy
@@ -219,8 +219,8 @@ class Flow:
             elsewhere = any(self.regions[r] != BACKWARD and r not in own for r in readers)
             if not elsewhere and value not in self.outputs:
                 residuals.add(value)
-        products = [p for e in equations for p in _products(e)]
-        modules = [module_name(e.scope) for e in products or equations]
+        heavy = [p for e in equations for p in products(e)]
+        modules = [module_name(e.scope) for e in heavy or equations]
         layer = Layer(
             name=_common_module(modules) or f"layer {number}",
             equations=tuple(group),
@@ -265,11 +265,11 @@ def _values(equation: Equation) -> list[int]:
     return [o for o in equation.operands if isinstance(o, int)]
 
 
-def _products(equation: Equation) -> list[Equation]:
+def products(equation: Equation) -> list[Equation]:
     """The equation itself if it is a product; those in it if it is a loop."""
     if equation.name in _PRODUCTS:
         return [equation]
-    return [p for body in equation.bodies for inner in body.equations for p in _products(inner)]
+    return [p for body in equation.bodies for inner in body.equations for p in products(inner)]
 
 
 def _flops(equation: Equation, avals: Sequence[Any]) -> float:

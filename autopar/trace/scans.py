@@ -42,7 +42,7 @@ class ScanPair:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class ScanParts:
     """The operands of a scan, or the inputs of its body, by their kind."""
 
     consts: tuple[Any, ...]
@@ -50,10 +50,10 @@ class _Parts:
     xs: tuple[Any, ...]
 
 
-def _parts(scan: Equation, values: Sequence[Any]) -> _Parts:
+def scan_parts(scan: Equation, values: Sequence[Any]) -> ScanParts:
     num_consts, num_carry = _jax.scan_sizes(scan.params)
     first_x = num_consts + num_carry
-    return _Parts(
+    return ScanParts(
         tuple(values[:num_consts]), tuple(values[num_consts:first_x]), tuple(values[first_x:])
     )
 
@@ -71,10 +71,10 @@ def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> Scan
     backward = next((b for b in found if _reverses(program.equations[b], scan)), None)
     if backward is None:
         return None
-    own = _parts(program.equations[backward], program.equations[backward].operands)
+    own = scan_parts(program.equations[backward], program.equations[backward].operands)
     others = {o for o in (*own.consts, *own.carry, *program.outputs) if isinstance(o, int)}
     (body,) = scan.bodies
-    inputs = _parts(scan, body.inputs)
+    inputs = scan_parts(scan, body.inputs)
     candidates = [
         p
         for p in range(num_carry, len(scan.results))
@@ -108,7 +108,7 @@ def _pair(scan: Equation, forward: int, backward: int, candidates: list[int]) ->
     equations, read = needed_equations(body.equations, wanted, set())
     read |= wanted - {r for e in equations for r in e.results}
     there = {body.outputs[p] for p in range(num_carry, len(body.outputs)) if p not in dropped}
-    carries = set(_parts(scan, body.inputs).carry)
+    carries = set(scan_parts(scan, body.inputs).carry)
     stacked = sorted(v for v in read if v in carries | from_effects and v not in there)
     length = scan.params["length"]
     return ScanPair(forward, backward, tuple(dropped), tuple(equations), tuple(stacked), length)
@@ -146,7 +146,7 @@ class ScanRewriter:
         """The backward scan, with these operands: it makes the dropped slices itself."""
         scan, copier = self.backward, self.copier
         (body,) = scan.bodies
-        inside, outside = _parts(scan, body.inputs), _parts(scan, operands)
+        inside, outside = scan_parts(scan, body.inputs), scan_parts(scan, operands)
         dropped = {self.forward.results[p]: p for p in self.pair.dropped}
         slices = list(zip(inside.xs, outside.xs, strict=True))
         gone = [(i, dropped[o]) for i, o in slices if isinstance(o, int) and o in dropped]
@@ -184,8 +184,8 @@ class ScanRewriter:
         """Make what the forward body reads known in the backward body, through constants and
         slices that are there already or are added: forward value -> backward value."""
         (body,) = self.forward.bodies
-        inside = _parts(self.forward, body.inputs)
-        outside = _parts(self.forward, self.forward.operands)
+        inside = scan_parts(self.forward, body.inputs)
+        outside = scan_parts(self.forward, self.forward.operands)
         needed = self.needed()
         renamed: dict[int, int] = {}
         for where, pairs in (
