@@ -174,7 +174,8 @@ def _grouped(moves: Sequence[_Move]) -> tuple[_Before, _After]:
         groups[when, stages, move.source.ref.micro_batch].append(move)
     before: _Before = defaultdict(list)
     after: _After = defaultdict(list)
-    for tag, group in enumerate(groups.values()):
+    in_order = sorted(groups.values(), key=lambda group: (group[0].sent_after, group[0].hops))
+    for tag, group in enumerate(in_order):
         move = group[0]
         after[move.sent_after].append((move.hops, False, tag, group))
         if move.before_turn:
