@@ -80,7 +80,7 @@ class Holdings:
         ups, downs = self.problem.strategies[u], self.problem.strategies[v]
         key = (id(ups), id(downs), result, position, finishes)
         if key not in self._shares:
-            self._shares[key] = _copy_shares(
+            self._shares[key] = copy_shares(
                 ups, downs, result, position, finishes, self.problem.mesh.shape
             )
         return self._shares[key]
@@ -138,7 +138,7 @@ def _alive(columns: tuple[np.ndarray, ...], at: int) -> list[tuple[int, float]]:
     return [(int(g), float(total[g])) for g in np.flatnonzero(total)]
 
 
-def _copy_shares(
+def copy_shares(
     ups: Sequence[Strategy],
     downs: Sequence[Strategy],
     result: int,

@@ -8,8 +8,9 @@ all members add up in it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +42,53 @@ class ShardingProblem:
     pairwise: PairwiseProblem
 
 
+@dataclass(frozen=True, eq=False)
+class FoldedGraph:
+    """A graph and its classes, with all that does not depend on the mesh: worth keeping where one
+    graph is solved on several."""
+
+    graph: Graph
+    classes: list[int]
+
+    @cached_property
+    def members(self) -> dict[int, list[int]]:
+        members: dict[int, list[int]] = {}
+        for index, owner in enumerate(self.classes):
+            members.setdefault(owner, []).append(index)
+        return members
+
+    @cached_property
+    def prices(self) -> dict[int, list[tuple[Node, int]]]:
+        """Per class its members that cost differently, and how many there are of each."""
+        found: dict[int, list[tuple[Node, int]]] = {}
+        for owner, indices in self.members.items():
+            alike = Counter(_price_key(self.graph.nodes[i]) for i in indices)
+            example_of = {_price_key(self.graph.nodes[i]): self.graph.nodes[i] for i in indices}
+            found[owner] = [(example_of[key], count) for key, count in alike.items()]
+        return found
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int, int, int, bool], float]:
+        """(class, class, result, operand position, deferred) -> how often it is resharded."""
+        graph, classes = self.graph, self.classes
+        counts: dict[tuple[int, int, int, int, bool], float] = defaultdict(float)
+        for index, node in enumerate(graph.nodes):
+            for position, value in enumerate(node.operands):
+                u, result = graph.producer[value]
+                weight = edge_weight(graph.nodes[u], node)
+                info = graph.values[value]
+                counts[classes[u], classes[index], result, position, info.deferred] += weight
+        # State must leave the step as it came in.
+        for i, o in graph.state:
+            source, target = graph.outputs[o], graph.inputs[i]
+            assert source is not None
+            u, result = graph.producer[source]
+            v, _ = graph.producer[target]
+            if u != v:
+                counts[classes[u], classes[v], result, STATE_EDGE, True] += 1.0
+        return counts
+
+
 def build_problem(
     graph: Graph,
     mesh: LogicalMesh,
@@ -48,38 +96,42 @@ def build_problem(
     allowed: Allowed,
     keep: StrategyFilter | None = None,
 ) -> ShardingProblem:
-    members: dict[int, list[int]] = {}
-    for index, owner in enumerate(classes):
-        members.setdefault(owner, []).append(index)
+    return problem_on_mesh(FoldedGraph(graph, classes), mesh, allowed, keep)
+
+
+def problem_on_mesh(
+    folded: FoldedGraph, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None = None
+) -> ShardingProblem:
+    graph = folded.graph
     strategies: dict[int, list[Strategy]] = {}
     costs: dict[int, np.ndarray] = {}
     cache: dict[tuple, list[Strategy]] = {}
-    for owner, indices in members.items():
+    for owner, indices in folded.members.items():
         node = graph.nodes[indices[0]]
-        pinned = {
-            (r, allowed[v])
-            for i in indices
-            for r, v in enumerate(graph.nodes[i].results)
-            if v in allowed
-        }
+        pinned: set[tuple[int, frozenset[Layout]]] = set()
+        if allowed:
+            pinned = {
+                (r, allowed[v])
+                for i in indices
+                for r, v in enumerate(graph.nodes[i].results)
+                if v in allowed
+            }
         key = (node.kind, node.name, node.rule, node.batch_factor, node.region, frozenset(pinned))
         if key not in cache:
             cache[key] = _allowed(graph, node, mesh, pinned, keep)
         strategies[owner] = cache[key]
-        alike = Counter(_price_key(graph.nodes[i]) for i in indices)
-        example_of = {_price_key(graph.nodes[i]): graph.nodes[i] for i in indices}
         costs[owner] = np.sum(
             [
-                count * _node_costs(graph, example_of[key], mesh, strategies[owner])
-                for key, count in alike.items()
+                count * node_costs(graph, example, mesh, strategies[owner])
+                for example, count in folded.prices[owner]
             ],
             axis=0,
         )
     pairwise = PairwiseProblem(costs)
-    for (u, v, _), (matrix, count) in _edges(graph, mesh, classes, members, strategies).items():
-        pairwise.add_edge(u, v, matrix * count)
-    representative = {owner: indices[0] for owner, indices in members.items()}
-    return ShardingProblem(graph, mesh, classes, representative, strategies, pairwise)
+    for u, v, matrix in _edges(folded, mesh, strategies):
+        pairwise.add_edge(u, v, matrix)
+    representative = {owner: indices[0] for owner, indices in folded.members.items()}
+    return ShardingProblem(graph, mesh, folded.classes, representative, strategies, pairwise)
 
 
 def _price_key(node: Node) -> tuple:
@@ -128,7 +180,7 @@ def _starting_at_zero(strategy: Strategy) -> Strategy:
     return replace(strategy, operands=(*whole, last))
 
 
-def _node_costs(
+def node_costs(
     graph: Graph, node: Node, mesh: LogicalMesh, strategies: list[Strategy]
 ) -> np.ndarray:
     values = (*node.operands, *node.results)
@@ -157,30 +209,10 @@ def _node_costs(
 
 
 def _edges(
-    graph: Graph,
-    mesh: LogicalMesh,
-    classes: list[int],
-    members: dict[int, list[int]],
-    strategies: dict[int, list[Strategy]],
-) -> dict[tuple, tuple[np.ndarray, float]]:
-    counts: dict[tuple, float] = defaultdict(float)
-    for index, node in enumerate(graph.nodes):
-        for position, value in enumerate(node.operands):
-            u, result = graph.producer[value]
-            weight = edge_weight(graph.nodes[u], node)
-            info = graph.values[value]
-            counts[classes[u], classes[index], result, position, info.deferred] += weight
-    # State must leave the step as it came in.
-    for i, o in graph.state:
-        source, target = graph.outputs[o], graph.inputs[i]
-        assert source is not None
-        u, result = graph.producer[source]
-        v, _ = graph.producer[target]
-        if u != v:
-            counts[classes[u], classes[v], result, STATE_EDGE, True] += 1.0
-    found: dict[tuple, tuple[np.ndarray, float]] = {}
-    for key, weight in counts.items():
-        u, v, result, position, deferred = key
+    folded: FoldedGraph, mesh: LogicalMesh, strategies: dict[int, list[Strategy]]
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    graph, members = folded.graph, folded.members
+    for (u, v, result, position, deferred), weight in folded.edges.items():
         producer = graph.nodes[members[u][0]]
         consumer = graph.nodes[members[v][0]]
         value = producer.results[result]
@@ -194,5 +226,4 @@ def _edges(
         else:
             columns = [table.index[s.operands[position]] for s in strategies[v]]
         matrix = np.minimum(table.cost_s[np.ix_(rows, columns)], FORBIDDEN)
-        found[(u, v, key[2:])] = (matrix, weight)
-    return found
+        yield u, v, matrix * weight

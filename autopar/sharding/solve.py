@@ -19,7 +19,13 @@ from autopar.ir.spec import Layout
 from autopar.sharding.budget import solve_within_budget
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, build_problem
+from autopar.sharding.problem import (
+    Allowed,
+    FoldedGraph,
+    ShardingProblem,
+    StrategyFilter,
+    problem_on_mesh,
+)
 from autopar.sharding.reduce import reduce_problem
 from autopar.sharding.strategies import Strategy
 
@@ -94,15 +100,19 @@ def solve_graph(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     fold: bool = True,
+    folded: FoldedGraph | None = None,
 ) -> GraphSharding:
-    """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may."""
+    """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may. `folded`:
+    the graph with its classes, where they are known already."""
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
-    classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
-    classes = _part_by_pins(graph, classes, allowed)
+    if folded is None:
+        folded = fold_graph(graph, fold=fold)
+    if allowed:
+        folded = FoldedGraph(graph, _part_by_pins(graph, folded.classes, allowed))
     clock.lap("fold")
-    problem = build_problem(graph, mesh, classes, allowed, keep)
+    problem = problem_on_mesh(folded, mesh, allowed, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
     clock.lap("costs")
     reduction = reduce_problem(problem.pairwise.copy())
@@ -122,6 +132,11 @@ def solve_graph(
         seconds=seconds,
     )
     return GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+
+
+def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
+    classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
+    return FoldedGraph(graph, classes)
 
 
 class DoesNotFit(Exception):
@@ -206,9 +221,11 @@ class _Clock:
 
 __all__ = [
     "DoesNotFit",
+    "FoldedGraph",
     "GraphSharding",
     "ShardingProblem",
     "SolveStats",
     "fit_into_memory",
+    "fold_graph",
     "solve_graph",
 ]

@@ -24,6 +24,7 @@ BESIDE_COMPILER = {
     "steering",
     "following",
     "assemble",
+    "stage_tables",
 }
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
@@ -45,6 +46,7 @@ ALLOWED_IMPORTS = {
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "remat_choice": {*PASSES, *BELOW_PASSES, *EVERYONE},
+    "stage_tables": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "api": {*BELOW_API, *EVERYONE},
