@@ -83,13 +83,13 @@ class Ranges:
         self._fixed_bytes = _sums([t.held_bytes for t in tables])
         self._fixed_bytes += _largest([t.working_bytes for t in tables])
         self._in_flight_bytes = _sums([t.in_flight_bytes for t in tables])
-        self._allowed = np.ones(len(tables), bool)
+        self.allowed = np.ones(len(tables), bool)
 
     def only(self, allowed: np.ndarray) -> Ranges:
         """The same ranges, without the variants that are not allowed."""
         part = copy(self)
         part.__dict__.pop("cost_s", None)
-        part._allowed = allowed
+        part.allowed = self.allowed & allowed
         return part
 
     @cached_property
@@ -99,7 +99,7 @@ class Ranges:
         cost = self.latency_s + self.once_s / setting.num_micro_batches + setting.launches_s
         cost += self._transfer_s[self.submesh_of]
         first, end = np.indices(cost.shape[1:])
-        is_candidate = (first < end) & self._allowed[:, None, None]
+        is_candidate = (first < end) & self.allowed[:, None, None]
         return np.where(is_candidate, cost, inf)
 
     @cached_property
@@ -134,7 +134,7 @@ class Ranges:
         """By how much a range exceeds the budget under the variant that exceeds it least."""
         tables = range(len(self.tables))
         peaks = np.array([self.peak_bytes(table, first, end, in_flight) for table in tables])
-        return float((peaks - self._budget_bytes).min())
+        return float((peaks - self._budget_bytes)[self.allowed].min())
 
     def stage(self, table: int, first: int, end: int, in_flight: int) -> StageChoice:
         at, variant = (table, first, end), self.tables[table]

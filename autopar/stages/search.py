@@ -24,14 +24,14 @@ Bounds that differ by less than `SAME` are one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice
+from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice, Submesh
 from autopar.stages.least_sums import SAME, LeastSums, Piece
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.schedules import in_flight_bound
@@ -49,6 +49,7 @@ def search_stages(
     top: int = 5,
     gap: float = 0.0,
     cutoff_s: float = inf,
+    submeshes: Collection[Submesh] | None = None,
 ) -> tuple[PipelineChoice | None, SearchReport]:
     """The best pipeline under the tables, and what was considered; None if none fits.
 
@@ -57,9 +58,12 @@ def search_stages(
                 them some of other numbers of stages.
     gap:        the plan may take this much longer than the best one, as a ratio.
     cutoff_s:   only plans whose step takes less are of interest.
+    submeshes:  those that stages may have; None for all that there are tables of.
     """
     started = time.perf_counter()
     ranges = Ranges(tables, setting)
+    if submeshes is not None:
+        ranges = ranges.only(np.array([table.submesh in submeshes for table in tables]))
     priced = time.perf_counter()
     num_devices = setting.cluster.num_devices
     notes: list[str] = []
@@ -77,11 +81,12 @@ def search_stages(
             "The plan is at least as good as the best of tiling submeshes."
         )
     if top > 1:
-        searches[-1].add_alternatives()
+        for search in searches:
+            search.add_alternatives()
     plans = {key: plan for search in searches for key, plan in search.plans.items()}
     best = sorted(plans.values(), key=lambda plan: plan.step_s)[: max(1, top)]
     num_tried = sum(search.num_tried for search in searches)
-    num_candidates = len(tables) * ranges.num_layers * (ranges.num_layers + 1) // 2
+    num_candidates = int(ranges.allowed.sum()) * ranges.num_layers * (ranges.num_layers + 1) // 2
     num_fitting = int(searches[-1].usable.sum())
     report = SearchReport(
         num_layers=ranges.num_layers,
@@ -112,9 +117,10 @@ def _searches(
     """One search; if there are submeshes that need not tile, one without them before it, so that
     there is a plan to fall back on."""
     tiling = set(candidate_submeshes(ranges.setting.cluster))
-    allowed = np.array([table.submesh in tiling for table in ranges.tables])
+    is_tiling = np.array([table.submesh in tiling for table in ranges.tables])
+    all_tile = is_tiling[ranges.allowed].all()
     searches: list[_Search] = []
-    for part in [ranges] if allowed.all() else [ranges.only(allowed), ranges]:
+    for part in [ranges] if all_tile else [ranges.only(is_tiling), ranges]:
         search = _Search(part, num_devices, num_stages, gap, cutoff_s)
         search.run()
         cutoff_s = search.best_s
@@ -262,6 +268,8 @@ def _intra_only_s(ranges: Ranges) -> float | None:
 def _why_none(ranges: Ranges, num_stages: int | None) -> str:
     if num_stages is not None and num_stages > ranges.num_layers:
         return f"{num_stages} stages need as many layers; there are {ranges.num_layers}."
+    if not ranges.allowed.any():
+        return "There are no tables of the submeshes that stages may have."
     in_flight = most_in_flight(ranges.setting, 1)
     for layer in range(ranges.num_layers):
         missing = ranges.missing_bytes(layer, layer + 1, in_flight)
