@@ -5,10 +5,10 @@ and equations of no layer, follow by data flow:
 
 - a carry belongs where its sum is made, an argument where the result that replaces it is made or,
   if there is none, where it is first read;
-- what is computed before it is read by a layer belongs to the first that does, and what is
-  computed from one layer's values alone to that layer;
-- what joins several layers (the norm of all gradients), and all that is made of it alone, is
-  *shared*.
+- what is computed from one layer's values alone belongs to it, and anything else to the first
+  layer that reads it.
+
+What is left, since nobody reads it, is *shared*.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class _Places:
         self.num_layers = num_layers
         self.layer = [SHARED] * len(graph.nodes)
         self.phase = [ONCE] * len(graph.nodes)
-        self.joins: set[int] = set()  # nodes of several layers, and what is made of them alone
         self.readers: list[list[int]] = [[] for _ in graph.nodes]
         self.made_from: list[list[int]] = []
         for index, node in enumerate(graph.nodes):
@@ -89,7 +88,7 @@ class _Places:
             if (value := self.graph.outputs[o]) is not None
         }
         for index in range(len(nodes) - 1, -1, -1):
-            if self.layer[index] != SHARED or index in self.joins:
+            if self.layer[index] != SHARED:
                 continue
             update = updated_by.get(index, index)
             if self.layer[update] != SHARED:
@@ -98,7 +97,7 @@ class _Places:
                 found = [self.layer[r] for r in self.readers[index]]
                 self.layer[index] = min((x for x in found if x != SHARED), default=SHARED)
         for index, before in enumerate(self.made_from):  # what nobody reads
-            if before and self.layer[index] == SHARED and index not in self.joins:
+            if before and self.layer[index] == SHARED:
                 self.layer[index] = self.layer[before[0]]
         return NodePlaces(np.array(self.layer), np.array(self.phase), self.num_layers)
 
@@ -136,12 +135,9 @@ class _Places:
                 self.phase[index] = min(found, default=self.phase[index])
 
     def follow_operands(self, index: int, node: Node) -> None:
-        """After the loop: the one layer that the operands have; of several, none."""
+        """Outside of the loop: the one layer that all operands have, if there is one."""
         if node.kind is NodeKind.INPUT:
             return
-        before = [p for p in self.made_from[index] if p < index]
-        found = {self.layer[p] for p in before} - {SHARED}
+        found = {self.layer[p] for p in self.made_from[index] if p < index} - {SHARED}
         if len(found) == 1:
             (self.layer[index],) = found
-        elif found or any(p in self.joins for p in before):
-            self.joins.add(index)

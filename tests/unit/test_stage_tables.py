@@ -115,14 +115,12 @@ def test_parameters_and_moments_belong_to_their_layers(optimizer: str) -> None:
     assert sorted(traces) == list(range(DEPTH))
 
 
-@pytest.mark.parametrize(("optimizer", "has_norm"), [("sgd", False), ("clipped", True)])
-def test_only_what_joins_layers_is_shared(optimizer: str, has_norm: bool) -> None:
-    """The norm of all gradients belongs to none; nothing else that reads several is."""
+@pytest.mark.parametrize("optimizer", ["sgd", "clipped"])
+def test_all_work_has_a_layer(optimizer: str) -> None:
+    """With clipping, too, where an equation adds up the norms of all gradients."""
     graph, places = mlp(optimizer).graph, mlp(optimizer).places
-    shared = [graph.nodes[i] for i in np.flatnonzero(places.layer == SHARED)]
-    joins = [node for node in shared if len(node.operands) > 1]
-    assert bool(joins) == has_norm
-    assert all(graph.values[v].shape == () for node in joins for v in node.results)
+    homeless = [graph.nodes[i] for i in np.flatnonzero(places.layer == SHARED)]
+    assert {node.name for node in homeless} <= {"iota", "scan_slice"}  # numbers of micro-batches
 
 
 def test_products_run_for_every_micro_batch_and_updates_once() -> None:
