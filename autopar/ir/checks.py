@@ -24,6 +24,7 @@ from autopar.ir.program import (
     Run,
     Send,
     Slot,
+    slots_of,
 )
 
 
@@ -121,9 +122,11 @@ class _Mesh:
         in_place = set(piece.reads) & set(piece.writes)
         if len(run.reads) != len(piece.reads) or len(run.writes) != len(piece.writes):
             self._fail(f"reads {len(piece.reads)} and writes {len(piece.writes)} buffers")
+        donated = set(self.donated[run.piece])
+        slots = slots_of(piece.stage, piece.reads, run.micro_batch)
         for n, (buffer, ref) in enumerate(zip(run.reads, piece.reads, strict=True)):
-            self._read(buffer, Slot(piece.stage, ref.of(run.micro_batch)))
-            if n not in self.donated[run.piece]:
+            self._read(buffer, slots[n])
+            if n not in donated:
                 if ref in in_place:
                     self._fail(f"{self._told(buffer)} is updated in place, but not used up")
                 continue
@@ -133,8 +136,8 @@ class _Mesh:
                 self.gone[buffer] = "used up"
             elif buffer in self.sent:
                 self._fail(f"{self._told(buffer)} was sent before it was complete")
-        for buffer, ref in zip(run.writes, piece.writes, strict=True):
-            slot = Slot(piece.stage, ref.of(run.micro_batch))
+        slots = slots_of(piece.stage, piece.writes, run.micro_batch)
+        for buffer, ref, slot in zip(run.writes, piece.writes, slots, strict=True):
             if ref not in in_place:
                 self._write(buffer, slot)
             elif self.slots.get(buffer) != slot:

@@ -17,6 +17,7 @@ from autopar.ir.program import (
     Ref,
     Run,
     Slot,
+    slots_of,
 )
 
 
@@ -30,8 +31,8 @@ def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
         match instruction:
             case Run():
                 piece = pipeline.pieces[instruction.piece]
-                for buffer, ref in zip(instruction.writes, piece.writes, strict=True):
-                    slots[buffer] = Slot(piece.stage, ref.of(instruction.micro_batch))
+                written = slots_of(piece.stage, piece.writes, instruction.micro_batch)
+                slots.update(zip(instruction.writes, written, strict=True))
             case Recv():
                 for buffer, number in zip(instruction.buffers, instruction.transfers, strict=True):
                     transfer = pipeline.transfers[number]

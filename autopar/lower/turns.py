@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from autopar.ir.program import EACH, PER_MICRO_BATCH, Phase, Pipeline, Ref, Slot
+from autopar.ir.program import EACH, PER_MICRO_BATCH, Phase, Pipeline, Ref, Slot, slots_of
 from autopar.ir.schedule import Schedule
 
 
@@ -63,11 +63,9 @@ def copied_refs(pipeline: Pipeline, ref: Ref) -> list[Ref]:
 
 def _turn(pipeline: Pipeline, p: int, micro_batch: int | None, clock_end: int) -> Turn:
     piece = pipeline.pieces[p]
-
-    def slots(refs: tuple[Ref, ...]) -> tuple[Slot, ...]:
-        return tuple(Slot(piece.stage, ref.of(micro_batch)) for ref in refs)
-
-    return Turn(p, micro_batch, slots(piece.reads), slots(piece.writes), clock_end)
+    reads = slots_of(piece.stage, piece.reads, micro_batch)
+    writes = slots_of(piece.stage, piece.writes, micro_batch)
+    return Turn(p, micro_batch, reads, writes, clock_end)
 
 
 def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:

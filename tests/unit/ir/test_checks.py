@@ -176,7 +176,7 @@ def test_a_piece_that_is_never_run_is_found():
 def test_a_result_that_was_used_up_is_found():
     pipeline = replace(PIPELINE, outputs=(Place(TOTAL, 1), Place(W, 0)))
     second = (*SECOND[:5], Free((2,)))
-    with pytest.raises(AssertionError, match="result 0 is not in buffer 0.*used up"):
+    with pytest.raises(AssertionError, match=r"result 0 is not in buffer 0.*used up"):
         check_programs(pipeline, programs(second=second, outputs=((0, 0),)))
     check_programs(
         pipeline,
