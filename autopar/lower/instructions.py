@@ -106,7 +106,7 @@ def _moves(pipeline: Pipeline, turns: Sequence[Turn], eager: bool) -> list[_Move
         read = first_read.get(target, len(turns))
         assert sent_after < read, f"{target} is read in turn {read}, but sent after {sent_after}"
         ahead = eager and sent_after != START and turns[sent_after].micro_batch is not None
-        if (ahead or target in handed_on or read == len(turns)) and clock_end < read:
+        if ahead or target in handed_on or read == len(turns):
             received, before_turn = clock_end, False
         else:
             received, before_turn = read, True

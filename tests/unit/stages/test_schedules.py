@@ -150,6 +150,10 @@ def test_the_checker_finds_what_is_wrong():
         ),
         "3 entries": replace(good, clocks=((*good.clocks[0], None), *good.clocks[1:])),
     }
+    one = make_schedule("gpipe", 1, 2)  # F0 F1 B0 B1 U
+    wrong["micro_batch=1.* before .*micro_batch=0"] = changed(
+        one, (2, 0, one.clocks[3][0]), (3, 0, one.clocks[2][0])
+    )
     for message, schedule in wrong.items():
         with pytest.raises(AssertionError, match=message):
             check_schedule(schedule)
