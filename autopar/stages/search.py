@@ -24,7 +24,7 @@ Bounds that differ by less than `SAME` are one.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -167,14 +167,24 @@ class _Search:
                 add(first, self._bound_of(found.plan, bound) - 1, found.sum_s)
 
         if len(bounds):
-            try_bound(0, len(bounds) - 1)
+            self._start(add)
         while heap and self.num_unplaced < MOST_UNPLACED:
             least_s, first, last, floor_s = heappop(heap)
             if least_s >= self.best_s * (1 - max(self.gap, SAME)):
                 return
-            middle = (first + last) // 2
+            middle = (first + last) // 2 if weight else last
             add(middle + 1, last, floor_s)
             try_bound(first, middle)
+
+    def _start(self, add: Callable[[int, int, float], None]) -> None:
+        """All bounds as one interval, above the least sum that the quick programme gives; if that
+        is the sum of a plan, only those below its slowest stage."""
+        last = len(self.bounds) - 1
+        floor_s, optimum, _ = self._quick(inf)
+        if optimum is not None:
+            last = self._bound_of(optimum.plan, last) - 1
+        if floor_s < inf:
+            add(0, last, floor_s)
 
     def most_devices(self) -> int:
         """The most devices that any plan can use; 0 if there is none."""
@@ -199,16 +209,10 @@ class _Search:
     def _at(self, bound_s: float, rest_s: float) -> _Optimum | None:
         """The optimum of a bound; None if, with at least `rest_s` for the other micro-batches, it
         is no better than what is known."""
-        self.num_tried += 1
-        prefixes = self.sums.prefixes(bound_s)
-        least_s = prefixes[-1, self.num_devices]
-        if least_s >= self.best_s - rest_s:
-            return None
-        if self.num_stages is None:
-            plan = self._plan(self.sums.pieces_of_prefixes(prefixes, bound_s))
-            if plan is not None and sum(_costs(plan, self.setting)) <= least_s * (1 + SAME):
-                return _Optimum(least_s, plan)
+        floor_s, optimum, prefixes = self._quick(bound_s, rest_s)
         limit_s = self.best_s - rest_s
+        if optimum is not None or floor_s >= limit_s:
+            return optimum
         suffixes = self.sums.suffixes(bound_s, limit_s, prefixes)
         counts = range(1, len(suffixes)) if self.num_stages is None else (self.num_stages,)
         found = [(suffixes[s][0, self.num_devices], s) for s in counts if s < len(suffixes)]
@@ -218,6 +222,20 @@ class _Search:
         plan = self._plan(self.sums.pieces_of_suffixes(suffixes, count, bound_s))
         assert plan is not None, "a stage that fits by the search does not fit"
         return _Optimum(least_s, plan)
+
+    def _quick(
+        self, bound_s: float, rest_s: float = 0.0
+    ) -> tuple[float, _Optimum | None, np.ndarray]:
+        """What the quick programme says of a bound: a floor of the least sum, the optimum if its
+        stages fit where they stand, and its table."""
+        self.num_tried += 1
+        prefixes = self.sums.prefixes(bound_s)
+        floor_s = prefixes[-1, self.num_devices]
+        if self.num_stages is None and floor_s < self.best_s - rest_s:
+            plan = self._plan(self.sums.pieces_of_prefixes(prefixes, bound_s))
+            if plan is not None and sum(_costs(plan, self.setting)) <= floor_s * (1 + SAME):
+                return floor_s, _Optimum(floor_s, plan), prefixes
+        return floor_s, None, prefixes
 
     def _plan(self, pieces: Sequence[Piece]) -> PipelineChoice | None:
         """The pieces under the best variants that fit where they stand; kept if it can be laid

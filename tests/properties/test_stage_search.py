@@ -28,7 +28,7 @@ IN_FLIGHT = {
     "inference": lambda n, s: 1,
 }
 DEVICE = DeviceSpec("test", 1, 1, 1, 1, 100.0, 30.0, 0.01, 0.05, 1)
-CLUSTERS = [(1, 1), (1, 2), (1, 4), (1, 6), (1, 8), (2, 1), (2, 2), (2, 4), (3, 2), (4, 2), (2, 3)]
+CLUSTERS = [(1, 1), (1, 2), (1, 4), (1, 6), (1, 8), (2, 2), (2, 4), (3, 2), (4, 2), (2, 3), (8, 1)]
 
 
 def random_tables(
@@ -39,7 +39,7 @@ def random_tables(
     equal = random.random() < 0.3
     tables = []
     for submesh in candidate_submeshes(cluster):
-        for _ in range(random.choice([0, 1, 2], p=[0.1, 0.4, 0.5])):
+        for _ in range(random.choice([0, 1, 2], p=[0.05, 0.45, 0.5])):
 
             def figures(most: int) -> np.ndarray:
                 row = random.integers(0, most + 1, num_layers)
@@ -64,14 +64,13 @@ def random_tables(
 def random_setting(
     random: np.random.Generator, schedule: str, cluster: ClusterSpec, num_layers: int
 ) -> Setting:
-    limits = {
-        s: float(random.integers(20, 40 * num_layers + 60)) for s in candidate_submeshes(cluster)
-    }
-    budgets = [inf, float(random.integers(20, 40 * num_layers + 60)), limits.__getitem__]
+    low, high = 40, 25 * num_layers + 80
+    limits = {s: float(random.integers(low, high)) for s in candidate_submeshes(cluster)}
+    budgets = [inf, float(random.integers(low, high)), limits.__getitem__]
     return Setting(
         cluster=cluster,
         boundary_bytes=random.integers(0, 60, num_layers - 1),
-        num_micro_batches=int(random.choice([1, 2, 3, 4, 8, 32])),
+        num_micro_batches=int(random.choice([1, 2, 4, 8, 32])),
         schedule=schedule,
         memory_budget=budgets[random.integers(3)],
         launch_s=float(random.choice([0.0, 0.3])),
@@ -155,16 +154,13 @@ def check_plan(plan, tables, setting: Setting, num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    shape=st.sampled_from(CLUSTERS),
-    num_layers=st.integers(1, 6),
-    asked=st.sampled_from([None, None, 1, 2, 3]),
-)
+@given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_no_pipeline_is_better(schedule, seed, shape, num_layers, asked):
-    random = np.random.default_rng(seed)
-    cluster = ClusterSpec(*shape, device=DEVICE)
+def test_no_pipeline_is_better(schedule, seed):
+    random = np.random.default_rng([seed, SCHEDULES.index(schedule)])
+    cluster = ClusterSpec(*CLUSTERS[random.integers(len(CLUSTERS))], device=DEVICE)
+    num_layers = int(random.choice([1, 2, 3, 4, 5, 6], p=[0.04, 0.1, 0.16, 0.2, 0.25, 0.25]))
+    asked = [None, None, None, 1, 2, 3][random.integers(6)]
     tables = random_tables(random, cluster, num_layers)
     if not tables:
         return

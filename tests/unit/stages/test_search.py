@@ -140,6 +140,21 @@ def test_the_variant_depends_on_the_position():
     assert [stage.table for stage in choice.stages] == [1, 0]
 
 
+def test_what_would_be_best_if_it_fitted_gives_way_to_another_submesh():
+    """On one device the first stage fits only if it recomputes; on two it need not."""
+    cluster = ClusterSpec(3, 1)
+    tables = [
+        table((1, 1), [1.0, 1.0], in_flight_bytes=10),
+        table((1, 1), [1.2, 1.2], in_flight_bytes=1, remat=True),
+        table((2, 1), [1.05, 1.0], in_flight_bytes=5),
+    ]
+    fitting, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=15))
+    assert summary(fitting) == [((0, 1), (2, 1)), ((1, 2), (1, 1))]
+    assert fitting.step_s == pytest.approx(2.05 + 1.05)
+    roomy, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=20))
+    assert summary(roomy) == [((0, 1), (1, 1)), ((1, 2), (2, 1))]
+
+
 def test_a_budget_by_submesh():
     cluster = ClusterSpec(1, 2)
     tables = linear_tables(cluster, [1.0, 1.0], held_bytes=4)
