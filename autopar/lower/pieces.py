@@ -224,10 +224,8 @@ class _StageCutter:
         captured = dict(self.program.captured)
         found = dict(self.body.captured)
         for operand, value in zip(self.loop.operands, self.body.inputs, strict=True):
-            if not isinstance(operand, int):
-                found[value] = operand.value
-            elif operand in captured and value not in self.body_refs:
-                found[value] = captured[operand]
+            if value not in self.body_refs:
+                found[value] = captured[operand] if isinstance(operand, int) else operand.value
         return found
 
     # -- prologue

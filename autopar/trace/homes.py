@@ -323,7 +323,9 @@ class _Finder:
                     crossing = self.crosses(value, stage)
                     key = (value, self.owner[value] if crossing else stage)
                     needed[key] = max(needed.get(key, 0), own + crossing)
-        deepest = max(after.values(), default=0)
+        # Results of the loop that are sent are finished in a part of their own stage first.
+        finished = set(equations[self.loop].results)
+        deepest = max([0, *after.values(), *(n for (v, _), n in needed.items() if v in finished)])
         return {key: deepest - own for key, own in after.items()}
 
 
