@@ -88,19 +88,22 @@ def _moves(pipeline: Pipeline, turns: Sequence[Turn], eager: bool) -> list[_Move
     wanted = {*first_read, *map(_slot, pipeline.outputs)} & copies.keys()
     handed_on: set[Slot] = set()
     for target in wanted:
-        while (target := copies[target][1]) in copies:
-            handed_on.add(target)
+        source = copies[target][1]
+        while source in copies and source not in handed_on:
+            handed_on.add(source)
+            source = copies[source][1]
     moves: dict[Slot, _Move] = {}
 
-    def move_to(target: Slot) -> _Move:
+    def move_to(target: Slot, hops_left: int = pipeline.num_stages) -> _Move:
         if target in moves:
             return moves[target]
+        assert hops_left, f"{target} is sent in a circle"
         number, source = copies[target]
         if source in complete:
             sent_after, hops = complete[source], 0
         else:
             assert source in copies, f"{source} is sent, but nothing writes it"
-            previous = move_to(source)
+            previous = move_to(source, hops_left - 1)
             sent_after, hops = previous.received, previous.hops + 1
         clock_end = START if sent_after == START else turns[sent_after].clock_end
         read = first_read.get(target, len(turns))

@@ -89,9 +89,10 @@ def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
         awaited[p] = {q for q in own if pieces[q].part < pieces[p].part}
         for ref in pieces[p].reads:
             slot = sources.get(Slot(pieces[p].stage, ref))
-            while slot:
-                awaited[p].update(writers[slot])
-                slot = sources.get(slot)
+            for _ in range(pipeline.num_stages):
+                if slot:
+                    awaited[p].update(writers[slot])
+                    slot = sources.get(slot)
     while left:
         found = next((p for p in left if awaited[p].isdisjoint(left)), None)
         assert found is not None, f"{phase} pieces {left} wait for each other"

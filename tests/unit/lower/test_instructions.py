@@ -307,6 +307,15 @@ def test_what_cannot_be_run_is_found():
             pieces=(replace(pieces[0], reads=once(BATCH, 77)), *pieces[1:]),
             transfers=(*good.transfers, Transfer(Ref(77, None), 1, 0)),
         ),
+        "is sent in a circle": replace(
+            good,
+            pieces=(replace(pieces[0], reads=once(BATCH, 77)), *pieces[1:]),
+            transfers=(
+                *good.transfers,
+                Transfer(Ref(77, None), 1, 0),
+                Transfer(Ref(77, None), 0, 1),
+            ),
+        ),
         "wait for each other": replace(
             good,
             pieces=tuple(cyclic),
