@@ -56,7 +56,7 @@ class PipelineExecutable:
     """What `step.last_executable` gives of a pipelined step.
 
     functions:  one per piece, from its reads to its writes, in order.
-    buffers:    (stage, value) -> type and `NamedSharding` of what holds the value on that stage; for
+    buffers:    (stage, value) -> type and `NamedSharding` of what holds the value there; for
                 values of a micro-batch, those of one micro-batch.
     avals:      types of the step's arguments.
     tile_plans: of transfers (by number) that need not go shard by shard; `jax.device_put` takes
