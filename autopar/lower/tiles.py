@@ -3,19 +3,20 @@
 Both layouts cut the array into a grid, and what crosses are the intersections of the two grids'
 cells. The target's cells are first cut once more among the devices that hold the same one, so that
 each element crosses once. Where several source devices hold a tile, the least busy one sends it,
-the largest tiles first; if that leaves one device busier than it need be, the source's cells are cut
-among their holders as well. Of all ways to cut, the one whose busiest device moves the fewest bytes
-is taken, then the one with the fewest tiles.
+the largest tiles first; if that leaves one device busier than it need be, the source's cells are
+cut among their holders as well. Of all ways to cut, the one whose busiest device moves the fewest
+bytes is taken, then the one with the fewest tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
+from autopar.ir.program import Pipeline
 from autopar.ir.spec import WHOLE, Layout, fits
 from autopar.ir.tiles import (
     Box,
@@ -81,6 +82,21 @@ def plan_tiles(
         tuple(tiles),
         tuple(_gathers(shape, target_layout, target_mesh, landing, targets[landing])),
     )
+
+
+def plan_transfers(
+    pipeline: Pipeline, buffers: Mapping[tuple[int, int], tuple[Shape, int, Layout, Shape]]
+) -> dict[int, TilePlan]:
+    """Plans of a pipeline's transfers between meshes, by number. `buffers`: (stage, value) ->
+    shape, bytes of an element, layout, shape of the stage's mesh."""
+    plans = {}
+    for number, transfer in enumerate(pipeline.transfers):
+        value = transfer.ref.value
+        if pipeline.stage_mesh[transfer.source] != pipeline.stage_mesh[transfer.target]:
+            shape, itemsize, *source = buffers[transfer.source, value]
+            _, _, *target = buffers[transfer.target, value]
+            plans[number] = plan_tiles(shape, itemsize, *source, *target)
+    return plans
 
 
 def _cuts(shape: Shape, layout: Layout, mesh_shape: Shape) -> Iterator[Layout]:

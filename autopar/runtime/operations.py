@@ -65,7 +65,7 @@ def run_alone_operation(
 
 
 def send_operation(
-    send: Callable[[list[Any]], list[Any]], sources: Sequence[int], targets: Sequence[int]
+    send: Callable[[list[Any]], Sequence[Any]], sources: Sequence[int], targets: Sequence[int]
 ) -> Operation:
     def operation(slots: Slots) -> None:
         arrays = send([slots[slot] for slot in sources])

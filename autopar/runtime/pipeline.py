@@ -59,8 +59,8 @@ class PipelineExecutable:
     buffers:    (stage, value) -> type and `NamedSharding` of what holds the value there; for
                 values of a micro-batch, those of one micro-batch.
     avals:      types of the step's arguments.
-    tile_plans: of transfers (by number) that need not go shard by shard; `jax.device_put` takes
-                through the host what is not here.
+    tile_plans: of transfers, by number. What has none, and does not go shard by shard, is taken
+                through the host by `jax.device_put`, which is best on virtual CPU devices.
     whole:      the step as one flat function, for when it is called inside of another program.
     """
 

@@ -1,8 +1,9 @@
 """Arrays from mesh to mesh on the devices of this process.
 
 `jax.device_put` copies shard by shard if the source holds every shard that the target wants. If
-not, it takes the array through the host, and waits for it: then `send_tiles` follows a `TilePlan`
-instead, with slices and copies between devices that nobody waits for.
+not, it takes the array through the host, and waits for it: then a `TilePlan` is better, which
+`send_tiles` follows by slices and copies between devices that nobody waits for. On virtual CPU
+devices the host is where everything lies, so there it is better without plans.
 """
 
 from __future__ import annotations
@@ -20,58 +21,68 @@ from autopar import _jax
 from autopar.ir.spec import WHOLE
 from autopar.ir.tiles import Box, Tile, TilePlan, shard_box, slices, within
 
-
-def can_copy_shards(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether `jax.device_put` finds every shard of the target among those of the source."""
-    held = {str(index) for index in source.devices_indices_map(shape).values()}
-    wanted = {str(index) for index in target.devices_indices_map(shape).values()}
-    return wanted <= held
+Sender = Callable[[list[Any]], Sequence[Any]]
 
 
 def transfer_function(
     sources: Sequence[jax.ShapeDtypeStruct],
     targets: Sequence[jax.ShapeDtypeStruct],
     tile_plans: Sequence[TilePlan | None],
-) -> Callable[[list[Any]], list[Any]]:
-    """A function that takes arrays from their source to their target shardings, in new buffers."""
-    ways: list[Callable[[Any], Any] | None] = []
-    for aval, wanted, plan in zip(sources, targets, tile_plans, strict=True):
+) -> Sender:
+    """A function that takes arrays from their source to their target shardings, in new buffers.
+    What can go the same way goes together."""
+    copied, put = [], []
+    ways: list[tuple[list[int], Sender]] = []
+    for i, (aval, wanted, plan) in enumerate(zip(sources, targets, tile_plans, strict=True)):
         assert (aval.shape, aval.dtype) == (wanted.shape, wanted.dtype), (aval, wanted)
         source, target = aval.sharding, wanted.sharding
         assert isinstance(source, NamedSharding) and isinstance(target, NamedSharding)
         if source.device_set == target.device_set:
-            ways.append(_copier(target, _on_cpu(target)))
-        elif (
-            plan is None
-            or _on_cpu(target)
-            or _jax.is_extended_dtype(aval.dtype)
-            or can_copy_shards(aval.shape, source, target)
-        ):
-            ways.append(None)
+            ways.append(([i], _each(_copier(target))))
+        elif _jax.is_extended_dtype(aval.dtype):
+            put.append(i)
+        elif _indices(aval.shape, source) == _indices(aval.shape, target):
+            copied.append(i)
+        elif plan is None or set(_indices(aval.shape, target)) <= set(_indices(aval.shape, source)):
+            put.append(i)
         else:
-            ways.append(send_tiles(plan, target))
-    put = [i for i, way in enumerate(ways) if way is None]
-    put_targets = [targets[i].sharding for i in put]
-    if len(put) == len(ways):
-        return lambda arrays: jax.device_put(arrays, put_targets)
+            ways.append(([i], _each(send_tiles(plan, target))))
+    if copied:
+        ways.append((copied, _jax.shard_copier([targets[i].sharding for i in copied])))
+    if put:
+        places = [targets[i].sharding for i in put]
+        ways.append((put, lambda arrays: jax.device_put(arrays, places)))
+    if len(ways) == 1:
+        return ways[0][1]
 
     def send(arrays: list[Any]) -> list[Any]:
-        sent = [
-            way(array) if way is not None else None for way, array in zip(ways, arrays, strict=True)
-        ]
-        for i, array in zip(
-            put, jax.device_put([arrays[i] for i in put], put_targets), strict=True
-        ):
-            sent[i] = array
+        sent: list[Any] = [None] * len(arrays)
+        for numbers, way in ways:
+            for i, array in zip(numbers, way([arrays[i] for i in numbers]), strict=True):
+                sent[i] = array
         return sent
 
     return send
 
 
+def _each(way: Callable[[Any], Any]) -> Sender:
+    return lambda arrays: [way(array) for array in arrays]
+
+
+def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
+    """What each device of a sharding holds."""
+    return [str(index) for index in sharding.devices_indices_map(shape).values()]
+
+
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A function that takes an array to the target's mesh as planned."""
     steps = _Steps(plan, target)
-    return steps.send
+    return _alone(steps.send) if plan.gathers and _on_cpu(target) else steps.send
+
+
+def _alone(way: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Waits before and after what may have collectives, as virtual CPU devices need it."""
+    return lambda array: way(array.block_until_ready()).block_until_ready()
 
 
 class _Steps:
@@ -197,13 +208,10 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
 
 
 @lru_cache(maxsize=4096)
-def _copier(target: NamedSharding, waits: bool) -> Callable[[jax.Array], jax.Array]:
-    """For stages that share a mesh: the array as the other wants it, never in the same buffer. On
-    threads (`waits`), what may have collectives runs alone."""
+def _copier(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
     copy = jax.jit(jnp.copy, out_shardings=target)
-    if not waits:
-        return copy
-    return lambda array: copy(array.block_until_ready()).block_until_ready()
+    return _alone(copy) if _on_cpu(target) else copy
 
 
 def _on_cpu(sharding: NamedSharding) -> bool:

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import ArgumentError, TraceError
 from autopar.ir.program import Phase
+from autopar.ir.spec import WHOLE
+from autopar.lower.tiles import plan_transfers
 from autopar.runtime.arguments import SignatureChanged
 from autopar.runtime.pipeline import PipelineExecutable
 from tests.unit.runtime import hand_pipeline as hand
@@ -83,6 +85,29 @@ def test_numbers_of_micro_batches(num_micro_batches: int) -> None:
 def test_stages_that_share_a_mesh() -> None:
     executable = make_executable(((2, 2),), stage_mesh=(0, 0))
     assert_equal(run_steps(executable), whole_steps())
+
+
+def test_transfers_by_tiles(monkeypatch) -> None:
+    """DH is split by rows on stage 1 and by both dimensions on stage 0."""
+    plans = plan_transfers(
+        make_executable().pipeline,
+        {(0, hand.H): ((4, hand.HIDDEN), 4, (0, 1), (2, 2)),
+         (1, hand.H): ((4, hand.HIDDEN), 4, (0, 1), (1, 4)),
+         (0, hand.DH): ((4, hand.HIDDEN), 4, (0, 1), (2, 2)),
+         (1, hand.DH): ((4, hand.HIDDEN), 4, (0, WHOLE), (1, 4))}
+        | {(stage, norm): ((), 4, (WHOLE, WHOLE), mesh)
+           for norm in (hand.NORM0, hand.NORM1)
+           for stage, mesh in ((0, (2, 2)), (1, (1, 4)))},
+    )  # fmt: skip
+    assert set(plans) == {0, 1, 2, 3}
+    executable = make_executable(((2, 2), (1, 4)), tile_plans=plans)
+    leaves = executable.place(arguments())
+    places: list[Any] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, to: (places.extend(to), put(x, to))[1])
+    results = executable(leaves)
+    assert set(places) == set(executable.meshes[0].devices.flat), "tiles of DH, and no more"
+    assert_equal(results, whole_steps(1))
 
 
 # -- arguments
