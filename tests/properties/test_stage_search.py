@@ -165,6 +165,7 @@ def test_no_pipeline_is_better(schedule, seed):
     if not tables:
         return
     setting = random_setting(random, schedule, cluster, num_layers)
+    alone, _ = search_stages(tables, setting, num_stages=asked, top=1)  # without looking around
     choice, report = search_stages(tables, setting, num_stages=asked)
     for num_devices in range(cluster.num_devices, 0, -1):
         expected = brute_force(tables, setting, num_devices, asked)
@@ -173,7 +174,8 @@ def test_no_pipeline_is_better(schedule, seed):
     if expected == inf:
         assert choice is None and report.best == () and report.notes
         return
-    assert choice is not None
+    assert alone is not None and choice is not None
+    assert alone.step_s == pytest.approx(expected, rel=1e-7)
     assert choice.step_s == pytest.approx(expected, rel=1e-7)
     assert (num_devices == cluster.num_devices) == (not report.notes)
     assert report.best[0] == choice

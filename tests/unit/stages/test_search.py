@@ -148,10 +148,10 @@ def test_what_would_be_best_if_it_fitted_gives_way_to_another_submesh():
         table((1, 1), [1.2, 1.2], in_flight_bytes=1, remat=True),
         table((2, 1), [1.05, 1.0], in_flight_bytes=5),
     ]
-    fitting, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=15))
+    fitting, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=15), top=1)
     assert summary(fitting) == [((0, 1), (2, 1)), ((1, 2), (1, 1))]
     assert fitting.step_s == pytest.approx(2.05 + 1.05)
-    roomy, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=20))
+    roomy, _ = search_stages(tables, setting(cluster, 2, 2, memory_budget=20), top=1)
     assert summary(roomy) == [((0, 1), (1, 1)), ((1, 2), (2, 1))]
 
 
