@@ -32,6 +32,7 @@ class Segment:
     crossing_bytes: per position, what is made up to it and read after it.
     heavy:          positions of products; `signatures` are equal for equal ones.
     scans:          positions of loops among them.
+    only_readers:   per position, the first later one that alone reads something made up to it.
     """
 
     indices: tuple[int, ...]
@@ -41,6 +42,7 @@ class Segment:
     heavy: tuple[int, ...]
     signatures: tuple[int, ...]
     scans: frozenset[int]
+    only_readers: tuple[int, ...]
 
 
 def choose_cuts(segments: Sequence[Segment], num_layers: int | None) -> list[tuple[int, ...]]:
@@ -81,13 +83,14 @@ def _shares(segments: Sequence[Segment], num_layers: int) -> list[int]:
 
 
 def _gap_cut(segment: Segment, first: int, last: int) -> int:
-    """The best cut in `first … last`: few bytes cross, and if it can be, modules change."""
+    """The best cut in `first … last`: few bytes cross, if it can be modules change, and of equals
+    the first that takes nothing from its only reader in between."""
 
-    def price(cut: int) -> tuple[float, int]:
+    def price(cut: int) -> tuple[float, bool, int]:
         here, after = segment.modules[cut], segment.modules[cut + 1]
         change = not (f"{here}/".startswith(f"{after}/") or f"{after}/".startswith(f"{here}/"))
         share = _MODULE_CHANGE_SHARE if change else 1.0
-        return segment.crossing_bytes[cut] * share, cut
+        return segment.crossing_bytes[cut] * share, segment.only_readers[cut] <= last, cut
 
     return min(range(first, last + 1), key=price)
 

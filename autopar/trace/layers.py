@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -25,6 +27,7 @@ from autopar.trace.cuts import Segment, choose_cuts
 from autopar.trace.figures import aval_bytes, equation_flops
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, FORWARD, UPDATE, equation_regions, module_name
+from autopar.trace.residuals import is_cheap
 from autopar.trace.rules import equation_key
 from autopar.trace.scans import find_scan_pair
 
@@ -110,7 +113,9 @@ class Flow:
         self.persistent, self.free = self.classify()
 
     def classify(self) -> tuple[set[int], set[int]]:
-        """(values made of parameters alone, values made of constants alone)."""
+        """(values made of parameters alone, values made of constants alone). A parameter, or a
+        constant that enters, on its way to where it is used (a bias or a mask, broadcast to the
+        batch) counts among the latter: whoever needs it makes it."""
         program = self.program
         persistent = {v for v in program.inputs if v not in self.data}
         persistent.update(value for value, _ in program.captured)
@@ -123,6 +128,8 @@ class Flow:
                 read = sum(self.size(o) for o in operands if o in persistent)
                 if sum(self.size(r) for r in equation.results) <= read:
                     persistent.update(equation.results)
+                elif is_cheap(equation):
+                    free.update(equation.results)
         return persistent, free
 
     def size(self, value: int) -> int:
@@ -174,26 +181,45 @@ class Flow:
             heavy=heavy,
             signatures=signatures,
             scans=frozenset(p for p in heavy if equations[p].name == "scan"),
+            only_readers=self.next_only_readers(indices),
         )
 
     def crossing_bytes(self, indices: list[int]) -> tuple[int, ...]:
-        """For every position, the bytes of activations that later positions read."""
+        """For every position, the bytes of activations that later positions read; and of data that
+        is read both up to it and after it."""
         position = {index: p for p, index in enumerate(indices)}
         change = [0] * (len(indices) + 1)
+
+        def crosses(value: int, first: int, last: int) -> None:
+            count = aval_bytes(self.program.avals[value])
+            change[first] += count
+            change[last] -= count
+
+        for value in sorted(self.data):
+            read = [position[r] for r in self.readers.get(value, ()) if r in position]
+            if read:
+                crosses(value, min(read), max(read))
         for p, index in enumerate(indices):
             for result in self.program.equations[index].results:
-                if result in self.free:
-                    continue
                 later = [position[r] for r in self.readers.get(result, ()) if r in position]
-                if later:
-                    count = aval_bytes(self.program.avals[result])
-                    change[p] += count
-                    change[max(later)] -= count
-        crossing, total = [], 0
-        for p in range(len(indices)):
-            total += change[p]
-            crossing.append(total)
-        return tuple(crossing)
+                if later and result not in self.free:
+                    crosses(result, p, max(later))
+        return tuple(accumulate(change[:-1]))
+
+    def next_only_readers(self, indices: list[int]) -> tuple[int, ...]:
+        """For every position, the first later one that alone reads something made up to it (the
+        number of positions if there is none)."""
+        position = {index: p for p, index in enumerate(indices)}
+        found, ahead = [], []
+        for p, index in enumerate(indices):
+            for result in self.program.equations[index].results:
+                later = [position[r] for r in self.readers.get(result, ()) if r in position]
+                if len(later) == 1 and result not in self.free:
+                    heappush(ahead, later[0])
+            while ahead and ahead[0] <= p:
+                heappop(ahead)
+            found.append(ahead[0] if ahead else len(indices))
+        return tuple(found)
 
     # -- what a layer is
 
