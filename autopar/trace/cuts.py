@@ -21,6 +21,8 @@ from autopar.errors import ArgumentError
 _NUMBER = re.compile(r"\d+")
 # A place where the user's own modules change is as good as one with a tenth more bytes crossing.
 _MODULE_CHANGE_SHARE = 0.9
+# What a cut that as many bytes cross as others weighs, against the square of a layer's work.
+_BYTES_WEIGHT = 0.25
 # Bytes, or products covered, that differ by less than this share are taken for equal.
 _ABOUT_AS_MUCH = 0.9
 
@@ -116,7 +118,7 @@ def _natural_cuts(segment: Segment) -> list[int]:
     labels = _labels_by_name(segment) or _labels_by_period(segment)
     alone = [p for p in segment.scans if labels is None or _is_alone(segment, labels, p)]
     if labels is None and not alone:
-        narrow = _narrow(segment, _gaps(segment), 0)
+        narrow = _narrow(segment, _gaps(segment))
         count = min(round(2 * sqrt(len(segment.heavy))), len(narrow) + 1)
         return _balance(segment, narrow, count)
     cuts: set[int] = set()
@@ -228,29 +230,37 @@ def _balanced_cuts(segment: Segment, count: int) -> list[int]:
         natural = [g for k, g in enumerate(candidates) if labels[k] != labels[k + 1]]
         if len(natural) >= count - 1:
             return _balance(segment, natural, count)
-    return _balance(segment, _narrow(segment, candidates, count - 1), count)
+    nearby = _narrow_nearby(segment, candidates, count)
+    return _balance(segment, nearby if len(nearby) >= count - 1 else candidates, count)
 
 
-def _narrow(segment: Segment, candidates: Sequence[int], at_least: int) -> list[int]:
-    """The cuts that few bytes cross: at most twice as many as cross the best of them, or as many
-    times as it takes to have `at_least` cuts."""
-    if not candidates:
-        return []
-    by_bytes = sorted(segment.crossing_bytes[c] for c in candidates)
-    limit = max(2 * by_bytes[0], by_bytes[max(at_least, 1) - 1])
+def _narrow_nearby(segment: Segment, candidates: Sequence[int], count: int) -> list[int]:
+    """The cuts that at most twice as many bytes cross as the best one nearby, as far as half a
+    layer reaches: activations of a convolutional network get smaller with depth."""
+    reach = -(-len(candidates) // (2 * count))
+    crossing = [segment.crossing_bytes[c] for c in candidates]
+    return [
+        c
+        for k, c in enumerate(candidates)
+        if crossing[k] <= 2 * min(crossing[max(k - reach, 0) : k + reach + 1])
+    ]
+
+
+def _narrow(segment: Segment, candidates: Sequence[int]) -> list[int]:
+    """The cuts that few bytes cross: at most twice as many as cross the best of them."""
+    limit = 2 * min((segment.crossing_bytes[c] for c in candidates), default=0)
     return [c for c in candidates if segment.crossing_bytes[c] <= limit]
 
 
 def _balance(segment: Segment, candidates: list[int], count: int) -> list[int]:
-    """Least Σ (flops / even share)² over layers + Σ (bytes / least bytes) over cuts."""
+    """Least Σ (flops / even share)² over layers + w · Σ (bytes / mean bytes) over cuts."""
     if count <= 1:
         return []
     before = np.concatenate(([0.0], np.cumsum(segment.flops)))
     share = max(before[-1] / count, 1e-9)
     work = np.array([0.0, *(before[c + 1] for c in candidates), before[-1]]) / share
     crossing = np.array([segment.crossing_bytes[c] for c in candidates], dtype=float)
-    positive = crossing[crossing > 0]
-    price = crossing / (positive.min() if len(positive) else 1.0)
+    price = _BYTES_WEIGHT * crossing / max(crossing.mean(), 1.0)
     num = len(candidates)
     # cost[j]: the best with the current number of cuts, the last of them candidate j.
     cost = work[1 : num + 1] ** 2 + price

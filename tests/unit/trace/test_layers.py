@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,9 +12,13 @@ import pytest
 from jax import lax
 
 from autopar.errors import ArgumentError
+from autopar.trace.accumulate import accumulate, micro_batch_leaves
+from autopar.trace.attach import loop_batch
 from autopar.trace.flatten import TracedStep, trace_step
 from autopar.trace.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.trace.program import Program
 from autopar.trace.regions import FORWARD, equation_regions
+from autopar.trace.unroll import unrolled
 from examples.models import build
 from examples.models.gpt import GPTConfig, example
 
@@ -260,3 +265,145 @@ def test_layers_are_data() -> None:
     (layer, *_) = layers_of(mlp(2))
     with pytest.raises(dataclasses.FrozenInstanceError):
         layer.name = "other"  # type: ignore[misc]
+
+
+# -- in the loop over micro-batches
+
+
+@functools.cache
+def loop_of(name: str, **options: Any) -> tuple[Program, range]:
+    """The body of a model's loop over two micro-batches, and which of its inputs are data."""
+    model = build(name, **options)
+    return looped(model.train_step, model.abstract_state(), model.abstract_batch())
+
+
+def looped(step: Any, state: Any, batch: Any) -> tuple[Program, range]:
+    full = unrolled(trace_step(step, (state, batch)))
+    args, _ = full.call.rebuild(micro_batch_leaves(full, 2))
+    program = accumulate(full, unrolled(trace_step(step, args)), 2).program
+    (loop,) = [e for e in program.equations if e.name == "scan"]
+    return loop.bodies[0], loop_batch(loop)
+
+
+def shares(layers: tuple[Layer, ...]) -> list[float]:
+    total = sum(layer.flops for layer in layers)
+    return [layer.flops / total for layer in layers]
+
+
+STREAM = 4 * 32 * 32 * 4  # a micro-batch's residual stream in gpt-tiny
+MODELS = {
+    "gpt-tiny": [f"GPT/layer_{i}" for i in range(2)] + ["GPT/embed.attend"],
+    "gpt-tiny-scan": [f"GPT/layers_{i}" for i in range(3)] + ["GPT/embed.attend"],
+    "bert-tiny": [f"Bert/layer_{i}" for i in range(2)] + ["Bert"],
+    "llama-tiny": ["layer 0", "layer 1", "layer 2"],
+    "moe-tiny": ["MoETransformer/layer_0", "MoETransformer/layer_1", "MoETransformer/embed.attend"],
+    "wresnet-tiny": [
+        "WideResNet/stem",
+        "WideResNet/stage_0_block_0",
+        "WideResNet/stage_1_block_0",
+        "WideResNet/head",
+    ],
+}
+OPTIONS: dict[str, dict[str, Any]] = {"moe-tiny": {"num_layers": 4}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_a_micro_batch_are_those_of_the_step(name: str) -> None:
+    body, batch = loop_of(name, **OPTIONS.get(name, {}))
+    layers = find_layers(body, batch=batch)
+    assert [layer.name for layer in layers] == MODELS[name]
+    data = {body.inputs[i] for i in batch}
+    reads = [set(layer.inputs) - data for layer in layers]
+    assert [len(read) for read in reads] == [0] + [1] * (len(layers) - 1), "one activation each"
+    assert data & set(layers[0].inputs) and data & set(layers[-1].inputs), "inputs and targets"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_forward_equation_that_waits_for_data_is_in_a_layer(name: str) -> None:
+    body, batch = loop_of(name, **OPTIONS.get(name, {}))
+    regions = equation_regions(body)
+    end = regions.index("backward")
+    inside = {i for layer in find_layers(body, batch=batch) for i in layer.equations}
+    waits = {body.inputs[i] for i in batch}
+    for index, equation in enumerate(body.equations[:end]):
+        if not waits.isdisjoint(o for o in equation.operands if isinstance(o, int)):
+            waits.update(equation.results)
+            assert index in inside
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("gpt-tiny", 2), ("llama-tiny", 2), ("bert-tiny", 2)]
+)
+def test_a_number_of_layers_balances_micro_batches(name: str, num_layers: int) -> None:
+    body, batch = loop_of(name, **OPTIONS.get(name, {}))
+    layers = find_layers(body, num_layers, batch=batch)
+    assert max(shares(layers)) < 1.25 / num_layers
+
+
+def test_layers_are_even_where_activations_shrink() -> None:
+    """Few bytes cross behind: that is no reason to put all cuts there."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for up, down in params:
+                h = jnp.tanh(h @ up) @ down
+                h = h.reshape(h.shape[0], -1, 2, h.shape[-1]).max(2)  # half as many positions
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    widths = [16 << i for i in range(6)]  # each block takes as many flops as the one before
+    params = [(SHAPE((8, w), jnp.float32), SHAPE((w, 8), jnp.float32)) for w in widths]
+    body, batch = looped(step, params, SHAPE((4, 64, 8), jnp.float32))
+    layers = find_layers(body, 3, batch=batch)
+    assert max(shares(layers)) < 1.3 / 3
+
+
+def test_an_op_is_not_cut_from_its_only_reader() -> None:
+    """As many bytes cross before a tanh as after it: it stays with its product."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w, b in params:
+                h = jnp.tanh(h @ w + b)
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = [(SHAPE((8, 8), jnp.float32), SHAPE((8,), jnp.float32))] * 4
+    body, batch = looped(step, params, SHAPE((4, 8), jnp.float32))
+    made = {r: e.name for e in body.equations for r in e.results}
+    for num_layers in (None, 2, 3):
+        layers = find_layers(body, num_layers, batch=batch)
+        assert [[made[v] for v in x.inputs] for x in layers[1:]] == [["tanh"]] * (len(layers) - 1)
+
+
+def test_the_residual_stream_is_cut_behind_its_sum_also_where_it_starts() -> None:
+    """What is added to the batch itself is not left for the next layer to add."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for up, down in params:
+                h = h + jnp.tanh(h @ up) @ down
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = [(SHAPE((8, 32), jnp.float32), SHAPE((32, 8), jnp.float32))] * 3
+    body, batch = looped(step, params, SHAPE((4, 8), jnp.float32))
+    layers = find_layers(body, batch=batch)
+    assert [len(layer.inputs) for layer in layers] == [1, 1, 1]
+
+
+def test_a_mask_that_all_layers_share_does_not_cross() -> None:
+    body, batch = loop_of("gpt-tiny-scan")
+    assert [x.kept_bytes for x in find_layers(body, batch=batch)] == [0, *[STREAM] * 3]
+
+
+def test_more_layers_than_equations_are_refused_in_a_loop_too() -> None:
+    body, batch = loop_of("gpt-tiny")
+    with pytest.raises(ArgumentError, match="5000 layers.*Ask for a number between"):
+        find_layers(body, 5000, batch=batch)
