@@ -405,5 +405,5 @@ def test_a_mask_that_all_layers_share_does_not_cross() -> None:
 
 def test_more_layers_than_equations_are_refused_in_a_loop_too() -> None:
     body, batch = loop_of("gpt-tiny")
-    with pytest.raises(ArgumentError, match="5000 layers.*Ask for a number between"):
+    with pytest.raises(ArgumentError, match=r"5000 layers.*Ask for a number between"):
         find_layers(body, 5000, batch=batch)

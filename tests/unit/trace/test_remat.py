@@ -309,7 +309,19 @@ def test_layers_with_loops_and_branches_inside() -> None:
 def test_own_checkpoints_of_the_user_stay_and_compose() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     for own in (jax.checkpoint(block), jax.checkpoint(block, policy=policy)):
-        check(train_step(lambda params, x, own=own: unrolled_loss(params, x, own)), PARAMS, X)
+
+        def every_second(params: Any, x: Any, own: Callable[..., Any] = own) -> Any:
+            for index, w in enumerate(params):
+                x = (own if index % 2 else block)(x, w)
+            return (x**2).mean()
+
+        check(train_step(every_second), PARAMS, X)
+
+
+def test_nothing_is_left_to_recompute_if_the_user_does_it_all() -> None:
+    step = train_step(lambda params, x: unrolled_loss(params, x, jax.checkpoint(block)))
+    traced = trace_step(step, (PARAMS, X))
+    assert not worth_recomputing(find_layers(traced.program, batch=traced.batch))
 
 
 def test_equal_programs_of_other_shapes_change_alike() -> None:
