@@ -10,7 +10,7 @@ For each mesh it is solved again with a price per byte of memory,
 
     minimise   cost(x) + λ · (held(x) + k · in_flight(x)),     λ = share · cost(x₀) / bytes(x₀),
 
-where x₀ is the cheapest: at a share of 0.1, halving memory is worth 5 % of the step. k is what the
+where x₀ is the cheapest: at a share of 0.3, halving memory is worth 15 % of the step. k is what the
 middle stage of a pipeline of such submeshes keeps in flight. Every table has a twin in which layers
 are computed again. Tables that another of the same submesh is nowhere worse than are dropped.
 """
@@ -45,7 +45,7 @@ from autopar.trace.slices import equation_layers
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
-PRICES = (0.1, 1.0)  # shares of the step that all memory is worth
+PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 
 
 def stage_tables(
