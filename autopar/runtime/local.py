@@ -22,6 +22,7 @@ from autopar.errors import ArgumentError, CompileError
 from autopar.ir.plan import ParallelPlan
 from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
 from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.threads import must_run_alone, run_alone
 
 
 class LocalExecutable:
@@ -42,9 +43,8 @@ class LocalExecutable:
         self.output_shardings = [NamedSharding(mesh, plan.spec_of(t)) for t in plan.outputs]
         self._weak_types = [aval.weak_type for aval in self.avals]
         self._donated = frozenset(donated)
-        # Virtual CPU devices share a pool of threads: steps that run ahead of each other can each
-        # hold threads the other's collectives wait for, and XLA then ends the process.
-        self._runs_on_threads = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._devices = list(mesh.devices.flat)
+        self._runs_alone = must_run_alone(mesh)
 
         types = [(a.shape, a.dtype) for a in self.avals]
 
@@ -69,17 +69,19 @@ class LocalExecutable:
         if _jax.is_tracing():  # a step inside of another program
             return self.jitted(*leaves)
         leaves = with_own_buffers(leaves, self._donated)
-        if self._runs_on_threads:
-            jax.block_until_ready(leaves)
-        program = self.compiled
         try:
-            return program(*leaves)
+            return self._run(leaves)
         except ValueError:
             # An argument committed to another place: move it as planned, then try once more.
             # Whatever else was wrong is raised again by the second call.
-            return program(*self.place(leaves))
+            return self._run(self.place(leaves))
         except TypeError as error:
             raise SignatureChanged from error
+
+    def _run(self, leaves: Sequence[Any]) -> list[Any]:
+        if self._runs_alone:
+            return run_alone(self.compiled, leaves, self._devices)
+        return self.compiled(*leaves)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""

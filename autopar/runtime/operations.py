@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+from autopar.runtime.threads import run_alone
 
 Slots = list[Any]
 Operation = Callable[[Slots], None]
@@ -36,30 +36,11 @@ def run_operation(program: Any, own: RunSlots) -> Operation:
     return operation
 
 
-def run_alone_operation(
-    program: Any,
-    own: RunSlots,
-    latest: list[Any],
-    mesh: int,
-    witness: int,
-) -> Operation:
-    """Virtual CPU devices share a pool of threads: programs that run ahead of each other can each
-    hold threads the other's collectives wait for, and XLA then ends the process. So a program with
-    collectives starts when its arguments are there and the one before it on its mesh is done.
-
-    latest:  per mesh, a result of the last such program. It tells whether that is done.
-    witness: which result of this one to keep for that; a small one.
-    """
+def run_alone_operation(program: Any, own: RunSlots, devices: Sequence[Any]) -> Operation:
+    """A run on virtual CPU devices."""
 
     def operation(slots: Slots) -> None:
-        arguments = [slots[slot] for slot in own.reads]
-        before = latest[mesh]
-        if before is not None and not before.is_deleted():
-            before.block_until_ready()
-        jax.block_until_ready(arguments)
-        results = program(*arguments)
-        own.fill(slots, results)
-        latest[mesh] = results[witness] if results else None
+        own.fill(slots, run_alone(program, [slots[slot] for slot in own.reads], devices))
 
     return operation
 

@@ -37,6 +37,7 @@ from autopar.runtime.operations import (
 )
 from autopar.runtime.order import Buffer, Ordered, buffer_refs, interleave, live_bytes_over_time
 from autopar.runtime.pieces import Buffers, compile_pieces, piece_names, program_bytes
+from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
 
 
@@ -92,7 +93,6 @@ class PipelineExecutable:
         self._weak_types = [aval.weak_type for aval in self.avals]
         self._order = interleave(programs)
         self._refs = buffer_refs(pipeline, programs)
-        self._on_cpu = self.meshes[0].devices.flat[0].platform == "cpu"
         # Buffers of all meshes are slots of one list.
         sizes = [program.num_buffers for program in programs.meshes]
         self._offsets = [sum(sizes[:mesh]) for mesh in range(len(sizes))]
@@ -101,7 +101,6 @@ class PipelineExecutable:
         self._output_slots = self._slots_of([program.outputs for program in programs.meshes])
         self._compiled: list[Any] | None = None
         self._operations: list[Operation] | None = None
-        self._latest: list[Any] = [None] * len(self.meshes)
 
     def _slots_of(self, places: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
         """The slot of each argument, or result, of the step."""
@@ -238,17 +237,10 @@ class PipelineExecutable:
 
     def _make_operations(self) -> list[Operation]:
         programs = list(self.compiled.values())
-        collective = [
-            self._on_cpu and bool(read_collectives(program.as_text() or "")) for program in programs
-        ]
-        self._operations = [
-            self._operation(ordered, programs, collective) for ordered in self._order
-        ]
+        self._operations = [self._operation(ordered, programs) for ordered in self._order]
         return self._operations
 
-    def _operation(
-        self, ordered: Ordered, programs: Sequence[Any], collective: Sequence[bool]
-    ) -> Operation:
+    def _operation(self, ordered: Ordered, programs: Sequence[Any]) -> Operation:
         instruction, at = ordered.instruction, self._offsets[ordered.mesh]
         if isinstance(instruction, Run):
             program = programs[instruction.piece]
@@ -258,11 +250,10 @@ class PipelineExecutable:
                 tuple(at + instruction.reads[position] for position in donated),
                 tuple(at + buffer for buffer in instruction.writes),
             )
-            if not collective[instruction.piece]:
-                return run_operation(program, own)
-            sizes = [self._bytes_of((ordered.mesh, buffer)) for buffer in instruction.writes]
-            witness = sizes.index(min(sizes)) if sizes else 0
-            return run_alone_operation(program, own, self._latest, ordered.mesh, witness)
+            mesh = self.meshes[ordered.mesh]
+            if must_run_alone(mesh):
+                return run_alone_operation(program, own, list(mesh.devices.flat))
+            return run_operation(program, own)
         if isinstance(instruction, Send):
             transfers = instruction.transfers
             send = transfer_function(

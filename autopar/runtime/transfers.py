@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
 from autopar.ir.spec import WHOLE
 from autopar.ir.tiles import Box, Tile, TilePlan, shard_box, slices, within
+from autopar.runtime.threads import must_run_alone, run_alone
 
 Sender = Callable[[list[Any]], Sequence[Any]]
 
@@ -77,12 +78,12 @@ def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A function that takes an array to the target's mesh as planned."""
     steps = _Steps(plan, target)
-    return _alone(steps.send) if plan.gathers and _on_cpu(target) else steps.send
+    return _alone(steps.send, target.mesh) if _waits(target) else steps.send
 
 
-def _alone(way: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Waits before and after what may have collectives, as virtual CPU devices need it."""
-    return lambda array: way(array.block_until_ready()).block_until_ready()
+def _alone(way: Callable[[jax.Array], jax.Array], mesh: Any) -> Callable[[jax.Array], jax.Array]:
+    devices = list(mesh.devices.flat)
+    return lambda array: run_alone(lambda one: [way(one)], [array], devices)[0]
 
 
 class _Steps:
@@ -211,11 +212,11 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
 def _copier(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
     copy = jax.jit(jnp.copy, out_shardings=target)
-    return _alone(copy) if _on_cpu(target) else copy
+    return _alone(copy, target.mesh) if _waits(target) else copy
 
 
-def _on_cpu(sharding: NamedSharding) -> bool:
-    return _devices(sharding)[0].platform == "cpu"
+def _waits(target: NamedSharding) -> bool:
+    return isinstance(target.mesh, Mesh) and must_run_alone(target.mesh)
 
 
 @lru_cache(maxsize=4096)

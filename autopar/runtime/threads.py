@@ -1,0 +1,37 @@
+"""Programs on virtual CPU devices, which share one pool of threads.
+
+Two programs in flight on the same devices can each hold threads that the other's collectives wait
+for, and XLA then ends the process. So there a program starts when its arguments are ready and the
+last program on each of its devices is done. Programs on other devices may run meanwhile. On
+accelerators, and on a single device, nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+# device -> the smallest result of the last program on it, which is ready when that is done.
+_latest: dict[Any, jax.Array] = {}
+
+
+def must_run_alone(mesh: Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def run_alone(program: Any, arguments: Sequence[Any], devices: Sequence[Any]) -> Any:
+    """Run a program when nothing else is running on its devices."""
+    before = {id(result): result for result in map(_latest.get, devices)}
+    for result in before.values():
+        if result is not None and not result.is_deleted():
+            result.block_until_ready()
+    jax.block_until_ready(arguments)
+    results = program(*arguments)
+    if results:
+        smallest = min(results, key=lambda one: one.size)
+        for device in devices:
+            _latest[device] = smallest
+    return results
