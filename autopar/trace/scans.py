@@ -139,7 +139,7 @@ class ScanRewriter:
             self.stacks[value] = self.copier.new_value(stack)
         outputs = (*(body.outputs[p] for p in kept), *self.pair.stacked)
         results = (*(scan.results[p] for p in kept), *(self.stacks[v] for v in self.pair.stacked))
-        inside = replace(body, outputs=outputs, equations=_live(body.equations, outputs))
+        inside = replace(body, outputs=outputs, equations=live_equations(body.equations, outputs))
         return replace(scan, results=results, bodies=(inside,), params=_params(scan))
 
     def rewritten_backward(self, operands: Sequence[Any]) -> Equation:
@@ -250,7 +250,7 @@ def _params(scan: Equation) -> dict[str, Any]:
     return {name: scan.params[name] for name in ("length", "reverse", "unroll")} | sizes
 
 
-def _live(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equation, ...]:
+def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equation, ...]:
     """The equations that the outputs need, or that have an effect."""
     needed = {o for o in outputs if isinstance(o, int)}
     live = []

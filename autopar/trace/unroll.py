@@ -3,9 +3,11 @@
 A scan over layers has weights among the slices that it reads: parameters stacked along a first
 dimension. Stages that run trips 4 to 7 should hold those of trips 4 to 7 alone, so each trip reads
 a static slice of its own. What JAX's derivative stacks in the forward scan for the backward scan is
-handed from trip to trip; only what other equations read is stacked. Modules get numbers, as if the
-layers had been written one by one: `GPT/layers/attention` becomes `GPT/layers_3/attention`, in the
-backward pass too.
+handed from trip to trip; only what other equations read is stacked. What JAX moved out of the loop
+since all trips share it, a mask broadcast to the batch, is made in each trip again: a small value
+is shared, the large one never crosses between layers. Modules get numbers, as if the layers had
+been written one by one: `GPT/layers/attention` becomes `GPT/layers_3/attention`, in the backward
+pass too.
 
 A scan is over layers if in its body a product takes the carry, or what is made of it, by what is
 made of slices of parameters alone. So a scan over time (weights are constants of the loop), over
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from jax import lax
@@ -28,7 +31,8 @@ from autopar.trace.flatten import TracedStep
 from autopar.trace.layers import Flow, products
 from autopar.trace.program import Equation, Operand, Program
 from autopar.trace.regions import BACKWARD, UPDATE
-from autopar.trace.scans import scan_parts
+from autopar.trace.residuals import is_cheap
+from autopar.trace.scans import live_equations, scan_parts
 
 
 def unrolled(step: TracedStep) -> TracedStep:
@@ -136,6 +140,10 @@ class _Unroller:
         self.env: Env = {}
         self.pieces: dict[int, list[Operand]] = {}  # stack -> what each trip made of it
         self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
+        self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
+        self.broadcasts = {
+            e.results[0]: e for e in program.equations if is_cheap(e) and self.enlarges(e)
+        }
         self.read_whole = {o for o in program.outputs if isinstance(o, int)}
         for index, equation in enumerate(program.equations):
             operands = equation.operands
@@ -143,6 +151,15 @@ class _Unroller:
                 parts = scan_parts(equation, operands)
                 operands = (*parts.consts, *parts.carry)
             self.read_whole.update(o for o in operands if isinstance(o, int))
+
+    def enlarges(self, equation: Equation) -> bool:
+        """Whether its result is larger than all that it reads, which is something."""
+
+        def size(values: Collection[int]) -> int:
+            return sum(prod(self.program.avals[v].shape) for v in values)
+
+        read = [o for o in equation.operands if isinstance(o, int)]
+        return bool(read) and size(equation.results) > size(read)
 
     def run(self) -> Program:
         program, writer = self.program, self.writer
@@ -155,7 +172,9 @@ class _Unroller:
                 self.scan(equation, self.chosen[index])
             else:
                 writer.copy(equation, program.avals, self.env)
-        return writer.program(inputs, [self.outside(o) for o in program.outputs])
+        outputs = [self.outside(o) for o in program.outputs]
+        writer.equations = list(live_equations(writer.equations, outputs))
+        return writer.program(inputs, outputs)
 
     def outside(self, operand: Operand) -> Operand:
         return self.env[operand] if isinstance(operand, int) else operand
@@ -163,7 +182,7 @@ class _Unroller:
     def scan(self, scan: Equation, names: _Names) -> None:
         (body,) = scan.bodies
         own, given = scan_parts(scan, body.inputs), scan_parts(scan, scan.operands)
-        env: Env = {v: self.outside(o) for v, o in zip(own.consts, given.consts, strict=True)}
+        env: Env = {}
         for value, array in body.captured:
             env[value] = self.writer.capture(array, self.program.avals[value])
         moving = [self.outside(o) for o in given.carry]
@@ -176,6 +195,8 @@ class _Unroller:
             inside.update(zip(own.carry, moving, strict=True))
             stack = scan.name_stack.extend(names.of(trip))
             like = replace(scan, name_stack=stack, scope=str(stack))
+            for value, const in zip(own.consts, given.consts, strict=True):
+                inside[value] = self.const(const, names.of(trip), like)
             for value, x in zip(own.xs, given.xs, strict=True):
                 inside[value] = self.slice(x, trip, like)
             if unshielded:
@@ -195,6 +216,20 @@ class _Unroller:
             self.pieces[stack] = pieces[::-1] if scan.params["reverse"] else pieces
             if stack in self.read_whole:
                 self.env[stack] = self.writer.emit(_stacked, self.pieces[stack], scan)
+
+    def const(self, value: Operand, name: str, like: Equation) -> Operand:
+        """What all trips read, in the trip of this name; the backward trip reads the forward's."""
+        if not isinstance(value, int) or value not in self.broadcasts:
+            return self.outside(value)
+        if (value, name) not in self.spread:
+            source = self.broadcasts[value]
+            env: Env = {o: self.const(o, name, like) for o in source.operands if isinstance(o, int)}
+            self.writer.copy(source, self.program.avals, env)
+            made = self.writer.equations[-1]
+            names = {"scope": like.scope, "name_stack": like.name_stack}
+            self.writer.equations[-1] = replace(made, **names)
+            self.spread[value, name] = made.results[0]
+        return self.spread[value, name]
 
     def slice(self, stack: Operand, trip: int, like: Equation) -> Operand:
         """What a trip reads of a stack, as one equation for all trips that read it."""

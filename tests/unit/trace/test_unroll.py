@@ -151,6 +151,30 @@ def test_each_trip_reads_one_slice_and_only_gradients_are_stacked() -> None:
     assert sorted(readers) == ["slice"] * TRIPS + ["sub"], "and the update"
 
 
+def test_what_all_trips_share_is_broadcast_in_each() -> None:
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        mask = jnp.arange(4)[:, None] < jnp.arange(8)  # JAX moves it out of the loop
+        return x + jnp.where(jnp.broadcast_to(mask, (2, 4, 8)), x @ w, 0.0), None
+
+    batch = SHAPE((2, 4, 8), jnp.float32)
+    before = traced(lambda w, x: lax.scan(layer, x, w)[0].sum(), x=batch)
+    forward, backward = scans(before.program)
+    mask = {o for s in (forward, backward) for o in s.operands if isinstance(o, int)}
+    assert any(before.program.avals[o].shape == (2, 4, 8) for o in mask)
+    after = unrolled(before).program
+    spread = [
+        e
+        for e in after.equations
+        if e.name == "broadcast_in_dim" and after.avals[e.results[0]].dtype == bool
+        if after.avals[e.results[0]].shape == (2, 4, 8)
+    ]
+    assert [module_name(e.scope) for e in spread] == [f"layer_{i}" for i in range(TRIPS)]
+    for number, equation in enumerate(spread):
+        readers = [e for e in after.equations if equation.results[0] in e.operands]
+        assert {module_name(e.scope) for e in readers} == {f"layer_{number}"}
+        assert len(readers) == 2, "forward and backward"
+
+
 # -- names
 
 
