@@ -40,7 +40,7 @@ from autopar.sharding.solve import fold_graph, solve_graph
 from autopar.trace.attach import LoopLayers
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import Equation
-from autopar.trace.slices import equation_layers
+from autopar.trace.slices import equation_layers, slice_step
 
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
@@ -100,7 +100,35 @@ def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodePlace
         is_backward.update(dict.fromkeys(range(number, number + count), backward))
         number += count
     own = equation_layers(step, layers)
-    return place_nodes(graph, own, is_backward, len(layers.layers))
+    places = place_nodes(graph, own, is_backward, len(layers.layers))
+    return replace(places, kept=kept_values(step, layers))
+
+
+def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
+    """Forward values that the backward piece of a stage of all layers is handed -> the layer that
+    keeps them: their own if its backward pass needs them, else the first that does."""
+    assert step.loop is not None
+    (stage,) = slice_step(step, layers, [0] * len(layers.layers)).stages
+    (body,) = step.program.equations[step.loop].bodies
+    home: dict[int, int] = {}  # forward value -> the layer that makes it
+    user: dict[int, int] = {}  # backward value -> likewise
+    for equation, layer, backward in zip(
+        body.equations, layers.layer_of, layers.is_backward, strict=True
+    ):
+        (user if backward else home).update(dict.fromkeys(equation.results, layer))
+    needs: dict[int, set[int]] = {}  # layers whose backward pass needs a value
+    made: set[int] = set()
+    for position in reversed(stage.backward):
+        equation = stage.body.equations[position]
+        made.update(equation.results)
+        readers = {user[r] for r in equation.results if r in user}
+        if not readers:  # a forward equation that is run again
+            readers = set().union(*(needs.get(r, ()) for r in equation.results))
+        for operand in equation.operands:
+            if isinstance(operand, int):
+                needs.setdefault(operand, set()).update(readers)
+    kept = {v: readers for v, readers in needs.items() if v in home and v not in made and readers}
+    return {v: home[v] if home[v] in readers else min(readers) for v, readers in kept.items()}
 
 
 def _num_equations(equation: Equation) -> int:

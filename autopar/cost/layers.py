@@ -13,8 +13,8 @@ Memory, with forward and backward pass of a micro-batch as two programs:
 
     held        made outside of the loop and alive until its end, copies in other layouts too;
                 sums over micro-batches; results that take no argument's place
-    in flight   forward values that backward equations read, counted in a layer that reads them;
-                not what is made of parameters and constants alone, which is made again
+    in flight   forward values that the backward program is handed, counted in a layer that reads
+                them; not what is made of parameters and constants alone, which is made again
     working     the most that is alive besides while the layer is run or updated
 
 A layer that is computed again keeps what it reads from other layers; its forward time comes on top,
@@ -284,6 +284,9 @@ class LayerTerms:
                 depends.update(node.results)
                 if node.name == "scan_slice" and phase[graph.producer[node.operands[0]][0]] == ONCE:
                     slices.add(index)  # of the batch, which is held as it is
+        if self.places.kept is not None:
+            kept = [(v, at) for v, at in self.places.kept.items() if v in graph.producer]
+            return kept, list(boundary)
         in_flight = []
         for value, readers in backward_readers.items():
             own = int(layer[graph.producer[value][0]])

@@ -27,11 +27,13 @@ ONCE, FORWARD, BACKWARD = range(3)
 @dataclass(frozen=True, eq=False)
 class NodePlaces:
     """Per node its layer (`SHARED` for none) and its phase: once per step, or in the forward or
-    backward pass of every micro-batch."""
+    backward pass of every micro-batch. `kept`: forward value that is kept for the backward pass ->
+    the layer that keeps it; None for all that backward equations read."""
 
     layer: np.ndarray
     phase: np.ndarray
     num_layers: int
+    kept: Mapping[int, int] | None = None
 
 
 def place_nodes(

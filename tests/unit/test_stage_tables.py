@@ -176,6 +176,22 @@ def test_memory_of_a_single_device_is_what_the_program_says() -> None:
     assert table.in_flight_bytes == pytest.approx([0, 2 * rows, 4 * rows], rel=0.01)
 
 
+def test_what_is_kept_is_what_the_backward_piece_reads() -> None:
+    """The values that pieces of a single stage hand on, each counted in one layer that reads it."""
+    own = gpt()
+    (stage,) = slice_step(own.step, own.layers, [0] * len(own.layers.layers)).stages
+    backward = [stage.body.equations[i] for i in stage.backward]
+    forward = [stage.body.equations[i] for i in stage.forward]
+    made = {r for e in backward for r in e.results}
+    read = {o for e in backward for o in e.operands if isinstance(o, int)}
+    handed = {r for e in forward for r in e.results} & (read - made)
+    assert own.places.kept is not None
+    assert set(own.places.kept) == handed
+    (table,) = own.tables([(1, 1)], remat=(False,))
+    size = sum(own.graph.values[v].num_bytes for v in handed)
+    assert table.in_flight_bytes.sum() == pytest.approx(size)
+
+
 def test_a_layer_that_is_computed_again_keeps_its_input() -> None:
     kept, again = mlp().tables([(1, 1)])
     rows = 4 * ROWS * WIDTH
