@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from autopar.ir.program import Free, Pipeline, PipelinePrograms, Recv, Ref, Run, Send
+from autopar.ir.program import Free, PipelinePrograms, Recv, Run, Send
 
 
 class Ordered(NamedTuple):
@@ -57,25 +57,6 @@ def interleave(programs: PipelinePrograms) -> list[Ordered]:
                 next_at[mesh] += 1
         assert progress < sum(next_at), "the lists wait for each other"
     return order
-
-
-def buffer_refs(pipeline: Pipeline, programs: PipelinePrograms) -> dict[Buffer, tuple[int, Ref]]:
-    """buffer -> (stage, ref) that it holds."""
-    refs: dict[Buffer, tuple[int, Ref]] = {}
-    for mesh, program in enumerate(programs.meshes):
-        for position, buffer in program.inputs:
-            place = pipeline.inputs[position]
-            refs[mesh, buffer] = (place.stage, Ref(place.value, None))
-        for instruction in program.instructions:
-            if isinstance(instruction, Run):
-                piece = pipeline.pieces[instruction.piece]
-                for ref, buffer in zip(piece.writes, instruction.writes, strict=True):
-                    refs[mesh, buffer] = (piece.stage, ref)
-            elif isinstance(instruction, Recv):
-                for number, buffer in zip(instruction.transfers, instruction.buffers, strict=True):
-                    transfer = pipeline.transfers[number]
-                    refs[mesh, buffer] = (transfer.target, transfer.ref)
-    return refs
 
 
 class Moment(NamedTuple):

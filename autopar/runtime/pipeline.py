@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from autopar import _jax
 from autopar.errors import ArgumentError, TraceError
+from autopar.ir.live import buffer_slots
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send
 from autopar.ir.tiles import TilePlan
@@ -35,7 +36,7 @@ from autopar.runtime.operations import (
     run_operation,
     send_operation,
 )
-from autopar.runtime.order import Buffer, Ordered, buffer_refs, interleave, live_bytes_over_time
+from autopar.runtime.order import Buffer, Ordered, interleave, live_bytes_over_time
 from autopar.runtime.pieces import Buffers, compile_pieces, piece_names, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
@@ -92,7 +93,7 @@ class PipelineExecutable:
         self._types = [(aval.shape, aval.dtype) for aval in self.avals]
         self._weak_types = [aval.weak_type for aval in self.avals]
         self._order = interleave(programs)
-        self._refs = buffer_refs(pipeline, programs)
+        self._held = [buffer_slots(pipeline, program) for program in programs.meshes]
         # Buffers of all meshes are slots of one list.
         sizes = [program.num_buffers for program in programs.meshes]
         self._offsets = [sum(sizes[:mesh]) for mesh in range(len(sizes))]
@@ -274,7 +275,8 @@ class PipelineExecutable:
     # -- looking into it
 
     def _bytes_of(self, buffer: Buffer) -> int:
-        stage, ref = self._refs[buffer]
+        mesh, number = buffer
+        stage, ref = self._held[mesh][number]
         return _bytes_on_one_device(self._buffers[stage, ref.value])
 
     def live_bytes(self) -> tuple[int, ...]:

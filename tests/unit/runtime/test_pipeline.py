@@ -122,6 +122,7 @@ def test_results_stay_placed_and_nothing_moves_between_steps(
     batch = jax.device_put(arguments()[4:], executable.input_shardings[4:])
     with jax.transfer_guard_host_to_device("disallow"):
         executable([*results[STATE], *batch])
+    assert all(result.is_deleted() for result in results[STATE]), "they were used, not copies"
 
 
 def test_state_is_donated_and_the_batch_is_not(executable: PipelineExecutable) -> None:

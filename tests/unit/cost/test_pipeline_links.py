@@ -1,0 +1,31 @@
+"""What an array costs on its way from mesh to mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost.pipeline_links import boundary_s, transfer_s
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.spec import WHOLE
+from autopar.lower.tiles import plan_tiles
+
+
+def test_a_transfer_to_a_replicated_target() -> None:
+    mesh = LogicalMesh((4,), alpha=(2.0,), beta=(0.1,))
+    plan = plan_tiles((8, 5), 4, (0,), (4,), (WHOLE,), (4,))
+    # 160 bytes, 40 per sender; then all of them gather 160.
+    assert transfer_s(plan, 3.0, 1.0, mesh) == pytest.approx(3 + 40 + 2 + 0.1 * 3 / 4 * 160)
+    uneven = plan_tiles((7,), 4, (WHOLE,), (4,), (WHOLE,), (4,))
+    assert transfer_s(uneven, 3.0, 1.0, mesh) == pytest.approx(3 + 28 + 2 + 0.1 * 28)
+
+
+def test_boundaries_use_all_links_between_two_submeshes() -> None:
+    cluster = ClusterSpec(4, 8, intra_host_bandwidth=100.0, host_bandwidth=400.0)
+    alpha, far = cluster.spec.intra_host_alpha_s, cluster.spec.inter_host_alpha_s
+    assert boundary_s(800, 2, 4, True, cluster) == pytest.approx(alpha + 800 / 200)
+    assert boundary_s(800, 8, 8, False, cluster) == pytest.approx(far + 800 / 400)
+    assert boundary_s(800, 16, 8, False, cluster) == pytest.approx(far + 800 / 400)
+    assert boundary_s(800, 16, 16, False, cluster) == pytest.approx(far + 800 / 800)
+    # Two devices have two links, however wide the host's network is.
+    assert boundary_s(800, 2, 8, False, cluster) == pytest.approx(far + 800 / 200)
+    assert boundary_s(0, 2, 8, False, cluster) == 0
