@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_unflatten
 
 from autopar.errors import PlanError
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, to_partition_spec
+from autopar.ir.stages import SearchReport, decode_search
 
 FORMAT = "autopar-plan"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 
@@ -82,8 +84,9 @@ class Tensor:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    layout: Layout
+    layout: Layout  # on the mesh of the first of its stages
     role: str = ""  # "state", "batch" or ""
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,31 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A contiguous part of the step on its own submesh. Intra-operator plans have one."""
+    """A contiguous part of the step on its own submesh. Intra-operator plans have one.
+
+    layers:     a half-open range.
+    submesh:    hosts, devices per host.
+    cost:       seconds: of the whole step without a pipeline; else of one micro-batch, with its
+                share of what is done once per step.
+    plan:       how the stage's own step is sharded; None without a pipeline.
+    devices:    positions of its devices among all, host-major.
+    mesh:       number of its submesh: stages of an interleaved schedule share some.
+    forward_s, backward_s, once_s: what `cost` is made of; `transfer_s` is what it waits for.
+    remat:      the backward pass computes its layers again.
+    """
 
     layers: tuple[int, int]
-    submesh: tuple[int, int]  # hosts, devices per host
+    submesh: tuple[int, int]
     mesh_shape: tuple[int, ...]
     cost: float
+    plan: ParallelPlan | None = None
+    devices: tuple[int, ...] = ()
+    mesh: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    transfer_s: float = 0.0
+    remat: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,12 +173,20 @@ class ParallelPlan:
     named: tuple[Tensor, ...] = ()  # what `autopar.constrain` named; a name may occur often
     memory_budget_bytes: float = inf  # per device, of the step; infinite if none was kept to
     remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
+    layers: tuple[str, ...] = ()  # names of a pipeline's layers
+    layering: str = ""  # how they were found: "auto", "manual", or their number
+    schedule: str = ""  # of a pipeline
+    search: SearchReport | None = None  # what the stage search considered, if there was one
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.stages[0].plan is not None
 
     @property
     def num_devices(self) -> int:
@@ -166,7 +196,9 @@ class ParallelPlan:
         return count
 
     def spec_of(self, tensor: Tensor) -> PartitionSpec:
-        return to_partition_spec(tensor.layout, len(tensor.shape), self.axis_names)
+        """On the mesh of the stage that holds it."""
+        own = self.stages[tensor.stages[0]].plan or self
+        return to_partition_spec(tensor.layout, len(tensor.shape), own.axis_names)
 
     @property
     def input_specs(self) -> Any:
@@ -182,11 +214,11 @@ class ParallelPlan:
     @property
     def input_stages(self) -> Any:
         """The stages that hold each input: always `(0,)` without a pipeline."""
-        return self._tree(self.inputs, self.in_tree, lambda _: (0,))
+        return self._tree(self.inputs, self.in_tree, lambda tensor: tensor.stages)
 
     @property
     def output_stages(self) -> Any:
-        return self._tree(self.outputs, self.out_tree, lambda _: (0,))
+        return self._tree(self.outputs, self.out_tree, lambda tensor: tensor.stages)
 
     @staticmethod
     def _tree(tensors: tuple[Tensor, ...], tree: Any, of: Any) -> Any:
@@ -258,6 +290,9 @@ class ParallelPlan:
 
 def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
     """Layouts have one entry per mesh axis, fit their arrays, and counts agree."""
+    if plan.is_pipeline:
+        check_pipeline(plan, where)
+        return
     axes = len(plan.mesh_shape)
     one_name_each = len(plan.axis_names) == len(set(plan.axis_names)) == axes
     if not one_name_each or not all(n >= 1 for n in plan.mesh_shape):
@@ -278,6 +313,37 @@ def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
             f"{where}: {len(plan.outputs)} outputs, {len(plan.program.outputs)} layouts."
         )
     _check_program(plan.program, axes, where, least=WHOLE)
+
+
+def check_pipeline(plan: ParallelPlan, where: str) -> None:
+    """Stages are whole plans on devices of their own, and cover the layers in order."""
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"{where}: the schedule {plan.schedule!r}.")
+    ends = [0, *(stage.layers[1] for stage in plan.stages)]
+    if [stage.layers[0] for stage in plan.stages] != ends[:-1] or ends[-1] != len(plan.layers):
+        raise PlanError(f"{where}: stages that do not cover {len(plan.layers)} layers in order.")
+    devices: dict[int, tuple[int, ...]] = {}
+    for number, stage in enumerate(plan.stages):
+        own = stage.plan
+        if own is None or own.is_pipeline or own.mesh_shape != stage.mesh_shape:
+            raise PlanError(f"{where}: stage {number} has no plan for its mesh {stage.mesh_shape}.")
+        if len(stage.devices) != own.num_devices or stage.layers[0] >= stage.layers[1]:
+            raise PlanError(f"{where}: stage {number} has {len(stage.devices)} devices.")
+        if devices.setdefault(stage.mesh, stage.devices) != stage.devices:
+            raise PlanError(f"{where}: stage {number} is on other devices than its mesh.")
+        check_plan(own, f"{where}: stage {number}")
+    every = [device for own in devices.values() for device in own]
+    distinct = len(set(every)) == len(every) and max(every) < plan.num_devices
+    if not distinct or set(devices) != set(range(len(devices))):
+        raise PlanError(f"{where}: submeshes that do not tile {plan.num_devices} devices.")
+    for tensor in (*plan.inputs, *plan.outputs, *plan.named):
+        if not tensor.stages or not all(0 <= s < len(plan.stages) for s in tensor.stages):
+            raise PlanError(f"{where}: {tensor.path} is on the stages {tensor.stages}.")
+        own = plan.stages[tensor.stages[0]].plan
+        assert own is not None
+        in_range = all(-1 <= entry < len(tensor.shape) for entry in tensor.layout)
+        if len(tensor.layout) != len(own.mesh_shape) or not in_range:
+            raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
 
 
 def _check_program(program: ProgramSharding, axes: int, where: str, least: int) -> None:
@@ -413,7 +479,29 @@ def _decode_tensor(body: dict[str, Any]) -> Tensor:
     if layout is None:
         raise ValueError(f"{body['path']}: no layout")
     return Tensor(
-        str(body["path"]), _shape(body["shape"]), str(body["dtype"]), layout, str(body["role"])
+        str(body["path"]),
+        _shape(body["shape"]),
+        str(body["dtype"]),
+        layout,
+        str(body["role"]),
+        _shape(body["stages"]),
+    )
+
+
+def _decode_stage(body: dict[str, Any]) -> StagePlan:
+    return StagePlan(
+        layers=(_whole(body["layers"][0]), _whole(body["layers"][1])),
+        submesh=(_whole(body["submesh"][0]), _whole(body["submesh"][1])),
+        mesh_shape=_shape(body["mesh_shape"]),
+        cost=float(body["cost"]),
+        plan=None if body["plan"] is None else _decode_plan(body["plan"]),
+        devices=_shape(body["devices"]),
+        mesh=_whole(body["mesh"]),
+        forward_s=float(body["forward_s"]),
+        backward_s=float(body["backward_s"]),
+        once_s=float(body["once_s"]),
+        transfer_s=float(body["transfer_s"]),
+        remat=bool(body["remat"]),
     )
 
 
@@ -427,15 +515,7 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         inputs=tuple(_decode_tensor(t) for t in body["inputs"]),
         outputs=tuple(_decode_tensor(t) for t in body["outputs"]),
         program=_decode_program(body["program"]),
-        stages=tuple(
-            StagePlan(
-                layers=(_whole(s["layers"][0]), _whole(s["layers"][1])),
-                submesh=(_whole(s["submesh"][0]), _whole(s["submesh"][1])),
-                mesh_shape=_shape(s["mesh_shape"]),
-                cost=float(s["cost"]),
-            )
-            for s in body["stages"]
-        ),
+        stages=tuple(_decode_stage(stage) for stage in body["stages"]),
         num_micro_batches=_whole(body["num_micro_batches"]),
         estimated_step_s=float(body["estimated_step_s"]),
         estimated_peak_bytes=float(body["estimated_peak_bytes"]),
@@ -466,6 +546,10 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         named=tuple(_decode_tensor(t) for t in body["named"]),
         memory_budget_bytes=_budget(body["memory_budget_bytes"]),
         remat=_names(body["remat"]),
+        layers=_names(body["layers"]),
+        layering=str(body["layering"]),
+        schedule=str(body["schedule"]),
+        search=None if body["search"] is None else decode_search(body["search"]),
     )
 
 
