@@ -32,21 +32,28 @@ from autopar.trace.flatten import FlatCall, TracedStep
 from autopar.trace.program import Program
 
 
-def program_fingerprint(program: Program) -> str:
+def program_fingerprint(program: Program, *, renumber: bool = False) -> str:
     """A hash of every equation with its parameters and shapes: equal programs can share a plan.
-    The values of constants do not matter, so that a learning rate may change."""
+    The values of constants do not matter, so that a learning rate may change. With `renumber`,
+    nor do the numbers of values, so that equal parts of one program are found."""
     digest = hashlib.sha256()
+    numbers: dict[int, int] = {}
+
+    def number(value: int) -> int:
+        return numbers.setdefault(value, len(numbers)) if renumber else value
 
     def visit(part: Program) -> None:
         for equation in part.equations:
             types = [_type_text(part.avals[r]) for r in equation.results]
-            operands = [o if isinstance(o, int) else "c" for o in equation.operands]
+            operands = [number(o) if isinstance(o, int) else "c" for o in equation.operands]
             params = _plain(equation.params)
+            if renumber:
+                types.append(repr([number(r) for r in equation.results]))
             digest.update(repr((equation.name, params, operands, types)).encode())
             for body in equation.bodies:
                 visit(body)
-        outputs = [o if isinstance(o, int) else "c" for o in part.outputs]
-        digest.update(repr((part.inputs, outputs)).encode())
+        outputs = [number(o) if isinstance(o, int) else "c" for o in part.outputs]
+        digest.update(repr((tuple(map(number, part.inputs)), outputs)).encode())
 
     visit(program)
     digest.update(repr([_type_text(program.avals[v]) for v in program.inputs]).encode())

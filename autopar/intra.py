@@ -87,7 +87,7 @@ def plan_traced(
     traced = without_moved_state(traced, asked)
     if meshes[0].num_devices == 1:
         return PlannedStep(traced, replicated_plan(traced, meshes[0], method, timer.seconds))
-    with _paused_garbage_collector():
+    with paused_garbage_collector():
         with timer("graph"):
             graph = with_output_nodes(build_graph(traced), asked)
             check_graph(graph)
@@ -122,7 +122,7 @@ def _unused_devices(given: int, used: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def _paused_garbage_collector():
+def paused_garbage_collector():
     """The passes make many small objects and no cycles; collecting amid them only costs time."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -143,9 +143,12 @@ def shard_on_best(
     method: Any,
     asked: Asked,
     in_full: bool = True,
+    known: dict[LogicalMesh, GraphSharding] | None = None,
 ) -> GraphSharding:
     """The best sharding over all meshes that fits into memory. A mesh on which what is asked for
-    cannot be had is left out, as long as another is left."""
+    cannot be had is left out, as long as another is left. `known`: the best sharding of an equal
+    graph on each mesh, memory aside; what is found here is added."""
+    known = {} if known is None else known
     found: list[GraphSharding] = []
     refusals: dict[str, AutoparError] = {}
     for mesh in meshes:
@@ -155,7 +158,9 @@ def shard_on_best(
             refusals[f"{mesh.shape}"] = MemoryBudgetError(text, floor, budget)
             continue
         try:
-            found.append(shard(graph, traced, mesh, method, asked))
+            if mesh not in known:
+                known[mesh] = shard(graph, traced, mesh, method, asked)
+            found.append(known[mesh].of_graph(graph))
         except (MeshError, SolverError, SpecError) as error:
             refusals[f"{mesh.shape}"] = error
     if found:

@@ -36,11 +36,11 @@ from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, node_costs
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
-from autopar.sharding.solve import fold_graph, solve_graph
+from autopar.sharding.solve import GraphSharding, fold_graph, solve_graph
 from autopar.trace.attach import LoopLayers
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import Equation
-from autopar.trace.slices import equation_layers, slice_step
+from autopar.trace.slices import StageSlice, equation_layers, slice_step
 
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
@@ -133,6 +133,25 @@ def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
 
 def _num_equations(equation: Equation) -> int:
     return 1 + sum(_num_equations(e) for body in equation.bodies for e in body.equations)
+
+
+def stage_figures(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) -> LayerTable:
+    """What a stage takes whose own step is sharded so: a table of one layer."""
+    step = stage.step
+    assert step.loop is not None
+    graph, problem = sharding.graph, sharding.problem
+    forward = set(stage.forward)
+    first = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
+    is_backward: dict[int, bool] = {}
+    for position, equation in enumerate(stage.body.equations):
+        count = _num_equations(equation)
+        is_backward.update(dict.fromkeys(range(first, first + count), position not in forward))
+        first += count
+    total = sum(_num_equations(e) for e in step.program.equations)
+    places = place_nodes(graph, [0] * total, is_backward, 1)
+    terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)
+    figures = _Pricer(problem, terms).figures(sharding.choice)
+    return terms.table(figures, submesh, sharding.mesh)
 
 
 def mesh_shapes(submesh: Submesh) -> list[tuple[int, ...]]:

@@ -118,11 +118,16 @@ def _split_batch(
     return [asked.get(i, request) for i, request in enumerate(inputs)]
 
 
-def _matching(requests: Sequence[Request], option: str, pattern: str) -> list[int]:
+def matching_paths(paths: Sequence[str], pattern: str) -> list[int]:
+    """Positions of the paths that a pattern of `ShardingOptions` stands for."""
     parts = (re.escape(part) for part in re.split(r"([*?])", pattern))
     text = "".join({"\\*": ".*", "\\?": "."}.get(part, part) for part in parts)
     matches = re.compile(text, re.DOTALL).fullmatch
-    found = [i for i, request in enumerate(requests) if matches(request.path)]
+    return [i for i, path in enumerate(paths) if matches(path)]
+
+
+def _matching(requests: Sequence[Request], option: str, pattern: str) -> list[int]:
+    found = matching_paths([request.path for request in requests], pattern)
     if found:
         return found
     paths = list(dict.fromkeys(request.path for request in requests))

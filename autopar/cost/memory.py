@@ -66,7 +66,7 @@ def memory_profile(
     holdings = []
     for life in graph.liveness.lives:
         node, result = graph.producer[life.value]
-        size = graph.values[life.value].num_bytes
+        size = graph.values[life.value].num_bytes * life.count
         shards = num_shards(layouts[node][1][result], mesh.shape)
         holdings.append(Holding(life.value, life.start, life.end, size / shards, False))
     holdings += _copies(graph, mesh, layouts, refetch)

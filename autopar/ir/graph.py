@@ -98,11 +98,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Life:
-    """A value that is in memory, from one time to another, both included."""
+    """A value that is in memory, from one time to another, both included; `count` times, where it
+    is kept of several micro-batches."""
 
     value: int
     start: int
     end: int
+    count: int = 1
 
 
 @dataclass(frozen=True)

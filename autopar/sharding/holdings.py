@@ -35,7 +35,7 @@ class Holdings:
         self.groups: list[tuple[int, int]] = []  # (class, result)
         group_of: dict[tuple[int, int], int] = {}
         for life in graph.liveness.lives:
-            size = graph.values[life.value].num_bytes
+            size = graph.values[life.value].num_bytes * life.count
             if size < smallest:
                 continue
             node, result = graph.producer[life.value]
@@ -168,7 +168,7 @@ def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
             strategies = enumerate_strategies(key[0], mesh.shape)
             most = max(num_shards(s.results[result], mesh.shape) for s in strategies)
             smallest[key] = 1.0 / most
-        size = graph.values[life.value].num_bytes * smallest[key]
+        size = graph.values[life.value].num_bytes * life.count * smallest[key]
         change[life.start] += size
         change[life.end + 1] -= size
     return float(np.cumsum(change).max(initial=0.0))

@@ -68,6 +68,12 @@ class GraphSharding:
     def mesh(self) -> LogicalMesh:
         return self.problem.mesh
 
+    def of_graph(self, graph: Graph) -> GraphSharding:
+        """The same for a graph that is equal but for memory, names and numbers of values."""
+        if graph is self.graph:
+            return self
+        return replace(self, problem=replace(self.problem, graph=graph))
+
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
         problem = self.problem

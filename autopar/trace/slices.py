@@ -59,6 +59,15 @@ class StageSlice:
     def body(self) -> Program:
         return self.loop.bodies[0]
 
+    def kept_values(self) -> frozenset[int]:
+        """Values of a micro-batch that the backward piece reads and does not make."""
+        num_consts, num_carry = _jax.scan_sizes(self.loop.params)
+        given = {*self.body.inputs[: num_consts + num_carry], *(v for v, _ in self.body.captured)}
+        equations = [self.body.equations[i] for i in self.backward]
+        made = {r for e in equations for r in e.results}
+        read = {v for e in equations for v in _values(e.operands)}
+        return frozenset(read - made - given)
+
 
 @dataclass(frozen=True)
 class SlicedStep:

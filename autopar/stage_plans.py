@@ -1,0 +1,126 @@
+"""A plan for every stage of a pipeline: from `StageSlice`s and submeshes to `ParallelPlan`s.
+
+Each stage's step is sharded exactly, as a step of its own on the meshes of its submesh. What differs
+from a whole step is memory: of every micro-batch in flight a stage keeps what its backward piece
+reads. Equal stages (the blocks in the middle of a transformer) are solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.assemble import make_plan, program_fingerprint
+from autopar.constraints import asked_by, candidate_meshes, divisible_meshes, options_of
+from autopar.cost.report import cost_report
+from autopar.errors import MemoryBudgetError
+from autopar.intra import PassTimer, paused_garbage_collector, shard_on_best
+from autopar.ir.graph import Graph, Life
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.stages import LayerTable, Submesh
+from autopar.lower.assign import assign_layouts
+from autopar.memory_budget import memory_budget
+from autopar.methods import ShardingOptions, ShardParallel
+from autopar.sharding.solve import GraphSharding
+from autopar.stage_tables import stage_figures, submesh_cluster
+from autopar.steering import matching_paths, with_output_nodes, without_moved_state
+from autopar.trace.build import build_graph
+from autopar.trace.slices import StageSlice
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What is to be planned: a stage, where it runs, and how many micro-batches it keeps."""
+
+    slice: StageSlice
+    submesh: Submesh
+    mesh_shape: tuple[int, ...] | None  # None for any
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class SolvedStage:
+    """`figures` is a table of one layer, the stage."""
+
+    plan: ParallelPlan
+    figures: LayerTable
+
+
+class StageTooLarge(Exception):
+    """A stage that fits on no mesh of its submesh. Internal."""
+
+    def __init__(self, stage: int, error: MemoryBudgetError) -> None:
+        super().__init__(stage)
+        self.stage, self.error = stage, error
+
+
+@dataclass
+class StageSolver:
+    """Plans stages; remembers the shardings of those that were equal."""
+
+    cluster: ClusterSpec
+    options: ShardingOptions
+    timer: PassTimer = field(default_factory=PassTimer)
+    known: dict[tuple[str, Submesh], dict[LogicalMesh, GraphSharding]] = field(
+        default_factory=dict
+    )
+
+    def solve(self, number: int, task: StageTask) -> SolvedStage:
+        step = task.slice.step
+        cluster = submesh_cluster(self.cluster, task.submesh)
+        options = options_for(self.options, (*step.call.paths, *step.out_paths))
+        shape = "auto" if task.mesh_shape is None else task.mesh_shape
+        method = ShardParallel(mesh_shape=shape, options=options)
+        with paused_garbage_collector():
+            asked = asked_by(step, method)
+            step = without_moved_state(step, asked)
+            with self.timer("graph"):
+                graph = with_output_nodes(build_graph(step), asked)
+                graph = with_in_flight(graph, task.slice, task.in_flight)
+            meshes = candidate_meshes(cluster, method)
+            if meshes[0].num_devices > 1:
+                meshes = divisible_meshes(graph, meshes, method, cluster)
+            is_plain = not options.pins and not options.forbid_axes
+            key = program_fingerprint(step.program, renumber=True) if is_plain else step.name
+            known = self.known.setdefault((key, task.submesh), {})
+            with self.timer("shard"):
+                try:
+                    best = shard_on_best(graph, step, meshes, method, asked, True, known)
+                except MemoryBudgetError as error:
+                    raise StageTooLarge(number, error) from error
+            with self.timer("assign"):
+                program = assign_layouts(
+                    step.program, graph, best.layouts, best.mesh, refetch=best.refetch
+                )
+                report = cost_report(graph, best.mesh, best.layouts)
+            budget = memory_budget(best.mesh, method, options_of(method))
+            plan = make_plan(step, graph, best, program, report, method, cluster, {}, budget)
+            figures = stage_figures(best, task.slice, task.submesh)
+        return SolvedStage(plan, figures)
+
+
+def options_for(options: ShardingOptions, paths: Sequence[str]) -> ShardingOptions:
+    """The options without patterns that speak of other stages' arrays."""
+    pins = {p: spec for p, spec in options.pins.items() if matching_paths(paths, p)}
+    forbidden = {p: axes for p, axes in options.forbid_axes.items() if matching_paths(paths, p)}
+    return replace(options, pins=pins, forbid_axes=forbidden, remat="none")
+
+
+def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:
+    """The graph with what a stage holds of micro-batches in flight, and without the stacks of what
+    it sends and receives, of which only single micro-batches exist."""
+    kept = stage.kept_values()
+    body = stage.body
+    inside = {r for e in body.equations for r in e.results} | set(body.inputs)
+    times = [
+        graph.liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer
+    ]
+    lives = [life for life in graph.liveness.lives if life.value not in stage.stacks]
+    if times:
+        for value in kept:
+            if value in graph.producer:
+                more = count - (value in graph.liveness.in_memory)
+                if more > 0:
+                    lives.append(Life(value, min(times), max(times), more))
+    return replace(graph, liveness=replace(graph.liveness, lives=tuple(lives)))
