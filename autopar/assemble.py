@@ -26,10 +26,12 @@ from autopar.ir.plan import (
     Tensor,
 )
 from autopar.ir.spec import WHOLE, Layout
+from autopar.ir.stages import SearchReport
 from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import FlatCall, TracedStep
 from autopar.trace.program import Program
+from autopar.trace.slices import SlicedStep
 
 
 def program_fingerprint(program: Program, *, renumber: bool = False) -> str:
@@ -153,6 +155,71 @@ def make_plan(
         named=_named(traced, lambda value: _made_in(graph, sharding, value)),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
+    )
+
+
+def pipeline_plan(
+    step: TracedStep,
+    sliced: SlicedStep,
+    stages: tuple[StagePlan, ...],
+    *,
+    method: Any,
+    layers: tuple[str, ...],
+    layering: str,
+    schedule: str,
+    step_s: float,
+    sent_bytes: float,
+    seconds: dict[str, float],
+    search: SearchReport | None,
+) -> ParallelPlan:
+    """The plan of a pipeline, its stages' plans put together. `sent_bytes`: between stages."""
+    plans = [stage.plan for stage in stages if stage.plan is not None]
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    for number, (cut, own) in enumerate(zip(sliced.stages, plans, strict=True)):
+        for position, tensor in zip(cut.inputs, own.inputs, strict=False):
+            inputs[position] = replace(tensor, stages=(number,))
+        for position, tensor in zip(cut.outputs, own.outputs, strict=False):
+            outputs[position] = replace(tensor, stages=(number,))
+    num_devices = 1 + max(device for stage in stages for device in stage.devices)
+    gaps = [own.solver.gap for own in plans]
+    return ParallelPlan(
+        name=step.name,
+        method=_describe(method),
+        mesh_shape=(num_devices,),
+        axis_names=("x",),
+        device=plans[0].device,
+        inputs=tuple(inputs[i] for i in range(len(inputs))),
+        outputs=tuple(outputs[o] for o in range(len(outputs))),
+        program=ProgramSharding((), (), ()),
+        stages=stages,
+        num_micro_batches=step.num_micro_batches,
+        estimated_step_s=step_s,
+        estimated_peak_bytes=max(own.estimated_peak_bytes for own in plans),
+        communication_bytes=max(own.communication_bytes for own in plans) + sent_bytes,
+        modules=tuple(cost for own in plans for cost in own.modules),
+        solver=SolverReport(
+            objective=step_s,
+            lower_bound=step_s * (1 - max(gaps)),
+            gap=max(gaps),
+            sizes={"stages": len(stages), "equations": step.program.num_equations()},
+            seconds=seconds,
+        ),
+        fingerprint=Fingerprint(program_fingerprint(step.program), jax.__version__),
+        warnings=tuple(dict.fromkeys([*(w for own in plans for w in own.warnings), *step.notes])),
+        named=tuple(
+            replace(tensor, stages=(number,))
+            for number, own in enumerate(plans)
+            for tensor in own.named
+        ),
+        memory_budget_bytes=min(own.memory_budget_bytes for own in plans),
+        remat=step.remat,
+        layers=layers,
+        layering=layering,
+        schedule=schedule,
+        search=search,
+        in_tree=_in_tree(step),
+        out_tree=_out_tree(step),
     )
 
 

@@ -43,7 +43,7 @@ def manual_stages(
     that which exceeds memory least (`StageChoice.peak_bytes` tells). The tables must have variants
     of every submesh."""
     ranges = Ranges(tables, setting)
-    _check_layers(layer_ids, ranges.num_layers)
+    check_layer_ids(layer_ids, ranges.num_layers)
     place(submeshes, setting.cluster)
     stages: list[StageChoice] = []
     for i, (ids, submesh, shape) in enumerate(zip(layer_ids, submeshes, mesh_shapes, strict=True)):
@@ -73,7 +73,7 @@ def _best(
     return ranges.stage(min(variants, key=excess_and_cost), *layers, in_flight)
 
 
-def _check_layers(layer_ids: Sequence[Sequence[int]], num_layers: int) -> None:
+def check_layer_ids(layer_ids: Sequence[Sequence[int]], num_layers: int) -> None:
     flat = [layer for ids in layer_ids for layer in ids]
     if flat == list(range(num_layers)) and all(layer_ids):
         return

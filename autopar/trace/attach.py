@@ -12,9 +12,10 @@ What is made of constants alone belongs nowhere: whoever reads it makes it for i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import _jax
+from autopar.trace.figures import aval_bytes
 from autopar.trace.layers import Layer
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, equation_regions
@@ -40,6 +41,38 @@ def loop_batch(loop: Equation) -> range:
 
 def attach(body: Program, layers: Sequence[Layer]) -> LoopLayers:
     return _Attacher(body, layers).attached()
+
+
+def boundary_bytes(body: Program, attached: LoopLayers) -> list[int]:
+    """Bytes of activations that cross each boundary between two layers."""
+    crossing = [0] * (len(attached.layers) - 1)
+    maker: dict[int, int] = {}
+    last: dict[int, int] = {}
+    rows = zip(body.equations, attached.layer_of, attached.is_backward, strict=True)
+    for equation, layer, is_backward in rows:
+        if is_backward or layer == ANYWHERE:
+            continue
+        maker.update((r, layer) for r in equation.results)
+        for value in _values(equation):
+            if value in maker:
+                last[value] = max(last.get(value, 0), layer)
+    for value, layer in last.items():
+        for boundary in range(maker[value], layer):
+            crossing[boundary] += aval_bytes(body.avals[value])
+    return crossing
+
+
+def moved_to(body: Program, layers: Sequence[Layer], changed: Program) -> tuple[Layer, ...]:
+    """The layers with the positions that their equations have in a changed body, where values kept
+    their numbers."""
+    layer_of = {
+        body.equations[i].results: number for number, x in enumerate(layers) for i in x.equations
+    }
+    positions: list[list[int]] = [[] for _ in layers]
+    for index, equation in enumerate(changed.equations):
+        if equation.results in layer_of:
+            positions[layer_of[equation.results]].append(index)
+    return tuple(replace(x, equations=tuple(p)) for x, p in zip(layers, positions, strict=True))
 
 
 class _Attacher:
@@ -136,4 +169,4 @@ def _values(equation: Equation) -> list[int]:
     return [o for o in equation.operands if isinstance(o, int)]
 
 
-__all__ = ["ANYWHERE", "LoopLayers", "attach", "loop_batch"]
+__all__ = ["ANYWHERE", "LoopLayers", "attach", "boundary_bytes", "loop_batch", "moved_to"]

@@ -1,0 +1,554 @@
+"""Inter-operator planning: from the traces of a step to a pipeline.
+
+    loop     TracedStep at whole batch and micro-batch → one with a loop   (trace.accumulate)
+    layers   its body → layers, and every equation's layer                 (trace.layers, attach)
+    tables   Graph, submeshes → figures of every layer                     (stage_tables)
+    search   tables → stages on submeshes                                  (stages.search)
+    slice    the step, stages → a step per stage                           (trace.slices)
+    stages   a step per stage → a plan per stage                           (stage_plans)
+    plan     all of the above → ParallelPlan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+
+from autopar.assemble import bind_plan, pipeline_plan
+from autopar.constraints import asked_by, solver_constraints
+from autopar.cost.pipeline import simulate
+from autopar.cost.pipeline_links import boundary_s
+from autopar.errors import ArgumentError, MemoryBudgetError, PlanError, TraceError
+from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
+from autopar.ir.graph import check_graph
+from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
+from autopar.ir.plan import ParallelPlan, StagePlan
+from autopar.ir.stages import PipelineChoice, SearchReport, Submesh
+from autopar.ir.table import format_bytes
+from autopar.memory_budget import memory_budget
+from autopar.methods import (
+    AutoLayers,
+    AutoStages,
+    ManualLayers,
+    ManualStages,
+    PipeshardParallel,
+    ShardParallel,
+    UniformStages,
+)
+from autopar.stage_plans import SolvedStage, StageSolver, StageTask, StageTooLarge
+from autopar.stage_tables import node_places, stage_tables
+from autopar.stages.given import check_layer_ids
+from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
+from autopar.stages.ranges import Setting
+from autopar.stages.schedules import in_flight_bound, make_schedule
+from autopar.stages.search import search_stages
+from autopar.stages.submeshes import candidate_submeshes, place, uniform_submesh
+from autopar.trace.attach import LoopLayers, attach, boundary_bytes, loop_batch, moved_to
+from autopar.trace.boundaries import layers_by_marks
+from autopar.trace.build import build_graph
+from autopar.trace.flatten import TracedStep
+from autopar.trace.layers import Layer, find_layers
+from autopar.trace.program import Program
+from autopar.trace.remat import rematerialise
+from autopar.trace.slices import SlicedStep, slice_step
+
+# Time to start one piece: Python, argument handling and the launch itself.
+LAUNCH_S = {"cpu": 300e-6}
+GPU_LAUNCH_S = 60e-6
+# A stage search at another number of micro-batches must promise this much to be made.
+WORTH_ANOTHER = 0.03
+
+Loop = Callable[[int], TracedStep]  # the step as a loop over so many micro-batches
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage as a method or the search wants it."""
+
+    layers: tuple[int, int]
+    submesh: Submesh
+    mesh_shape: tuple[int, ...] | None = None
+    remat: bool = False
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A step as a loop over micro-batches, and its layers."""
+
+    step: TracedStep
+    layers: tuple[Layer, ...]
+
+    @property
+    def body(self) -> Program:
+        assert self.step.loop is not None
+        return self.step.program.equations[self.step.loop].bodies[0]
+
+    @cached_property
+    def attached(self) -> LoopLayers:
+        return attach(self.body, self.layers)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(self.attached.is_backward)
+
+    def recomputing(self, numbers: Sequence[int]) -> Looped:
+        """The same with these layers computed again in the backward pass."""
+        chosen = [self.layers[i] for i in numbers if self.layers[i].residual_bytes > 0]
+        chosen = [layer for layer in chosen if not layer.is_last]
+        if not chosen:
+            return self
+        assert self.step.loop is not None
+        body = rematerialise(self.body, chosen)
+        program, at = self.step.program, self.step.loop
+        loop = replace(program.equations[at], bodies=(body,))
+        equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
+        program = replace(program, equations=equations, avals=body.avals)
+        step = replace(
+            self.step, program=program, remat=tuple(layer.name for layer in chosen)
+        )
+        return Looped(step, moved_to(self.body, self.layers, body))
+
+
+def launch_s(cluster: ClusterSpec) -> float:
+    return LAUNCH_S.get(cluster.spec.name, GPU_LAUNCH_S)
+
+
+def plan_pipeline(
+    loop: Loop, method: PipeshardParallel, cluster: ClusterSpec, timer: PassTimer
+) -> PlannedStep:
+    """A pipeline as a method asks for it."""
+    planner = _Planner(loop, method, cluster, timer)
+    if isinstance(method.stages, AutoStages):
+        return planner.searched()
+    if method.num_micro_batches == "auto":
+        raise ArgumentError(
+            "PipeshardParallel(num_micro_batches='auto'): needs stages=AutoStages(), which searches "
+            "it. Give a number with stages that are given."
+        )
+    assert isinstance(method.num_micro_batches, int)
+    return planner.given(method.num_micro_batches)
+
+
+def bind_pipeline(plan: ParallelPlan, loop: Loop, timer: PassTimer) -> PlannedStep:
+    """A pipeline plan that was made elsewhere, for this step."""
+    if plan.layering == "manual":
+        layers: AutoLayers | ManualLayers = ManualLayers()
+    else:
+        layers = AutoLayers("auto" if plan.layering == "auto" else int(plan.layering))
+    with timer("slice"):
+        looped = find_looped(loop(plan.num_micro_batches), layers)
+        if len(looped.layers) != len(plan.layers):
+            raise PlanError(
+                f"method=plan: the plan is for {len(plan.layers)} layers, and {looped.step.name} "
+                f"has {len(looped.layers)}. Plan again for this step."
+            )
+        specs = [
+            StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages
+        ]
+        sliced = slice_into(looped, specs)
+    own = []
+    for stage, cut in zip(plan.stages, sliced.stages, strict=True):
+        assert stage.plan is not None
+        own.append(replace(stage, plan=bind_plan(stage.plan, cut.step)))
+    bound = bind_plan(plan, looped.step)
+    return PlannedStep(looped.step, replace(bound, stages=tuple(own)), sliced)
+
+
+def find_looped(step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1) -> Looped:
+    assert step.loop is not None
+    loop = step.program.equations[step.loop]
+    batch = loop_batch(loop)
+    if isinstance(layers, ManualLayers):
+        return Looped(step, layers_by_marks(loop.bodies[0], batch))
+    count = None if layers.num_layers == "auto" else int(layers.num_layers)
+    found = find_layers(loop.bodies[0], count, batch=batch)
+    if count is None and len(found) < at_least:
+        found = find_layers(loop.bodies[0], at_least, batch=batch)
+    return Looped(step, found)
+
+
+def slice_into(looped: Looped, specs: Sequence[StageSpec]) -> SlicedStep:
+    again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
+    looped = looped.recomputing(again)
+    stage_of = [s for s, spec in enumerate(specs) for _ in range(*spec.layers)]
+    return slice_step(looped.step, looped.attached, stage_of)
+
+
+class _Planner:
+    def __init__(
+        self, loop: Loop, method: PipeshardParallel, cluster: ClusterSpec, timer: PassTimer
+    ) -> None:
+        self.loop, self.method, self.cluster, self.timer = loop, method, cluster, timer
+        self.options = method.options
+        self.solver = StageSolver(cluster, method.options, timer)
+
+    # -- stages that are given
+
+    def given(self, num_micro_batches: int) -> PlannedStep:
+        stages = self.method.stages
+        least = stages.num_stages if isinstance(stages, UniformStages) else 1
+        if isinstance(stages, ManualStages) and self.method.layers == AutoLayers():
+            count = sum(map(len, stages.layer_ids))
+            looped = self.looped(num_micro_batches, AutoLayers(count))
+        else:
+            looped = self.looped(num_micro_batches, self.method.layers, least)
+        if isinstance(stages, UniformStages):
+            specs = self.uniform(stages.num_stages, looped)
+        else:
+            assert isinstance(stages, ManualStages)
+            check_layer_ids(stages.layer_ids, len(looped.layers))
+            shapes = stages.mesh_shapes or (None,) * len(stages.submeshes)
+            ends = [0, *np.cumsum([len(ids) for ids in stages.layer_ids]).tolist()]
+            specs = [
+                StageSpec(layers, submesh, shape)
+                for layers, submesh, shape in zip(
+                    pairwise(ends), stages.submeshes, shapes, strict=True
+                )
+            ]
+        if self.options.remat == "all":
+            specs = [replace(spec, remat=True) for spec in specs]
+        return self.finish(looped, specs, None)
+
+    def looped(
+        self, num_micro_batches: int, layers: AutoLayers | ManualLayers, at_least: int = 1
+    ) -> Looped:
+        with self.timer("trace"):
+            step = self.loop(num_micro_batches)
+        with self.timer("layers"):
+            return find_looped(step, layers, at_least)
+
+    def uniform(self, num_stages: int, looped: Looped) -> list[StageSpec]:
+        num_layers = len(looped.layers)
+        if num_stages > num_layers:
+            raise ArgumentError(
+                f"UniformStages(num_stages={num_stages}): every stage needs a layer, and there are "
+                f"{num_layers}. Ask for {num_layers} stages or fewer, or for more layers with "
+                "layers=AutoLayers(…)."
+            )
+        num_meshes = num_stages
+        if self.method.schedule == "interleaved_1f1b":
+            num_meshes = num_stages // 2 if num_stages % 2 == 0 else num_stages
+        submesh = uniform_submesh(num_meshes, self.cluster)
+        ranges = even_ranges([layer.flops for layer in looped.layers], num_stages)
+        return [StageSpec(layers, submesh) for layers in ranges]
+
+    # -- stages that are searched
+
+    def searched(self) -> PlannedStep:
+        asked = self.method.num_micro_batches
+        number = first_micro_batches(self.loop(1), self.cluster) if asked == "auto" else int(asked)
+        looped = self.looped(number, self.method.layers)
+        choice, report, other = self.search(looped, number, asked == "auto")
+        if other is not None and other != number:
+            looped = self.looped(other, self.method.layers)
+            choice, report, _ = self.search(looped, other, False)
+        if choice is None:
+            raise self.nothing_fits(looped, report)
+        specs = [
+            StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages
+        ]
+        if self.method.schedule == "interleaved_1f1b":
+            specs = halved(specs, looped)
+        return self.finish(looped, specs, report)
+
+    def search(
+        self, looped: Looped, number: int, is_free: bool
+    ) -> tuple[PipelineChoice | None, SearchReport, int | None]:
+        """(the best stages, what was considered, another number of micro-batches that promises
+        to be better)."""
+        step = looped.step
+        stages = self.method.stages
+        assert isinstance(stages, AutoStages)
+        method = ShardParallel(options=self.options)
+        with self.timer("graph"), paused_garbage_collector():
+            graph = build_graph(step)
+            check_graph(graph)
+            places = node_places(graph, step, looped.attached)
+        asked = asked_by(step, method)
+        submeshes = candidate_submeshes(self.cluster, stages.submeshes)
+        remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
+        if not looped.has_backward:
+            remat = (False,)
+        with self.timer("tables"), paused_garbage_collector():
+            tables = stage_tables(
+                graph,
+                places,
+                self.cluster,
+                submeshes,
+                number,
+                constraints=lambda mesh: solver_constraints(graph, step, mesh, method, asked),
+                forbidden=forbidden_collectives(self.options),
+                remat=remat,
+                fold=self.options.fold_layers,
+                solver=self.options.solver,
+            )
+        setting = self.setting(looped, number)
+        with self.timer("search"):
+            choice, report = search_stages(tables, setting)
+            other = None
+            if is_free:
+                rows = batch_rows(step)
+                candidates = candidate_micro_batches(
+                    rows, least_rows=min(rows, self.cluster.devices_per_host)
+                )
+                found = choose_micro_batches(tables, setting, candidates)
+                if found is not None and (
+                    choice is None or found.choice.step_s < choice.step_s * (1 - WORTH_ANOTHER)
+                ):
+                    other = found.choice.num_micro_batches
+        return choice, report, other
+
+    def setting(self, looped: Looped, number: int) -> Setting:
+        schedule = self.method.schedule
+        return Setting(
+            self.cluster,
+            np.array(boundary_bytes(looped.body, looped.attached), dtype=float),
+            number,
+            "1f1b" if schedule == "interleaved_1f1b" else schedule,
+            self.budget(),
+            launch_s(self.cluster),
+            looped.has_backward,
+        )
+
+    def budget(self) -> float:
+        mesh = mesh_of_cluster(self.cluster, (self.cluster.num_devices,))
+        found = memory_budget(mesh, ShardParallel(options=self.options), self.options)
+        return inf if found is None else found
+
+    def nothing_fits(self, looped: Looped, report: SearchReport) -> MemoryBudgetError:
+        budget = self.budget()
+        reasons = " ".join(report.notes)
+        return MemoryBudgetError(
+            f"{looped.step.name}: no pipeline of its {report.num_layers} layers fits into the "
+            f"budget of {format_bytes(budget)} per device. {reasons}",
+            inf,
+            budget,
+        )
+
+    # -- from stages to a plan
+
+    def finish(
+        self, looped: Looped, specs: list[StageSpec], report: SearchReport | None
+    ) -> PlannedStep:
+        self.check(looped, len(specs))
+        devices, stage_mesh = self.devices(specs)
+        while True:
+            with self.timer("slice"):
+                sliced = slice_into(looped, specs)
+            try:
+                solved = self.solve(sliced, specs, stage_mesh)
+                break
+            except StageTooLarge as miss:
+                may_recompute = self.options.remat == "auto" and looped.has_backward
+                if specs[miss.stage].remat or not may_recompute:
+                    raise self.too_large(miss, specs, looped) from miss.error
+                specs[miss.stage] = replace(specs[miss.stage], remat=True)
+        step = looped.recomputing([i for s in specs if s.remat for i in range(*s.layers)]).step
+        plan = self.assembled(step, looped, sliced, specs, solved, devices, stage_mesh, report)
+        return PlannedStep(looped.step, plan, sliced)
+
+    def check(self, looped: Looped, num_stages: int) -> None:
+        schedule = self.method.schedule
+        if schedule != "inference" and not looped.has_backward:
+            raise ArgumentError(
+                f"PipeshardParallel(schedule={schedule!r}): {looped.step.name} has no backward "
+                "pass. Use schedule='inference' for a step that takes no gradient."
+            )
+        if schedule == "inference" and looped.has_backward:
+            raise ArgumentError(
+                f"PipeshardParallel(schedule='inference'): {looped.step.name} takes a gradient. "
+                "Use a training schedule such as '1f1b'."
+            )
+        make_schedule(schedule, num_stages, 1, stage_mesh=list(range(num_stages)))
+
+    def devices(self, specs: Sequence[StageSpec]) -> tuple[list[tuple[int, ...]], list[int]]:
+        """(devices of every stage, its mesh). Stages of an interleaved schedule share meshes."""
+        submeshes = [spec.submesh for spec in specs]
+        num_meshes = len(specs)
+        if self.method.schedule == "interleaved_1f1b":
+            used, count = 0, 0
+            while count < len(specs) and used < self.cluster.num_devices:
+                used += prod(submeshes[count])
+                count += 1
+            num_meshes = count
+            if len(specs) % count or any(
+                s != submeshes[k % count] for k, s in enumerate(submeshes)
+            ):
+                raise ArgumentError(
+                    f"PipeshardParallel(schedule='interleaved_1f1b'): stage k shares the mesh of "
+                    f"stage k + {count}, so stages must be a multiple of {count} whose submeshes "
+                    f"repeat; the submeshes are {submeshes}. Give submeshes that repeat, or use "
+                    "schedule='1f1b'."
+                )
+        placed = place(submeshes[:num_meshes], self.cluster)
+        meshes = [k % num_meshes for k in range(len(specs))]
+        return [tuple(placed[m]) for m in meshes], meshes
+
+    def solve(
+        self, sliced: SlicedStep, specs: Sequence[StageSpec], stage_mesh: Sequence[int]
+    ) -> list[SolvedStage]:
+        number = sliced.stages[0].step.num_micro_batches
+        num_meshes = max(stage_mesh) + 1
+        solved = []
+        for stage, (own, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
+            in_flight = in_flight_bound(
+                self.method.schedule, len(specs), number, stage, num_meshes=num_meshes
+            )
+            task = StageTask(own, spec.submesh, spec.mesh_shape, in_flight)
+            solved.append(self.solver.solve(stage, task))
+        return solved
+
+    def too_large(
+        self, miss: StageTooLarge, specs: Sequence[StageSpec], looped: Looped
+    ) -> MemoryBudgetError:
+        spec = specs[miss.stage]
+        first, last = spec.layers
+        error = miss.error
+        return MemoryBudgetError(
+            f"stage {miss.stage} of {len(specs)} (layers {first} to {last - 1} of "
+            f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): {error}\n"
+            "  - give the stage fewer layers or more devices, or let stages=AutoStages() choose",
+            error.peak_bytes,
+            error.budget_bytes,
+        )
+
+    def assembled(
+        self,
+        step: TracedStep,
+        looped: Looped,
+        sliced: SlicedStep,
+        specs: Sequence[StageSpec],
+        solved: Sequence[SolvedStage],
+        devices: Sequence[tuple[int, ...]],
+        stage_mesh: Sequence[int],
+        report: SearchReport | None,
+    ) -> ParallelPlan:
+        number, launch = step.num_micro_batches, launch_s(self.cluster)
+        crossing = boundary_bytes(looped.body, looped.attached)
+        hops = []
+        for (one, two), (mine, yours) in zip(pairwise(specs), pairwise(devices), strict=True):
+            per_host = self.cluster.devices_per_host
+            hosts = {d // per_host for d in (*mine, *yours)}
+            size = crossing[two.layers[0] - 1]
+            sizes = prod(one.submesh), prod(two.submesh)
+            hops.append(boundary_s(size, *sizes, len(hosts) == 1, self.cluster))
+        stages, forward_s, backward_s, once_s = [], [], [], []
+        both_ways = 2 if looped.has_backward else 1
+        for k, (spec, own) in enumerate(zip(specs, solved, strict=True)):
+            table = own.figures
+            forward_s.append(float(table.forward_s[0]) + launch)
+            backward_s.append(float(table.latency_s[0] - table.forward_s[0]) + launch)
+            once_s.append(float(table.once_s[0]))
+            waits = hops[k - 1] if k else 0.0
+            waits += hops[k] if both_ways == 2 and k < len(hops) else 0.0
+            stages.append(
+                StagePlan(
+                    spec.layers,
+                    spec.submesh,
+                    own.plan.mesh_shape,
+                    forward_s[-1] + backward_s[-1] + waits + once_s[-1] / number,
+                    own.plan,
+                    devices[k],
+                    stage_mesh[k],
+                    forward_s[-1],
+                    backward_s[-1],
+                    once_s[-1],
+                    waits,
+                    spec.remat,
+                )
+            )
+        schedule = make_schedule(self.method.schedule, len(specs), number, stage_mesh=stage_mesh)
+        if not looped.has_backward:
+            backward_s = [0.0] * len(specs)
+        weights_s = None
+        if self.method.schedule == "zero_bubble":
+            weights_s = [b / 2 for b in backward_s]
+            backward_s = list(weights_s)
+        timed = simulate(schedule, forward_s, backward_s, weights_s, hops, once_s)
+        layering = "manual"
+        if isinstance(self.method.layers, AutoLayers):
+            natural = self.method.layers.num_layers == "auto" and not isinstance(
+                self.method.stages, ManualStages
+            )
+            same = natural and len(find_looped(looped.step, AutoLayers()).layers) == len(
+                looped.layers
+            )
+            layering = "auto" if same else str(len(looped.layers))
+        return pipeline_plan(
+            step,
+            sliced,
+            tuple(stages),
+            method=self.method,
+            layers=tuple(layer.name for layer in looped.layers),
+            layering=layering,
+            schedule=self.method.schedule,
+            step_s=timed.step_s,
+            sent_bytes=sum(crossing[s.layers[0] - 1] for s in specs[1:]) * both_ways * number,
+            seconds=dict(self.timer.seconds),
+            search=report,
+        )
+
+
+def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
+    """The number of micro-batches to search stages at first: two rows for every device of a host,
+    so that a stage on a host can still split the batch."""
+    rows = batch_rows(step)
+    wanted = max(2, rows // (2 * cluster.devices_per_host))
+    found = [n for n in range(1, rows + 1) if rows % n == 0]
+    return min(found, key=lambda n: abs(n - wanted))
+
+
+def batch_rows(step: TracedStep) -> int:
+    for index in step.batch:
+        if step.avals[index].shape:
+            return step.avals[index].shape[0]
+    raise TraceError(
+        f"{step.name}: a pipeline needs a batch that can be cut into micro-batches, but no array "
+        "of its arguments is one. Pass the batch as argument 1, or name it with batch_argnums."
+    )
+
+
+def forbidden_collectives(options: Any) -> frozenset[str]:
+    allowed = {
+        "reduce-scatter": options.allow_reduce_scatter,
+        "all-to-all": options.allow_all_to_all,
+    }
+    return frozenset(name for name, is_allowed in allowed.items() if not is_allowed)
+
+
+def even_ranges(work: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Contiguous non-empty ranges whose largest sum of work is least."""
+    total = np.concatenate(([0.0], np.cumsum(work)))
+    num = len(work)
+    best = np.full((count + 1, num + 1), inf)
+    cut = np.zeros((count + 1, num + 1), dtype=int)
+    best[0, 0] = 0.0
+    for k in range(1, count + 1):
+        for end in range(k, num - (count - k) + 1):
+            for start in range(k - 1, end):
+                worst = max(best[k - 1, start], total[end] - total[start])
+                if worst < best[k, end]:
+                    best[k, end], cut[k, end] = worst, start
+    ends = [num]
+    for k in range(count, 0, -1):
+        ends.append(int(cut[k, ends[-1]]))
+    return list(pairwise(ends[::-1]))
+
+
+def halved(specs: Sequence[StageSpec], looped: Looped) -> list[StageSpec]:
+    """Twice as many stages as meshes, for an interleaved schedule: the same layers cut evenly."""
+    count = 2 * len(specs)
+    if len({spec.submesh for spec in specs}) > 1 or count > len(looped.layers):
+        return list(specs)
+    ranges = even_ranges([layer.flops for layer in looped.layers], count)
+    any_remat = any(spec.remat for spec in specs)
+    return [StageSpec(layers, specs[0].submesh, None, any_remat) for layers in ranges]
+
+
+__all__ = ["Looped", "bind_pipeline", "launch_s", "plan_pipeline"]
