@@ -19,6 +19,7 @@ from autopar.compiler import (
     annotate,
     flatten_call,
     is_array_leaf,
+    lower_pipeline,
     plan_step,
 )
 from autopar.errors import ArgumentError, MeshError
@@ -32,6 +33,9 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.runtime.local import LocalExecutable, SignatureChanged
+from autopar.runtime.pipeline import PipelineExecutable
+
+Executable = LocalExecutable | PipelineExecutable
 
 _DEVICE_KINDS = (
     ("H200", "h200-sxm"),
@@ -116,9 +120,9 @@ class ParallelFunction:
         self._method = method
         self._options = options
         self._plans: dict[Any, list[PlannedStep]] = {}
-        self._entries: dict[Any, list[tuple[PlannedStep, LocalExecutable]]] = {}
+        self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
         self.last_planned: PlannedStep | None = None
-        self.last_executable: LocalExecutable | None = None
+        self.last_executable: Executable | None = None
         functools.update_wrapper(self, fn, updated=())
 
     def __repr__(self) -> str:
@@ -198,7 +202,7 @@ class ParallelFunction:
 
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[PlannedStep, LocalExecutable]:
+    ) -> tuple[PlannedStep, Executable]:
         planned = self.planned(args, kwargs)
         return planned, make_executable(planned, local_devices())
 
@@ -216,7 +220,7 @@ def _types_of(avals: Sequence[Any]) -> list[tuple]:
     return [(aval.shape, aval.dtype, aval.weak_type) for aval in avals]
 
 
-def _run(planned: PlannedStep, executable: LocalExecutable, leaves: Sequence[Any]) -> list[Any]:
+def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) -> list[Any]:
     try:
         return executable(leaves)
     except RuntimeError as error:
@@ -230,7 +234,19 @@ def _run(planned: PlannedStep, executable: LocalExecutable, leaves: Sequence[Any
         raise
 
 
-def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
+def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> Executable:
+    if planned.plan.is_pipeline:
+        lowered = lower_pipeline(planned, devices)
+        return PipelineExecutable(
+            planned.plan,
+            lowered.pipeline,
+            lowered.programs,
+            lowered.functions,
+            lowered.meshes,
+            lowered.buffers,
+            planned.traced.avals,
+            whole=planned.traced.flat_fn,
+        )
     flat_fn, mesh = annotate(planned, devices)
     traced = planned.traced
     return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
@@ -431,4 +447,7 @@ def compile(
     planned = plan_step(
         fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options
     )
-    return {"step": make_executable(planned, devices).compiled}
+    executable = make_executable(planned, devices)
+    if isinstance(executable, PipelineExecutable):
+        return executable.compiled
+    return {"step": executable.compiled}

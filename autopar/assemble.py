@@ -34,23 +34,22 @@ from autopar.trace.program import Program
 from autopar.trace.slices import SlicedStep
 
 
-def program_fingerprint(program: Program, *, renumber: bool = False) -> str:
+def program_fingerprint(program: Program) -> str:
     """A hash of every equation with its parameters and shapes: equal programs can share a plan.
-    The values of constants do not matter, so that a learning rate may change. With `renumber`,
-    nor do the numbers of values, so that equal parts of one program are found."""
+    The values of constants do not matter, so that a learning rate may change, nor do the numbers of
+    values, so that equal parts of one program are found."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
 
     def number(value: int) -> int:
-        return numbers.setdefault(value, len(numbers)) if renumber else value
+        return numbers.setdefault(value, len(numbers))
 
     def visit(part: Program) -> None:
         for equation in part.equations:
             types = [_type_text(part.avals[r]) for r in equation.results]
             operands = [number(o) if isinstance(o, int) else "c" for o in equation.operands]
             params = _plain(equation.params)
-            if renumber:
-                types.append(repr([number(r) for r in equation.results]))
+            types.append(repr([number(r) for r in equation.results]))
             digest.update(repr((equation.name, params, operands, types)).encode())
             for body in equation.bodies:
                 visit(body)
@@ -159,6 +158,7 @@ def make_plan(
 
 
 def pipeline_plan(
+    whole: TracedStep,
     step: TracedStep,
     sliced: SlicedStep,
     stages: tuple[StagePlan, ...],
@@ -172,7 +172,8 @@ def pipeline_plan(
     seconds: dict[str, float],
     search: SearchReport | None,
 ) -> ParallelPlan:
-    """The plan of a pipeline, its stages' plans put together. `sent_bytes`: between stages."""
+    """The plan of a pipeline, its stages' plans put together. `whole` is the step as it was before
+    layers were recomputed, `sent_bytes` what goes from stage to stage."""
     plans = [stage.plan for stage in stages if stage.plan is not None]
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -205,7 +206,7 @@ def pipeline_plan(
             sizes={"stages": len(stages), "equations": step.program.num_equations()},
             seconds=seconds,
         ),
-        fingerprint=Fingerprint(program_fingerprint(step.program), jax.__version__),
+        fingerprint=Fingerprint(program_fingerprint(whole.program), jax.__version__),
         warnings=tuple(dict.fromkeys([*(w for own in plans for w in own.warnings), *step.notes])),
         named=tuple(
             replace(tensor, stages=(number,))

@@ -15,68 +15,43 @@ Each pass takes and gives frozen data; `PassTimer` keeps what each took.
 
 from __future__ import annotations
 
-import gc
 import re
-import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
 from autopar import _jax
-from autopar.assemble import bind_plan, make_plan, replicated_plan
-from autopar.constraints import (
-    asked_by,
-    candidate_meshes,
-    divisible_meshes,
-    options_of,
-    solver_constraints,
-)
-from autopar.cost.report import cost_report
-from autopar.errors import (
-    ArgumentError,
-    AutoparError,
-    MemoryBudgetError,
-    MeshError,
-    SolverError,
-    SpecError,
-    TraceError,
-    shortened,
-)
+from autopar.assemble import bind_plan
+from autopar.auto import plan_automatically
+from autopar.constraints import candidate_meshes, options_of
+from autopar.errors import MeshError, TraceError, shortened
 from autopar.following import placed_like_training
-from autopar.ir.graph import Graph, check_graph
+from autopar.inter import Loop, bind_pipeline, plan_pipeline
+from autopar.intra import PassTimer, PlannedStep, plan_traced
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.program import Pipeline, PipelinePrograms
+from autopar.ir.spec import to_partition_spec
 from autopar.lower.annotate import annotated_function
-from autopar.lower.assign import assign_layouts
-from autopar.memory_budget import memory_budget, out_of_memory
+from autopar.lower.instructions import emit_programs
+from autopar.lower.lanes import lane_axes, with_lanes
+from autopar.lower.pieces import cut_into_pieces, piece_function
 from autopar.methods import (
     AutoParallel,
     CreateStateParallel,
     FollowParallel,
     ParallelMethod,
     PipeshardParallel,
-    PlacedParallel,
     ShardParallel,
 )
 from autopar.remat_choice import choose_remat
-from autopar.sharding.budget import GOOD_GAP
-from autopar.sharding.holdings import memory_floor
-from autopar.sharding.ilp import check_solver
-from autopar.sharding.solve import (
-    DoesNotFit,
-    GraphSharding,
-    fit_into_memory,
-    solve_graph,
-)
-from autopar.steering import Asked, with_output_nodes, without_moved_state
+from autopar.stages.schedules import make_schedule
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
-from autopar.trace.build import build_graph
 from autopar.trace.flatten import (
     FlatCall,
     TracedStep,
@@ -86,7 +61,9 @@ from autopar.trace.flatten import (
     trace_step,
 )
 from autopar.trace.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.trace.once import looped_once
 from autopar.trace.remat import with_remat
+from autopar.trace.unroll import unrolled
 from autopar.trace.user_rules import register_rule
 
 
@@ -111,17 +88,54 @@ def plan_step(
 ) -> PlannedStep:
     """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give."""
     options = options or StepOptions()
-    if isinstance(method, (PipeshardParallel, AutoParallel)):
-        raise ArgumentError(
-            f"method={type(method).__name__}(…): pipelines cannot be planned yet. Use "
-            "autopar.ShardParallel(…) for one mesh of all devices."
-        )
     timer = PassTimer()
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)
-        num_micro_batches = getattr(method, "num_micro_batches", 1)
-        micro = None
-        if num_micro_batches > 1:
+    loop = _looper(traced, fn, options)
+    if isinstance(method, PipeshardParallel):
+        return plan_pipeline(loop, method, cluster, timer)
+    if isinstance(method, ParallelPlan) and method.is_pipeline:
+        return bind_pipeline(method, loop, timer)
+    if isinstance(method, AutoParallel) and mesh is None:
+
+        def intra(own: ShardParallel) -> PlannedStep:
+            return plan_on_one_mesh(traced, fn, cluster, own, options, None, timer)
+
+        return plan_automatically(traced, intra, loop, method, cluster, timer)
+    return plan_on_one_mesh(traced, fn, cluster, method, options, mesh, timer)
+
+
+def _looper(traced: TracedStep, fn: Callable[..., Any], options: StepOptions) -> Loop:
+    """The step as a loop over micro-batches, made once per number of them."""
+    known: dict[int, TracedStep] = {}
+
+    def loop(num_micro_batches: int) -> TracedStep:
+        if num_micro_batches not in known:
+            whole = unrolled(traced)
+            if num_micro_batches == 1:
+                known[1] = looped_once(whole)
+            else:
+                micro = trace_micro_batch(traced, fn, options, num_micro_batches)
+                known[num_micro_batches] = accumulate(whole, unrolled(micro), num_micro_batches)
+        return known[num_micro_batches]
+
+    return loop
+
+
+def plan_on_one_mesh(
+    traced: TracedStep,
+    fn: Callable[..., Any],
+    cluster: ClusterSpec,
+    method: Any,
+    options: StepOptions,
+    mesh: LogicalMesh | None,
+    timer: PassTimer,
+) -> PlannedStep:
+    """Every pass after the first trace, for methods that put the whole step on one mesh."""
+    num_micro_batches = getattr(method, "num_micro_batches", 1)
+    micro = None
+    if num_micro_batches > 1:
+        with timer("trace"):
             micro = trace_micro_batch(traced, fn, options, num_micro_batches)
     if isinstance(method, ShardParallel | None) and options_of(method).remat == "auto":
 
@@ -257,14 +271,73 @@ def rewritten(
 # -- programs
 
 
-def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[..., list[Any]], Any]:
-    """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
-    plan = planned.plan
+@dataclass(frozen=True)
+class LoweredPipeline:
+    """What runs a pipeline. `buffers`: (stage, value) -> type and sharding of what holds it."""
+
+    pipeline: Pipeline
+    programs: PipelinePrograms
+    functions: tuple[Callable[..., list[Any]], ...]
+    meshes: tuple[Mesh, ...]
+    buffers: dict[tuple[int, int], jax.ShapeDtypeStruct]
+
+
+def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipeline:
+    """The pieces of a pipeline as functions, and the lists that run them."""
+    plan, sliced = planned.plan, planned.sliced
+    assert sliced is not None
+    _check_devices(plan, devices)
+    shardings, own = [], []  # by stage: those that share devices may arrange them otherwise
+    for stage in plan.stages:
+        assert stage.plan is not None
+        shardings.append(stage.plan.program)
+        grid = np.array([devices[d] for d in stage.devices], dtype=object)
+        own.append(_jax.fresh_mesh(grid.reshape(stage.mesh_shape), stage.plan.axis_names))
+    stage_mesh = tuple(stage.mesh for stage in plan.stages)
+    meshes = tuple(own[stage_mesh.index(m)] for m in range(max(stage_mesh) + 1))
+    pieces = cut_into_pieces(
+        sliced.stages,
+        shardings,
+        plan.num_micro_batches,
+        stage_mesh=stage_mesh,
+        split_weights=plan.schedule == "zero_bubble",
+        donated=planned.traced.donated,
+    )
+    schedule = make_schedule(
+        plan.schedule, len(plan.stages), plan.num_micro_batches, stage_mesh=stage_mesh
+    )
+    programs = emit_programs(pieces.pipeline, schedule)
+    avals = sliced.program.avals
+    buffers: dict[tuple[int, int], jax.ShapeDtypeStruct] = {}
+    for (stage, value), layout in pieces.layouts.items():
+        mesh, aval = own[stage], avals[value]
+        shape = getattr(aval, "shape", ())
+        layout = (-1,) * len(mesh.axis_names) if layout is None else layout
+        lanes = [mesh.devices.shape[axis] for axis in lane_axes(layout)]
+        ndim = len(lanes) + len(shape)
+        spec = to_partition_spec(with_lanes(layout), ndim, mesh.axis_names)
+        buffers[stage, value] = jax.ShapeDtypeStruct(
+            (*lanes, *shape),
+            aval.dtype,
+            sharding=NamedSharding(mesh, spec),
+            weak_type=getattr(aval, "weak_type", False),
+        )
+    functions = tuple(piece_function(p, own[p.piece.stage]) for p in pieces.programs)
+    return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers)
+
+
+def _check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
             f"{len(devices)} were given. Use more devices or a smaller mesh."
         )
+
+
+def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[..., list[Any]], Any]:
+    """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
+    plan = planned.plan
+    _check_devices(plan, devices)
     grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
     mesh = _jax.fresh_mesh(grid, plan.axis_names)
     if plan.num_devices == 1 and planned.traced.num_micro_batches == 1 and not plan.remat:

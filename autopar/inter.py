@@ -1,12 +1,12 @@
 """Inter-operator planning: from the traces of a step to a pipeline.
 
-    loop     TracedStep at whole batch and micro-batch → one with a loop   (trace.accumulate)
-    layers   its body → layers, and every equation's layer                 (trace.layers, attach)
-    tables   Graph, submeshes → figures of every layer                     (stage_tables)
-    search   tables → stages on submeshes                                  (stages.search)
-    slice    the step, stages → a step per stage                           (trace.slices)
-    stages   a step per stage → a plan per stage                           (stage_plans)
-    plan     all of the above → ParallelPlan
+loop     TracedStep at whole batch and micro-batch → one with a loop   (trace.accumulate)
+layers   its body → layers, and every equation's layer                 (trace.layers, attach)
+tables   Graph, submeshes → figures of every layer                     (stage_tables)
+search   tables → stages on submeshes                                  (stages.search)
+slice    the step, stages → a step per stage                           (trace.slices)
+stages   a step per stage → a plan per stage                           (stage_plans)
+plan     all of the above → ParallelPlan
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class Looped:
         loop = replace(program.equations[at], bodies=(body,))
         equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
         program = replace(program, equations=equations, avals=body.avals)
-        step = replace(
-            self.step, program=program, remat=tuple(layer.name for layer in chosen)
-        )
+        step = replace(self.step, program=program, remat=tuple(layer.name for layer in chosen))
         return Looped(step, moved_to(self.body, self.layers, body))
 
 
@@ -128,8 +126,8 @@ def plan_pipeline(
         return planner.searched()
     if method.num_micro_batches == "auto":
         raise ArgumentError(
-            "PipeshardParallel(num_micro_batches='auto'): needs stages=AutoStages(), which searches "
-            "it. Give a number with stages that are given."
+            "PipeshardParallel(num_micro_batches='auto'): needs stages=AutoStages(), which "
+            "searches it. Give a number with stages that are given."
         )
     assert isinstance(method.num_micro_batches, int)
     return planner.given(method.num_micro_batches)
@@ -148,9 +146,7 @@ def bind_pipeline(plan: ParallelPlan, loop: Loop, timer: PassTimer) -> PlannedSt
                 f"method=plan: the plan is for {len(plan.layers)} layers, and {looped.step.name} "
                 f"has {len(looped.layers)}. Plan again for this step."
             )
-        specs = [
-            StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages
-        ]
+        specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
         sliced = slice_into(looped, specs)
     own = []
     for stage, cut in zip(plan.stages, sliced.stages, strict=True):
@@ -250,9 +246,7 @@ class _Planner:
             choice, report, _ = self.search(looped, other, False)
         if choice is None:
             raise self.nothing_fits(looped, report)
-        specs = [
-            StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages
-        ]
+        specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages]
         if self.method.schedule == "interleaved_1f1b":
             specs = halved(specs, looped)
         return self.finish(looped, specs, report)
@@ -481,6 +475,7 @@ class _Planner:
             )
             layering = "auto" if same else str(len(looped.layers))
         return pipeline_plan(
+            looped.step,
             step,
             sliced,
             tuple(stages),

@@ -1,10 +1,10 @@
 """Intra-operator planning: from a traced step to a plan on one mesh.
 
-    graph   TracedStep                    → Graph           (trace.build, trace.rules)
-    meshes  cluster, method               → LogicalMesh …   (constraints, steering)
-    shard   Graph, LogicalMesh            → GraphSharding   (sharding.solve)
-    assign  GraphSharding                 → ProgramSharding (lower.assign)
-    plan    all of the above              → ParallelPlan    (assemble)
+graph   TracedStep                    → Graph           (trace.build, trace.rules)
+meshes  cluster, method               → LogicalMesh …   (constraints, steering)
+shard   Graph, LogicalMesh            → GraphSharding   (sharding.solve)
+assign  GraphSharding                 → ProgramSharding (lower.assign)
+plan    all of the above              → ParallelPlan    (assemble)
 """
 
 from __future__ import annotations

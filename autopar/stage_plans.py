@@ -1,8 +1,8 @@
 """A plan for every stage of a pipeline: from `StageSlice`s and submeshes to `ParallelPlan`s.
 
-Each stage's step is sharded exactly, as a step of its own on the meshes of its submesh. What differs
-from a whole step is memory: of every micro-batch in flight a stage keeps what its backward piece
-reads. Equal stages (the blocks in the middle of a transformer) are solved once.
+Each stage's step is sharded exactly, as a step of its own on the meshes of its submesh. What
+differs from a whole step is memory: of every micro-batch in flight a stage keeps what its backward
+piece reads. Equal stages (the blocks in the middle of a transformer) are solved once.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class StageSolver:
     cluster: ClusterSpec
     options: ShardingOptions
     timer: PassTimer = field(default_factory=PassTimer)
-    known: dict[tuple[str, Submesh], dict[LogicalMesh, GraphSharding]] = field(
-        default_factory=dict
-    )
+    known: dict[tuple[str, Submesh], dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
 
     def solve(self, number: int, task: StageTask) -> SolvedStage:
         step = task.slice.step
@@ -82,7 +80,7 @@ class StageSolver:
             if meshes[0].num_devices > 1:
                 meshes = divisible_meshes(graph, meshes, method, cluster)
             is_plain = not options.pins and not options.forbid_axes
-            key = program_fingerprint(step.program, renumber=True) if is_plain else step.name
+            key = program_fingerprint(step.program) if is_plain else step.name
             known = self.known.setdefault((key, task.submesh), {})
             with self.timer("shard"):
                 try:
@@ -113,9 +111,7 @@ def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:
     kept = stage.kept_values()
     body = stage.body
     inside = {r for e in body.equations for r in e.results} | set(body.inputs)
-    times = [
-        graph.liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer
-    ]
+    times = [graph.liveness.times[graph.producer[v][0]] for v in inside if v in graph.producer]
     lives = [life for life in graph.liveness.lives if life.value not in stage.stacks]
     if times:
         for value in kept:

@@ -241,9 +241,23 @@ class _StageCutter:
     def cut(self, made_in: dict[int, int]) -> None:
         """`made_in`: values that some stage's prologue makes -> their part."""
         self.outer_needs = self.outside_needs()
+        self.note_given()
         self.cut_prologue(made_in)
         self.cut_body()
         self.cut_epilogue()
+
+    def note_given(self) -> None:
+        """Buffers of arguments and of what is received. What is received only to be a result lies
+        as the result does."""
+        arrivals = {v for v, _ in self.stage.arrivals}
+        given = self.program.inputs[: len(self.program.inputs) - self.num_arrivals]
+        for value in (*given, *arrivals):
+            self.buffer(value, self.layout[value])
+        received = {v for v, _ in self.stage.received}
+        for position in range(len(self.stage.outputs)):
+            value, chain = self.program.outputs[position], self.sharding.outputs[position]
+            if value in received and chain:
+                self.buffers[value] = chain[-1]
 
     def outside_needs(self) -> set[int]:
         """Values outside the loop that are read from buffers: by the loop as they are, by the

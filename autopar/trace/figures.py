@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.graph import Node, NodeKind, Value
-from autopar.trace.program import Constant, Equation
+from autopar.trace.program import Constant, Equation, Program
 from autopar.trace.regions import UPDATE
 
 # Ops whose result is its operand's memory.
@@ -40,6 +40,18 @@ _STACKS = ("scan_slice", "scan_stack")
 def aval_bytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     return prod(getattr(aval, "shape", ())) * (getattr(dtype, "itemsize", 0) or 0)
+
+
+def program_flops(program: Program) -> float:
+    """Of all equations, those of loops as often as they run, where that is known."""
+    total = 0.0
+    for equation in program.equations:
+        if equation.bodies:
+            trips = equation.params.get("length", 1)
+            total += trips * sum(program_flops(body) for body in equation.bodies)
+        elif equation.results:
+            total += equation_flops(equation, program.avals)
+    return total
 
 
 def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:

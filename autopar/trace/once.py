@@ -49,9 +49,7 @@ class _Writer:
         found = []
         for equation, region in zip(self.program.equations, self.regions, strict=True):
             reads = _values(equation.operands)
-            is_inside = region != UPDATE and (
-                equation.has_effect or not moving.isdisjoint(reads)
-            )
+            is_inside = region != UPDATE and (equation.has_effect or not moving.isdisjoint(reads))
             if is_inside:
                 moving.update(equation.results)
             found.append(is_inside)
@@ -102,9 +100,7 @@ class _Writer:
         for equation in own:
             inner.copy(equation, self.avals, inside)
         inits = [
-            outer.emit(
-                _zeros, [], shape=tuple(self.avals[v].shape), dtype=self.avals[v].dtype
-            )
+            outer.emit(_zeros, [], shape=tuple(self.avals[v].shape), dtype=self.avals[v].dtype)
             for v in results
         ]
         carries = [inner.new_value(self.avals[v]) for v in results]

@@ -25,6 +25,10 @@ BESIDE_COMPILER = {
     "following",
     "assemble",
     "stage_tables",
+    "stage_plans",
+    "intra",
+    "inter",
+    "auto",
 }
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
@@ -45,6 +49,10 @@ ALLOWED_IMPORTS = {
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "intra": {"methods", *BESIDE_COMPILER, *PASSES, *BELOW_PASSES, *EVERYONE},
+    "stage_plans": {"methods", *BESIDE_COMPILER, *PASSES, *BELOW_PASSES, *EVERYONE},
+    "inter": {"methods", *BESIDE_COMPILER, *PASSES, *BELOW_PASSES, *EVERYONE},
+    "auto": {"methods", *BESIDE_COMPILER, *PASSES, *BELOW_PASSES, *EVERYONE},
     "remat_choice": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "stage_tables": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
