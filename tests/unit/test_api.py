@@ -98,6 +98,14 @@ def test_public_names() -> None:
         "register_rule",
         "shutdown",
         "solve_sharding",
+        "AutoLayers",
+        "AutoParallel",
+        "AutoStages",
+        "ManualLayers",
+        "ManualStages",
+        "PipeshardParallel",
+        "UniformStages",
+        "mark_layer_boundary",
     }
     assert all(hasattr(autopar, name) for name in autopar.__all__)
     assert list(autopar.__all__) == sorted(autopar.__all__)
