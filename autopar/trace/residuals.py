@@ -28,14 +28,15 @@ from autopar.trace.program import Equation
 # One pass over the result's elements, from elements at the same or fewer places: XLA fuses it into
 # whatever reads it. Products, reductions, gathers, sorts and random bits are not among them.
 CHEAP = frozenset({
-    "abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt",
-    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "erf_inv",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc",
     "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota",
-    "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "pow", "real", "reduce_precision", "rem", "reshape", "round",
-    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose",
-    "xor",
+    "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi",
+    "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count", "pow", "real",
+    "reduce_precision", "rem", "reshape", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "sqrt",
+    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
 })  # fmt: skip
 
 

@@ -89,8 +89,7 @@ def _scans_over_layers(program: Program, batch: Collection[int]) -> dict[int, _N
             names = _Names(name, trips_so_far.get(key, 0))
             trips_so_far[key] = names.first + length
         chosen[index] = names
-        num_carry = _jax.scan_sizes(equation.params)[1]
-        stacks.update((stack, names) for stack in equation.results[num_carry:])
+        stacks.update((stack, names) for stack in _stacks(equation))
         weights.update(((x, length), names) for x in values if x in flow.persistent)
     return chosen
 
@@ -122,6 +121,10 @@ def _is_over_layers(scan: Equation, persistent: Collection[int]) -> bool:
     return False
 
 
+def _stacks(scan: Equation) -> tuple[int, ...]:
+    return scan.results[_jax.scan_sizes(scan.params)[1] :]
+
+
 def _module_of(scan: Equation) -> str:
     """The module that all products of the body are in, or simply `layer`."""
     names = {_jax.first_name(product.name_stack) for product in products(scan)}
@@ -139,18 +142,29 @@ class _Unroller:
         self.writer = ProgramWriter()
         self.env: Env = {}
         self.pieces: dict[int, list[Operand]] = {}  # stack -> what each trip made of it
+        self.stacked: dict[int, list[Operand]] = {}  # stack -> what the user made it of
         self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
         self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
         self.broadcasts = {
             e.results[0]: e for e in program.equations if is_cheap(e) and self.enlarges(e)
         }
+        self.stacks = {stack for index in chosen for stack in _stacks(program.equations[index])}
         self.read_whole = {o for o in program.outputs if isinstance(o, int)}
         for index, equation in enumerate(program.equations):
+            if self.taken_apart(equation) is not None:
+                continue
             operands = equation.operands
             if index in chosen:
                 parts = scan_parts(equation, operands)
                 operands = (*parts.consts, *parts.carry)
             self.read_whole.update(o for o in operands if isinstance(o, int))
+
+    def taken_apart(self, equation: Equation) -> int | None:
+        """What a scan that is written out stacked, if the equation gives back its slices."""
+        if equation.name != "unstack" or equation.params["axis"] != 0:
+            return None
+        (stack,) = equation.operands
+        return stack if isinstance(stack, int) and stack in self.stacks else None
 
     def enlarges(self, equation: Equation) -> bool:
         """Whether its result is larger than all that it reads, which is something."""
@@ -170,8 +184,12 @@ class _Unroller:
         for index, equation in enumerate(program.equations):
             if index in self.chosen:
                 self.scan(equation, self.chosen[index])
+            elif (stack := self.taken_apart(equation)) is not None:
+                self.env.update(zip(equation.results, self.pieces[stack], strict=True))
             else:
                 writer.copy(equation, program.avals, self.env)
+            if equation.name == "stack" and equation.params["axis"] == 0:
+                self.stacked[equation.results[0]] = [self.outside(o) for o in equation.operands]
         outputs = [self.outside(o) for o in program.outputs]
         writer.equations = list(live_equations(writer.equations, outputs))
         return writer.program(inputs, outputs)
@@ -237,6 +255,8 @@ class _Unroller:
             return self.writer.emit(_taken, [stack], like, index=trip)
         if stack in self.pieces:
             return self.pieces[stack][trip]
+        if stack in self.stacked:
+            return self.stacked[stack][trip]
         if (stack, trip) not in self.slices:
             taken = self.writer.emit(_taken, [self.env[stack]], like, index=trip)
             self.slices[stack, trip] = taken

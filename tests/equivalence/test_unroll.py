@@ -137,6 +137,16 @@ def test_plain_jax(reverse: bool) -> None:
     assert num_scans(check(step, PARAMS, X)) == 0
 
 
+def test_weights_that_the_step_stacks_itself() -> None:
+    apart = {"head": PARAMS["head"]} | {n: list(PARAMS[n]) for n in ("up", "down")}
+
+    def forward(params: Any, x: Any) -> Any:
+        stacked = {n: jnp.stack(params[n]) for n in ("up", "down")}
+        return scanned(stacked | {"head": params["head"]}, x)
+
+    assert num_scans(check(train_step(forward), apart, X)) == 0
+
+
 def test_a_body_with_checkpoint() -> None:
     step = train_step(lambda p, x: scanned(p, x, jax.checkpoint(block, prevent_cse=False)))
     traced = check(step, PARAMS, X)

@@ -151,6 +151,18 @@ def test_each_trip_reads_one_slice_and_only_gradients_are_stacked() -> None:
     assert sorted(readers) == ["slice"] * TRIPS + ["sub"], "and the update"
 
 
+def test_weights_that_the_step_stacks_itself_are_read_one_by_one() -> None:
+    weights = [SHAPE((8, 8), jnp.float32)] * TRIPS
+    step = unrolled(traced(lambda w, x: over_layers(jnp.stack(w), x), weights))
+    program = step.program
+    names = [e.name for e in program.equations]
+    assert not {"stack", "unstack", "concatenate", "slice", "scan"} & set(names)
+    state = [v for i, v in enumerate(program.inputs) if i not in step.batch]
+    for number, weight in enumerate(state):
+        readers = [e for e in program.equations if weight in e.operands]
+        assert {module_name(e.scope) for e in readers} == {f"layer_{number}", ""}
+
+
 def test_what_all_trips_share_is_broadcast_in_each() -> None:
     def layer(x: Any, w: Any) -> tuple[Any, None]:
         mask = jnp.arange(4)[:, None] < jnp.arange(8)  # JAX moves it out of the loop
