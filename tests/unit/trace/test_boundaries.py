@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import autopar
@@ -166,6 +167,23 @@ def test_marks_in_linen_modules_and_their_names() -> None:
         "Model/first",
         "Model/second",
     ]
+
+
+def test_marks_in_nnx_modules() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first, self.second = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            x = nnx.relu(self.first(x))
+            autopar.mark_layer_boundary()
+            return self.second(x)
+
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    forward = step_of(lambda p, x: (nnx.merge(graphdef, p)(x) ** 2).mean())
+    step = trace_step(forward, (params, BATCH))
+    layers = layers_by_marks(step.program, step.batch)
+    assert [step.program.avals[v].shape for v in layers[1].inputs] == [(8, 16)]
 
 
 def test_a_step_without_marks_is_refused() -> None:
