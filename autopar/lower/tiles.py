@@ -16,8 +16,11 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
+import jax
+from jax.sharding import NamedSharding
+
 from autopar.ir.program import Pipeline
-from autopar.ir.spec import WHOLE, Layout, fits
+from autopar.ir.spec import WHOLE, Layout, fits, from_partition_spec
 from autopar.ir.tiles import (
     Box,
     Gather,
@@ -85,18 +88,27 @@ def plan_tiles(
 
 
 def plan_transfers(
-    pipeline: Pipeline, buffers: Mapping[tuple[int, int], tuple[Shape, int, Layout, Shape]]
+    pipeline: Pipeline, buffers: Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 ) -> dict[int, TilePlan]:
-    """Plans of a pipeline's transfers between meshes, by number. `buffers`: (stage, value) ->
-    shape, bytes of an element, layout, shape of the stage's mesh."""
+    """Plans of a pipeline's transfers between meshes, by number. `buffers`: (stage, value) -> type
+    and `NamedSharding`."""
     plans = {}
     for number, transfer in enumerate(pipeline.transfers):
-        value = transfer.ref.value
+        source, target = (
+            buffers[stage, transfer.ref.value] for stage in (transfer.source, transfer.target)
+        )
         if pipeline.stage_mesh[transfer.source] != pipeline.stage_mesh[transfer.target]:
-            shape, itemsize, *source = buffers[transfer.source, value]
-            _, _, *target = buffers[transfer.target, value]
-            plans[number] = plan_tiles(shape, itemsize, *source, *target)
+            itemsize = source.dtype.itemsize
+            plans[number] = plan_tiles(source.shape, itemsize, *_place(source), *_place(target))
     return plans
+
+
+def _place(buffer: jax.ShapeDtypeStruct) -> tuple[Layout, Shape]:
+    """(layout, shape of the mesh)"""
+    sharding = buffer.sharding
+    assert isinstance(sharding, NamedSharding)
+    names, sizes = tuple(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes)
+    return from_partition_spec(sharding.spec, buffer.shape, names, sizes, "a buffer"), sizes
 
 
 def _cuts(shape: Shape, layout: Layout, mesh_shape: Shape) -> Iterator[Layout]:

@@ -117,16 +117,16 @@ class PipelineExecutable:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         if _jax.is_tracing():
             return self._inside_of_another_program(leaves)
-        operations = self._operations or self._make_operations()
         slots = self._first_slots(leaves)
+        operations = self._operations or self._make_operations()
         for operation in operations:
             operation(slots)
         return [slots[slot] for slot in self._output_slots]
 
     def run_tracked(self, leaves: Sequence[Any]) -> tuple[list[Any], StepStats]:
         """Run a step and look, after every instruction, at the arrays that are there."""
-        operations = self._operations or self._make_operations()
         slots = self._first_slots(leaves)
+        operations = self._operations or self._make_operations()
         ends = [*self._offsets[1:], self._num_slots]
         peaks = [0] * len(ends)
         sent_bytes = 0
@@ -157,8 +157,8 @@ class PipelineExecutable:
 
     def time_pieces(self, leaves: Sequence[Any]) -> list[tuple[Piece, int | None, float]]:
         """Run a step one instruction at a time: (piece, micro-batch, seconds) of every run."""
-        operations = self._operations or self._make_operations()
         slots = self._first_slots(leaves)
+        operations = self._operations or self._make_operations()
         timed = []
         for operation, ordered in zip(operations, self._order, strict=True):
             jax.block_until_ready([a for a in slots if a is not None and not a.is_deleted()])

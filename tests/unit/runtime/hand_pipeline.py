@@ -175,6 +175,32 @@ SPECS = {
 }
 
 
+def make_meshes(mesh_shapes: Sequence[tuple[int, int]]) -> list[Mesh]:
+    meshes, first = [], 0
+    for shape in mesh_shapes:
+        last = first + shape[0] * shape[1]
+        meshes.append(Mesh(np.array(jax.devices()[first:last]).reshape(shape), ("x", "y")))
+        first = last
+    return meshes
+
+
+def make_buffers(
+    mesh_shapes: Sequence[tuple[int, int]],
+    num_micro_batches: int = 4,
+    stage_mesh: tuple[int, int] = (0, 1),
+) -> dict[tuple[int, int], jax.ShapeDtypeStruct]:
+    meshes = make_meshes(mesh_shapes)
+    return {
+        (stage, value): jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=NamedSharding(meshes[stage_mesh[stage]], SPECS[stage].get(value, P())),
+        )
+        for stage in (0, 1)
+        for value, aval in make_avals(num_micro_batches).items()
+    }
+
+
 def make_executable(
     mesh_shapes: tuple[tuple[int, int], ...] = ((1, 2), (2, 2)),
     num_micro_batches: int = 4,
@@ -194,11 +220,6 @@ def make_executable(
         OUTPUTS,
         donated,
     )
-    meshes, first = [], 0
-    for shape in mesh_shapes:
-        last = first + shape[0] * shape[1]
-        meshes.append(Mesh(np.array(jax.devices()[first:last]).reshape(shape), ("x", "y")))
-        first = last
     plan: Any = NamedPlan()
     return PipelineExecutable(
         plan,
@@ -207,16 +228,8 @@ def make_executable(
             pipeline, make_schedule(schedule, 2, num_micro_batches, stage_mesh=stage_mesh)
         ),
         [fn for _, fn in pieces],
-        meshes,
-        {
-            (stage, value): jax.ShapeDtypeStruct(
-                aval.shape,
-                aval.dtype,
-                sharding=NamedSharding(meshes[stage_mesh[stage]], SPECS[stage].get(value, P())),
-            )
-            for stage in (0, 1)
-            for value, aval in avals.items()
-        },
+        make_meshes(mesh_shapes),
+        make_buffers(mesh_shapes, num_micro_batches, stage_mesh),
         [avals[place.value] for place in INPUTS],
         **options,
     )

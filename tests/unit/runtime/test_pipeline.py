@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import ArgumentError, TraceError
 from autopar.ir.program import Phase
-from autopar.ir.spec import WHOLE
 from autopar.lower.tiles import plan_transfers
 from autopar.runtime.arguments import SignatureChanged
 from autopar.runtime.pipeline import PipelineExecutable
@@ -89,18 +88,10 @@ def test_stages_that_share_a_mesh() -> None:
 
 def test_transfers_by_tiles(monkeypatch) -> None:
     """H and DH lie otherwise on the one stage than on the other."""
-    plans = plan_transfers(
-        make_executable().pipeline,
-        {(0, hand.H): ((4, hand.HIDDEN), 4, (0, 1), (2, 2)),
-         (1, hand.H): ((4, hand.HIDDEN), 4, (0, 1), (1, 4)),
-         (0, hand.DH): ((4, hand.HIDDEN), 4, (0, 1), (2, 2)),
-         (1, hand.DH): ((4, hand.HIDDEN), 4, (0, WHOLE), (1, 4))}
-        | {(stage, norm): ((), 4, (WHOLE, WHOLE), mesh)
-           for norm in (hand.NORM0, hand.NORM1)
-           for stage, mesh in ((0, (2, 2)), (1, (1, 4)))},
-    )  # fmt: skip
-    assert set(plans) == {0, 1, 2, 3}
-    executable = make_executable(((2, 2), (1, 4)), tile_plans=plans)
+    meshes = (2, 2), (1, 4)
+    plans = plan_transfers(make_executable(meshes).pipeline, hand.make_buffers(meshes))
+    assert [plans[number].shape for number in range(4)] == [(4, 16), (4, 16), (), ()]
+    executable = make_executable(meshes, tile_plans=plans)
     leaves = executable.place(arguments())
     places: list[Any] = []
     put = jax.device_put
