@@ -245,6 +245,7 @@ def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> Executable:
             lowered.meshes,
             lowered.buffers,
             planned.traced.avals,
+            lowered.tile_plans,
             whole=planned.traced.flat_fn,
         )
     flat_fn, mesh = annotate(planned, devices)

@@ -37,10 +37,12 @@ from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Pipeline, PipelinePrograms
 from autopar.ir.spec import to_partition_spec
+from autopar.ir.tiles import TilePlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
 from autopar.lower.lanes import lane_axes, with_lanes
 from autopar.lower.pieces import cut_into_pieces, piece_function
+from autopar.lower.tiles import plan_transfers
 from autopar.methods import (
     AutoParallel,
     CreateStateParallel,
@@ -273,13 +275,15 @@ def rewritten(
 
 @dataclass(frozen=True)
 class LoweredPipeline:
-    """What runs a pipeline. `buffers`: (stage, value) -> type and sharding of what holds it."""
+    """What runs a pipeline. `buffers`: (stage, value) -> type and sharding of what holds it;
+    `tile_plans`: of transfers by number, for devices with memory of their own."""
 
     pipeline: Pipeline
     programs: PipelinePrograms
     functions: tuple[Callable[..., list[Any]], ...]
     meshes: tuple[Mesh, ...]
     buffers: dict[tuple[int, int], jax.ShapeDtypeStruct]
+    tile_plans: dict[int, TilePlan]
 
 
 def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipeline:
@@ -323,7 +327,9 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
             weak_type=getattr(aval, "weak_type", False),
         )
     functions = tuple(piece_function(p, own[p.piece.stage]) for p in pieces.programs)
-    return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers)
+    on_cpu = meshes[0].devices.flat[0].platform == "cpu"
+    tile_plans = {} if on_cpu else plan_transfers(pieces.pipeline, buffers)
+    return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers, tile_plans)
 
 
 def _check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
