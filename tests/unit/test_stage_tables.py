@@ -23,6 +23,7 @@ from autopar.sharding.solve import solve_graph
 from autopar.stage_tables import (
     mesh_shapes,
     node_places,
+    stage_figures,
     stage_tables,
     submesh_cluster,
     undominated,
@@ -282,3 +283,21 @@ def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
         alone = solve_graph(build_graph(stage.step), mesh).objective
         summed = own.num_micro_batches * table.latency_s[part].sum() + table.once_s[part].sum()
         assert summed == pytest.approx(alone, rel=0.2)
+
+
+def test_figures_of_a_stage_are_those_of_its_layers() -> None:
+    """A stage that is solved alone, as a table of one layer, against the range's sums."""
+    own = gpt()
+    (table,) = own.tables([(1, 2)], prices=(), remat=(False,))
+    count = len(own.layers.layers)
+    stage_of = [0] * 2 + [1] * (count - 2)
+    mesh = mesh_of_cluster(submesh_cluster(CLUSTER, (1, 2)), (2,))
+    for number, stage in enumerate(slice_step(own.step, own.layers, stage_of).stages):
+        part = [i for i, s in enumerate(stage_of) if s == number]
+        alone = solve_graph(build_graph(stage.step), mesh)
+        figures = stage_figures(alone, stage, (1, 2))
+        total = own.num_micro_batches * figures.latency_s.sum() + figures.once_s.sum()
+        assert total == pytest.approx(alone.objective, rel=1e-9)
+        for name in ("latency_s", "forward_s", "in_flight_bytes"):
+            summed = getattr(table, name)[part].sum()
+            assert summed == pytest.approx(getattr(figures, name)[0], rel=0.25), name
