@@ -70,9 +70,12 @@ def _each(way: Callable[[Any], Any]) -> Sender:
     return lambda arrays: [way(array) for array in arrays]
 
 
-def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
+def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[Box]:
     """What each device of a sharding holds."""
-    return [str(index) for index in sharding.devices_indices_map(shape).values()]
+    return [
+        tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
+        for index in map(tuple, sharding.devices_indices_map(shape).values())
+    ]
 
 
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:

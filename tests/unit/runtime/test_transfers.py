@@ -93,6 +93,21 @@ def test_what_cannot_be_cut_is_copied_on_the_target() -> None:
             np.testing.assert_array_equal(shard.data, values)
 
 
+def test_equal_shards_are_seen_however_they_are_told(monkeypatch) -> None:
+    """An axis of one device splits nothing."""
+    meshes = (
+        Mesh(np.array(devices).reshape(1, 2), ("x", "y"))
+        for devices in (jax.devices()[:2], jax.devices()[2:4])
+    )
+    specs = P("x", "y"), P(None, "y")
+    source, target = (struct(mesh, *spec) for mesh, spec in zip(meshes, specs, strict=True))
+    array = jax.device_put(VALUES, source.sharding)
+    monkeypatch.setattr(jax, "device_put", None)
+    (sent,) = transfer_function([source], [target], [None])([array])
+    assert sent.sharding == target.sharding
+    np.testing.assert_array_equal(sent, VALUES)
+
+
 def test_keys() -> None:
     key = jax.device_put(jax.random.key(3), NamedSharding(FIRST, P()))
     source, target = (
