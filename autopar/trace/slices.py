@@ -19,6 +19,7 @@ from autopar.trace.flatten import TracedStep
 from autopar.trace.homes import Homes, find_homes
 from autopar.trace.parted_sums import part_sums
 from autopar.trace.program import Equation, Operand, Program
+from autopar.trace.residuals import thin_residuals
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class _Cutter:
             tuple((v, array) for v, array in self.program.captured if v in read),
         )
         traced = self.traced(stage, program, own_inputs, own_outputs, received, len(before))
-        forward, backward = _passes(loop.bodies[0], [self.is_backward[p] for p in positions])
+        forward, backward = _passes(loop, [self.is_backward[p] for p in positions])
         return StageSlice(
             traced,
             tuple(own_inputs),
@@ -355,24 +356,19 @@ class _Cutter:
         return f"value {value}"
 
 
-def _passes(body: Program, is_backward: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _passes(loop: Equation, is_backward: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The equations of the forward and of the backward piece. What is cheap to make is made again
     in the backward piece, so that less is kept of each micro-batch in flight."""
+    (body,) = loop.bodies
     equations = body.equations
-    maker = {r: i for i, e in enumerate(equations) for r in e.results}
     backward = [i for i, b in enumerate(is_backward) if b]
     forward = [i for i, b in enumerate(is_backward) if not b]
-    free: set[int] = set()
-    for index in forward:
-        if free.issuperset(_values(equations[index].operands)) and not equations[index].has_effect:
-            free.update(equations[index].results)
-    left = [maker[v] for i in backward for v in _values(equations[i].operands) if v in free]
-    repeated: set[int] = set()
-    while left:
-        index = left.pop()
-        if index not in repeated:
-            repeated.add(index)
-            left += (maker[v] for v in _values(equations[index].operands) if v in free)
+    made = {r for i in backward for r in equations[i].results}
+    read = {v for i in backward for v in _values(equations[i].operands)} - made
+    num_consts, num_carry = _jax.scan_sizes(loop.params)
+    given = (*body.inputs[: num_consts + num_carry], *(v for v, _ in body.captured))
+    thinned = thin_residuals([equations[i] for i in forward], read, frozenset(given), body.avals)
+    repeated = [forward[position] for position in thinned.repeated]
     return tuple(forward), tuple(sorted((*backward, *repeated)))
 
 
