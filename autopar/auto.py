@@ -24,97 +24,150 @@ from autopar.trace.flatten import TracedStep
 
 # Pieces that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
+# Across hosts, a plan on one mesh is worked out if tables do not put it further behind than this.
+_WORTH_SOLVING = 1.1
+
+OneMesh = Callable[[ShardParallel], PlannedStep]
 
 
 def plan_automatically(
     traced: TracedStep,
-    intra: Callable[[ShardParallel], PlannedStep],
+    intra: OneMesh,
     loop: Loop,
     method: AutoParallel,
     cluster: ClusterSpec,
     timer: PassTimer,
 ) -> PlannedStep:
-    asked = method.num_micro_batches
-    number = 1 if asked == "auto" else int(asked)
+    """`intra` plans the step on one mesh."""
+    if cluster.num_devices == 1:
+        return _on_one_mesh(traced, intra, loop, method)
+    reason = _why_not(traced, loop, method)
+    if reason is None and cluster.num_hosts > 1:
+        return _across_hosts(traced, intra, loop, method, cluster, timer)
     whole: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
     try:
-        whole = intra(ShardParallel(num_micro_batches=number, options=method.options))
+        whole = intra(_one_mesh(method))
     except MemoryBudgetError as error:
         misfit = error
     whole_s = inf if whole is None else whole.plan.estimated_step_s
-    reason = _why_no_pipeline(traced, loop, method, cluster, whole_s)
+    reason = reason or _why_too_slow(traced, cluster, whole_s)
+    found = None
     if reason is None:
-        pipeline = PipeshardParallel(num_micro_batches=asked, options=method.options)
         try:
-            found = plan_pipeline(loop, pipeline, cluster, timer)
+            found = plan_pipeline(loop, _pipeline(method), cluster, timer)
         except AutoparError as error:
-            reason = str(error).split("\n")[0]
-        else:
-            if found.plan.estimated_step_s < whole_s:
-                return _noting(found, whole_s)
-            assert whole is not None
-            return _noting(whole, whole_s, found.plan.search)
-    if whole is None:
-        assert misfit is not None
-        smaller = _more_micro_batches(traced, intra, loop, method)
-        if smaller is not None:
-            return _noting(smaller, inf, note=reason)
+            reason = _first_line(error)
+    if found is not None and found.plan.estimated_step_s < whole_s:
+        return _noting(found, whole_s)
+    if whole is not None:
+        return _noting(whole, whole_s, None if found is None else found.plan.search, reason)
+    assert misfit is not None
+    return _noting(_with_micro_batches(traced, intra, loop, method, misfit), inf, note=reason)
+
+
+def _across_hosts(
+    traced: TracedStep,
+    intra: OneMesh,
+    loop: Loop,
+    method: AutoParallel,
+    cluster: ClusterSpec,
+    timer: PassTimer,
+) -> PlannedStep:
+    """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
+    none is worked out."""
+    try:
+        found = plan_pipeline(loop, _pipeline(method), cluster, timer)
+    except AutoparError as error:
+        planned = _on_one_mesh(traced, intra, loop, method)
+        return _noting(planned, planned.plan.estimated_step_s, note=_first_line(error))
+    search = found.plan.search
+    one_s = None if search is None else search.intra_only_s
+    pipeline_s = found.plan.estimated_step_s
+    if one_s is not None and one_s > _WORTH_SOLVING * pipeline_s and found.plan.num_stages > 1:
+        return found
+    numbers = (
+        {1, found.plan.num_micro_batches}
+        if method.num_micro_batches == "auto"
+        else {int(method.num_micro_batches)}
+    )
+    best = found if found.plan.num_stages > 1 else None
+    whole_s = inf
+    for number in sorted(numbers):
+        try:
+            whole = intra(replace(_one_mesh(method), num_micro_batches=number))
+        except MemoryBudgetError:
+            continue
+        whole_s = min(whole_s, whole.plan.estimated_step_s)
+        if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
+            best = whole
+    return _noting(best or found, whole_s, search)
+
+
+def _one_mesh(method: AutoParallel) -> ShardParallel:
+    asked = method.num_micro_batches
+    number = 1 if asked == "auto" else int(asked)
+    return ShardParallel(num_micro_batches=number, options=method.options)
+
+
+def _pipeline(method: AutoParallel) -> PipeshardParallel:
+    return PipeshardParallel(method.num_micro_batches, options=method.options)
+
+
+def _on_one_mesh(
+    traced: TracedStep, intra: OneMesh, loop: Loop, method: AutoParallel
+) -> PlannedStep:
+    try:
+        return intra(_one_mesh(method))
+    except MemoryBudgetError as error:
+        return _with_micro_batches(traced, intra, loop, method, error)
+
+
+def _with_micro_batches(
+    traced: TracedStep,
+    intra: OneMesh,
+    loop: Loop,
+    method: AutoParallel,
+    misfit: MemoryBudgetError,
+) -> PlannedStep:
+    """A plan on one mesh that fits because the batch is cut; else the misfit is raised."""
+    if method.num_micro_batches != "auto" or _why_not(traced, loop, method) is not None:
         raise misfit
-    return _noting(whole, whole_s, note=reason)
+    rows = batch_rows(traced)
+    number = 2
+    while number <= rows and rows % number == 0:
+        try:
+            return intra(replace(_one_mesh(method), num_micro_batches=number))
+        except MemoryBudgetError:
+            number *= 2
+    raise misfit
 
 
-def _why_no_pipeline(
-    traced: TracedStep, loop: Loop, method: AutoParallel, cluster: ClusterSpec, whole_s: float
-) -> str | None:
-    """Why no pipeline is searched; None if one is."""
-    if cluster.num_devices == 1:
-        return "one device"
-    device = cluster.spec
-    flops = program_flops(traced.program) / cluster.num_devices
-    least_s = compute_s(device, flops, 0.0, "bfloat16") + _FEWEST_LAUNCHES * launch_s(cluster)
-    if whole_s <= least_s:
-        return f"no pipeline can be faster: it takes {least_s:.3g} s at least"
+def _why_not(traced: TracedStep, loop: Loop, method: AutoParallel) -> str | None:
+    """Why the batch is not cut; None if it may be."""
     asked = method.num_micro_batches
     try:
         rows = batch_rows(traced)
         if asked == "auto" and rows == 1:
             return "the batch has one row"
-        number = int(asked) if asked != "auto" else _smallest_divisor(rows)
-        notes = loop(number).notes
+        number = next(n for n in range(2, rows + 1) if rows % n == 0)
+        notes = loop(number if asked == "auto" else int(asked)).notes
     except AutoparError as error:
-        return str(error).split("\n")[0]
+        return _first_line(error)
     if notes and asked == "auto":
         return f"micro-batches would change results: {notes[0]}"
     return None
 
 
-def _smallest_divisor(rows: int) -> int:
-    return next(n for n in range(2, rows + 1) if rows % n == 0)
+def _why_too_slow(traced: TracedStep, cluster: ClusterSpec, whole_s: float) -> str | None:
+    flops = program_flops(traced.program) / cluster.num_devices
+    work_s = compute_s(cluster.spec, flops, 0.0, "bfloat16")
+    least_s = work_s + _FEWEST_LAUNCHES * launch_s(cluster)
+    return None if whole_s > least_s else f"it would take {least_s:.3g} s at least"
 
 
-def _more_micro_batches(
-    traced: TracedStep,
-    intra: Callable[[ShardParallel], PlannedStep],
-    loop: Loop,
-    method: AutoParallel,
-) -> PlannedStep | None:
-    """A plan on one mesh that fits because the batch is cut; None if none does."""
-    if method.num_micro_batches != "auto":
-        return None
-    try:
-        rows = batch_rows(traced)
-    except AutoparError:
-        return None
-    number = 2
-    while number <= rows and rows % number == 0:
-        try:
-            if loop(number).notes:
-                return None
-            return intra(ShardParallel(num_micro_batches=number, options=method.options))
-        except AutoparError:
-            number *= 2
-    return None
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0].rstrip(".")
 
 
 def _noting(

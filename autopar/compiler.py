@@ -98,7 +98,9 @@ def plan_step(
         return plan_pipeline(loop, method, cluster, timer)
     if isinstance(method, ParallelPlan) and method.is_pipeline:
         return bind_pipeline(method, loop, timer)
-    if isinstance(method, AutoParallel) and mesh is None:
+    if method is None and mesh is None:
+        method = AutoParallel()
+    if isinstance(method, AutoParallel):
 
         def intra(own: ShardParallel) -> PlannedStep:
             return plan_on_one_mesh(traced, fn, cluster, own, options, None, timer)

@@ -246,10 +246,34 @@ class _Planner:
             choice, report, _ = self.search(looped, other, False)
         if choice is None:
             raise self.nothing_fits(looped, report)
-        specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages]
-        if self.method.schedule == "interleaved_1f1b":
-            specs = halved(specs, looped)
-        return self.finish(looped, specs, report)
+        return self.best_solved(looped, report)
+
+    def best_solved(self, looped: Looped, report: SearchReport) -> PlannedStep:
+        """The best of the plans that the tables give, as solved exactly: the first, and others as
+        long as the tables promise more than has been found."""
+        best: PlannedStep | None = None
+        misfit: MemoryBudgetError | None = None
+        checked: list[tuple[float, float]] = []
+        for choice in report.best:
+            if best is not None and choice.step_s >= best.plan.estimated_step_s:
+                break
+            specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages]
+            if self.method.schedule == "interleaved_1f1b":
+                specs = halved(specs, looped)
+            try:
+                found = self.finish(looped, specs, report)
+            except MemoryBudgetError as error:
+                misfit = misfit or error
+                continue
+            exact_s = found.plan.estimated_step_s
+            checked.append((choice.step_s, exact_s))
+            if best is None or exact_s < best.plan.estimated_step_s:
+                best = found
+        if best is None:
+            assert misfit is not None
+            raise misfit
+        report = replace(report, checked=tuple(checked))
+        return replace(best, plan=replace(best.plan, search=report))
 
     def search(
         self, looped: Looped, number: int, is_free: bool

@@ -72,7 +72,8 @@ class SearchReport:
     num_pruned: int  # of them or of bounds on the slowest stage, those never looked at
     num_bounds: int  # values of the slowest stage's time that were tried
     seconds: dict[str, float] = field(default_factory=dict)
-    best: tuple[PipelineChoice, ...] = ()  # the best few, the chosen one first
+    best: tuple[PipelineChoice, ...] = ()  # the best few by the tables, the best first
+    checked: tuple[tuple[float, float], ...] = ()  # step by tables and as solved, of those solved
     intra_only_s: float | None = None  # predicted step time without a pipeline; None if none fits
     notes: tuple[str, ...] = ()
 
@@ -108,6 +109,7 @@ def decode_search(body: dict[str, Any]) -> SearchReport:
         int(body["num_bounds"]),
         {str(k): float(v) for k, v in body["seconds"].items()},
         best,
+        tuple((float(a), float(b)) for a, b in body["checked"]),
         None if intra is None else float(intra),
         tuple(str(note) for note in body["notes"]),
     )

@@ -101,7 +101,7 @@ class _Attacher:
                 self.layer_of[index] = max(self.in_layer.get(index, 0), earlier)
         homes = self.homes(floating)
         self.attach_backward(homes, {})
-        self.attach_backward(homes, self.with_siblings(homes))
+        self.attach_backward(homes, {**self.with_siblings(homes), **self.with_readers(homes)})
         return LoopLayers(self.layers, tuple(self.layer_of), tuple(self.is_backward))
 
     def homes(self, floating: Collection[int]) -> dict[int, set[int]]:
@@ -120,6 +120,27 @@ class _Attacher:
             if self.is_backward[index]:
                 layer = self.backward_layer(equation, homes)
                 self.layer_of[index] = min(layer, known.get(index, layer))
+
+    def with_readers(self, homes: dict[int, set[int]]) -> dict[int, int]:
+        """Equations of the backward pass that read neither cotangents nor forward values (a mask
+        that is made again) belong where they are first read."""
+        alone: set[int] = set()
+        for index, equation in enumerate(self.body.equations):
+            reads = _values(equation)
+            makers = {self.maker[v] for v in reads if v in self.maker}
+            is_alone = alone.issuperset(m for m in makers if self.is_backward[m])
+            if self.is_backward[index] and is_alone and not any(v in homes for v in reads):
+                alone.add(index)
+        latest: dict[int, int] = {}
+        for index in range(len(self.body.equations) - 1, -1, -1):
+            if not self.is_backward[index]:
+                continue
+            own = latest.get(index, 0) if index in alone else self.layer_of[index]
+            for value in _values(self.body.equations[index]):
+                maker = self.maker.get(value)
+                if maker in alone:
+                    latest[maker] = max(latest.get(maker, 0), own)
+        return latest
 
     def with_siblings(self, homes: dict[int, set[int]]) -> dict[int, int]:
         """Equations that read nothing but cotangents, and whose results are only summed up (the

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import ShardingOptions, ShardParallel, compiler
+from autopar import ShardingOptions, ShardParallel, intra
 
 WIDTH, LAYERS = 512, 6
 
@@ -169,13 +169,13 @@ def test_a_try_with_recomputation_keeps_to_the_mesh_and_what_is_forbidden(monkey
     batch = {n: jnp.ones((4096, 32)) for n in "xy"}
     given = autopar.LogicalMesh((8,), ("rows",), alpha=(1e-3,), beta=(1e-6,))
     tried = []
-    solve = compiler.solve_graph
+    solve = intra.solve_graph
 
     def noting(graph, mesh, **options):
         tried.append(mesh)
         return solve(graph, mesh, **options)
 
-    monkeypatch.setattr(compiler, "solve_graph", noting)
+    monkeypatch.setattr(intra, "solve_graph", noting)
     free = autopar.solve_sharding(deep_step, state, batch, mesh=given).plan
     options = ShardingOptions(
         memory_budget_bytes=0.6 * free.estimated_peak_bytes, allow_all_to_all=False
