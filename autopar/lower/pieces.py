@@ -303,8 +303,10 @@ class _StageCutter:
 
     def loop_exits(self) -> list[Exit]:
         """What prepares the loop: parameters in the layout they have in it, the batch in
-        micro-batches, sums at zero."""
+        micro-batches, sums at zero (not those that the body writes without reading them)."""
         exits = []
+        read = {v for e in self.body.equations for v in _values(e.operands)}
+        read.update(_values(self.body.outputs))
         operands = self.loop.operands[: len(self.loop.operands) - self.num_arrivals]
         for position, operand in enumerate(operands):
             value, chain = self.body.inputs[position], self.own_loop.operands[position]
@@ -317,6 +319,9 @@ class _StageCutter:
                 refs = tuple(Ref(value, m) for m in range(self.num))
             self.buffer(value, layout)
             starts_sum = self.num_consts <= position < self.num_consts + self.num_carry
+            if starts_sum and value not in read:
+                assert self.num == 1, "a carry that keeps the last micro-batch's value"
+                continue
             exits.append(Exit(refs, operand, chain, layout, ref.micro_batch == EACH, starts_sum))
         return exits
 

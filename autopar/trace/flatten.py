@@ -191,6 +191,14 @@ class TracedStep:
         return tree_unflatten(self.out_tree, everything)
 
 
+def _shape_of(leaf: Any) -> Any:
+    """A leaf without the devices that it lies on: the program does not depend on them, and those
+    of a pipeline's arrays are not even the same for all."""
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -225,7 +233,7 @@ def trace_step(
         return dynamic
 
     flat_fn.__name__ = flat_fn.__qualname__ = name
-    traced = jax.jit(flat_fn, keep_unused=True).trace(*call.leaves)
+    traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
     program = flatten_jaxpr(traced.jaxpr)
     _check_pure(program, name)
     avals = tuple(program.avals[v] for v in program.inputs)
