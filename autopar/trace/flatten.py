@@ -196,7 +196,8 @@ def _shape_of(leaf: Any) -> Any:
     of a pipeline's arrays are not even the same for all."""
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    is_weak = getattr(leaf, "weak_type", False)  # keys have none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)
 
 
 def trace_step(
