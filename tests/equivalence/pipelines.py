@@ -23,7 +23,10 @@ def own_buffers(tree: Any) -> Any:
 
 def weights(key: Any, num: int, width: int = WIDTH) -> list[dict[str, Any]]:
     return [
-        {"w": jax.random.normal(k, (width, width)) / width**0.5, "b": jnp.full((width,), 0.1, jnp.float32)}
+        {
+            "w": jax.random.normal(k, (width, width)) / width**0.5,
+            "b": jnp.full((width,), 0.1, jnp.float32),
+        }
         for k in jax.random.split(key, num)
     ]
 

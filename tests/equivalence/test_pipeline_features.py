@@ -541,7 +541,7 @@ def test_recomputed_stages_keep_less() -> None:
 def test_gradients_are_reduced_once() -> None:
     width = 64
     params = weights(jax.random.key(0), 2, width)
-    options = autopar.ShardingOptions(pins={"state['params']*": P()})
+    options = autopar.ShardingOptions(pins={"state['params']*": P(), "batch*": P("x")})
     stages = autopar.ManualStages([[0], [1]], [(1, 4), (1, 4)], [(4,), (4,)])
     method = autopar.PipeshardParallel(4, stages=stages, options=options)
     parallel = check_optimizer(
