@@ -203,7 +203,7 @@ class _LoopWriter:
                 self.scatter_to_zeros(scope, pair)
             else:
                 scope.copy(pair.part)
-        carries = [self.carry(scope, value) for value in plan.accumulated]
+        carries = self.write_carries(scope)
         stacked = [scope.env[value] for value in plan.stacked]
         inits = [self.outer.emit(_filled, [], **c.start) for c in carries]
         body = inner.program(
@@ -222,6 +222,22 @@ class _LoopWriter:
                 found[value] = self.outer.emit(_divide, [result], num=self.of.num)
         found.update(zip(plan.stacked, results[len(carries) :], strict=True))
         return found
+
+    def write_carries(self, scope: Scope) -> list[_Carry]:
+        """Every sum is added to where its term is made, so that the term is not kept."""
+        inner = self.inner
+        made_at = {r: i for i, e in enumerate(inner.equations) for r in e.results}
+        own = list(inner.equations)
+        after: dict[int, list[Equation]] = {}
+        carries = []
+        for value in self.plan.accumulated:
+            inner.equations.clear()
+            carries.append(self.carry(scope, value))
+            term = scope.env[value]
+            at = made_at.get(term, len(own) - 1) if isinstance(term, int) else len(own) - 1
+            after.setdefault(at, []).extend(inner.equations)
+        inner.equations[:] = [e for i, x in enumerate(own) for e in (x, *after.get(i, ()))]
+        return carries
 
     def take(self, stack: Operand) -> int:
         """A slice of a stack, in the body."""
