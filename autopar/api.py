@@ -17,6 +17,7 @@ from autopar.compiler import (
     PlannedStep,
     StepOptions,
     annotate,
+    check_devices,
     flatten_call,
     is_array_leaf,
     lower_pipeline,
@@ -33,9 +34,10 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.runtime.local import LocalExecutable, SignatureChanged
+from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 
-Executable = LocalExecutable | PipelineExecutable
+Executable = LocalExecutable | PipelineExecutable | PartsExecutable
 
 _DEVICE_KINDS = (
     ("H200", "h200-sxm"),
@@ -235,6 +237,13 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
 
 
 def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> Executable:
+    if planned.made:
+        check_devices(planned.plan, devices)
+        parts = [
+            _on_one_mesh(part, [devices[d] for d in stage.devices])
+            for part, stage in zip(planned.made, planned.plan.stages, strict=True)
+        ]
+        return PartsExecutable(planned.plan, parts, whole=planned.traced.flat_fn)
     if planned.plan.is_pipeline:
         lowered = lower_pipeline(planned, devices)
         return PipelineExecutable(
@@ -248,6 +257,10 @@ def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> Executable:
             lowered.tile_plans,
             whole=planned.traced.flat_fn,
         )
+    return _on_one_mesh(planned, devices)
+
+
+def _on_one_mesh(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
     flat_fn, mesh = annotate(planned, devices)
     traced = planned.traced
     return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
@@ -449,6 +462,6 @@ def compile(
         fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options
     )
     executable = make_executable(planned, devices)
-    if isinstance(executable, PipelineExecutable):
-        return executable.compiled
-    return {"step": executable.compiled}
+    if isinstance(executable, LocalExecutable):
+        return {"step": executable.compiled}
+    return executable.compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from enum import Enum
 from math import inf, prod
@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import (
+    MADE,
     EquationSharding,
     Fingerprint,
     ParallelPlan,
@@ -177,9 +178,12 @@ def pipeline_plan(
     plans = [stage.plan for stage in stages if stage.plan is not None]
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
+    received = [{value for value, _ in cut.received} for cut in sliced.stages]
     for number, (cut, own) in enumerate(zip(sliced.stages, plans, strict=True)):
-        for position, tensor in zip(cut.inputs, own.inputs, strict=False):
-            inputs[position] = replace(tensor, stages=(number,))
+        values = cut.step.program.inputs
+        for position, value, tensor in zip(cut.inputs, values, own.inputs, strict=False):
+            copies = [n for n, got in enumerate(received) if value in got]
+            inputs[position] = replace(tensor, stages=(number, *copies))
         for position, tensor in zip(cut.outputs, own.outputs, strict=False):
             outputs[position] = replace(tensor, stages=(number,))
     num_devices = 1 + max(device for stage in stages for device in stage.devices)
@@ -221,6 +225,62 @@ def pipeline_plan(
         search=search,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
+    )
+
+
+def made_plan(
+    traced: TracedStep,
+    plans: Sequence[ParallelPlan],
+    stages: Sequence[StagePlan],
+    owners: Sequence[int],
+    seconds: dict[str, float],
+) -> ParallelPlan:
+    """The plan of a function of which each stage makes its own results, given the stages' plans and
+    the stage of every result. `stages` are those of the pipeline that wants them."""
+    meshes = list(dict.fromkeys(stage.mesh for stage in stages))
+    own_stages = tuple(
+        StagePlan(
+            layers=(number, number + 1),
+            submesh=stage.submesh,
+            mesh_shape=own.mesh_shape,
+            cost=own.estimated_step_s,
+            plan=own,
+            devices=stage.devices,
+            mesh=meshes.index(stage.mesh),
+        )
+        for number, (own, stage) in enumerate(zip(plans, stages, strict=True))
+    )
+    outputs = [iter(own.outputs) for own in plans]
+    everywhere = tuple(range(len(plans)))
+    step_s = max(own.estimated_step_s for own in plans)
+    return ParallelPlan(
+        name=traced.name,
+        method=plans[0].method,
+        mesh_shape=(1 + max(device for stage in stages for device in stage.devices),),
+        axis_names=("x",),
+        device=plans[0].device,
+        inputs=tuple(replace(tensor, stages=everywhere) for tensor in plans[0].inputs),
+        outputs=tuple(replace(next(outputs[s]), stages=(s,)) for s in owners),
+        program=ProgramSharding((), (), ()),
+        stages=own_stages,
+        num_micro_batches=1,
+        estimated_step_s=step_s,
+        estimated_peak_bytes=max(own.estimated_peak_bytes for own in plans),
+        communication_bytes=max(own.communication_bytes for own in plans),
+        modules=tuple(cost for own in plans for cost in own.modules),
+        solver=SolverReport(
+            objective=step_s,
+            lower_bound=min(own.solver.lower_bound for own in plans),
+            gap=max(own.solver.gap for own in plans),
+            sizes={"stages": len(plans), "equations": traced.program.num_equations()},
+            seconds=seconds,
+        ),
+        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
+        warnings=tuple(dict.fromkeys(w for own in plans for w in own.warnings)),
+        layers=tuple(f"results of stage {number}" for number in range(len(plans))),
+        layering=MADE,
+        in_tree=_in_tree(traced),
+        out_tree=_out_tree(traced),
     )
 
 
@@ -328,6 +388,22 @@ def replicated_plan(
 
 def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
     """A plan made elsewhere, checked against this program and given its pytrees."""
+    check_same_inputs(plan, traced)
+    if program_fingerprint(traced.program) != plan.fingerprint.program:
+        version = plan.fingerprint.jax_version
+        cause = (
+            f"it was made with JAX {version} and this is {jax.__version__}"
+            if version != jax.__version__
+            else "the function is not the one it was made for"
+        )
+        raise PlanError(
+            f"the plan for {plan.name} does not fit {traced.name}: shapes agree but the traced "
+            f"programs differ; {cause}. Plan again."
+        )
+    return replace(plan, in_tree=_in_tree(traced), out_tree=_out_tree(traced))
+
+
+def check_same_inputs(plan: ParallelPlan, traced: TracedStep) -> None:
     here = [
         (p, tuple(a.shape), str(a.dtype))
         for p, a in zip(traced.call.paths, traced.avals, strict=True)
@@ -344,15 +420,3 @@ def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
             f"the plan for {plan.name} has {len(there)} input arrays, this call of {traced.name} "
             f"has {len(here)}. Plan again for this function."
         )
-    if program_fingerprint(traced.program) != plan.fingerprint.program:
-        version = plan.fingerprint.jax_version
-        cause = (
-            f"it was made with JAX {version} and this is {jax.__version__}"
-            if version != jax.__version__
-            else "the function is not the one it was made for"
-        )
-        raise PlanError(
-            f"the plan for {plan.name} does not fit {traced.name}: shapes agree but the traced "
-            f"programs differ; {cause}. Plan again."
-        )
-    return replace(plan, in_tree=_in_tree(traced), out_tree=_out_tree(traced))

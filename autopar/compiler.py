@@ -26,15 +26,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
 from autopar import _jax
-from autopar.assemble import bind_plan
+from autopar.assemble import bind_plan, check_same_inputs
 from autopar.auto import plan_automatically
 from autopar.constraints import candidate_meshes, options_of
 from autopar.errors import MeshError, TraceError, shortened
-from autopar.following import placed_like_training
+from autopar.following import (
+    arguments_of_training,
+    placed_like_training,
+    state_of_training,
+)
 from autopar.inter import Loop, bind_pipeline, plan_pipeline
 from autopar.intra import PassTimer, PlannedStep, plan_traced
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import MADE, ParallelPlan
 from autopar.ir.program import Pipeline, PipelinePrograms
 from autopar.ir.spec import to_partition_spec
 from autopar.ir.tiles import TilePlan
@@ -51,6 +55,7 @@ from autopar.methods import (
     PipeshardParallel,
     ShardParallel,
 )
+from autopar.pipeline_following import bind_made, follow_pipeline, make_on_stages
 from autopar.remat_choice import choose_remat
 from autopar.stages.schedules import make_schedule
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
@@ -97,7 +102,12 @@ def plan_step(
     if isinstance(method, PipeshardParallel):
         return plan_pipeline(loop, method, cluster, timer)
     if isinstance(method, ParallelPlan) and method.is_pipeline:
+        check_same_inputs(method, traced)
+        if method.layering == MADE:
+            return bind_made(method, traced)
         return bind_pipeline(method, loop, timer)
+    if isinstance(method, (CreateStateParallel, FollowParallel)):
+        return plan_beside_training(traced, loop, cluster, method, options, timer)
     if method is None and mesh is None:
         method = AutoParallel()
     if isinstance(method, AutoParallel):
@@ -165,12 +175,35 @@ def plan_on_one_mesh(
         layers = layers_to_recompute(traced, method)
     with timer("trace"):
         traced = rewritten(traced, micro, num_micro_batches, layers)
-    if not isinstance(method, (CreateStateParallel, FollowParallel)):
-        return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+    return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+
+
+def plan_beside_training(
+    traced: TracedStep,
+    loop: Loop,
+    cluster: ClusterSpec,
+    method: CreateStateParallel | FollowParallel,
+    options: StepOptions,
+    timer: PassTimer,
+) -> PlannedStep:
+    """An initialiser or an evaluation, by the train step's plan."""
+    if isinstance(method, CreateStateParallel):
+        plan, tensors = state_of_training(traced, method)
+        if plan.is_pipeline:
+            return make_on_stages(traced, plan, tensors, cluster, timer)
+    else:
+        plan, matches = arguments_of_training(traced, method)
+        if plan.is_pipeline:
+            planned = follow_pipeline(traced, plan, matches, loop, cluster, timer)
+            return planned if options.donate_argnums != "auto" else _keeping(planned)
     placed = placed_like_training(traced, method, cluster)
-    if options.donate_argnums == "auto":  # the train step still needs what it is given
-        traced = replace(traced, donated=())
-    return plan_traced(traced, cluster=cluster, method=placed, mesh=mesh, timer=timer)
+    planned = plan_traced(traced, cluster=cluster, method=placed, timer=timer)
+    return planned if options.donate_argnums != "auto" else _keeping(planned)
+
+
+def _keeping(planned: PlannedStep) -> PlannedStep:
+    """Nothing is donated: the train step still needs what it is given."""
+    return replace(planned, traced=replace(planned.traced, donated=()))
 
 
 # -- tracing
@@ -292,7 +325,7 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
     """The pieces of a pipeline as functions, and the lists that run them."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
-    _check_devices(plan, devices)
+    check_devices(plan, devices)
     shardings, own = [], []  # by stage: those that share devices may arrange them otherwise
     for stage in plan.stages:
         assert stage.plan is not None
@@ -334,7 +367,7 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
     return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers, tile_plans)
 
 
-def _check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
+def check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
@@ -345,7 +378,7 @@ def _check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
 def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[..., list[Any]], Any]:
     """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
     plan = planned.plan
-    _check_devices(plan, devices)
+    check_devices(plan, devices)
     grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
     mesh = _jax.fresh_mesh(grid, plan.axis_names)
     if plan.num_devices == 1 and planned.traced.num_micro_batches == 1 and not plan.remat:
@@ -360,6 +393,7 @@ __all__ = [
     "StepOptions",
     "annotate",
     "bind_plan",
+    "check_devices",
     "flatten_call",
     "is_array_leaf",
     "plan_step",

@@ -4,6 +4,7 @@
     FollowParallel        what an evaluation is given lies as the train step was given it
 
 Both come to a `PlacedParallel`: a mesh and a spec per array; the solver shards everything between.
+Beside a pipeline there is a mesh per stage, see `pipeline_following`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax.tree_util import keystr
 
 from autopar.errors import ArgumentError, shortened
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.methods import CreateStateParallel, FollowParallel, PlacedParallel
 from autopar.trace.flatten import FlatCall, TracedStep
 
@@ -28,10 +29,21 @@ from autopar.trace.flatten import FlatCall, TracedStep
 def placed_like_training(
     traced: TracedStep, method: CreateStateParallel | FollowParallel, cluster: ClusterSpec
 ) -> PlacedParallel:
-    """What the method comes to for the function that was traced."""
+    """What the method comes to for the function that was traced, beside a step on one mesh."""
     if isinstance(method, CreateStateParallel):
-        return _created(traced, method, cluster)
-    return _followed(traced, method, cluster)
+        plan, tensors = state_of_training(traced, method)
+        specs = tuple(map(plan.spec_of, tensors))
+        return PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
+    plan, matches = arguments_of_training(traced, method)
+    mesh = _mesh_of(plan, cluster)
+    in_specs: list[PartitionSpec | None] = []
+    for index, aval in enumerate(traced.avals):
+        if index in matches:
+            in_specs.append(plan.spec_of(matches[index]))
+        else:
+            shape = tuple(aval.shape)
+            in_specs.append(_batch_spec(shape, plan, mesh) if index in traced.batch else None)
+    return PlacedParallel("FollowParallel", mesh, in_specs=tuple(in_specs))
 
 
 def _mesh_of(plan: ParallelPlan, cluster: ClusterSpec) -> LogicalMesh:
@@ -41,10 +53,11 @@ def _mesh_of(plan: ParallelPlan, cluster: ClusterSpec) -> LogicalMesh:
 # -- initialisers
 
 
-def _created(
-    traced: TracedStep, method: CreateStateParallel, cluster: ClusterSpec
-) -> PlacedParallel:
-    """The train step is planned for the state that the initialiser was seen to return."""
+def state_of_training(
+    traced: TracedStep, method: CreateStateParallel
+) -> tuple[ParallelPlan, tuple[Tensor, ...]]:
+    """(the train step's plan, its input for each of the initialiser's results): the step is planned
+    for the state that the initialiser was seen to return."""
     leaves = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in traced.out_avals
@@ -60,13 +73,11 @@ def _created(
         )
         raise
     plan, owners = train.plan, train.traced.call.argument
-    specs = tuple(
-        plan.spec_of(tensor)
-        for tensor, owner in zip(plan.inputs, owners, strict=True)
-        if owner == position
+    tensors = tuple(
+        tensor for tensor, owner in zip(plan.inputs, owners, strict=True) if owner == position
     )
-    assert len(specs) == len(leaves), (len(specs), len(leaves))
-    return PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
+    assert len(tensors) == len(leaves), (len(tensors), len(leaves))
+    return plan, tensors
 
 
 def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...], int]:
@@ -104,12 +115,13 @@ class _Placed:
     """An array of the train step, by the names on its path: `('state', 'params', 'w')`."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-    role: str
+    tensor: Tensor
 
 
-def _followed(traced: TracedStep, method: FollowParallel, cluster: ClusterSpec) -> PlacedParallel:
+def arguments_of_training(
+    traced: TracedStep, method: FollowParallel
+) -> tuple[ParallelPlan, dict[int, Tensor]]:
+    """(the train step's plan, its input for those of the evaluation's that it has too)."""
     train = method.train_step.last_planned
     if train is None:
         raise ArgumentError(
@@ -118,28 +130,19 @@ def _followed(traced: TracedStep, method: FollowParallel, cluster: ClusterSpec) 
         )
     plan = train.plan
     names = _names(train.traced.call)
-    known = [
-        _Placed(own, tensor.shape, plan.spec_of(tensor), tensor.role)
-        for own, tensor in zip(names, plan.inputs, strict=True)
-    ]
-    mesh = _mesh_of(plan, cluster)
-    specs: list[PartitionSpec | None] = []
-    found = 0
+    known = [_Placed(own, tensor) for own, tensor in zip(names, plan.inputs, strict=True)]
+    matches: dict[int, Tensor] = {}
     for index, own in enumerate(_names(traced.call)):
-        shape = tuple(traced.avals[index].shape)
-        match = _best_match(own, shape, known)
+        match = _best_match(own, tuple(traced.avals[index].shape), known)
         if match is not None:
-            found += match.role != "batch"
-            specs.append(match.spec)
-        else:
-            specs.append(_batch_spec(shape, plan, mesh) if index in traced.batch else None)
-    if not found:
+            matches[index] = match.tensor
+    if not any(tensor.role != "batch" for tensor in matches.values()):
         raise ArgumentError(
             f"FollowParallel: no array of {traced.name}'s arguments has the name and shape of one "
             f"of {plan.name}'s, such as {plan.inputs[0].path} {plan.inputs[0].shape}. Pass the "
             "train state or its parameters, or use ShardParallel."
         )
-    return PlacedParallel("FollowParallel", mesh, in_specs=tuple(specs))
+    return plan, matches
 
 
 def _names(call: FlatCall) -> list[tuple[str, ...]]:
@@ -162,7 +165,7 @@ def _best_match(
     path: all but the argument's, at least, or all of its own."""
     best, best_score = None, (0, 0)
     for other in known:
-        if other.shape != shape:
+        if other.tensor.shape != shape:
             continue
         common = 0
         for a, b in zip(reversed(names), reversed(other.names), strict=False):

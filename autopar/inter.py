@@ -11,14 +11,15 @@ plan     all of the above → ParallelPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from autopar.assemble import bind_plan, pipeline_plan
 from autopar.constraints import asked_by, solver_constraints
@@ -28,7 +29,7 @@ from autopar.errors import ArgumentError, MemoryBudgetError, PlanError, TraceErr
 from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
-from autopar.ir.plan import ParallelPlan, StagePlan
+from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.stages import PipelineChoice, SearchReport, Submesh
 from autopar.ir.table import format_bytes
 from autopar.memory_budget import memory_budget
@@ -53,6 +54,7 @@ from autopar.trace.attach import LoopLayers, attach, boundary_bytes, loop_batch,
 from autopar.trace.boundaries import layers_by_marks
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import TracedStep
+from autopar.trace.held_layers import layers_by_arguments
 from autopar.trace.layers import Layer, find_layers
 from autopar.trace.program import Program
 from autopar.trace.remat import rematerialise
@@ -113,6 +115,23 @@ class Looped:
         return Looped(step, moved_to(self.body, self.layers, body))
 
 
+@dataclass(frozen=True)
+class Lying:
+    """Where everything is already, for a step that follows another.
+
+    devices, stage_mesh: of every stage.
+    owners:   input, by position -> the stage that has it.
+    specs:    input, by position -> how it lies there.
+    layering: how the layers were found, for the plan.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    stage_mesh: tuple[int, ...]
+    layering: str
+    owners: Mapping[int, int] = field(default_factory=dict)
+    specs: Mapping[int, PartitionSpec] = field(default_factory=dict)
+
+
 def launch_s(cluster: ClusterSpec) -> float:
     return LAUNCH_S.get(cluster.spec.name, GPU_LAUNCH_S)
 
@@ -133,27 +152,56 @@ def plan_pipeline(
     return planner.given(method.num_micro_batches)
 
 
+def plan_following(
+    looped: Looped, specs: list[StageSpec], lying: Lying, cluster: ClusterSpec, timer: PassTimer
+) -> PlannedStep:
+    """A pipeline on stages that another step has."""
+    schedule = "gpipe" if looped.has_backward else "inference"
+    stages = ManualStages(
+        [list(range(*spec.layers)) for spec in specs],
+        [spec.submesh for spec in specs],
+        [spec.mesh_shape for spec in specs],
+    )
+    number = looped.step.num_micro_batches
+    method = PipeshardParallel(number, stages=stages, schedule=schedule)
+    planner = _Planner(lambda _: looped.step, method, cluster, timer, lying)
+    return planner.finish(looped, specs, None)
+
+
 def bind_pipeline(plan: ParallelPlan, loop: Loop, timer: PassTimer) -> PlannedStep:
     """A pipeline plan that was made elsewhere, for this step."""
-    if plan.layering == "manual":
-        layers: AutoLayers | ManualLayers = ManualLayers()
-    else:
-        layers = AutoLayers("auto" if plan.layering == "auto" else int(plan.layering))
     with timer("slice"):
-        looped = find_looped(loop(plan.num_micro_batches), layers)
+        step = loop(plan.num_micro_batches)
+        bound = bind_plan(plan, step)
+        owners: dict[int, int] = {}
+        layering = plan.layering
+        if layering.startswith(FOLLOWING):
+            owners = {i: tensor.stages[0] for i, tensor in enumerate(plan.inputs)}
+            layering = layering.removeprefix(FOLLOWING)
+        if layering == HELD:
+            holders = {i: tensor.stages for i, tensor in enumerate(plan.inputs)}
+            looped = Looped(step, layers_by_arguments(step, holders)[0])
+        else:
+            looped = find_looped(step, layers_of(layering))
         if len(looped.layers) != len(plan.layers):
             raise PlanError(
                 f"method=plan: the plan is for {len(plan.layers)} layers, and {looped.step.name} "
                 f"has {len(looped.layers)}. Plan again for this step."
             )
         specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
-        sliced = slice_into(looped, specs)
+        sliced = slice_into(looped, specs, owners)
     own = []
     for stage, cut in zip(plan.stages, sliced.stages, strict=True):
         assert stage.plan is not None
         own.append(replace(stage, plan=bind_plan(stage.plan, cut.step)))
-    bound = bind_plan(plan, looped.step)
     return PlannedStep(looped.step, replace(bound, stages=tuple(own)), sliced)
+
+
+def layers_of(layering: str) -> AutoLayers | ManualLayers:
+    """How layers were found, from a plan's word for it."""
+    if layering == "manual":
+        return ManualLayers()
+    return AutoLayers("auto" if layering == "auto" else int(layering))
 
 
 def find_looped(step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1) -> Looped:
@@ -169,18 +217,26 @@ def find_looped(step: TracedStep, layers: AutoLayers | ManualLayers, at_least: i
     return Looped(step, found)
 
 
-def slice_into(looped: Looped, specs: Sequence[StageSpec]) -> SlicedStep:
+def slice_into(
+    looped: Looped, specs: Sequence[StageSpec], owners: Mapping[int, int] | None = None
+) -> SlicedStep:
     again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
     looped = looped.recomputing(again)
     stage_of = [s for s, spec in enumerate(specs) for _ in range(*spec.layers)]
-    return slice_step(looped.step, looped.attached, stage_of)
+    return slice_step(looped.step, looped.attached, stage_of, owners)
 
 
 class _Planner:
     def __init__(
-        self, loop: Loop, method: PipeshardParallel, cluster: ClusterSpec, timer: PassTimer
+        self,
+        loop: Loop,
+        method: PipeshardParallel,
+        cluster: ClusterSpec,
+        timer: PassTimer,
+        lying: Lying | None = None,
     ) -> None:
         self.loop, self.method, self.cluster, self.timer = loop, method, cluster, timer
+        self.lying = lying
         self.options = method.options
         self.solver = StageSolver(cluster, method.options, timer)
 
@@ -358,7 +414,8 @@ class _Planner:
         devices, stage_mesh = self.devices(specs)
         while True:
             with self.timer("slice"):
-                sliced = slice_into(looped, specs)
+                owners = None if self.lying is None else self.lying.owners
+                sliced = slice_into(looped, specs, owners)
             try:
                 solved = self.solve(sliced, specs, stage_mesh)
                 break
@@ -387,6 +444,8 @@ class _Planner:
 
     def devices(self, specs: Sequence[StageSpec]) -> tuple[list[tuple[int, ...]], list[int]]:
         """(devices of every stage, its mesh). Stages of an interleaved schedule share meshes."""
+        if self.lying is not None:
+            return list(self.lying.devices), list(self.lying.stage_mesh)
         submeshes = [spec.submesh for spec in specs]
         num_meshes = len(specs)
         if self.method.schedule == "interleaved_1f1b":
@@ -418,7 +477,11 @@ class _Planner:
             in_flight = in_flight_bound(
                 self.method.schedule, len(specs), number, stage, num_meshes=num_meshes
             )
-            task = StageTask(own, spec.submesh, spec.mesh_shape, in_flight)
+            in_specs = ()
+            if self.lying is not None:
+                known = [self.lying.specs.get(i) for i in own.inputs]
+                in_specs = (*known, *[None] * (len(own.step.avals) - len(known)))
+            task = StageTask(own, spec.submesh, spec.mesh_shape, in_flight, in_specs)
             solved.append(self.solver.solve(stage, task))
         return solved
 
@@ -489,8 +552,8 @@ class _Planner:
             weights_s = [b / 2 for b in backward_s]
             backward_s = list(weights_s)
         timed = simulate(schedule, forward_s, backward_s, weights_s, hops, once_s)
-        layering = "manual"
-        if isinstance(self.method.layers, AutoLayers):
+        layering = "manual" if self.lying is None else self.lying.layering
+        if self.lying is None and isinstance(self.method.layers, AutoLayers):
             natural = self.method.layers.num_layers == "auto" and not isinstance(
                 self.method.stages, ManualStages
             )

@@ -62,6 +62,7 @@ class PlannedStep:
     traced: TracedStep
     plan: ParallelPlan
     sliced: SlicedStep | None = None  # of a pipeline
+    made: tuple[PlannedStep, ...] = ()  # of stages that make results of their own
 
 
 def plan_traced(

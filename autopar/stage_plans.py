@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from jax.sharding import PartitionSpec
+
 from autopar.assemble import make_plan, program_fingerprint
-from autopar.constraints import asked_by, candidate_meshes, divisible_meshes, options_of
+from autopar.constraints import candidate_meshes, divisible_meshes, options_of
 from autopar.cost.report import cost_report
 from autopar.errors import MemoryBudgetError
 from autopar.intra import PassTimer, paused_garbage_collector, shard_on_best
@@ -24,19 +26,21 @@ from autopar.memory_budget import memory_budget
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.sharding.solve import GraphSharding
 from autopar.stage_tables import stage_figures, submesh_cluster
-from autopar.steering import matching_paths, with_output_nodes, without_moved_state
+from autopar.steering import ask, matching_paths, with_output_nodes, without_moved_state
 from autopar.trace.build import build_graph
 from autopar.trace.slices import StageSlice
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """What is to be planned: a stage, where it runs, and how many micro-batches it keeps."""
+    """What is to be planned: a stage, where it runs, and how many micro-batches it keeps.
+    `in_specs`: how its inputs must lie, None for any; empty if nothing is asked."""
 
     slice: StageSlice
     submesh: Submesh
     mesh_shape: tuple[int, ...] | None  # None for any
     in_flight: int
+    in_specs: tuple[PartitionSpec | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class StageSolver:
         shape = "auto" if task.mesh_shape is None else task.mesh_shape
         method = ShardParallel(mesh_shape=shape, options=options)
         with paused_garbage_collector():
-            asked = asked_by(step, method)
+            asked = ask(step, task.in_specs or None, options=options)
             step = without_moved_state(step, asked)
             with self.timer("graph"):
                 graph = with_output_nodes(build_graph(step), asked)
@@ -79,7 +83,7 @@ class StageSolver:
             meshes = candidate_meshes(cluster, method)
             if meshes[0].num_devices > 1:
                 meshes = divisible_meshes(graph, meshes, method, cluster)
-            is_plain = not options.pins and not options.forbid_axes
+            is_plain = not (options.pins or options.forbid_axes or task.in_specs)
             key = program_fingerprint(step.program) if is_plain else step.name
             known = self.known.setdefault((key, task.submesh), {})
             with self.timer("shard"):

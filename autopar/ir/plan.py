@@ -25,6 +25,10 @@ from autopar.ir.stages import SearchReport, decode_search
 FORMAT = "autopar-plan"
 FORMAT_VERSION = 3
 
+FOLLOWING = "following "  # before the layering of a step that follows another
+HELD = "held"  # layers are what each stage does with the arguments that it has
+MADE = "made"  # no layers: each stage makes results of its own, and nothing is sent
+
 Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 
 
@@ -86,7 +90,7 @@ class Tensor:
     dtype: str
     layout: Layout  # on the mesh of the first of its stages
     role: str = ""  # "state", "batch" or ""
-    stages: tuple[int, ...] = (0,)
+    stages: tuple[int, ...] = (0,)  # first the one it belongs to, then those that get a copy
 
 
 @dataclass(frozen=True)
@@ -174,8 +178,8 @@ class ParallelPlan:
     memory_budget_bytes: float = inf  # per device, of the step; infinite if none was kept to
     remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
     layers: tuple[str, ...] = ()  # names of a pipeline's layers
-    layering: str = ""  # how they were found: "auto", "manual", or their number
-    schedule: str = ""  # of a pipeline
+    layering: str = ""  # how they were found: "auto", "manual", their number, `HELD` or `MADE`
+    schedule: str = ""  # of a pipeline; none if its stages are `MADE`
     search: SearchReport | None = None  # what the stage search considered, if there was one
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -317,8 +321,11 @@ def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
 
 def check_pipeline(plan: ParallelPlan, where: str) -> None:
     """Stages are whole plans on devices of their own, and cover the layers in order."""
-    if plan.schedule not in SCHEDULES:
+    if plan.schedule not in SCHEDULES and (plan.schedule or plan.layering != MADE):
         raise PlanError(f"{where}: the schedule {plan.schedule!r}.")
+    layering = plan.layering.removeprefix(FOLLOWING)
+    if layering not in ("auto", "manual", HELD, MADE) and not layering.isdecimal():
+        raise PlanError(f"{where}: the layers found by {plan.layering!r}.")
     ends = [0, *(stage.layers[1] for stage in plan.stages)]
     if [stage.layers[0] for stage in plan.stages] != ends[:-1] or ends[-1] != len(plan.layers):
         raise PlanError(f"{where}: stages that do not cover {len(plan.layers)} layers in order.")
@@ -344,6 +351,11 @@ def check_pipeline(plan: ParallelPlan, where: str) -> None:
         in_range = all(-1 <= entry < len(tensor.shape) for entry in tensor.layout)
         if len(tensor.layout) != len(own.mesh_shape) or not in_range:
             raise PlanError(f"{where}: {tensor.path} has the layout {tensor.layout}.")
+        if not fits(tensor.layout, tensor.shape, own.mesh_shape):
+            raise PlanError(
+                f"{where}: {tensor.path} {tensor.shape} is not divided evenly by its layout "
+                f"{tensor.layout} on the mesh {own.mesh_shape}."
+            )
 
 
 def _check_program(program: ProgramSharding, axes: int, where: str, least: int) -> None:

@@ -13,7 +13,7 @@ one. After the loop an equation runs in the last part that will do, so that litt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import _jax
@@ -47,10 +47,13 @@ def find_homes(
     stage_of: Sequence[int],
     num_stages: int,
     state: Iterable[tuple[int, int]],
+    owners: Mapping[int, int] | None = None,
 ) -> Homes:
     """`stage_of`: the stage of every equation of the loop's body, negative for those that every
-    reader makes for itself. `state`: (input, output) positions that belong together."""
-    return _Finder(program, loop, stage_of, num_stages, dict((o, i) for i, o in state)).homes()
+    reader makes for itself. `state`: (input, output) positions that belong together. `owners`:
+    inputs, by position, that have an owner already."""
+    input_of = {o: i for i, o in state}
+    return _Finder(program, loop, stage_of, num_stages, input_of, owners or {}).homes()
 
 
 class _Finder:
@@ -61,8 +64,10 @@ class _Finder:
         stage_of: Sequence[int],
         num_stages: int,
         input_of: dict[int, int],
+        owners: Mapping[int, int],
     ) -> None:
         self.program, self.loop = program, loop
+        self.lying = {program.inputs[i]: stage for i, stage in owners.items()}
         self.num_stages = num_stages
         self.input_of = input_of
         self.inputs = frozenset(program.inputs)
@@ -90,6 +95,7 @@ class _Finder:
         for value in self.program.inputs:
             if self.prologue_needs.get(value):
                 self.owner[value] = min(self.prologue_needs[value])
+        self.owner.update(self.lying)
         self.place_equations()
         outputs = self.own_outputs()
         stages, received = self.demand(outputs)
@@ -272,7 +278,7 @@ class _Finder:
         kept = {self.program.inputs[i] for i in self.input_of.values()}
         for value in self.program.inputs:  # of the stages that read it, the first
             is_free = value in self.small and not self.prologue_needs.get(value)
-            if is_free and value not in kept and needs.get(value):
+            if is_free and value not in kept | self.lying.keys() and needs.get(value):
                 self.owner[value] = min(needs[value])
         nobodys = {v for v, _ in self.program.captured}
         for index, equation in enumerate(equations):

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar import _jax
+from autopar.errors import TraceError
 from autopar.trace.emit import Env, ProgramWriter
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import Equation, Operand, Program
@@ -21,7 +22,13 @@ from autopar.trace.regions import UPDATE, equation_regions
 
 
 def looped_once(step: TracedStep) -> TracedStep:
-    program, loop = _Writer(step.program, step.batch).written()
+    writer = _Writer(step.program, step.batch)
+    if not any(writer.inside):
+        raise TraceError(
+            f"{step.name}: a pipeline is what is done to a batch, and nothing in it reads one. Pass "
+            "the batch as argument 1, or name it with batch_argnums."
+        )
+    program, loop = writer.written()
     return replace(step, program=program, loop=loop)
 
 

@@ -9,7 +9,7 @@ decided here too, as sets of equations; `lower.pieces` makes programs of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,8 +79,14 @@ class SlicedStep:
     num_parts: tuple[int, int]  # of prologue and epilogue
 
 
-def slice_step(step: TracedStep, layers: LoopLayers, stage_of_layer: Sequence[int]) -> SlicedStep:
-    """`stage_of_layer`: ascending, from 0."""
+def slice_step(
+    step: TracedStep,
+    layers: LoopLayers,
+    stage_of_layer: Sequence[int],
+    owners: Mapping[int, int] | None = None,
+) -> SlicedStep:
+    """`stage_of_layer`: ascending, from 0. `owners`: stages of inputs, by position, that lie
+    somewhere already."""
     assert step.loop is not None
     body = step.program.equations[step.loop].bodies[0]
     backward_results = {
@@ -94,7 +100,7 @@ def slice_step(step: TracedStep, layers: LoopLayers, stage_of_layer: Sequence[in
     program, loop, stage_of = part_sums(step.program, step.loop, stage_of)
     program = _with_constant_outputs(program)
     step = replace(step, program=program, loop=loop)
-    homes = find_homes(program, loop, stage_of, num_stages, step.state)
+    homes = find_homes(program, loop, stage_of, num_stages, step.state, owners)
     cutter = _Cutter(step, homes, stage_of, backward_results)
     stages = tuple(cutter.stage(s) for s in range(num_stages))
     return SlicedStep(stages, program, homes.num_parts)

@@ -29,6 +29,7 @@ BESIDE_COMPILER = {
     "intra",
     "inter",
     "auto",
+    "pipeline_following",
 }
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
@@ -83,6 +84,16 @@ ALLOWED_IMPORTS = {
         *BELOW_PASSES,
         *EVERYONE,
     },  # fmt: skip
+    "pipeline_following": {
+        "inter",
+        "intra",
+        "assemble",
+        "stage_tables",
+        "methods",
+        *PASSES,
+        *BELOW_PASSES,
+        *EVERYONE,
+    },
     "auto": {"inter", "intra", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "remat_choice": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "stage_tables": {*PASSES, *BELOW_PASSES, *EVERYONE},

@@ -1,0 +1,95 @@
+"""A function of which each stage's mesh makes some of the results: one program per stage, side by
+side, with nothing sent between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar import _jax
+from autopar.errors import ArgumentError
+from autopar.ir.plan import ParallelPlan
+from autopar.runtime.hlo import CollectiveOp
+from autopar.runtime.local import LocalExecutable
+
+
+class PartsExecutable:
+    """What `create_state.last_executable` gives beside a pipelined train step.
+
+    parts: the program of every stage, which takes all arguments.
+    whole: the function as it is, for when it is called inside of another program.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        parts: Sequence[LocalExecutable],
+        whole: Callable[..., Sequence[Any]],
+    ) -> None:
+        self.plan = plan
+        self.parts = tuple(parts)
+        self._whole = whole
+        self._owners = [tensor.stages[0] for tensor in plan.outputs]
+        self.input_shardings = self.parts[0].input_shardings
+        self.output_shardings = self._in_order([part.output_shardings for part in self.parts])
+
+    def _in_order(self, results: Sequence[Sequence[Any]]) -> list[Any]:
+        """What each part has for its own results, in the order of all results."""
+        left = [iter(own) for own in results]
+        return [next(left[stage]) for stage in self._owners]
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        if _jax.is_tracing():
+            return list(self._whole(*leaves))
+        return self._in_order([part(leaves) for part in self.parts])
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Put host or device arrays where the first stage wants them."""
+        return self.parts[0].place(leaves)
+
+    @property
+    def compiled(self) -> dict[str, jax.stages.Compiled]:
+        """The compiled programs by name, such as `stage0_results`."""
+        return {f"stage{n}_results": part.compiled for n, part in enumerate(self.parts)}
+
+    def hlo_text(self) -> str:
+        """XLA's optimized HLO of every program, each under its name."""
+        texts = [f"// {name}\n\n{one.as_text()}" for name, one in self.compiled.items()]
+        return "\n\n".join(texts)
+
+    def collectives(self) -> tuple[CollectiveOp, ...]:
+        """Every collective that XLA will run, with bytes and group sizes."""
+        return tuple(op for part in self.parts for op in part.collectives())
+
+    def mesh_memory_bytes(self) -> tuple[int, ...]:
+        """XLA's figure of peak bytes per device, by mesh. Stages that share one come after each
+        other, and the results of all stay."""
+        peaks: dict[int, int] = {}
+        for part, stage in zip(self.parts, self.plan.stages, strict=True):
+            peaks[stage.mesh] = peaks.get(stage.mesh, 0) + part.memory_bytes()
+        return tuple(peaks[mesh] for mesh in range(len(peaks)))
+
+    def memory_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return max(self.mesh_memory_bytes())
+
+    def dump_debug_info(self, directory: str | Path) -> None:
+        """Write plan, explanation and HLO into a folder."""
+        folder = Path(directory)
+        if folder.exists() and not folder.is_dir():
+            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / "plan.json")
+        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
+        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
+        figures = {
+            "memory_bytes": self.memory_bytes(),
+            "mesh_memory_bytes": self.mesh_memory_bytes(),
+            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
+            "jax": jax.__version__,
+        }
+        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
