@@ -524,7 +524,8 @@ class _Planner:
         for k, (spec, own) in enumerate(zip(specs, solved, strict=True)):
             table = own.figures
             forward_s.append(float(table.forward_s[0]) + launch)
-            backward_s.append(float(table.latency_s[0] - table.forward_s[0]) + launch)
+            rest_s = float(table.latency_s[0] - table.forward_s[0])
+            backward_s.append(rest_s + launch if looped.has_backward else 0.0)
             once_s.append(float(table.once_s[0]))
             waits = hops[k - 1] if k else 0.0
             waits += hops[k] if both_ways == 2 and k < len(hops) else 0.0
@@ -545,8 +546,6 @@ class _Planner:
                 )
             )
         schedule = make_schedule(self.method.schedule, len(specs), number, stage_mesh=stage_mesh)
-        if not looped.has_backward:
-            backward_s = [0.0] * len(specs)
         weights_s = None
         if self.method.schedule == "zero_bubble":
             weights_s = [b / 2 for b in backward_s]

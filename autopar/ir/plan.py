@@ -233,9 +233,10 @@ class ParallelPlan:
 
     def explain(self) -> str:
         """The plan as a table, in the names of the user's own modules."""
+        from autopar.ir.pipeline_table import explain_pipeline
         from autopar.ir.table import explain_plan
 
-        return explain_plan(self)
+        return explain_pipeline(self) if self.is_pipeline else explain_plan(self)
 
     # -- files
 

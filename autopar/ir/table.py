@@ -58,15 +58,19 @@ def explain_plan(plan: ParallelPlan) -> str:
             f"{free} with a peak of {format_bytes(peak)}"
         )
     if plan.remat:
-        lines.append(f"  recomputed in the backward pass: {_layer_names(plan.remat)}")
-    lines += ["", *_tensor_table("inputs", plan.inputs, plan)]
+        lines.append(f"  recomputed in the backward pass: {layer_names(plan.remat)}")
+    lines += ["", *tensor_table("inputs", plan.inputs, plan)]
     plain_outputs = tuple(t for t in plan.outputs if t.role != "state")
     if plain_outputs:
-        lines += ["", *_tensor_table("outputs that are not state", plain_outputs, plan)]
+        lines += ["", *tensor_table("outputs that are not state", plain_outputs, plan)]
     if plan.named:
-        lines += ["", *_tensor_table("named values", plan.named, plan)]
+        lines += ["", *tensor_table("named values", plan.named, plan)]
     if plan.modules:
-        lines += ["", *_module_table(plan.modules, timed)]
+        lines += ["", *module_table(plan.modules, timed)]
+    if plan.search is not None:
+        from autopar.ir.pipeline_table import search_lines
+
+        lines += ["", *search_lines(plan.search)]
     if plan.warnings:
         lines += ["", *(f"warning: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)
@@ -81,7 +85,7 @@ def _proof(solver: SolverReport) -> str:
     return f"{proven} with equal layers alike, {classes} decisions for {nodes} ops"
 
 
-def _layer_names(names: Sequence[str]) -> str:
+def layer_names(names: Sequence[str]) -> str:
     """Names of layers, those that differ in numbers alone as one with its count."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -92,7 +96,7 @@ def _layer_names(names: Sequence[str]) -> str:
     )
 
 
-def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def rows_of(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(row: tuple[str, ...]) -> str:
@@ -113,16 +117,16 @@ def name_pattern(names: Sequence[str]) -> str:
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
-def _tensor_table(title: str, tensors: tuple[Tensor, ...], plan: ParallelPlan) -> list[str]:
+def tensor_table(title: str, tensors: tuple[Tensor, ...], plan: ParallelPlan) -> list[str]:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for tensor in tensors:
         columns = (f"{tensor.dtype}{list(tensor.shape)}", str(plan.spec_of(tensor)), tensor.role)
         groups[name_skeleton(tensor.path), *columns].append(tensor.path)
     rows = [(name_pattern(paths), *key[1:], str(len(paths))) for key, paths in groups.items()]
-    return [f"{title}:", *_rows(("path", "array", "spec", "role", "count"), rows)]
+    return [f"{title}:", *rows_of(("path", "array", "spec", "role", "count"), rows)]
 
 
-def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
+def module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
     groups: dict[tuple[str, str], list[ModuleCost]] = defaultdict(list)
     for module in modules:
         groups[name_skeleton(module.module), module.region].append(module)
@@ -147,4 +151,4 @@ def _module_table(modules: tuple[ModuleCost, ...], timed: bool) -> list[str]:
             )
         )
     header = ("module", "region", "count", "compute", "communication", "collectives")
-    return ["cost by module:", *_rows(header, rows)]
+    return ["cost by module:", *rows_of(header, rows)]

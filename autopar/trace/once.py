@@ -25,8 +25,8 @@ def looped_once(step: TracedStep) -> TracedStep:
     writer = _Writer(step.program, step.batch)
     if not any(writer.inside):
         raise TraceError(
-            f"{step.name}: a pipeline is what is done to a batch, and nothing in it reads one. Pass "
-            "the batch as argument 1, or name it with batch_argnums."
+            f"{step.name}: a pipeline is what is done to a batch, and nothing in it reads one. "
+            "Pass the batch as argument 1, or name it with batch_argnums."
         )
     program, loop = writer.written()
     return replace(step, program=program, loop=loop)

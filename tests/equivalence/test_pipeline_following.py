@@ -248,9 +248,6 @@ def test_tied_weights() -> None:
     want, _ = jax.jit(tied_step)(state, batch)
     got, _ = train(state, batch)
     assert_same(got, want)
-    plan = train.last_planned.plan
-    embedding = next(t for t in plan.inputs if "embedding" in t.path)
-    print([(t.path, t.stages) for t in plan.inputs])
     follow = autopar.parallelize(tied_eval, method=FollowParallel(train))
     np.testing.assert_array_equal(follow(got, batch), jax.jit(tied_eval)(want, batch))
     assert not moved(follow.last_executable, (got, batch))
