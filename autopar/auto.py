@@ -19,13 +19,13 @@ from autopar.intra import PassTimer, PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
-from autopar.trace.figures import program_flops
+from autopar.trace.figures import aval_bytes, program_flops
 from autopar.trace.flatten import TracedStep
 
 # Pieces that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
 # Across hosts, a plan on one mesh is worked out if tables do not put it further behind than this.
-_WORTH_SOLVING = 1.1
+_WORTH_SOLVING = 1.05
 
 OneMesh = Callable[[ShardParallel], PlannedStep]
 
@@ -83,6 +83,8 @@ def _across_hosts(
         return _noting(planned, planned.plan.estimated_step_s, note=_first_line(error))
     search = found.plan.search
     one_s = None if search is None else search.intra_only_s
+    if one_s is not None:
+        one_s -= _saved_by_whole_batch_s(traced, found.plan.num_micro_batches, cluster)
     pipeline_s = found.plan.estimated_step_s
     if one_s is not None and one_s > _WORTH_SOLVING * pipeline_s and found.plan.num_stages > 1:
         return found
@@ -102,6 +104,14 @@ def _across_hosts(
         if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
             best = whole
     return _noting(best or found, whole_s, search)
+
+
+def _saved_by_whole_batch_s(traced: TracedStep, num: int, cluster: ClusterSpec) -> float:
+    """What one program over the whole batch saves at most against one per micro-batch: starting
+    them, and reading weights and sums of gradients for each (see `stages.micro_batches`)."""
+    state_bytes = sum(aval_bytes(traced.avals[i]) for i, _ in traced.state) * 4 / 3
+    traffic_s = state_bytes / cluster.num_devices / cluster.spec.memory_bandwidth
+    return 2 * num * launch_s(cluster) + (num - 1) * traffic_s
 
 
 def _one_mesh(method: AutoParallel) -> ShardParallel:

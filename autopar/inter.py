@@ -11,7 +11,7 @@ plan     all of the above → ParallelPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -297,9 +297,12 @@ class _Planner:
         number = first_micro_batches(self.loop(1), self.cluster) if asked == "auto" else int(asked)
         looped = self.looped(number, self.method.layers)
         choice, report, other = self.search(looped, number, asked == "auto")
-        if other is not None and other != number:
-            looped = self.looped(other, self.method.layers)
-            choice, report, _ = self.search(looped, other, False)
+        if other is not None:
+            submeshes = {s.submesh for plan in (*report.best, other) for s in plan.stages}
+            again = self.looped(other.num_micro_batches, self.method.layers)
+            found = self.search(again, other.num_micro_batches, False, submeshes)
+            if choice is None or (found[0] is not None and found[0].step_s < choice.step_s):
+                looped, (choice, report, _) = again, found
         if choice is None:
             raise self.nothing_fits(looped, report)
         return self.best_solved(looped, report)
@@ -332,10 +335,14 @@ class _Planner:
         return replace(best, plan=replace(best.plan, search=report))
 
     def search(
-        self, looped: Looped, number: int, is_free: bool
-    ) -> tuple[PipelineChoice | None, SearchReport, int | None]:
-        """(the best stages, what was considered, another number of micro-batches that promises
-        to be better)."""
+        self,
+        looped: Looped,
+        number: int,
+        is_free: bool,
+        only: Collection[Submesh] | None = None,
+    ) -> tuple[PipelineChoice | None, SearchReport, PipelineChoice | None]:
+        """(the best stages, what was considered, stages with another number of micro-batches that
+        promise to be better). `only`: the submeshes that are searched."""
         step = looped.step
         stages = self.method.stages
         assert isinstance(stages, AutoStages)
@@ -346,6 +353,8 @@ class _Planner:
             places = node_places(graph, step, looped.attached)
         asked = asked_by(step, method)
         submeshes = candidate_submeshes(self.cluster, stages.submeshes)
+        if only is not None:
+            submeshes = [submesh for submesh in submeshes if submesh in only]
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         if not looped.has_backward:
             remat = (False,)
@@ -375,7 +384,7 @@ class _Planner:
                 if found is not None and (
                     choice is None or found.choice.step_s < choice.step_s * (1 - WORTH_ANOTHER)
                 ):
-                    other = found.choice.num_micro_batches
+                    other = found.choice if found.num_micro_batches != number else None
         return choice, report, other
 
     def setting(self, looped: Looped, number: int) -> Setting:
@@ -577,10 +586,11 @@ class _Planner:
 
 
 def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
-    """The number of micro-batches to search stages at first: two rows for every device of a host,
-    so that a stage on a host can still split the batch."""
+    """The number of micro-batches to search stages at first: four for every stage, if stages are
+    hosts, but with two rows for every device of a host, so that a stage can still split them."""
     rows = batch_rows(step)
-    wanted = max(2, rows // (2 * cluster.devices_per_host))
+    most = max(2, rows // (2 * cluster.devices_per_host))
+    wanted = min(most, 4 * max(2, cluster.num_hosts))
     found = [n for n in range(1, rows + 1) if rows % n == 0]
     return min(found, key=lambda n: abs(n - wanted))
 

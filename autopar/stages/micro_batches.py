@@ -2,9 +2,10 @@
 
 From tables made at one number of micro-batches to a number and its pipeline. More micro-batches
 fill a pipeline better and need less memory; each costs the start of its pieces, and has smaller
-products. Here the figures of a micro-batch are taken to be in proportion to its rows, all but the
-time to start a piece, so that one set of tables ranks all numbers. It is rough where micro-batches
-are small: the compiler traces the step anew for the number found and searches again.
+products. Here the figures of a micro-batch are taken to be in proportion to its rows, but for the
+time to start a piece and that to read weights and sums of gradients, which no micro-batch goes
+below. So one set of tables ranks all numbers, roughly: the compiler traces the step anew for the
+number found and searches again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, Submesh
 from autopar.stages.ranges import Setting
@@ -56,7 +59,7 @@ def choose_micro_batches(
         scale = setting.num_micro_batches / number
         cutoff_s = inf if best is None else best.step_s * (1 + GAP)
         choice, _ = search_stages(
-            [_scaled(table, scale) for table in tables],
+            [_scaled(table, scale, setting.cluster.spec.memory_bandwidth) for table in tables],
             replace(
                 setting,
                 num_micro_batches=number,
@@ -82,11 +85,13 @@ def _is_better(choice: PipelineChoice, best: PipelineChoice) -> bool:
     return choice.step_s < best.step_s * (1 - GAP)
 
 
-def _scaled(table: LayerTable, scale: float) -> LayerTable:
-    """A table for micro-batches `scale` times as large."""
+def _scaled(table: LayerTable, scale: float, memory_bandwidth: float) -> LayerTable:
+    """A table for micro-batches `scale` times as large. Of what is held, a quarter each is weights,
+    read in both passes, and sums of gradients, read and written; so all of it moves once."""
+    least_s = table.held_bytes / memory_bandwidth if scale < 1 else 0.0
     return replace(
         table,
-        latency_s=table.latency_s * scale,
+        latency_s=np.maximum(table.latency_s * scale, np.minimum(table.latency_s, least_s)),
         forward_s=table.forward_s * scale,
         in_flight_bytes=table.in_flight_bytes * scale,
         working_bytes=table.working_bytes * scale,
