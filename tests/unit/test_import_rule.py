@@ -59,7 +59,7 @@ ALLOWED_IMPORTS = {
         *PASSES,
         *BELOW_PASSES,
         *EVERYONE,
-    },  # fmt: skip
+    },
     "stage_plans": {
         "intra",
         "stage_tables",
@@ -71,7 +71,7 @@ ALLOWED_IMPORTS = {
         *PASSES,
         *BELOW_PASSES,
         *EVERYONE,
-    },  # fmt: skip
+    },
     "inter": {
         "stage_plans",
         "stage_tables",
@@ -83,7 +83,7 @@ ALLOWED_IMPORTS = {
         *PASSES,
         *BELOW_PASSES,
         *EVERYONE,
-    },  # fmt: skip
+    },
     "pipeline_following": {
         "inter",
         "intra",
