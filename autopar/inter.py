@@ -285,7 +285,13 @@ class _Planner:
             )
         num_meshes = num_stages
         if self.method.schedule == "interleaved_1f1b":
-            num_meshes = num_stages // 2 if num_stages % 2 == 0 else num_stages
+            if num_stages % 2:
+                raise ArgumentError(
+                    f"UniformStages(num_stages={num_stages}): schedule='interleaved_1f1b' runs two "
+                    "stages on every submesh, so it needs an even number of them. Ask for "
+                    f"{num_stages + 1}, or use schedule='1f1b'."
+                )
+            num_meshes = num_stages // 2
         submesh = uniform_submesh(num_meshes, self.cluster)
         ranges = even_ranges([layer.flops for layer in looped.layers], num_stages)
         return [StageSpec(layers, submesh) for layers in ranges]
@@ -420,6 +426,7 @@ class _Planner:
         self, looped: Looped, specs: list[StageSpec], report: SearchReport | None
     ) -> PlannedStep:
         self.check(looped, len(specs))
+        asked_by(looped.step, ShardParallel(options=self.options))  # patterns that match nothing
         devices, stage_mesh = self.devices(specs)
         while True:
             with self.timer("slice"):
@@ -500,9 +507,13 @@ class _Planner:
         spec = specs[miss.stage]
         first, last = spec.layers
         error = miss.error
+        text = str(error)
+        if self.options.remat == "auto":  # which was tried
+            lines = text.split("\n")
+            text = "\n".join(x for x in lines if not x.startswith("  - rematerialisation"))
         return MemoryBudgetError(
             f"stage {miss.stage} of {len(specs)} (layers {first} to {last - 1} of "
-            f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): {error}\n"
+            f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): {text}\n"
             "  - give the stage fewer layers or more devices, or let stages=AutoStages() choose",
             error.peak_bytes,
             error.budget_bytes,
@@ -545,7 +556,7 @@ class _Planner:
                     own.plan.mesh_shape,
                     forward_s[-1] + backward_s[-1] + waits + once_s[-1] / number,
                     own.plan,
-                    devices[k],
+                    devices[k][: own.plan.num_devices],
                     stage_mesh[k],
                     forward_s[-1],
                     backward_s[-1],

@@ -94,7 +94,7 @@ def plan_traced(
             check_graph(graph)
         num_devices = meshes[0].num_devices
         meshes = divisible_meshes(graph, meshes, method, cluster)
-        warnings = _unused_devices(num_devices, meshes[0].num_devices)
+        warnings = unused_devices(num_devices, meshes[0].num_devices)
         if meshes[0].num_devices == 1:
             plan = replicated_plan(traced, meshes[0], method, timer.seconds)
             return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
@@ -112,7 +112,7 @@ def plan_traced(
     return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
 
 
-def _unused_devices(given: int, used: int) -> tuple[str, ...]:
+def unused_devices(given: int, used: int) -> tuple[str, ...]:
     if used == given:
         return ()
     return (

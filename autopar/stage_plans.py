@@ -7,7 +7,6 @@ piece reads. Equal stages (the blocks in the middle of a transformer) are solved
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
@@ -16,7 +15,7 @@ from autopar.assemble import make_plan, program_fingerprint
 from autopar.constraints import candidate_meshes, divisible_meshes, options_of
 from autopar.cost.report import cost_report
 from autopar.errors import MemoryBudgetError
-from autopar.intra import PassTimer, paused_garbage_collector, shard_on_best
+from autopar.intra import PassTimer, paused_garbage_collector, shard_on_best, unused_devices
 from autopar.ir.graph import Graph, Life
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -26,7 +25,14 @@ from autopar.memory_budget import memory_budget
 from autopar.methods import ShardingOptions, ShardParallel
 from autopar.sharding.solve import GraphSharding
 from autopar.stage_tables import stage_figures, submesh_cluster
-from autopar.steering import ask, matching_paths, with_output_nodes, without_moved_state
+from autopar.steering import (
+    Asked,
+    ask,
+    matching_paths,
+    nothing_asked,
+    with_output_nodes,
+    without_moved_state,
+)
 from autopar.trace.build import build_graph
 from autopar.trace.slices import StageSlice
 
@@ -71,11 +77,11 @@ class StageSolver:
     def solve(self, number: int, task: StageTask) -> SolvedStage:
         step = task.slice.step
         cluster = submesh_cluster(self.cluster, task.submesh)
-        options = options_for(self.options, (*step.call.paths, *step.out_paths))
+        options = options_for(self.options, task.slice)
         shape = "auto" if task.mesh_shape is None else task.mesh_shape
         method = ShardParallel(mesh_shape=shape, options=options)
         with paused_garbage_collector():
-            asked = ask(step, task.in_specs or None, options=options)
+            asked = asked_of_stage(task, options)
             step = without_moved_state(step, asked)
             with self.timer("graph"):
                 graph = with_output_nodes(build_graph(step), asked)
@@ -83,7 +89,8 @@ class StageSolver:
             meshes = candidate_meshes(cluster, method)
             if meshes[0].num_devices > 1:
                 meshes = divisible_meshes(graph, meshes, method, cluster)
-            is_plain = not (options.pins or options.forbid_axes or task.in_specs)
+            is_plain = not (options.pins or options.forbid_axes or options.batch_axis)
+            is_plain = is_plain and not task.in_specs
             key = program_fingerprint(step.program) if is_plain else step.name
             known = self.known.setdefault((key, task.submesh), {})
             with self.timer("shard"):
@@ -98,15 +105,42 @@ class StageSolver:
                 report = cost_report(graph, best.mesh, best.layouts)
             budget = memory_budget(best.mesh, method, options_of(method))
             plan = make_plan(step, graph, best, program, report, method, cluster, {}, budget)
+            warnings = unused_devices(cluster.num_devices, best.mesh.num_devices)
+            plan = replace(plan, warnings=(*warnings, *plan.warnings))
             figures = stage_figures(best, task.slice, task.submesh)
         return SolvedStage(plan, figures)
 
 
-def options_for(options: ShardingOptions, paths: Sequence[str]) -> ShardingOptions:
-    """The options without patterns that speak of other stages' arrays."""
+def options_for(options: ShardingOptions, stage: StageSlice) -> ShardingOptions:
+    """The options without what speaks of other stages' arrays."""
+    step = stage.step
+    own = len(stage.inputs), len(stage.outputs)
+    paths = [*step.call.paths[: own[0]], *step.out_paths[: own[1]]]
+    paths += (named.name for named in step.program.named_values())
+    has_batch = any(i < own[0] and step.avals[i].shape for i in step.batch)
     pins = {p: spec for p, spec in options.pins.items() if matching_paths(paths, p)}
     forbidden = {p: axes for p, axes in options.forbid_axes.items() if matching_paths(paths, p)}
-    return replace(options, pins=pins, forbid_axes=forbidden, remat="none")
+    return replace(
+        options,
+        pins=pins,
+        forbid_axes=forbidden,
+        batch_axis=options.batch_axis if has_batch else None,
+        remat="none",
+    )
+
+
+def asked_of_stage(task: StageTask, options: ShardingOptions) -> Asked:
+    """What is asked of the stage's own arrays. What it gets from other stages, and gives to them,
+    is not the user's, though it may go by the name of an argument."""
+    stage = task.slice
+    own_inputs, own_outputs = len(stage.inputs), len(stage.outputs)
+    batch = tuple(i for i in stage.step.batch if i < own_inputs)
+    asked = ask(replace(stage.step, batch=batch), task.in_specs or None, options=options)
+    return Asked(
+        (*asked.inputs[:own_inputs], *map(nothing_asked, asked.inputs[own_inputs:])),
+        (*asked.outputs[:own_outputs], *map(nothing_asked, asked.outputs[own_outputs:])),
+        asked.named,
+    )
 
 
 def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:

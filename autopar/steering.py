@@ -93,6 +93,10 @@ def ask(
     )
 
 
+def nothing_asked(request: Request) -> Request:
+    return Request(request.path, request.shape)
+
+
 def _requests(
     paths: Sequence[str], avals: Sequence, specs: Specs | None, source: str
 ) -> list[Request]:

@@ -337,7 +337,10 @@ def check_pipeline(plan: ParallelPlan, where: str) -> None:
             raise PlanError(f"{where}: stage {number} has no plan for its mesh {stage.mesh_shape}.")
         if len(stage.devices) != own.num_devices or stage.layers[0] >= stage.layers[1]:
             raise PlanError(f"{where}: stage {number} has {len(stage.devices)} devices.")
-        if devices.setdefault(stage.mesh, stage.devices) != stage.devices:
+        known = devices.setdefault(stage.mesh, stage.devices)
+        if len(known) < len(stage.devices):  # one of two may leave some unused
+            known, devices[stage.mesh] = stage.devices, stage.devices
+        if known[: len(stage.devices)] != stage.devices:
             raise PlanError(f"{where}: stage {number} is on other devices than its mesh.")
         check_plan(own, f"{where}: stage {number}")
     every = [device for own in devices.values() for device in own]

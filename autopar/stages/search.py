@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice, Submesh
+from autopar.ir.table import format_bytes
 from autopar.stages.least_sums import SAME, LeastSums, Piece
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.schedules import in_flight_bound
@@ -294,7 +295,7 @@ def _why_none(ranges: Ranges, num_stages: int | None) -> str:
         if missing > 0:
             return (
                 f"Layer {layer} alone fits on no submesh: with {in_flight} micro-batches in flight "
-                f"it needs at least {missing / 1e9:.3g} GB more on each device. More "
+                f"it needs at least {format_bytes(missing)} more on each device. More "
                 "micro-batches, layers that are cut smaller or more devices would help."
             )
     asked = "" if num_stages is None else f" of {num_stages} stages"

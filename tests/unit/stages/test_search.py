@@ -168,7 +168,7 @@ def test_what_fits_nowhere_is_told():
     tables = [table((1, 1), [1.0, 1.0], held_bytes=np.array([1e9, 5e9]))]
     choice, report = search_stages(tables, setting(cluster, 2, 4, memory_budget=3e9))
     assert choice is None
-    assert "Layer 1 alone" in report.notes[0] and "2 GB more" in report.notes[0]
+    assert "Layer 1 alone" in report.notes[0] and "1.9 GiB more" in report.notes[0]
     tables = [table((1, 1), [1.0, 1.0], held_bytes=2e9)]
     _, report = search_stages(tables, setting(cluster, 2, 4, memory_budget=3e9))
     assert "no pipeline fits as a whole" in report.notes[0]
