@@ -1,0 +1,126 @@
+"""Steps cut into stages and interpreted on one device, without a plan: what slicing must get right.
+
+`cut_step` makes pieces and lists of a step as the compiler does, except that nothing is sharded;
+`run_lists` follows the lists in Python, with buffers that are really freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import _jax
+from autopar.assemble import replicated_plan
+from autopar.compiler import StepOptions, trace, trace_micro_batch
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.program import Pipeline, PipelinePrograms, Run, Send
+from autopar.lower.instructions import emit_programs
+from autopar.lower.pieces import Pieces, cut_into_pieces, piece_function
+from autopar.methods import ShardParallel
+from autopar.runtime.order import interleave
+from autopar.stages.schedules import make_schedule
+from autopar.trace.accumulate import accumulate
+from autopar.trace.attach import LoopLayers, attach
+from autopar.trace.flatten import TracedStep
+from autopar.trace.layers import Layer
+from autopar.trace.once import looped_once
+from autopar.trace.program import Program
+from autopar.trace.regions import BACKWARD, equation_regions
+from autopar.trace.slices import SlicedStep, slice_step
+from autopar.trace.unroll import unrolled
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    looped: TracedStep
+    layers: LoopLayers
+    sliced: SlicedStep
+    pieces: Pieces
+    programs: PipelinePrograms
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.pieces.pipeline
+
+
+def loop_of(fn: Callable[..., Any], args: tuple[Any, ...], num_micro_batches: int) -> TracedStep:
+    options = StepOptions()
+    whole = trace(fn, args, {}, options)
+    if num_micro_batches == 1:
+        return looped_once(unrolled(whole))
+    micro = trace_micro_batch(whole, fn, options, num_micro_batches)
+    return accumulate(unrolled(whole), unrolled(micro), num_micro_batches)
+
+
+def body_of(looped: TracedStep) -> Program:
+    assert looped.loop is not None
+    return looped.program.equations[looped.loop].bodies[0]
+
+
+def layers_cut_at(body: Program, cuts: Sequence[float]) -> list[Layer]:
+    """Forward equations in their order, cut at these shares of them, wherever that is."""
+    regions = equation_regions(body)
+    forward = [i for i, region in enumerate(regions) if region != BACKWARD]
+    ends = [0, *(round(cut * len(forward)) for cut in sorted(cuts)), len(forward)]
+    return [
+        Layer(f"layer {n}", tuple(forward[start:end]), (), 1.0, 0, 0)
+        for n, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
+    ]
+
+
+def cut_step(
+    looped: TracedStep, layers: Sequence[Layer], stage_of: Sequence[int], schedule: str
+) -> StagedStep:
+    attached = attach(body_of(looped), layers)
+    sliced = slice_step(looped, attached, stage_of)
+    shardings = [
+        replicated_plan(stage.step, LogicalMesh((1,)), ShardParallel(), {}).program
+        for stage in sliced.stages
+    ]
+    count, num = len(sliced.stages), looped.num_micro_batches
+    stage_mesh = list(range(count))
+    if schedule == "interleaved_1f1b" and count % 2 == 0:
+        stage_mesh = [s % (count // 2) for s in range(count)]
+    pieces = cut_into_pieces(
+        sliced.stages,
+        shardings,
+        num,
+        stage_mesh=stage_mesh,
+        split_weights=schedule == "zero_bubble",
+        donated=looped.donated,
+    )
+    made = make_schedule(schedule, count, num, stage_mesh=stage_mesh)
+    return StagedStep(looped, attached, sliced, pieces, emit_programs(pieces.pipeline, made))
+
+
+def run_lists(staged: StagedStep, leaves: Sequence[Any]) -> list[Any]:
+    """The step's results, by the lists of its meshes."""
+    mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
+    functions = [jax.jit(piece_function(p, mesh)) for p in staged.pieces.programs]
+    meshes = staged.programs.meshes
+    memory = {
+        (number, buffer): leaves[position]
+        for number, own in enumerate(meshes)
+        for position, buffer in own.inputs
+    }
+    for at, instruction, received in interleave(staged.programs):
+        if isinstance(instruction, Run):
+            results = functions[instruction.piece](*(memory[at, b] for b in instruction.reads))
+            memory.update(zip([(at, b) for b in instruction.writes], results, strict=True))
+        elif isinstance(instruction, Send):
+            to = instruction.to_mesh
+            for source, target in zip(instruction.buffers, received, strict=True):
+                memory[to, target] = memory[at, source]
+        else:
+            for buffer in instruction.buffers:
+                del memory[at, buffer]
+    found = {
+        position: memory[number, buffer]
+        for number, own in enumerate(meshes)
+        for position, buffer in own.outputs
+    }
+    return [found[position] for position in range(len(found))]
