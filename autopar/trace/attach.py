@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar import _jax
-from autopar.trace.figures import UNFUSED, aval_bytes
+from autopar.trace.figures import aval_bytes
 from autopar.trace.layers import Layer
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, equation_regions
@@ -96,40 +96,13 @@ class _Attacher:
             self.is_backward[index] = self.regions[index] == BACKWARD or any(
                 self.is_backward[m] for m in makers
             )
-        kept = self.kept_for_backward()
-        for index, equation in enumerate(self.body.equations):
-            if self.is_backward[index] or (equation.results and equation.results[0] in floating):
-                continue
-            reads = _values(equation)
-            makers = [self.maker[v] for v in reads if v in self.maker and v not in floating]
-            earlier = max((self.layer_of[m] for m in makers), default=0)
-            own = 0 if index in kept and makers else self.in_layer.get(index, 0)
-            self.layer_of[index] = max(own, earlier)
+            if not self.is_backward[index]:
+                earlier = max((self.layer_of[m] for m in makers), default=0)
+                self.layer_of[index] = max(self.in_layer.get(index, 0), earlier)
         homes = self.homes(floating)
         self.attach_backward(homes, {})
         self.attach_backward(homes, {**self.with_siblings(homes), **self.with_readers(homes)})
         return LoopLayers(self.layers, tuple(self.layer_of), tuple(self.is_backward))
-
-    def kept_for_backward(self) -> set[int]:
-        """Cheap forward equations of which the backward pass alone reads the results (1 − y², of
-        y = tanh x). They belong with what they are made from: a layer may end in between."""
-        readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(self.body.equations):
-            for value in _values(equation):
-                readers.setdefault(value, []).append(index)
-        outputs = {o for o in self.body.outputs if isinstance(o, int)}
-        found: set[int] = set()
-        for index in range(len(self.body.equations) - 1, -1, -1):
-            equation = self.body.equations[index]
-            is_cheap = not equation.bodies and equation.name not in UNFUSED
-            if self.is_backward[index] or equation.has_effect or not is_cheap:
-                continue
-            after = [r for v in equation.results for r in readers.get(v, ())]
-            if outputs.isdisjoint(equation.results) and all(
-                r in found or self.is_backward[r] for r in after
-            ):
-                found.add(index)
-        return found
 
     def homes(self, floating: Collection[int]) -> dict[int, set[int]]:
         """The layers that make a forward value, or read one in the forward pass."""
@@ -170,27 +143,39 @@ class _Attacher:
         return latest
 
     def with_siblings(self, homes: dict[int, set[int]]) -> dict[int, int]:
-        """Equations that read nothing but cotangents, and whose results are only summed up (the
-        gradient of a bias), belong with the others that read the same cotangent."""
+        """Equations whose results are only summed up belong with the others that read the same
+        cotangent: the gradient of a bias, which reads nothing else, and that of a weight if what
+        it reads besides is at home in several layers."""
         readers: dict[int, list[int]] = {}
         for index, equation in enumerate(self.body.equations):
             for value in _values(equation):
                 readers.setdefault(value, []).append(index)
         outputs = {o for o in self.body.outputs if isinstance(o, int)}
-        ends: set[int] = set()  # equations with which a cotangent only goes into sums
-        found: dict[int, int] = {}
+        ends: dict[int, None] = {}  # equations with which a cotangent only goes into sums
+        weights: dict[int, None] = {}  # those that lead there and read forward values too
         for index in range(len(self.body.equations) - 1, -1, -1):
             equation = self.body.equations[index]
-            if not self.is_backward[index] or any(v in homes for v in _values(equation)):
-                continue
             after = [r for v in equation.results for r in readers.get(v, ())]
-            if not all(r in ends for r in after):
-                continue
-            if not after and not outputs.issuperset(equation.results):
-                continue
-            ends.add(index)
-            made = [v for v in _values(equation) if v in self.maker]
-            siblings = [self.layer_of[r] for v in made for r in readers[v] if r not in ends]
+            is_summed = (
+                all(r in ends for r in after) if after else (outputs.issuperset(equation.results))
+            )
+            if self.is_backward[index] and is_summed:
+                reads_forward = any(v in homes for v in _values(equation))
+                (weights if reads_forward else ends)[index] = None
+        found: dict[int, int] = {}
+        for index in (*weights, *ends):
+            others = ends if index in ends else {**ends, **weights}
+            values = _values(self.body.equations[index])
+            cotangents = [v for v in values if v in self.maker and v not in homes]
+            siblings = {
+                found.get(r, self.layer_of[r])
+                for v in cotangents
+                for r in readers[v]
+                if r not in others
+            }
+            at_home = [homes[v] for v in values if v in homes]
+            if at_home:
+                siblings &= set.intersection(*at_home)
             if siblings:
                 found[index] = max(siblings)
         return found

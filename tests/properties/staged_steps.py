@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -68,7 +69,7 @@ def layers_cut_at(body: Program, cuts: Sequence[float]) -> list[Layer]:
     ends = [0, *(round(cut * len(forward)) for cut in sorted(cuts)), len(forward)]
     return [
         Layer(f"layer {n}", tuple(forward[start:end]), (), 1.0, 0, 0)
-        for n, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for n, (start, end) in enumerate(pairwise(ends))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ def parameters() -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     return [
         {"w": rng.normal(size=(a, b)).astype(np.float32), "b": np.zeros(b, np.float32)}
-        for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)
+        for a, b in pairwise(WIDTHS)
     ]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def test_gradients_belong_to_the_layer_of_their_weights() -> None:
     step = looped(SGD)
     attached = in_layers(step, 3)
     sums = sums_by_shape(step, attached.layer_of)
-    for layer, shape in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for layer, shape in enumerate(pairwise(WIDTHS)):
         assert sums[shape] == layer  # of the weight
         assert sums[shape[1:]] == layer  # of the bias, which reads nothing but a cotangent
     assert sums[()] == 2  # the loss
@@ -72,7 +73,7 @@ def test_what_skips_a_layer_crosses_two_boundaries() -> None:
     assert crossing[0] >= 4 * MICRO_ROWS * WIDTHS[1]
     assert crossing[1] > 4 * MICRO_ROWS * WIDTHS[2]
     sums = sums_by_shape(step, attached.layer_of)
-    assert [sums[s] for s in zip(WIDTHS, WIDTHS[1:], strict=False)] == [0, 1, 2]
+    assert [sums[s] for s in pairwise(WIDTHS)] == [0, 1, 2]
 
 
 def test_what_is_made_of_constants_belongs_nowhere() -> None:
