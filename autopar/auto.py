@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.cost.compute import compute_s
 from autopar.errors import AutoparError, MemoryBudgetError
-from autopar.inter import Loop, batch_rows, launch_s, plan_pipeline
+from autopar.inter import Loop, batch_rows, first_micro_batches, launch_s, plan_pipeline
 from autopar.intra import PassTimer, PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
@@ -40,8 +40,8 @@ def plan_automatically(
 ) -> PlannedStep:
     """`intra` plans the step on one mesh."""
     if cluster.num_devices == 1:
-        return _on_one_mesh(traced, intra, loop, method)
-    reason = _why_not(traced, loop, method)
+        return _on_one_mesh(traced, intra, loop, method, cluster)
+    reason = _why_not(traced, loop, method, cluster)
     if reason is None and cluster.num_hosts > 1:
         return _across_hosts(traced, intra, loop, method, cluster, timer)
     whole: PlannedStep | None = None
@@ -63,7 +63,9 @@ def plan_automatically(
     if whole is not None:
         return _noting(whole, whole_s, None if found is None else found.plan.search, reason)
     assert misfit is not None
-    return _noting(_with_micro_batches(traced, intra, loop, method, misfit), inf, note=reason)
+    return _noting(
+        _with_micro_batches(traced, intra, loop, method, cluster, misfit), inf, note=reason
+    )
 
 
 def _across_hosts(
@@ -79,7 +81,7 @@ def _across_hosts(
     try:
         found = plan_pipeline(loop, _pipeline(method), cluster, timer)
     except AutoparError as error:
-        planned = _on_one_mesh(traced, intra, loop, method)
+        planned = _on_one_mesh(traced, intra, loop, method, cluster)
         return _noting(planned, planned.plan.estimated_step_s, note=_first_line(error))
     search = found.plan.search
     one_s = None if search is None else search.intra_only_s
@@ -125,12 +127,12 @@ def _pipeline(method: AutoParallel) -> PipeshardParallel:
 
 
 def _on_one_mesh(
-    traced: TracedStep, intra: OneMesh, loop: Loop, method: AutoParallel
+    traced: TracedStep, intra: OneMesh, loop: Loop, method: AutoParallel, cluster: ClusterSpec
 ) -> PlannedStep:
     try:
         return intra(_one_mesh(method))
     except MemoryBudgetError as error:
-        return _with_micro_batches(traced, intra, loop, method, error)
+        return _with_micro_batches(traced, intra, loop, method, cluster, error)
 
 
 def _with_micro_batches(
@@ -138,10 +140,11 @@ def _with_micro_batches(
     intra: OneMesh,
     loop: Loop,
     method: AutoParallel,
+    cluster: ClusterSpec,
     misfit: MemoryBudgetError,
 ) -> PlannedStep:
     """A plan on one mesh that fits because the batch is cut; else the misfit is raised."""
-    if method.num_micro_batches != "auto" or _why_not(traced, loop, method) is not None:
+    if method.num_micro_batches != "auto" or _why_not(traced, loop, method, cluster) is not None:
         raise misfit
     rows = batch_rows(traced)
     number = 2
@@ -153,15 +156,17 @@ def _with_micro_batches(
     raise misfit
 
 
-def _why_not(traced: TracedStep, loop: Loop, method: AutoParallel) -> str | None:
+def _why_not(
+    traced: TracedStep, loop: Loop, method: AutoParallel, cluster: ClusterSpec
+) -> str | None:
     """Why the batch is not cut; None if it may be."""
     asked = method.num_micro_batches
     try:
         rows = batch_rows(traced)
         if asked == "auto" and rows == 1:
             return "the batch has one row"
-        number = next(n for n in range(2, rows + 1) if rows % n == 0)
-        notes = loop(number if asked == "auto" else int(asked)).notes
+        number = first_micro_batches(traced, cluster) if asked == "auto" else int(asked)
+        notes = loop(number).notes
     except AutoparError as error:
         return _first_line(error)
     if notes and asked == "auto":

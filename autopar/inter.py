@@ -64,7 +64,7 @@ from autopar.trace.slices import SlicedStep, slice_step
 LAUNCH_S = {"cpu": 300e-6}
 GPU_LAUNCH_S = 60e-6
 # A stage search at another number of micro-batches must promise this much to be made.
-WORTH_ANOTHER = 0.03
+WORTH_ANOTHER = 0.06
 
 Loop = Callable[[int], TracedStep]  # the step as a loop over so many micro-batches
 
