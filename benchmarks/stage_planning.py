@@ -1,52 +1,47 @@
-"""Seconds that each pass of planning a pipeline takes, for models of growing size and depth.
+"""Seconds that planning a pipeline takes, everything automatic, for GPTs of growing size and depth.
 
     python -m benchmarks.stage_planning [--only NAME] [--json FILE]
 
-Nothing is compiled and no device is needed: arguments are shapes. `cpu` is the processor time of a
-row, which a busy machine changes less than the clock's.
+Nothing is compiled and no device is needed: arguments are shapes. Each row is planned from nothing,
+in a process of its own. `cpu` is the processor time of a row, which a busy machine changes less
+than the clock's. Of the plans that the search solves exactly, the step by its tables is set beside
+the exact one. With --json, rows that the file has already are kept unless they are made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import pathlib
-import time
-from contextlib import contextmanager
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
-from autopar.cost.reshard import reshard_table
-from autopar.ir.stages import LayerTable
-from autopar.sharding.strategies import enumerate_strategies
-from autopar.stage_tables import node_places, stage_tables
-from autopar.stages.submeshes import candidate_submeshes
-from autopar.trace.attach import attach, loop_batch
-from autopar.trace.build import build_graph
-from autopar.trace.layers import find_layers
+from benchmarks.pipeline_rows import line, machine, planned_row
 from examples.models import Example, build
 
 H100 = "h100-sxm"
 BATCH = 1024
+ALPA_39B_S = 2400  # about, on its cluster of 64 V100s: Alpa, OSDI'22
 
 
 @dataclass(frozen=True)
 class Case:
     hosts: int
-    num_micro_batches: int
     sizes: dict[str, int] = field(default_factory=dict)
 
     def example(self) -> Example:
         return build("gpt-1.3b", BATCH, dtype=jnp.bfloat16, **self.sizes)
+
+    def cluster(self) -> autopar.ClusterSpec:
+        return autopar.ClusterSpec(self.hosts, 8, H100)
 
 
 def gpt(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, int]:
@@ -54,90 +49,61 @@ def gpt(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, int]:
 
 
 CASES = {
-    "GPT-6.7B on 2×8": Case(2, 64, gpt(32, 4096, 32)),
-    "GPT-39B on 8×8": Case(8, 64, gpt(48, 8192, 64)),
-    "24 layers on 8×8": Case(8, 64, gpt(24, 8192, 64)),
-    "96 layers on 8×8": Case(8, 64, gpt(96, 8192, 64)),
+    "GPT-6.7B on 2×8": Case(2, gpt(32, 4096, 32)),
+    "GPT-39B on 8×8": Case(8, gpt(48, 8192, 64)),
+    "24 layers on 8×8": Case(8, gpt(24, 8192, 64)),
+    "96 layers on 8×8": Case(8, gpt(96, 8192, 64)),
 }
+GROWTH = ("24 layers on 8×8", "96 layers on 8×8")
 
 
-def measure(case: Case) -> dict[str, Any]:
-    example = case.example()
-    arguments = (example.abstract_state(), example.abstract_batch())
-    cluster = autopar.ClusterSpec(case.hosts, 8, H100)
-    _clear()
-    seconds: dict[str, float] = {}
-    started = time.process_time()
-
-    @contextmanager
-    def lap(name: str):
-        begun = time.perf_counter()
-        yield
-        seconds[name] = time.perf_counter() - begun
-
-    options, num = StepOptions(), case.num_micro_batches
-    with lap("trace"):
-        full = trace(example.train_step, arguments, {}, options)
-        micro = trace_micro_batch(full, example.train_step, options, num)
-    with lap("accumulate"):
-        step = rewritten(full, micro, num, ())
-    assert step.loop is not None
-    with lap("graph"):
-        graph = build_graph(step)
-    with lap("layers"):
-        loop = step.program.equations[step.loop]
-        found = find_layers(loop.bodies[0], batch=loop_batch(loop))
-        layers = attach(loop.bodies[0], found)
-        places = node_places(graph, step, layers)
-    with lap("tables"):
-        tables = stage_tables(graph, places, cluster, candidate_submeshes(cluster), num)
-    return {
-        "seconds": seconds,
-        "total_s": sum(seconds.values()),
-        "cpu_s": time.process_time() - started,
-        "num_nodes": len(graph.nodes),
-        "num_layers": len(found),
-        "num_tables": len(tables),
-        "best": _best(tables, num),
-    }
+def measure(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    row = planned_row(case.example(), case.cluster(), autopar.AutoParallel())
+    return {**row, "model": name, "machine": machine()}
 
 
-def _best(tables: list[LayerTable], num: int) -> dict[str, float]:
-    """Per submesh, the seconds of a step of all layers on it, memory aside."""
-    found: dict[str, float] = {}
-    for table in tables:
-        hosts, per_host = table.submesh
-        total = num * float(table.latency_s.sum()) + float(table.once_s.sum())
-        name = f"{hosts}×{per_host}"
-        found[name] = min(total, found.get(name, total))
-    return found
+def growth(rows: dict[str, dict[str, Any]]) -> dict[str, float] | None:
+    """How much longer four times as many layers take."""
+    if not all(name in rows for name in GROWTH):
+        return None
+    few, many = (rows[name] for name in GROWTH)
+    return {key: many[key] / few[key] for key in ("planned_s", "cpu_s")}
 
 
-def _clear() -> None:
-    jax.clear_caches()
-    reshard_table.cache_clear()
-    enumerate_strategies.cache_clear()
-    gc.collect()
+def table_errors(row: dict[str, Any]) -> list[float]:
+    """Exact step over the tables', of each plan that was solved."""
+    return [exact / by_tables for by_tables, exact in row.get("checked", ())]
+
+
+def _in_own_process(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.stage_planning", "--row", name]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(made.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(CASES))
+    parser.add_argument("--only", choices=list(CASES), action="append")
     parser.add_argument("--json", help="write all rows to this file")
+    parser.add_argument("--row", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = {}
-    for name, case in CASES.items():
-        if options.only in (None, name):
-            row = rows[name] = measure(case)
-            passes = "  ".join(f"{k} {v:.1f}" for k, v in row["seconds"].items())
-            print(
-                f"{name:18s} {row['total_s']:6.1f} s ({row['cpu_s']:.1f} cpu): {passes}; "
-                f"{row['num_nodes']} nodes, {row['num_layers']} layers, {row['num_tables']} tables",
-                flush=True,
-            )
-    if options.json:
-        document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": rows}
-        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    if options.row:
+        print(json.dumps(measure(options.row)))
+        return
+    target = pathlib.Path(options.json) if options.json else None
+    rows = json.loads(target.read_text())["rows"] if target and target.exists() else {}
+    for name in options.only or CASES:
+        rows[name] = _in_own_process(name)
+        print(line(name, rows[name]), flush=True)
+        errors = ", ".join(f"{error:.3f}" for error in table_errors(rows[name]))
+        print(f"{'':22s} exact step over the tables': {errors or 'none solved'}", flush=True)
+        if target:
+            about = {"alpa_39b_on_64_v100_s": ALPA_39B_S, "growth_24_to_96_layers": growth(rows)}
+            target.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    found = growth(rows)
+    if found:
+        print(f"96 layers over 24: {found['planned_s']:.2f} ({found['cpu_s']:.2f} cpu)")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""What running a pipeline costs beside its programs, on 8 virtual CPU devices.
+
+    python -m benchmarks.pipeline_overhead [--rounds N] [--json FILE]
+
+A warm step is timed in turns with the same step run one piece at a time, in which each program is
+waited for (`executable.time_pieces`). From the pieces' own seconds follow two figures:
+
+    sum       all of them one after another: what a machine takes that one piece keeps busy
+    schedule  the order of the schedule on paper, stages side by side, transfers free: what a
+              machine takes whose meshes share nothing
+
+Virtual devices share the cores of one machine. A piece of several devices keeps all cores busy, so
+that stages cannot gain by running side by side, and a step is held against the sum: what it takes
+more is instructions, transfers and dispatch. A ratio below 1 says that pieces alone left cores idle
+which another stage then used. The other figure needs one machine per mesh and is given for scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+
+import autopar
+from autopar.cost.pipeline import simulate
+from autopar.ir.program import Phase, Piece
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.stages.schedules import make_schedule
+from benchmarks.pipeline_rows import machine
+from examples.models import Example, build
+
+TimedPiece = tuple[Piece, int | None, float]  # piece, micro-batch, seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    num_stages: int
+    schedule: str
+    num_micro_batches: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_stages} stages, {self.schedule}, {self.num_micro_batches} micro-batches"
+
+    def method(self) -> autopar.PipeshardParallel:
+        stages = autopar.UniformStages(self.num_stages)
+        return autopar.PipeshardParallel(
+            self.num_micro_batches, stages=stages, schedule=self.schedule
+        )
+
+
+CASES = [Case(stages, name) for stages in (2, 4) for name in ("1f1b", "1f1b_eager")]
+
+
+def example() -> Example:
+    """Pieces of it take tens of milliseconds on two cores."""
+    return build("gpt-tiny", 64, hidden_size=256, num_layers=4, seq_len=64, vocab_size=512)
+
+
+def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
+    step = autopar.parallelize(model.train_step, method=case.method())
+    batch = model.make_batch()
+    state, loss = step(model.create_state(), batch)
+    executable = step.last_executable
+    assert isinstance(executable, PipelineExecutable)
+    places = executable.input_shardings
+    leaves = jax.tree.leaves((model.create_state(), batch))
+    batch = jax.tree.unflatten(
+        jax.tree.structure(batch),
+        jax.block_until_ready(executable.place(leaves)[-len(jax.tree.leaves(batch)) :]),
+    )
+    jax.block_until_ready((state, loss))
+    state, _ = step(state, batch)
+    step_s, pieces_s, schedule_s, ratios = [], [], [], []
+    timed: list[TimedPiece] = []
+    for _ in range(rounds):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, loss = step(state, batch)
+        jax.block_until_ready((state, loss))
+        step_s.append(time.perf_counter() - started)
+        # A step uses its state up, so the pieces get a copy.
+        copied = jax.tree.map(lambda leaf: leaf.copy(), state)
+        own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
+        timed = executable.time_pieces(own)
+        pieces_s.append(sum(seconds for _, _, seconds in timed))
+        schedule_s.append(in_schedule_order(timed, case))
+        ratios.append(step_s[-1] / pieces_s[-1])
+    own = jax.block_until_ready(jax.device_put(jax.tree.leaves((state, batch)), places))
+    _, stats = executable.run_tracked(own)
+    each = [seconds for _, number, seconds in timed if number is not None]
+    return {
+        "step_ms": 1e3 * statistics.median(step_s),
+        "sum_ms": 1e3 * statistics.median(pieces_s),
+        "schedule_ms": 1e3 * statistics.median(schedule_s),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "piece_ms": 1e3 * statistics.median(each),
+        "num_instructions": executable.num_instructions(),
+        "num_arrays_sent": stats.num_transfers,
+        "sent_bytes": stats.transfer_bytes,
+    }
+
+
+def in_schedule_order(timed: Sequence[TimedPiece], case: Case) -> float:
+    """Seconds of a step whose pieces take their median times and whose transfers take none."""
+    schedule = make_schedule(case.schedule, case.num_stages, case.num_micro_batches)
+    seconds = {phase: [0.0] * case.num_stages for phase in Phase}
+    for stage in range(case.num_stages):
+        for phase in Phase:
+            own = [s for piece, _, s in timed if (piece.stage, piece.phase) == (stage, phase)]
+            if own and phase in (Phase.PREPARE, Phase.UPDATE):
+                seconds[phase][stage] = sum(own)
+            elif own:
+                seconds[phase][stage] = statistics.median(own)
+    once = [
+        before + after
+        for before, after in zip(seconds[Phase.PREPARE], seconds[Phase.UPDATE], strict=True)
+    ]
+    return simulate(
+        schedule,
+        seconds[Phase.FORWARD],
+        seconds[Phase.BACKWARD],
+        seconds[Phase.WEIGHTS],
+        update_s=once,
+    ).step_s
+
+
+def show(name: str, row: dict[str, Any]) -> str:
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(row["num_instructions"].items()))
+    return (
+        f"{name:40s} step {row['step_ms']:.0f} ms, sum of pieces {row['sum_ms']:.0f} ms, ratio "
+        f"{row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}); in schedule "
+        f"order {row['schedule_ms']:.0f} ms; a piece {row['piece_ms']:.1f} ms; {counts}; "
+        f"{row['num_arrays_sent']} arrays sent, {row['sent_bytes'] / 2**20:.1f} MiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    model, rows = example(), {}
+    load = os.getloadavg()[0]
+    for case in CASES:
+        rows[case.name] = measure(model, case, options.rounds)
+        print(show(case.name, rows[case.name]), flush=True)
+    if options.json:
+        about = {
+            "model": "GPT 4 × 256, batch 64 × 64, float32",
+            "machine": machine(),
+            "load": [load, os.getloadavg()[0]],
+        }
+        document = {**about, "rows": rows}
+        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
