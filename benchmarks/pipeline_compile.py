@@ -1,0 +1,156 @@
+"""What XLA makes of a pipeline's pieces for H100s: memory and collectives; no GPU needed.
+
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.pipeline_compile [--json FILE]
+
+needs `jax[cuda13]` (or cuda12) installed, on a machine with or without GPUs. A GPT of GPT-1.3B's
+width and four layers is planned as two stages on two hosts of four H100s and every piece compiled.
+Two things are read from XLA's programs:
+
+    memory       while a piece runs: XLA's arguments + results + temporaries, and the buffers that
+                 lie on its mesh meanwhile; the peak of a stage beside the plan's estimate
+    collectives  of each piece. Gradients are reduced once per step, so that no forward or backward
+                 piece may hold a reduction of one.
+
+Micro-batches have a multiple of seven rows, and no array of the model has a dimension that seven
+divides: by that a reduction of rows is told from one of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax.numpy as jnp
+
+import autopar
+from autopar import _jax
+from autopar.api import make_executable
+from autopar.compiler import plan_step
+from autopar.ir.program import PER_MICRO_BATCH
+from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.pieces import program_bytes
+from autopar.runtime.pipeline import PipelineExecutable
+from benchmarks.pipeline_rows import GIB, machine, shape_text
+from examples.models import Example, gpt
+
+HOSTS, DEVICES_PER_HOST = 2, 4
+MICRO_BATCHES, ROWS = 4, 28
+MARK = 7  # divides the rows and nothing else
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
+
+
+def example() -> Example:
+    config = gpt.GPTConfig(2048, 4, 32, dtype=jnp.bfloat16)
+    return gpt.example(config, MICRO_BATCHES * ROWS)
+
+
+def methods() -> dict[str, autopar.PipeshardParallel]:
+    stages = autopar.UniformStages(2)
+    plain = autopar.ShardingOptions(remat="none")
+    again = autopar.ShardingOptions(remat="all")
+    return {
+        "1f1b": autopar.PipeshardParallel(MICRO_BATCHES, stages=stages, options=plain),
+        "1f1b, remat": autopar.PipeshardParallel(MICRO_BATCHES, stages=stages, options=again),
+    }
+
+
+def gradient_reductions(ops: Iterable[CollectiveOp]) -> list[CollectiveOp]:
+    """Reductions of arrays that have no rows; of scalars, a loss, none."""
+    return [
+        op
+        for op in ops
+        if op.kind in _REDUCTIONS
+        and any(shape and prod(shape) > 1 and prod(shape) % MARK for shape in op.shapes)
+    ]
+
+
+def measure(method: Any, devices: Sequence[Any]) -> dict[str, Any]:
+    model = example()
+    arguments = (model.abstract_state(), model.abstract_batch())
+    cluster = autopar.ClusterSpec(HOSTS, DEVICES_PER_HOST, "h100-sxm")
+    planned = plan_step(model.train_step, arguments, {}, cluster=cluster, method=method)
+    executable = make_executable(planned, devices)
+    assert isinstance(executable, PipelineExecutable)
+    started = time.perf_counter()
+    compiled = executable.compiled
+    compiled_s = time.perf_counter() - started
+    pieces = {}
+    for (name, program), piece in zip(compiled.items(), executable.pipeline.pieces, strict=True):
+        ops = read_collectives(program.as_text() or "")
+        kinds: Counter[str] = Counter()
+        for op in ops:
+            kinds[op.kind] += op.trips
+        pieces[name] = {
+            "xla_gib": program_bytes(program) / GIB,
+            "collectives": dict(kinds),
+            "sent_gb": sum(op.sent_bytes for op in ops) / 1e9,
+            "per_micro_batch": piece.phase in PER_MICRO_BATCH,
+            "gradient_reductions": len(gradient_reductions(ops)),
+        }
+    peaks = executable.mesh_memory_bytes()
+    stages = []
+    for number, stage in enumerate(executable.plan.stages):
+        assert stage.plan is not None
+        predicted = stage.plan.estimated_peak_bytes
+        stages.append(
+            {
+                "layers": list(stage.layers),
+                "mesh": list(stage.mesh_shape),
+                "remat": stage.remat,
+                "predicted_gib": predicted / GIB,
+                "xla_gib": peaks[stage.mesh] / GIB,
+                "ratio": predicted / peaks[stage.mesh],
+                "buffers_gib": executable.live_bytes()[number] / GIB,
+            }
+        )
+    return {"compiled_s": compiled_s, "stages": stages, "pieces": pieces}
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    for number, stage in enumerate(row["stages"]):
+        print(
+            f"{name}, stage {number} on {shape_text(stage['mesh'])}: XLA {stage['xla_gib']:.2f} "
+            f"GiB, predicted {stage['predicted_gib']:.2f}, ratio {stage['ratio']:.2f}; between "
+            f"pieces {stage['buffers_gib']:.2f}"
+        )
+    for piece, own in row["pieces"].items():
+        print(
+            f"  {piece:18s} {own['xla_gib']:6.2f} GiB, sends {own['sent_gb']:.3f} GB, "
+            f"{own['collectives']}, gradients reduced: {own['gradient_reductions']}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=list(methods()))
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    config = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+    devices = _jax.gpu_topology_devices(HOSTS, DEVICES_PER_HOST, config)
+    rows = {}
+    for name, method in methods().items():
+        if options.case is None or name in options.case:
+            rows[name] = measure(method, devices)
+            show(name, rows[name])
+    if options.json:
+        about = {
+            "target": "2 × 4 H100 80GB (compiled, not run)",
+            "model": f"GPT 4 × 2048, {MICRO_BATCHES} micro-batches of {ROWS} × 1024",
+            "machine": machine(),
+        }
+        pathlib.Path(options.json).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
