@@ -16,6 +16,7 @@ import jax
 
 import autopar
 from autopar.cost.reshard import reshard_table
+from autopar.ir.stages import PipelineChoice
 from autopar.sharding.strategies import enumerate_strategies
 from examples.models import Example
 
@@ -75,10 +76,29 @@ def plan_figures(plan: autopar.ParallelPlan, flops: float, num_devices: int) -> 
             for stage in plan.stages
         ],
         "checked": [] if search is None else [list(pair) for pair in search.checked],
+        "by_tables": [] if search is None else [choice_figures(choice) for choice in search.best],
         "one_mesh_s": None if search is None else search.intra_only_s,
         "notes": [] if search is None else list(search.notes),
         "candidates": 0 if search is None else search.num_candidates,
         "seconds": dict(plan.solver.seconds),
+    }
+
+
+def choice_figures(choice: PipelineChoice) -> dict[str, Any]:
+    """One of the best plans by the tables of the search."""
+    return {
+        "step_s": choice.step_s,
+        "num_micro_batches": choice.num_micro_batches,
+        "stages": [
+            {
+                "layers": list(stage.layers),
+                "submesh": list(stage.submesh),
+                "mesh": list(stage.mesh_shape),
+                "remat": stage.remat,
+                "peak_gib": stage.peak_bytes / GIB,
+            }
+            for stage in choice.stages
+        ],
     }
 
 
