@@ -145,8 +145,8 @@ def show(name: str, row: dict[str, Any]) -> str:
     return (
         f"{name:40s} step {row['step_ms']:.0f} ms, sum of pieces {row['sum_ms']:.0f} ms, ratio "
         f"{row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}; fastest over "
-        f"fastest {row['quiet_ratio']:.3f}); in schedule order {row['schedule_ms']:.0f} ms; a piece "
-        f"{row['piece_ms']:.1f} ms; {counts}; "
+        f"fastest {row['quiet_ratio']:.3f}); in schedule order {row['schedule_ms']:.0f} ms; a "
+        f"piece {row['piece_ms']:.1f} ms; {counts}; "
         f"{row['num_arrays_sent']} arrays sent, {row['sent_bytes'] / 2**20:.1f} MiB"
     )
 
