@@ -220,7 +220,8 @@ class ManualParallel:
 @dataclass(frozen=True, eq=False)
 class CreateStateParallel:
     """For the function that makes the train state: every array is made in the shards in which the
-    train step wants it, and never exists whole on one device.
+    train step wants it, and never exists whole on one device. Beside a pipelined step, each stage's
+    devices make that stage's arrays.
 
         create_state = parallelize(init_fn, method=CreateStateParallel(train_step, batch))
         state = create_state(key)
@@ -245,6 +246,7 @@ class FollowParallel:
     Arrays are matched by shape and by the names at the end of their paths, so `params['w']` is
     `state.params['w']`. Other arrays of the batch are split along their first dimension as
     training's are; everything else, results included, is left to the solver, on the same mesh.
+    Beside a pipelined step the function is a pipeline on the same stages.
 
     train_step: a parallelized step that has been called or planned; the last plan counts.
     """

@@ -244,6 +244,9 @@ def search_lines(search: SearchReport) -> list[str]:
     if search.best:
         lines.append("  pipelines, by what the tables predict:")
         lines += (f"    {_choice_line(choice)}" for choice in search.best)
+    if search.checked:
+        solved = (f"{format_seconds(s)} (tables {format_seconds(t)})" for t, s in search.checked)
+        lines.append(f"  as solved exactly: {', '.join(solved)}")
     lines += (f"  {note}" for note in search.notes)
     return lines
 
