@@ -22,6 +22,7 @@ import jax.numpy as jnp  # isort: skip
 import autopar
 from autopar.api import make_executable
 from autopar.compiler import plan_step
+from autopar.runtime.pipeline import PipelineExecutable
 from examples.models import gpt
 
 
@@ -34,9 +35,11 @@ def measure(schedule: str, num_micro_batches: int, num_stages: int) -> dict[str,
     )
     planned = plan_step(example.train_step, (state, batch), {}, cluster=cluster, method=method)
     executable = make_executable(planned, gpu_hlo.h100_devices())
+    assert isinstance(executable, PipelineExecutable)
     started = time.perf_counter()
     pieces = {name: gpu_hlo.measure(program) for name, program in executable.compiled.items()}
-    estimated = [stage.plan.estimated_peak_bytes for stage in planned.plan.stages]
+    plans = [stage.plan for stage in planned.plan.stages if stage.plan is not None]
+    estimated = [plan.estimated_peak_bytes for plan in plans]
     return {
         "schedule": schedule,
         "num_micro_batches": num_micro_batches,
