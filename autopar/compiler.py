@@ -107,7 +107,10 @@ def plan_step(
             return bind_made(method, traced)
         return bind_pipeline(method, loop, timer)
     if isinstance(method, (CreateStateParallel, FollowParallel)):
-        return plan_beside_training(traced, loop, cluster, method, options, timer)
+        if options.donate_argnums == "auto":  # the train step still needs what it is given
+            traced = replace(traced, donated=())
+        loop = _looper(traced, fn, options)
+        return plan_beside_training(traced, loop, cluster, method, timer)
     if method is None and mesh is None:
         method = AutoParallel()
     if isinstance(method, AutoParallel):
@@ -183,7 +186,6 @@ def plan_beside_training(
     loop: Loop,
     cluster: ClusterSpec,
     method: CreateStateParallel | FollowParallel,
-    options: StepOptions,
     timer: PassTimer,
 ) -> PlannedStep:
     """An initialiser or an evaluation, by the train step's plan."""
@@ -194,16 +196,9 @@ def plan_beside_training(
     else:
         plan, matches = arguments_of_training(traced, method)
         if plan.is_pipeline:
-            planned = follow_pipeline(traced, plan, matches, loop, cluster, timer)
-            return planned if options.donate_argnums != "auto" else _keeping(planned)
+            return follow_pipeline(traced, plan, matches, loop, cluster, timer)
     placed = placed_like_training(traced, method, cluster)
-    planned = plan_traced(traced, cluster=cluster, method=placed, timer=timer)
-    return planned if options.donate_argnums != "auto" else _keeping(planned)
-
-
-def _keeping(planned: PlannedStep) -> PlannedStep:
-    """Nothing is donated: the train step still needs what it is given."""
-    return replace(planned, traced=replace(planned.traced, donated=()))
+    return plan_traced(traced, cluster=cluster, method=placed, timer=timer)
 
 
 # -- tracing

@@ -165,7 +165,7 @@ def make_on_stages(
         stages.append(stage)
     owners = [used.index(tensor.stages[0]) for tensor in tensors]
     whole = made_plan(traced, [p.plan for p in parts], stages, owners, dict(timer.seconds))
-    return PlannedStep(replace(traced, donated=()), whole, made=tuple(parts))
+    return PlannedStep(traced, whole, made=tuple(parts))
 
 
 def bind_made(plan: ParallelPlan, traced: TracedStep) -> PlannedStep:
