@@ -29,7 +29,11 @@ TWO = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
 THREE = autopar.PipeshardParallel(
     2, stages=autopar.ManualStages([[0], [1], [2]], [(1, 2), (1, 2), (1, 4)])
 )
-PARAMS = weights(jax.random.key(0), 4)
+FOUR_LAYERS = weights(jax.random.key(0), 4)
+PARAMS = FOUR_LAYERS[:2]
+
+
+TABLE = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype(np.float32)
 
 
 def layer(x: Any, own: dict[str, Any]) -> Any:
@@ -91,7 +95,7 @@ def sent_once(parallel: Any) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def test_one_activation_and_one_cotangent_cross_each_boundary() -> None:
-    parallel = check_optimizer(optax.sgd(0.1), params=PARAMS[:3], method=THREE)
+    parallel = check_optimizer(optax.sgd(0.1), params=FOUR_LAYERS[:3], method=THREE)
     rows = (ROWS // 2, WIDTH)
     assert sent_for_each(parallel) == [(0, 1, rows), (1, 0, rows), (1, 2, rows), (2, 1, rows)]
     assert sent_once(parallel) == []
@@ -111,7 +115,7 @@ def token_batches() -> list[Any]:
 
 def test_weights_of_two_stages_get_one_summed_gradient() -> None:
     table = jax.random.normal(jax.random.key(3), (24, WIDTH))
-    params = {"table": table, "layers": PARAMS[:2]}
+    params = {"table": table, "layers": PARAMS}
     parallel = check_optimizer(
         optax.adam(1e-2), tied_loss, params, batches=token_batches(), method=TWO
     )
@@ -130,7 +134,7 @@ def test_weight_of_every_stage() -> None:
         return jnp.mean((x - batch["y"]) ** 2)
 
     shared = jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)) / 4
-    params = {"shared": shared, "layers": PARAMS[:3]}
+    params = {"shared": shared, "layers": FOUR_LAYERS[:3]}
     check_optimizer(optax.sgd(0.1, momentum=0.9), loss_fn, params, THREE)
 
 
@@ -141,7 +145,7 @@ def test_values_that_skip_stages() -> None:
         last = layer(second, params[2]) + first * batch["x"]
         return jnp.mean((last - batch["y"]) ** 2)
 
-    parallel = check_optimizer(optax.sgd(0.1), loss_fn, PARAMS[:3], THREE)
+    parallel = check_optimizer(optax.sgd(0.1), loss_fn, FOUR_LAYERS[:3], THREE)
     assert (0, 2) in {s[:2] for s in sent_for_each(parallel)}
 
 
@@ -152,7 +156,7 @@ def test_mask_that_every_stage_reads() -> None:
             x = layer(x, own) * mask
         return jnp.sum(x**2 * mask) / jnp.sum(mask)
 
-    check_optimizer(optax.sgd(0.1), loss_fn, PARAMS[:3], THREE)
+    check_optimizer(optax.sgd(0.1), loss_fn, FOUR_LAYERS[:3], THREE)
 
 
 # -- updates
@@ -207,6 +211,20 @@ def test_loss_scale_that_follows_overflows() -> None:
     check(step, state, TWO, batches=batches)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+        optax.lamb(1e-2),
+        pytest.param(optax.adafactor(1e-2), marks=pytest.mark.slow),
+        pytest.param(optax.apply_if_finite(optax.sgd(0.1), 3), marks=pytest.mark.slow),
+    ],
+    ids=["every second step", "norm of each array", "factored", "if finite"],
+)
+def test_optimizers_with_branches_and_norms(optimizer: Any) -> None:
+    check_optimizer(optimizer)
+
+
 def test_average_of_parameters() -> None:
     optimizer = optax.sgd(0.1)
 
@@ -227,7 +245,7 @@ def test_two_optimizers_and_frozen_parameters() -> None:
         return [dict.fromkeys(own, kind) for own, kind in zip(params, kinds, strict=True)]
 
     transforms = {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1), "frozen": optax.set_to_zero()}
-    check_optimizer(optax.multi_transform(transforms, label))
+    check_optimizer(optax.multi_transform(transforms, label), params=FOUR_LAYERS)
 
 
 def test_weight_decay_in_the_loss() -> None:
@@ -290,8 +308,8 @@ def test_batch_statistics(num_micro_batches: int) -> None:
 def test_state_that_is_no_parameter() -> None:
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> tuple[Any, Any]:
-            hidden = mlp(params[:2], batch["x"])
-            return jnp.mean((mlp(params[2:], hidden) - batch["y"]) ** 2), hidden
+            hidden = mlp(params[:1], batch["x"])
+            return jnp.mean((mlp(params[1:], hidden) - batch["y"]) ** 2), hidden
 
         (loss, hidden), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
         bins = jnp.clip(jnp.floor(hidden * 4 + 4), 0, 7).astype(jnp.int32)
@@ -338,8 +356,8 @@ def _without_name(step: Callable[..., Any], state: Any, batch: Any) -> Any:
 def test_results_of_all_kinds() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> tuple[Any, Any]:
-            middle = mlp(params[:2], batch["x"])
-            last = mlp(params[2:], middle)
+            middle = mlp(params[:1], batch["x"])
+            last = mlp(params[1:], middle)
             rows = jnp.mean((last - batch["y"]) ** 2, axis=1)
             return jnp.mean(rows), (middle, last, rows)
 
@@ -375,6 +393,74 @@ def _without_text(step: Callable[..., Any], state: Any, batch: Any) -> Any:
     return state, metrics
 
 
+def test_state_that_changes_places() -> None:
+    """What one stage makes replaces state of another; old state and new state come back too."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(mean_square)(state["params"], batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        state = {
+            "params": new,
+            "target": new,
+            "old": state["params"],
+            "swapped": [state["swapped"][1], new[0]],
+        }
+        return state, {"loss": loss, "again": loss, "params": new}
+
+    state = {name: own_buffers(PARAMS) for name in ("params", "target", "old", "swapped")}
+    check(step, state, TWO)
+
+
+def test_metrics_of_every_layer() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> tuple[Any, Any]:
+            x, metrics = batch["x"] * batch["scale"], []
+            for own in params:
+                x = layer(x @ jnp.asarray(TABLE), own)
+                metrics.append({"mean": jnp.mean(jnp.abs(x)), "max": jnp.max(x),
+                                "positive": jnp.mean(x > 0, axis=0)})  # fmt: skip
+            return jnp.mean((x - batch["y"]) ** 2), metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        norms = jax.tree.map(lambda g: jnp.sqrt(jnp.sum(g**2)), grads)
+        product = jnp.sum(grads[0]["b"]) * jnp.sum(grads[1]["b"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, {"loss": loss, "layers": metrics, "norms": norms, "product": product}
+
+    batches = [{**batch_of(i), "scale": jnp.float32(1 + i)} for i in range(3)]
+    check(step, PARAMS, TWO, batches=batches)
+
+
+def test_two_losses_in_one_step() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        def generator_loss(params: Any) -> Any:
+            return jnp.mean(mlp(state["judge"], mlp(params, batch["x"])) ** 2)
+
+        first, judge = jax.value_and_grad(mean_square)(state["judge"], batch)
+        second, generator = jax.value_and_grad(generator_loss)(state["generator"])
+        grads = {"judge": judge, "generator": generator}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), (first, second)
+
+    check(step, {"judge": PARAMS, "generator": FOUR_LAYERS[2:]}, TWO)
+
+
+def test_callbacks_see_what_they_see_in_the_serial_step() -> None:
+    seen: list[float] = []
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = layer(batch["x"], params[0])
+        jax.debug.callback(lambda v: seen.append(float(v)), jnp.max(x))
+        return jnp.mean((layer(x, params[1]) - batch["y"]) ** 2)
+
+    parallel = autopar.parallelize(
+        lambda params, batch: jax.grad(loss_fn)(params, batch), method=TWO
+    )
+    jax.block_until_ready(parallel(PARAMS, batch_of(0)))
+    jax.effects_barrier()
+    largest = float(jnp.max(layer(batch_of(0)["x"], PARAMS[0])))
+    np.testing.assert_allclose(seen, [largest], rtol=1e-5)
+
+
 def test_gradient_of_the_inputs() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any, x: Any) -> Any:
@@ -399,11 +485,6 @@ def test_step_without_state() -> None:
 # -- how layers are written
 
 
-def scanned_loss(params: Any, batch: Any) -> Any:
-    x, _ = jax.lax.scan(lambda x, own: (layer(x, own), None), batch["x"], params)
-    return jnp.mean((x - batch["y"]) ** 2)
-
-
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers(remat: bool) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -411,7 +492,7 @@ def test_scan_over_layers(remat: bool) -> None:
         x, _ = jax.lax.scan(lambda x, own: (body(x, own), None), batch["x"], params)
         return jnp.mean((x - batch["y"]) ** 2)
 
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *FOUR_LAYERS)
     check_optimizer(optax.sgd(0.1, momentum=0.9), loss_fn, params)
 
 
@@ -444,7 +525,7 @@ def test_marked_layers() -> None:
     method = autopar.PipeshardParallel(
         2, layers=autopar.ManualLayers(), stages=autopar.UniformStages(2)
     )
-    parallel = check_optimizer(optax.sgd(0.1), loss_fn, method=method)
+    parallel = check_optimizer(optax.sgd(0.1), loss_fn, FOUR_LAYERS, method)
     stages = parallel.last_executable.plan.input_stages[0]["params"]
     assert [own["w"] for own in stages] == [(0,), (1,), (1,), (1,)]
 
@@ -531,7 +612,7 @@ def test_recomputed_stages_keep_less() -> None:
     for remat in ("none", "all"):
         options = autopar.ShardingOptions(remat=remat)
         method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2), options=options)
-        parallel = check_optimizer(optax.sgd(0.1), loss_fn, method=method)
+        parallel = check_optimizer(optax.sgd(0.1), loss_fn, FOUR_LAYERS, method)
         pipeline = parallel.last_executable.pipeline
         forward = next(p for p in pipeline.pieces if p.phase.value == "forward")
         kept.append(len(forward.writes))
@@ -574,11 +655,12 @@ def test_inference() -> None:
 
 
 def test_results_lie_where_they_were_made() -> None:
-    parallel = check_optimizer(optax.sgd(0.1))
-    plan = parallel.last_executable.plan
-    state = {"params": own_buffers(PARAMS), "opt": optax.sgd(0.1).init(PARAMS)}
-    state, _ = parallel(state, batch_of(0))
-    on = [{d.id for d in own["w"].devices()} for own in state["params"]]
-    assert on == [{0, 1, 2, 3}] * 2 + [{4, 5, 6, 7}] * 2
-    assert [own["w"] for own in plan.input_stages[0]["params"]] == [(0,), (0,), (1,), (1,)]
-    np.testing.assert_array_equal(np.asarray(state["params"][3]["b"]).shape, (WIDTH,))
+    optimizer = optax.sgd(0.1)
+    parallel = autopar.parallelize(trained_by(optimizer), method=TWO)
+    state = {"params": own_buffers(FOUR_LAYERS), "opt": optimizer.init(FOUR_LAYERS)}
+    for index in range(2):
+        state, _ = parallel(state, batch_of(index))
+        on = [{d.id for d in own["w"].devices()} for own in state["params"]]
+        assert on == [{0, 1, 2, 3}] * 2 + [{4, 5, 6, 7}] * 2
+    stages = parallel.last_executable.plan.input_stages[0]["params"]
+    assert [own["w"] for own in stages] == [(0,), (0,), (1,), (1,)]
