@@ -514,14 +514,42 @@ def test_forbidden_axes() -> None:
     assert not any("x" in str(plan.spec_of(t)) for t in tensors)
 
 
-def test_options_give_the_same_results() -> None:
-    options = ShardingOptions(
-        pins={"state['w'][3]": P(None, "x"), "hidden": P(None, "x")}, batch_axis="x"
-    )
-    train = autopar.parallelize(step, method=replace(TWO, options=options))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pins and batch axis": {
+        "pins": {"state['w'][3]": P(None, "x"), "hidden": P(None, "x")},
+        "batch_axis": "x",
+    },
+    "moved state": {"pins": {"state['w'][1]": P("x"), "result[0]['w'][1]": P(None, "x")}},
+    "no reduce-scatter": {"allow_reduce_scatter": False, "pins": {"state['w']*": P("x")}},
+    "no all-to-all": {"allow_all_to_all": False, "pins": {"hidden": P(None, "x")}},
+    "no replicated parameters": {"allow_replicated_parameters": False},
+    "all layers recomputed": {"remat": "all"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_give_the_same_results(options: dict[str, Any]) -> None:
+    train = autopar.parallelize(step, method=replace(TWO, options=ShardingOptions(**options)))
     result = train(STATE, BATCH)
-    assert_same(result, jax.jit(step)(STATE, BATCH))
-    assert result[0]["w"][3].sharding.spec == P(None, "x")
+    want = jax.jit(step)(STATE, BATCH)
+    assert_same(result, want)
+    plan = train.last_planned.plan
+    assert [leaf.sharding.spec for leaf in result[0]["w"]] == plan.output_specs[0]["w"]
+    pinned = {t.path: plan.spec_of(t) for t in (*plan.inputs, *plan.outputs)}
+    for path, spec in options.get("pins", {}).items():
+        assert pinned.get(path, spec) == spec
+    assert all(stage.remat for stage in plan.stages) == (options.get("remat") == "all")
+    assert_same(train(result[0], BATCH), jax.jit(step)(want[0], BATCH))
+
+
+def test_an_evaluation_follows_a_plan_from_a_file(plan: ParallelPlan) -> None:
+    train = autopar.parallelize(step, method=ParallelPlan.from_json(plan.to_json()))
+    state, _ = train(STATE, BATCH)
+    follow = autopar.parallelize(evaluate, method=autopar.FollowParallel(train))
+    want = jax.jit(evaluate)(jax.device_get(state), BATCH)
+    np.testing.assert_allclose(follow(state, BATCH), want, rtol=2e-5)
+    shardings = follow.last_executable.input_shardings
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == shardings[:-1]
 
 
 def test_submeshes_of_which_a_stage_can_use_a_part() -> None:
