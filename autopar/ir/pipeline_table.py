@@ -42,7 +42,7 @@ def explain_pipeline(plan: ParallelPlan) -> str:
     if copied and plan.schedule:
         lines += ["", "copied to other stages in every step:", *(f"  {c}" for c in copied)]
     if plan.modules:
-        lines += ["", *module_table(plan.modules, timed=True)]
+        lines += ["", *_wrapped(module_table(plan.modules, timed=True), "collectives")]
     if plan.search is not None:
         lines += ["", *search_lines(plan.search)]
     if plan.warnings:
@@ -169,9 +169,11 @@ def _stage_arrays(plan: ParallelPlan) -> list[str]:
         what = what if len(numbers) == 1 else what.removesuffix("s")
         mesh = "×".join(map(str, shape))
         title = f"{many} {_numbers(numbers)} {what}, on the mesh {mesh}:"
-        spare = WIDTH - 2 - sum(2 + max(map(len, c)) for c in list(zip(*merged, strict=True))[1:])
+        header = ("path", "array", "spec", "role", "count")
+        others = list(zip(header, *merged, strict=True))[1:]
+        spare = WIDTH - 2 - sum(2 + max(map(len, column)) for column in others)
         shortened = [(_elided(row[0], max(20, spare)), *row[1:]) for row in merged]
-        lines += ["", title, *rows_of(("path", "array", "spec", "role", "count"), shortened)]
+        lines += ["", title, *rows_of(header, shortened)]
     return lines
 
 
@@ -216,6 +218,23 @@ def _elided(text: str, width: int) -> str:
         return text
     front = max(1, width // 4)
     return f"{text[:front]}…{text[front + 1 - width :]}"
+
+
+def _wrapped(table: Sequence[str], last_column: str) -> list[str]:
+    """A table whose last cells, lists separated by commas, go on in further lines."""
+    title, header, rule, *rows = table
+    at = header.index(last_column)
+    lines = [title, header, rule[:WIDTH]]
+    for row in rows:
+        line, *left = row.split(", ") if len(row) > WIDTH else [row]
+        for item in left:
+            if len(line) + len(item) + 3 > WIDTH:
+                lines.append(line + ",")
+                line = " " * at + item
+            else:
+                line = f"{line}, {item}"
+        lines.append(line)
+    return lines
 
 
 def _fitted(line: str) -> str:

@@ -14,6 +14,7 @@ from autopar.ir.plan import (
     FOLLOWING,
     MADE,
     Fingerprint,
+    ModuleCost,
     ParallelPlan,
     ProgramSharding,
     SolverReport,
@@ -117,6 +118,19 @@ def test_text() -> None:
     assert "stage 0 holds, on the mesh 2:" in lines
     assert "  state.params['embedding'] (3)" in lines
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_long_lists_of_collectives_are_wrapped() -> None:
+    kinds = tuple((f"all-gather(x, y) of kind {i}", 10 + i) for i in range(6))
+    cost = ModuleCost("GPT/layer_0/attention/out", "forward", 1e-3, 2e-3, 1.0, kinds)
+    lines = explain_pipeline(pipeline(modules=(cost,))).split("\n")
+    assert max(map(len, lines)) <= WIDTH
+    text = " ".join(line.strip() for line in lines)
+    for kind, count in kinds:
+        assert f"{count} {kind}" in text
+    at = lines.index("cost by module:")
+    column = lines[at + 1].index("collectives")
+    assert lines[at + 4][:column].strip() == ""
 
 
 def test_stages_that_share_submeshes_and_that_only_make_results() -> None:
