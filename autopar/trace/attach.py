@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar import _jax
-from autopar.trace.figures import aval_bytes
+from autopar.trace.figures import UNFUSED, aval_bytes
 from autopar.trace.layers import Layer
 from autopar.trace.program import Equation, Program
 from autopar.trace.regions import BACKWARD, equation_regions
@@ -102,6 +102,7 @@ class _Attacher:
         homes = self.homes(floating)
         self.attach_backward(homes, {})
         self.attach_backward(homes, {**self.with_siblings(homes), **self.with_readers(homes)})
+        self.move_to_readers(homes)
         return LoopLayers(self.layers, tuple(self.layer_of), tuple(self.is_backward))
 
     def homes(self, floating: Collection[int]) -> dict[int, set[int]]:
@@ -146,10 +147,7 @@ class _Attacher:
         """Equations whose results are only summed up belong with the others that read the same
         cotangent: the gradient of a bias, which reads nothing else, and that of a weight if what
         it reads besides is at home in several layers."""
-        readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(self.body.equations):
-            for value in _values(equation):
-                readers.setdefault(value, []).append(index)
+        readers = self.readers()
         outputs = {o for o in self.body.outputs if isinstance(o, int)}
         ends: dict[int, None] = {}  # equations with which a cotangent only goes into sums
         weights: dict[int, None] = {}  # those that lead there and read forward values too
@@ -178,6 +176,36 @@ class _Attacher:
                 siblings &= set.intersection(*at_home)
             if siblings:
                 found[index] = max(siblings)
+        return found
+
+    def move_to_readers(self, homes: dict[int, set[int]]) -> None:
+        """Cheap equations of one cotangent that only layers before theirs read are made there, if
+        fewer bytes are handed on so: the cotangent of a mean before it is broadcast, or what is
+        handed on anyway before it is reshaped."""
+        readers = self.readers()
+        for index in range(len(self.body.equations) - 1, -1, -1):
+            equation = self.body.equations[index]
+            own, reads = self.layer_of[index], set(_values(equation))
+            is_cheap = not equation.bodies and equation.name not in UNFUSED
+            if not self.is_backward[index] or equation.has_effect or not is_cheap:
+                continue
+            if len(reads) != 1 or not reads.isdisjoint(homes):
+                continue
+            (cotangent,) = reads
+            after = [self.layer_of[r] for v in equation.results for r in readers.get(v, ())]
+            if cotangent not in self.maker or not after or max(after) >= own:
+                continue
+            crosses = any(self.layer_of[r] < own for r in readers[cotangent])
+            before = sum(aval_bytes(self.body.avals[r]) for r in equation.results)
+            if crosses or aval_bytes(self.body.avals[cotangent]) < before:
+                self.layer_of[index] = max(after)
+
+    def readers(self) -> dict[int, list[int]]:
+        """Value -> the equations that read it."""
+        found: dict[int, list[int]] = {}
+        for index, equation in enumerate(self.body.equations):
+            for value in _values(equation):
+                found.setdefault(value, []).append(index)
         return found
 
     def backward_layer(self, equation: Equation, homes: dict[int, set[int]]) -> int:

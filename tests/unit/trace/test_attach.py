@@ -92,3 +92,25 @@ def test_what_is_made_of_constants_belongs_nowhere() -> None:
             assert layer == ANYWHERE
         if equation.name in ("dot_general", "tanh"):
             assert layer != ANYWHERE
+
+
+def test_cotangents_are_sent_while_they_are_small() -> None:
+    """Of a mean over positions, one row per example crosses, in both directions."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(batch["x"][:, None, :] * jnp.ones((1, 9, 1)) @ params[0]["w"])
+        x = jnp.tanh(jnp.mean(x, axis=1) @ params[1]["w"])
+        return jnp.mean((x @ params[2]["w"] - batch["y"]) ** 2)
+
+    step = looped(SGD, loss)
+    body = body_of(step)
+    attached = in_layers(step, 3)
+    maker = makers(body)
+    crossing = {
+        value
+        for equation, own in zip(body.equations, attached.layer_of, strict=True)
+        for value in reads(equation.operands)
+        if value in maker and attached.layer_of[maker[value]] not in (own, ANYWHERE)
+    }
+    shapes = sorted(body.avals[value].shape for value in crossing)
+    assert shapes == [(MICRO_ROWS, WIDTHS[1])] * 2 + [(MICRO_ROWS, WIDTHS[2])] * 2
