@@ -18,9 +18,11 @@ from autopar.inter import Loop, batch_rows, first_micro_batches, launch_s, plan_
 from autopar.intra import PassTimer, PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
+from autopar.memory_budget import RESERVE_SHARE
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
 from autopar.trace.figures import aval_bytes, program_flops
 from autopar.trace.flatten import TracedStep
+from autopar.trace.layers import find_layers
 
 # Pieces that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
@@ -42,8 +44,9 @@ def plan_automatically(
     if cluster.num_devices == 1:
         return _on_one_mesh(traced, intra, loop, method, cluster)
     reason = _why_not(traced, loop, method, cluster)
-    if reason is None and cluster.num_hosts > 1:
-        return _across_hosts(traced, intra, loop, method, cluster, timer)
+    whole_may_fit = method.num_micro_batches != "auto" or _may_fit(traced, method, cluster)
+    if reason is None and (cluster.num_hosts > 1 or not whole_may_fit):
+        return _searched_first(traced, intra, loop, method, cluster, timer, whole_may_fit)
     whole: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
     try:
@@ -68,13 +71,14 @@ def plan_automatically(
     )
 
 
-def _across_hosts(
+def _searched_first(
     traced: TracedStep,
     intra: OneMesh,
     loop: Loop,
     method: AutoParallel,
     cluster: ClusterSpec,
     timer: PassTimer,
+    whole_may_fit: bool,
 ) -> PlannedStep:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none is worked out."""
@@ -85,16 +89,15 @@ def _across_hosts(
         return _noting(planned, planned.plan.estimated_step_s, note=_first_line(error))
     search = found.plan.search
     one_s = None if search is None else search.intra_only_s
-    if one_s is not None:
-        one_s -= _saved_by_whole_batch_s(traced, found.plan.num_micro_batches, cluster)
+    if one_s is None:  # on one mesh, not even micro-batches fit
+        one_s = inf
+    one_s -= _saved_by_whole_batch_s(traced, found.plan.num_micro_batches, cluster)
     pipeline_s = found.plan.estimated_step_s
-    if one_s is not None and one_s > _WORTH_SOLVING * pipeline_s and found.plan.num_stages > 1:
+    if one_s > _WORTH_SOLVING * pipeline_s and found.plan.num_stages > 1:
         return found
-    numbers = (
-        {1, found.plan.num_micro_batches}
-        if method.num_micro_batches == "auto"
-        else {int(method.num_micro_batches)}
-    )
+    numbers = {int(found.plan.num_micro_batches)}
+    if method.num_micro_batches == "auto" and whole_may_fit:
+        numbers.add(1)
     best = found if found.plan.num_stages > 1 else None
     whole_s = inf
     for number in sorted(numbers):
@@ -106,6 +109,20 @@ def _across_hosts(
         if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
             best = whole
     return _noting(best or found, whole_s, search)
+
+
+def _may_fit(traced: TracedStep, method: AutoParallel, cluster: ClusterSpec) -> bool:
+    """Whether the whole batch may fit at once: state, what every layer keeps of it if all layers
+    are computed again, and the largest layer, divided evenly. Of what its backward pass reads, a
+    third or so has to be in memory (see `trace.residuals`)."""
+    budget = cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
+    if method.options.memory_budget_bytes is not None:
+        budget = float(method.options.memory_budget_bytes)
+    layers = find_layers(traced.program, batch=traced.batch)
+    held = sum(aval_bytes(traced.avals[i]) for i, _ in traced.state)
+    held += sum(layer.kept_bytes for layer in layers)
+    held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3
+    return held / cluster.num_devices <= budget
 
 
 def _saved_by_whole_batch_s(traced: TracedStep, num: int, cluster: ClusterSpec) -> float:

@@ -383,10 +383,11 @@ class _Planner:
             other = None
             if is_free:
                 rows = batch_rows(step)
-                candidates = candidate_micro_batches(
-                    rows, least_rows=min(rows, self.cluster.devices_per_host)
-                )
+                least = min(rows, self.cluster.devices_per_host)
+                candidates = candidate_micro_batches(rows, least_rows=least)
                 found = choose_micro_batches(tables, setting, candidates)
+                if found is None:  # then smaller ones, if they fit
+                    found = choose_micro_batches(tables, setting, candidate_micro_batches(rows))
                 if found is not None and (
                     choice is None or found.choice.step_s < choice.step_s * (1 - WORTH_ANOTHER)
                 ):

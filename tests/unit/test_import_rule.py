@@ -94,7 +94,7 @@ ALLOWED_IMPORTS = {
         *BELOW_PASSES,
         *EVERYONE,
     },
-    "auto": {"inter", "intra", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "auto": {"inter", "intra", "memory_budget", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "remat_choice": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "stage_tables": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
