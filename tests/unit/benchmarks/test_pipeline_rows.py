@@ -67,7 +67,7 @@ def alpa_row(model: str, tflops: float | None, **changes: Any) -> dict[str, Any]
     return {
         **row,
         "tflops_per_device": tflops,
-        "hardware_tflops": tflops,
+        "num_layers": 4,
         "num_micro_batches": 8,
         "peak_gib": 12.0,
         "mesh": [8],
@@ -91,6 +91,13 @@ def test_best_row_of_each_model_is_shown() -> None:
     assert len(lines) == 4 and all(one.count("|") == lines[0].count("|") for one in lines)
     assert "too large" in lines[2] and "61.6" in lines[2]
     assert "1 of 1×4 as (4,), 1 of 1×4 as (2, 2), recomputing in 1" in lines[3]
+
+
+def test_recomputed_layers_count_a_third_more() -> None:
+    """72 of 96: forward once and backward twice, and forward again in all layers."""
+    assert alpa_suite.executed_tflops(alpa_row("gpt-2.6b", 36.0)) == pytest.approx(36.0)
+    row = alpa_row("gpt-2.6b", 36.0, remat_layers=4)
+    assert alpa_suite.executed_tflops(row) == pytest.approx(48.0)
 
 
 def test_one_mesh_is_not_called_a_stage() -> None:
