@@ -122,7 +122,7 @@ def stages_text(row: dict[str, Any]) -> str:
         counts[name] = counts.get(name, 0) + 1
     text = ", ".join(f"{count} of {name}" for name, count in counts.items())
     if len(row["stages"]) == 1:
-        text = "one mesh " + shape_text(row["mesh"])
+        text = "one mesh " + shape_text(row["stages"][0]["mesh"])
     again = sum(stage["remat"] for stage in row["stages"])
     if again or row["remat_layers"]:
         text += ", recomputing " + ("" if again else f"{row['remat_layers']} layers")
