@@ -309,6 +309,10 @@ class _Planner:
             found = self.search(again, other.num_micro_batches, False, submeshes)
             if choice is None or (found[0] is not None and found[0].step_s < choice.step_s):
                 looped, (choice, report, _) = again, found
+        rows = batch_rows(looped.step)
+        if choice is None and asked == "auto" and rows % 2 == 0:  # as small as can be split
+            looped = self.looped(rows // 2, self.method.layers)
+            choice, report, _ = self.search(looped, rows // 2, False)
         if choice is None:
             raise self.nothing_fits(looped, report)
         return self.best_solved(looped, report)
