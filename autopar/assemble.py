@@ -28,6 +28,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
+from autopar.ir.table import format_bytes
 from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import FlatCall, TracedStep
@@ -211,7 +212,11 @@ def pipeline_plan(
             seconds=seconds,
         ),
         fingerprint=Fingerprint(program_fingerprint(whole.program), jax.__version__),
-        warnings=tuple(dict.fromkeys([*(w for own in plans for w in own.warnings), *step.notes])),
+        warnings=tuple(
+            dict.fromkeys(
+                [*(w for own in plans for w in own.warnings), *step.notes, *_copied_state(sliced)]
+            )
+        ),
         named=tuple(
             replace(tensor, stages=(number,))
             for number, own in enumerate(plans)
@@ -282,6 +287,32 @@ def made_plan(
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )
+
+
+_MUCH_COPIED = 2**20  # bytes that a stage may get of others' parameters without a warning
+
+
+def _copied_state(sliced: SlicedStep) -> list[str]:
+    """Stages that get much of others' parameters in every step: those of a scan over layers."""
+    found = []
+    for number, stage in enumerate(sliced.stages):
+        program = stage.step.program
+        assert stage.step.loop is not None
+        before = program.equations[: stage.step.loop + 1]
+        read = {o for e in before for o in e.operands if isinstance(o, int)}
+        sizes: dict[int, int] = {}
+        for value, source in stage.received:
+            if value in read:
+                aval = program.avals[value]
+                size = prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+                sizes[source] = sizes.get(source, 0) + size
+        found += [
+            f"stage {number} gets {format_bytes(size)} of parameters from stage {source} in every "
+            "step: they are shared by both, or stacked over layers, and then stay with one stage"
+            for source, size in sizes.items()
+            if size > _MUCH_COPIED
+        ]
+    return found
 
 
 def _made_in(graph: Graph, sharding: GraphSharding, value: int) -> Layout:
