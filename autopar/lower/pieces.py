@@ -168,6 +168,7 @@ class _StageCutter:
         self.num_arrivals = len(stage.arrivals)
         self.num_departures = len(stage.departures)
         self.pieces: list[PieceProgram] = []
+        self.made_in_body = {r for e in self.body.equations for r in e.results}
         self.buffers: dict[int, Layout | None] = {}
         self.row_values: dict[int, int] = {}
         self.layout = self.value_layouts()
@@ -430,14 +431,15 @@ class _StageCutter:
                 constants = self.body_constants()
                 self.add(phase, 0, equations, shardings, exits, (), constants, self.body_refs)
 
-    @property
-    def made_in_body(self) -> set[int]:
-        return {r for e in self.body.equations for r in e.results}
-
     def before_departures(self, backward: Sequence[int], departures: set[int]) -> list[int]:
         """The backward equations that what is sent depends on."""
-        maker = {r: i for i in backward for r in self.body.equations[i].results}
-        left = [maker[v] for v in departures if v in maker]
+        found = self.above(departures, backward)
+        return [i for i in backward if i in found]
+
+    def above(self, values: Iterable[int], equations: Iterable[int]) -> set[int]:
+        """Those of the body's equations that the values are made by, directly or not."""
+        maker = {r: i for i in equations for r in self.body.equations[i].results}
+        left = [maker[v] for v in values if v in maker]
         found: set[int] = set()
         while left:
             index = left.pop()
@@ -445,24 +447,14 @@ class _StageCutter:
                 found.add(index)
                 operands = _values(self.body.equations[index].operands)
                 left += (maker[v] for v in operands if v in maker)
-        return [i for i in backward if i in found]
+        return found
 
     def rest(self, backward: Sequence[int], taken: Sequence[int]) -> list[int]:
         """The other backward equations, with the cheap forward ones that they repeat."""
         forward = set(self.stage.forward)
         own = [i for i in backward if i not in set(taken) and i not in forward]
-        maker = {r: i for i in backward if i in forward for r in self.body.equations[i].results}
-        left = [
-            maker[v] for i in own for v in _values(self.body.equations[i].operands) if v in maker
-        ]
-        again: set[int] = set()
-        while left:
-            index = left.pop()
-            if index not in again:
-                again.add(index)
-                operands = _values(self.body.equations[index].operands)
-                left += (maker[v] for v in operands if v in maker)
-        return sorted({*own, *again})
+        read = [v for i in own for v in _values(self.body.equations[i].operands)]
+        return sorted({*own, *self.above(read, [i for i in backward if i in forward])})
 
     def micro_exit(self, value: int) -> Exit:
         layout = self.buffer(value, self.layout[value])

@@ -9,7 +9,6 @@ does the slow path run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
-from autopar.errors import ArgumentError, CompileError
+from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
 from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
+from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.threads import must_run_alone, run_alone
 
@@ -127,16 +127,4 @@ class LocalExecutable:
 
     def dump_debug_info(self, directory: str | Path) -> None:
         """Write plan, explanation and HLO into a folder."""
-        folder = Path(directory)
-        if folder.exists() and not folder.is_dir():
-            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / "plan.json")
-        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
-        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
-        figures = {
-            "memory_bytes": self.memory_bytes(),
-            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
-            "jax": jax.__version__,
-        }
-        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+        dump(self, directory)

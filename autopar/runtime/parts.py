@@ -3,7 +3,6 @@ side, with nothing sent between them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import jax
 
 from autopar import _jax
-from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
+from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp
 from autopar.runtime.local import LocalExecutable
 
@@ -79,17 +78,4 @@ class PartsExecutable:
 
     def dump_debug_info(self, directory: str | Path) -> None:
         """Write plan, explanation and HLO into a folder."""
-        folder = Path(directory)
-        if folder.exists() and not folder.is_dir():
-            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / "plan.json")
-        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
-        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
-        figures = {
-            "memory_bytes": self.memory_bytes(),
-            "mesh_memory_bytes": self.mesh_memory_bytes(),
-            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
-            "jax": jax.__version__,
-        }
-        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+        dump(self, directory, mesh_memory_bytes=self.mesh_memory_bytes())

@@ -7,7 +7,6 @@ arrays. JAX dispatches without waiting, so that meshes work at the same time.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,13 @@ import jax
 from jax.sharding import Mesh
 
 from autopar import _jax
-from autopar.errors import ArgumentError, TraceError
+from autopar.errors import TraceError
 from autopar.ir.live import buffer_slots
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send
 from autopar.ir.tiles import TilePlan
 from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
+from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.operations import (
     Operation,
@@ -333,25 +333,16 @@ class PipelineExecutable:
 
     def dump_debug_info(self, directory: str | Path) -> None:
         """Write plan, explanation, instructions and HLO into a folder."""
-        folder = Path(directory)
-        if folder.exists() and not folder.is_dir():
-            raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / "plan.json")
-        (folder / "plan.txt").write_text(self.plan.explain() + "\n")
-        (folder / "optimized_hlo.txt").write_text(self.hlo_text())
+        folder = dump(
+            self,
+            directory,
+            mesh_memory_bytes=self.mesh_memory_bytes(),
+            live_bytes=self.live_bytes(),
+            num_instructions=self.num_instructions(),
+        )
         for mesh, program in enumerate(self.programs.meshes):
             lines = "\n".join(map(str, program.instructions))
             (folder / f"instructions_mesh{mesh}.txt").write_text(lines + "\n")
-        figures = {
-            "memory_bytes": self.memory_bytes(),
-            "mesh_memory_bytes": self.mesh_memory_bytes(),
-            "live_bytes": self.live_bytes(),
-            "estimated_peak_bytes": self.plan.estimated_peak_bytes,
-            "num_instructions": self.num_instructions(),
-            "jax": jax.__version__,
-        }
-        (folder / "figures.json").write_text(json.dumps(figures, indent=1))
 
 
 def _bytes_on_one_device(array: Any) -> int:
