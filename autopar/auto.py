@@ -14,10 +14,11 @@ from typing import Any
 
 from autopar.cost.compute import compute_s
 from autopar.errors import AutoparError, MemoryBudgetError
-from autopar.inter import Loop, batch_rows, first_micro_batches, launch_s, plan_pipeline
+from autopar.inter import plan_pipeline
 from autopar.intra import PassTimer, PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
+from autopar.looped import Loop, batch_rows, first_micro_batches, launch_s
 from autopar.memory_budget import RESERVE_SHARE
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
 from autopar.trace.figures import aval_bytes, program_flops

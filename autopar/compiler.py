@@ -35,13 +35,14 @@ from autopar.following import (
     placed_like_training,
     state_of_training,
 )
-from autopar.inter import Loop, bind_pipeline, plan_pipeline
+from autopar.inter import bind_pipeline, plan_pipeline
 from autopar.intra import PassTimer, PlannedStep, plan_traced
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import MADE, ParallelPlan
 from autopar.ir.program import Pipeline, PipelinePrograms
 from autopar.ir.spec import to_partition_spec
 from autopar.ir.tiles import TilePlan
+from autopar.looped import Loop
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
 from autopar.lower.lanes import lane_axes, with_lanes

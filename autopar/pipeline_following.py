@@ -13,18 +13,11 @@ from dataclasses import dataclass, replace
 
 from autopar.assemble import bind_plan, made_plan
 from autopar.errors import AutoparError, TraceError
-from autopar.inter import (
-    Loop,
-    Looped,
-    Lying,
-    StageSpec,
-    find_looped,
-    layers_of,
-    plan_following,
-)
+from autopar.inter import Lying, plan_following
 from autopar.intra import PassTimer, PlannedStep, plan_traced
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, Tensor
+from autopar.looped import Loop, Looped, StageSpec, find_looped, layers_of
 from autopar.methods import PlacedParallel
 from autopar.stage_tables import submesh_cluster
 from autopar.trace.figures import aval_bytes
