@@ -44,10 +44,12 @@ def plan_automatically(
     """`intra` plans the step on one mesh."""
     if cluster.num_devices == 1:
         return _on_one_mesh(traced, intra, loop, method, cluster)
-    reason = _why_not(traced, loop, method, cluster)
+    reason = None
     whole_may_fit = method.num_micro_batches != "auto" or _may_fit(traced, method, cluster)
-    if reason is None and (cluster.num_hosts > 1 or not whole_may_fit):
-        return _searched_first(traced, intra, loop, method, cluster, timer, whole_may_fit)
+    if cluster.num_hosts > 1 or not whole_may_fit:
+        reason = _why_not(traced, loop, method, cluster)
+        if reason is None:
+            return _searched_first(traced, intra, loop, method, cluster, timer, whole_may_fit)
     whole: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
     try:
@@ -56,6 +58,7 @@ def plan_automatically(
         misfit = error
     whole_s = inf if whole is None else whole.plan.estimated_step_s
     reason = reason or _why_too_slow(traced, cluster, whole_s)
+    reason = reason or _why_not(traced, loop, method, cluster)
     found = None
     if reason is None:
         try:
@@ -187,6 +190,8 @@ def _why_not(
         notes = loop(number).notes
     except AutoparError as error:
         return _first_line(error)
+    except Exception as error:  # the user's own: a function that takes the whole batch alone
+        return f"it cannot be called with a micro-batch: {_first_line(error)}"
     if notes and asked == "auto":
         return f"micro-batches would change results: {notes[0]}"
     return None

@@ -1,0 +1,61 @@
+"""The default method: when it looks for a pipeline at all, and what it says if it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+
+WEIGHTS = [jnp.ones((16, 16))] * 4
+BATCH = {"x": jnp.ones((8, 16))}
+HOSTS = autopar.ClusterSpec(2, 2, "a100-sxm")
+
+
+def forward(weights: list[Any], x: Any) -> Any:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def step_of(loss):
+    def train_step(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    return train_step
+
+
+def notes_of(loss) -> str:
+    plan = autopar.plan(step_of(loss), WEIGHTS, BATCH, cluster=HOSTS)
+    assert not plan.is_pipeline
+    assert plan.num_micro_batches == 1
+    assert plan.search is not None
+    return " ".join(plan.search.notes)
+
+
+def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
+    def picky(weights, batch):
+        if batch["x"].shape[0] != 8:
+            raise ValueError("needs 8 rows")
+        return jnp.sum(forward(weights, batch["x"]))
+
+    assert "cannot be called with a micro-batch: needs 8 rows" in notes_of(picky)
+
+
+def test_a_batch_is_not_cut_where_that_would_change_results() -> None:
+    def normalised(weights, batch):
+        x = forward(weights, batch["x"])
+        x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+        return jnp.mean(jnp.square(x @ weights[0]))
+
+    assert "would change results" in notes_of(normalised)
+
+
+def test_one_device_is_planned_as_it_is() -> None:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=autopar.ClusterSpec(1, 1, "a100-sxm"))
+    assert not plan.is_pipeline
+    assert plan.num_devices == 1
