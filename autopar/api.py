@@ -277,8 +277,8 @@ def parallelize(
     """Make a train step run on all devices. Use as `@parallelize`, `@parallelize(method=…)` or
     `parallelize(fn, method=…)`.
 
-    method:         how; default: the solver chooses mesh and shardings (`ShardParallel()`). A
-                    `ParallelPlan`, saved earlier or made elsewhere, is a method too.
+    method:         how; default: everything is searched, one mesh or a pipeline (`AutoParallel()`).
+                    A `ParallelPlan`, saved earlier or made elsewhere, is a method too.
     static_argnums: positions of arguments that are part of the program (hashable).
     donate_argnums: "auto" donates training state that comes back updated; or positions.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.

@@ -122,7 +122,8 @@ def run_case(name: str, example: Any, by_hand: list[Any], dump: str | None) -> l
     rows = []
     cluster = autopar.ClusterSpec(1, NUM_DEVICES, "h100-sxm")
     started = time.perf_counter()
-    plan = autopar.plan(example.train_step, state, batch, cluster=cluster)
+    one_mesh = autopar.ShardParallel()
+    plan = autopar.plan(example.train_step, state, batch, cluster=cluster, method=one_mesh)
     planned_s = time.perf_counter() - started
     compiled = autopar.compile(example.train_step, state, batch, plan=plan, devices=devices)
     rows.append({"plan": f"autopar {plan.mesh_shape}", **measure(compiled["step"])})

@@ -100,7 +100,8 @@ def compare(name: str, devices: int) -> dict[str, Any]:
     example = build(model, **overrides)
     state, data = example.abstract_state(), example.abstract_batch(batch)
     cluster = autopar.ClusterSpec(max(1, devices // 8), min(devices, 8), "h100-sxm")
-    ours = autopar.plan(example.train_step, state, data, cluster=cluster)
+    one_mesh = autopar.ShardParallel()
+    ours = autopar.plan(example.train_step, state, data, cluster=cluster, method=one_mesh)
     row: dict[str, Any] = {
         "model": name,
         "devices": devices,
