@@ -37,6 +37,7 @@ from autopar.following import (
 )
 from autopar.inter import bind_pipeline, plan_pipeline
 from autopar.intra import PassTimer, PlannedStep, plan_traced
+from autopar.ir.checks import check_programs
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import MADE, ParallelPlan
 from autopar.ir.program import Pipeline, PipelinePrograms
@@ -342,6 +343,7 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
         plan.schedule, len(plan.stages), plan.num_micro_batches, stage_mesh=stage_mesh
     )
     programs = emit_programs(pieces.pipeline, schedule)
+    check_programs(pieces.pipeline, programs)
     avals = sliced.program.avals
     buffers: dict[tuple[int, int], jax.ShapeDtypeStruct] = {}
     for (stage, value), layout in pieces.layouts.items():
