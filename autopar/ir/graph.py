@@ -147,10 +147,6 @@ class Graph:
     producer: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> node, result
     unfinished: frozenset[int] = frozenset()  # values whose partial sums a loop adds up
 
-    @property
-    def total_flops(self) -> float:
-        return sum(node.flops * node.weight for node in self.nodes)
-
 
 def check_graph(graph: Graph) -> None:
     """Every value is produced once, before use, and rules match shapes. For our own bugs."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_unflatten
 
 from autopar.errors import PlanError
 from autopar.ir.schedule import SCHEDULES
@@ -567,7 +566,3 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         schedule=str(body["schedule"]),
         search=None if body["search"] is None else decode_search(body["search"]),
     )
-
-
-def unflatten_builder(treedef: Any, leaves: list[Any]) -> Any:
-    return tree_unflatten(treedef, leaves)
