@@ -52,6 +52,42 @@ class CompileError(AutoparError, RuntimeError):
     """XLA refused the sharded program."""
 
 
+class ClusterError(AutoparError, RuntimeError):
+    """A cluster that cannot be reached, lacks what was asked for, or whose hosts do not match."""
+
+
+class WorkerError(AutoparError, RuntimeError):
+    """A worker process died, hung, ran out of memory or was lost with its node.
+
+    host, mesh, stage, instruction: where it was, as far as is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        host: str = "",
+        mesh: int | None = None,
+        stage: int | None = None,
+        instruction: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.host = host
+        self.mesh = mesh
+        self.stage = stage
+        self.instruction = instruction
+        self.log_tail = log_tail
+
+
+class CheckpointError(AutoparError, RuntimeError):
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+
+
+class DataError(AutoparError, RuntimeError):
+    """A data source failed, or gave a batch that the step cannot take."""
+
+
 def shortened(value: object) -> str:
     """A value as a message can show it."""
     text = repr(value)

@@ -1,0 +1,1 @@
+"""Worker processes on a Ray cluster: placement, control and liveness."""
