@@ -1,0 +1,392 @@
+"""The data channel: batches from the driver to a worker process, and fetched values back.
+
+A worker has a `ChannelServer`, the driver a `ChannelClient` per worker. Both know the session's
+token; each proves it to the other by a hash over the other's random bytes, before anything else is
+read, so that a port taken over by a stranger, or a stranger who connects, is found at once. Data is
+sent under a *key*, a number that driver and worker agree on by other means; what comes twice under
+one key is kept in order.
+
+The client has two connections, so that a value is fetched while a large batch is on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import DataError
+from autopar.runtime.remote.frames import (
+    DataTimeout,
+    FrameError,
+    PeerGone,
+    read_frame,
+    write_frame,
+)
+
+_HANDSHAKE_S = 10.0
+_MAX_GREETING_BYTES = 1024
+_KEEPALIVE_S = (10, 5, 3)  # idle, between probes, probes: a host that vanished is lost in 25 s
+
+
+class ChannelServer:
+    """What a worker has: it accepts connections on `host` and reads what is sent, by itself.
+
+    limit_s: how long a client may take nothing of what it asked for before it is given up.
+    """
+
+    def __init__(self, host: str, token: str, *, limit_s: float = 60.0) -> None:
+        self._token = token
+        self._limit_s = limit_s
+        self._changed = threading.Condition()
+        self._inbox: dict[int, deque[list[np.ndarray]]] = {}
+        self._outbox: dict[int, deque[Sequence[Any]]] = {}
+        self._connections: set[socket.socket] = set()
+        self._proven: set[socket.socket] = set()
+        self._gone = ""  # why nobody is connected any more
+        self._closed = False
+        self._threads: set[threading.Thread] = set()
+        self._listener = _listener(host)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._start(self._accept)
+
+    def take(self, key: int, limit_s: float) -> list[np.ndarray]:
+        """The arrays that a client sent under `key`; waits for them. `PeerGone` if all clients
+        have left without sending them."""
+        with self._changed:
+            come = self._changed.wait_for(
+                lambda: key in self._inbox or self._gone or self._closed, limit_s
+            )
+            if key in self._inbox:
+                return _pop(self._inbox, key)
+        if self._closed:
+            raise PeerGone(f"Data of key {key}: this end of the data channel is closed.")
+        if come:
+            raise PeerGone(f"Data of key {key} will not come: {self._gone}.")
+        raise DataTimeout(
+            f"Data of key {key} did not come from the driver within {limit_s:g} s. The driver may "
+            "be busy or stopped, or the network slow."
+        )
+
+    def offer(self, key: int, arrays: Sequence[Any]) -> None:
+        """Keep arrays until a client receives them; waits for nobody."""
+        with self._changed:
+            self._outbox.setdefault(key, deque()).append(tuple(arrays))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all connections; those that wait get an error."""
+        with self._changed:
+            self._closed = True
+            open_ones = [*self._connections, self._listener]
+            self._changed.notify_all()
+        for connection in open_ones:
+            _hang_up(connection)
+        self._listener.close()
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(_HANDSHAKE_S)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="autopar-channel", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or out of file descriptors for a while
+                if not self._closed:
+                    time.sleep(0.05)
+                continue
+            with self._changed:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        why = "the driver closed the connection"
+        asked: deque[int] = deque()
+        done = threading.Event()
+        writer = threading.Thread(
+            target=self._give, args=(connection, asked, done), name="autopar-channel", daemon=True
+        )
+        try:
+            _prove_as_server(connection, self._token)
+            connection.settimeout(self._limit_s)
+            with self._changed:
+                self._proven.add(connection)
+                self._gone = ""
+            while True:
+                header, arrays = read_frame(connection)
+                kind, key = header.get("kind"), header.get("key")
+                if type(key) is not int:
+                    raise FrameError("a frame without a key")
+                with self._changed:
+                    if kind == "send":
+                        self._inbox.setdefault(key, deque()).append(arrays)
+                    elif kind == "ask":
+                        asked.append(key)
+                    else:
+                        raise FrameError("a frame of unknown kind")
+                    self._changed.notify_all()
+                if kind == "ask" and writer.ident is None:
+                    writer.start()
+        except (DataError, OSError) as error:
+            why = f"the driver's connection ended ({error})"
+        finally:
+            done.set()
+            _hang_up(connection)
+            with self._changed:
+                self._changed.notify_all()
+            if writer.ident is not None:
+                writer.join(_HANDSHAKE_S)
+            connection.close()
+            with self._changed:
+                self._connections.discard(connection)
+                if connection in self._proven:
+                    self._proven.discard(connection)
+                    self._gone = "" if self._proven else why
+                self._changed.notify_all()
+
+    def _give(self, connection: socket.socket, asked: deque[int], done: threading.Event) -> None:
+        """Send what was asked for as it is offered."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: done.is_set() or any(key in self._outbox for key in asked)
+                )
+                if done.is_set():
+                    return
+                key = next(key for key in asked if key in self._outbox)
+                asked.remove(key)
+                arrays = _pop(self._outbox, key)
+            try:
+                write_frame(connection, {"kind": "give", "key": key}, arrays)
+            except DataError as error:
+                if type(error) is not DataError:  # the connection is of no more use
+                    _hang_up(connection)
+                    return
+                write_frame(connection, {"kind": "refuse", "key": key, "why": str(error)})
+
+
+class ChannelClient:
+    """What the driver has for a worker. Any thread may call any method.
+
+    limit_s: for connecting, and how long the worker may take nothing of what is sent to it.
+    """
+
+    def __init__(self, address: tuple[str, int], token: str, limit_s: float) -> None:
+        self.address = address
+        self._changed = threading.Condition()
+        self._asked: set[int] = set()
+        self._come: dict[int, list[np.ndarray] | str] = {}
+        self._broken = ""
+        self._sending, self._asking = threading.Lock(), threading.Lock()
+        self._up = _connected(address, token, limit_s)
+        try:
+            self._down = _connected(address, token, limit_s)
+        except BaseException:
+            self._up.close()
+            raise
+        self._reader = threading.Thread(target=self._read, name="autopar-channel", daemon=True)
+        self._reader.start()
+
+    def send(self, key: int, arrays: Sequence[Any]) -> None:
+        """Send arrays under `key`; returns when the kernel has all of them. Arrays that are not
+        contiguous are copied first."""
+        self._write(self._sending, self._up, {"kind": "send", "key": key}, arrays)
+
+    def receive(self, key: int, limit_s: float) -> list[np.ndarray]:
+        """The arrays that the worker offers under `key`; waits for them. After a `DataTimeout` it
+        can be called again, and gets what came meanwhile."""
+        with self._changed:
+            ask = key not in self._asked and key not in self._come
+            if ask:
+                self._asked.add(key)
+        if ask:
+            self._write(self._asking, self._down, {"kind": "ask", "key": key}, ())
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._come or self._broken, limit_s)
+            if key in self._come:
+                come = self._come.pop(key)
+            elif self._broken:
+                raise PeerGone(self._message(f"value of key {key}"))
+            else:
+                raise DataTimeout(
+                    f"The worker at {_shown(self.address)} did not give the value of key {key} "
+                    f"within {limit_s:g} s. It may still be computing: give it more time, or look "
+                    "at its log."
+                )
+        if isinstance(come, str):
+            raise DataError(f"The worker at {_shown(self.address)} cannot send a value: {come}")
+        return come
+
+    def close(self) -> None:
+        """End the connections; those that wait get an error."""
+        self._break("it was closed here")
+        if self._reader is not threading.current_thread():
+            self._reader.join(_HANDSHAKE_S)
+        for lock, connection in ((self._sending, self._up), (self._asking, self._down)):
+            with lock:
+                connection.close()
+
+    def _write(
+        self, lock: threading.Lock, connection: socket.socket, header: Any, arrays: Sequence[Any]
+    ) -> None:
+        with lock:
+            if self._broken:
+                raise PeerGone(self._message(f"data of key {header['key']}"))
+            try:
+                write_frame(connection, header, arrays)
+            except (PeerGone, DataTimeout) as error:
+                self._break(str(error))
+                raise type(error)(self._message(f"data of key {header['key']}")) from error
+
+    def _read(self) -> None:
+        try:
+            while True:
+                header, arrays = read_frame(self._down)
+                kind, key = header.get("kind"), header.get("key")
+                if kind not in ("give", "refuse") or type(key) is not int:
+                    raise FrameError("a frame of unknown kind")
+                with self._changed:
+                    self._asked.discard(key)
+                    self._come[key] = arrays if kind == "give" else str(header.get("why"))
+                    self._changed.notify_all()
+        except (DataError, OSError) as error:
+            self._break(str(error))
+
+    def _break(self, why: str) -> None:
+        with self._changed:
+            self._broken = self._broken or why
+            self._changed.notify_all()
+        _hang_up(self._up)
+        _hang_up(self._down)
+
+    def _message(self, what: str) -> str:
+        return (
+            f"The data channel to the worker at {_shown(self.address)} is lost ({what}): "
+            f"{self._broken}. The worker's process may have ended; its log says why."
+        )
+
+
+def _pop(box: dict[int, deque[Any]], key: int) -> Any:
+    waiting = box[key]
+    first = waiting.popleft()
+    if not waiting:
+        del box[key]
+    return first
+
+
+def _shown(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _listener(host: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise DataError(f"The data channel has no address for the host {host!r}: {error}") from None
+    try:
+        listener.bind(where)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise DataError(
+            f"The data channel cannot listen on {host!r}: {error}. It must be an address of this "
+            "machine with a free port."
+        ) from error
+    return listener
+
+
+def _connected(address: tuple[str, int], token: str, limit_s: float) -> socket.socket:
+    try:
+        connection = socket.create_connection(address, timeout=limit_s)
+    except OSError as error:
+        raise PeerGone(
+            f"No connection to the worker's data channel at {_shown(address)}: {error}. Its "
+            "process may have ended, or a firewall is between the hosts."
+        ) from error
+    try:
+        _prove_as_client(connection, token, limit_s)
+    except DataError as error:
+        connection.close()
+        raise type(error)(
+            f"The data channel at {_shown(address)} did not accept this session: {error}."
+        ) from error
+    return connection
+
+
+def _prove_as_server(connection: socket.socket, token: str) -> None:
+    """The worker's half of the greeting: challenge, hello, welcome."""
+    _tune(connection, _HANDSHAKE_S)
+    deadline = time.monotonic() + _HANDSHAKE_S
+    nonce = secrets.token_hex(16)
+    write_frame(connection, {"kind": "challenge", "nonce": nonce})
+    hello = _read_greeting(connection, "hello", deadline)
+    _check_proof(hello, token, nonce)
+    proof = _proof(token, "welcome", hello.get("nonce"))
+    write_frame(connection, {"kind": "welcome", "proof": proof})
+
+
+def _prove_as_client(connection: socket.socket, token: str, limit_s: float) -> None:
+    _tune(connection, limit_s)
+    deadline = time.monotonic() + limit_s
+    challenge = _read_greeting(connection, "challenge", deadline)
+    nonce = secrets.token_hex(16)
+    proof = _proof(token, "hello", challenge.get("nonce"))
+    write_frame(connection, {"kind": "hello", "proof": proof, "nonce": nonce})
+    _check_proof(_read_greeting(connection, "welcome", deadline), token, nonce)
+
+
+def _read_greeting(connection: socket.socket, kind: str, deadline: float) -> dict[str, Any]:
+    header, _ = read_frame(connection, _MAX_GREETING_BYTES, max_bytes=0, deadline=deadline)
+    if header.get("kind") != kind:
+        raise FrameError(f"a {kind} was expected")
+    return header
+
+
+def _check_proof(header: dict[str, Any], token: str, nonce: str) -> None:
+    right = _proof(token, header["kind"], nonce)
+    if not hmac.compare_digest(right.encode(), str(header.get("proof")).encode()):
+        raise FrameError("the other side is of another session")
+
+
+def _proof(token: str, kind: str, nonce: Any) -> str:
+    return hmac.new(token.encode(), f"{kind} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+def _tune(connection: socket.socket, timeout_s: float) -> None:
+    connection.settimeout(timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle_s, interval_s, probes = _KEEPALIVE_S
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection, also for threads that wait on it; closing alone would not wake them."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
