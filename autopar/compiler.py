@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten
 
 from autopar import _jax
@@ -46,7 +46,7 @@ from autopar.ir.tiles import TilePlan
 from autopar.looped import Loop
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
-from autopar.lower.lanes import lane_axes, with_lanes
+from autopar.lower.lanes import AnyMesh, lane_axes, with_lanes
 from autopar.lower.pieces import cut_into_pieces, piece_function
 from autopar.lower.tiles import plan_transfers
 from autopar.methods import (
@@ -306,6 +306,34 @@ def rewritten(
 
 
 @dataclass(frozen=True)
+class OtherDevices:
+    """Devices of other processes, by number: programs can be lowered for them, not compiled."""
+
+    num_devices: int
+    platform: str
+
+    def __len__(self) -> int:
+        return self.num_devices
+
+
+def mesh_of(
+    devices: Sequence[Any] | OtherDevices,
+    numbers: Sequence[int],
+    shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+) -> AnyMesh:
+    """The mesh that some of the devices form, row by row."""
+    if isinstance(devices, OtherDevices):
+        return _jax.abstract_mesh(shape, axis_names)
+    grid = np.array([devices[d] for d in numbers], dtype=object)
+    return _jax.fresh_mesh(grid.reshape(shape), axis_names)
+
+
+def platform_of(devices: Sequence[Any] | OtherDevices) -> str:
+    return devices.platform if isinstance(devices, OtherDevices) else devices[0].platform
+
+
+@dataclass(frozen=True)
 class LoweredPipeline:
     """What runs a pipeline. `buffers`: (stage, value) -> type and sharding of what holds it;
     `tile_plans`: of transfers by number, for devices with memory of their own."""
@@ -313,12 +341,12 @@ class LoweredPipeline:
     pipeline: Pipeline
     programs: PipelinePrograms
     functions: tuple[Callable[..., list[Any]], ...]
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[Any, ...]
     buffers: dict[tuple[int, int], jax.ShapeDtypeStruct]
     tile_plans: dict[int, TilePlan]
 
 
-def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipeline:
+def lower_pipeline(planned: PlannedStep, devices: Sequence[Any] | OtherDevices) -> LoweredPipeline:
     """The pieces of a pipeline as functions, and the lists that run them."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
@@ -327,8 +355,7 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
     for stage in plan.stages:
         assert stage.plan is not None
         shardings.append(stage.plan.program)
-        grid = np.array([devices[d] for d in stage.devices], dtype=object)
-        own.append(_jax.fresh_mesh(grid.reshape(stage.mesh_shape), stage.plan.axis_names))
+        own.append(mesh_of(devices, stage.devices, stage.mesh_shape, stage.plan.axis_names))
     stage_mesh = tuple(stage.mesh for stage in plan.stages)
     meshes = tuple(own[stage_mesh.index(m)] for m in range(max(stage_mesh) + 1))
     pieces = cut_into_pieces(
@@ -350,7 +377,7 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
         mesh, aval = own[stage], avals[value]
         shape = getattr(aval, "shape", ())
         layout = (-1,) * len(mesh.axis_names) if layout is None else layout
-        lanes = [mesh.devices.shape[axis] for axis in lane_axes(layout)]
+        lanes = [mesh.axis_sizes[axis] for axis in lane_axes(layout)]
         ndim = len(lanes) + len(shape)
         spec = to_partition_spec(with_lanes(layout), ndim, mesh.axis_names)
         buffers[stage, value] = jax.ShapeDtypeStruct(
@@ -359,13 +386,14 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> LoweredPipel
             sharding=NamedSharding(mesh, spec),
             weak_type=getattr(aval, "weak_type", False),
         )
-    functions = tuple(piece_function(p, own[p.piece.stage]) for p in pieces.programs)
-    on_cpu = meshes[0].devices.flat[0].platform == "cpu"
-    tile_plans = {} if on_cpu else plan_transfers(pieces.pipeline, buffers)
+    platform = platform_of(devices)
+    functions = tuple(piece_function(p, own[p.piece.stage], platform) for p in pieces.programs)
+    in_one_memory = platform == "cpu" and not isinstance(devices, OtherDevices)
+    tile_plans = {} if in_one_memory else plan_transfers(pieces.pipeline, buffers)
     return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers, tile_plans)
 
 
-def check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
+def check_devices(plan: ParallelPlan, devices: Sequence[Any] | OtherDevices) -> None:
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
@@ -373,16 +401,18 @@ def check_devices(plan: ParallelPlan, devices: Sequence[Any]) -> None:
         )
 
 
-def annotate(planned: PlannedStep, devices: Sequence[Any]) -> tuple[Callable[..., list[Any]], Any]:
+def annotate(
+    planned: PlannedStep, devices: Sequence[Any] | OtherDevices
+) -> tuple[Callable[..., list[Any]], Any]:
     """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
     plan = planned.plan
     check_devices(plan, devices)
-    grid = np.array(devices[: plan.num_devices], dtype=object).reshape(plan.mesh_shape)
-    mesh = _jax.fresh_mesh(grid, plan.axis_names)
+    mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
     if plan.num_devices == 1 and planned.traced.num_micro_batches == 1 and not plan.remat:
         # Nothing to annotate: the step is simply jitted.
         return planned.traced.flat_fn, mesh
-    return annotated_function(planned.traced.program, plan.program, mesh), mesh
+    program, platform = planned.traced.program, platform_of(devices)
+    return annotated_function(program, plan.program, mesh, platform), mesh
 
 
 __all__ = [

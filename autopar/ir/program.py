@@ -117,6 +117,14 @@ class Pipeline:
         return max(self.stage_mesh) + 1
 
 
+def piece_names(pipeline: Pipeline) -> list[str]:
+    """`stage0_forward`, and `stage0_update_1` for the second part of a phase."""
+    return [
+        f"stage{piece.stage}_{piece.phase.value}" + (f"_{piece.part}" if piece.part else "")
+        for piece in pipeline.pieces
+    ]
+
+
 # -- instructions
 
 

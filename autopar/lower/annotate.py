@@ -18,16 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
-from autopar.lower.lanes import bind_in_lanes, empty_lanes, lane_axes, with_lanes
+from autopar.lower.lanes import AnyMesh, bind_in_lanes, empty_lanes, lane_axes, with_lanes
 from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
 from autopar.lower.philox import philox_bits
 
 
 def annotated_function(
-    program: Any, sharding: ProgramSharding, mesh: Mesh
+    program: Any, sharding: ProgramSharding, mesh: AnyMesh, platform: str | None = None
 ) -> Callable[..., list[Any]]:
-    """A flat function of the program's inputs, constrained as planned."""
-    writer = Writer(mesh)
+    """A flat function of the program's inputs, constrained as planned. A mesh without devices needs
+    the name of their platform."""
+    writer = Writer(mesh, platform)
 
     def run(*inputs: Any) -> list[Any]:
         return writer.run(program, sharding, inputs)
@@ -36,8 +37,12 @@ def annotated_function(
 
 
 class Writer:
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: AnyMesh, platform: str | None = None) -> None:
         self.mesh = mesh
+        if platform is None:
+            assert isinstance(mesh, Mesh), "a mesh without devices has no platform"
+            platform = mesh.devices.flat[0].platform
+        self.platform = platform
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
 
     def constrain(self, value: Any, layout: Layout | None) -> Any:
@@ -155,8 +160,7 @@ class Writer:
 
     def runs_on_parts(self, equation: Any) -> bool:
         """Elsewhere than on CPUs and GPUs, XLA's random generator is not the one we know."""
-        platform = self.mesh.devices.flat[0].platform
-        return equation.name != "random_bits" or platform in PHILOX_PLATFORMS
+        return equation.name != "random_bits" or self.platform in PHILOX_PLATFORMS
 
     def on_parts(
         self, equation: Any, own: EquationSharding, operands: list[Any], avals: list[Any]

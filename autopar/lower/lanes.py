@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autopar import _jax
 from autopar.ir.plan import Lanes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
+
+AnyMesh = Mesh | AbstractMesh
 
 
 def lane_axes(layout: Layout | None) -> tuple[int, ...]:
@@ -38,17 +40,17 @@ def with_lanes(layout: Layout) -> Layout:
     )
 
 
-def empty_lanes(array: Any, layout: Layout | None, mesh: Mesh) -> Any:
+def empty_lanes(array: Any, layout: Layout | None, mesh: AnyMesh) -> Any:
     """Zeros with lanes in the place of a loop's first carry, which is zero; without lanes it is
     left as it is."""
     axes = lane_axes(layout)
     if not axes:
         return array
-    sizes = [mesh.devices.shape[axis] for axis in axes]
+    sizes = [mesh.axis_sizes[axis] for axis in axes]
     return jnp.zeros((*sizes, *jnp.shape(array)), jnp.result_type(array))
 
 
-def bind_in_lanes(equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
+def bind_in_lanes(equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: AnyMesh) -> list[Any]:
     """Bind an equation once per lane; its results have lanes."""
     if equation.name == "conv_general_dilated":
         return _bind_on_each_rank(equation, lanes, operands, mesh)
@@ -68,7 +70,7 @@ def bind_in_lanes(equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: Me
     return bind(*arrays)
 
 
-def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: Mesh) -> Any:
+def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: AnyMesh) -> Any:
     """Cut the dimensions that lane axes split into lanes, each a leading dimension. Lanes that are
     there already stay."""
     there = len(lane_axes(layout))
@@ -81,7 +83,7 @@ def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: Mesh) -> Any:
     merged: list[int] = []  # the dimensions that are left, after those of lanes
     for dim, size in enumerate(array.shape):
         splitting = [axis for axis, entry in enumerate(layout) if entry == dim]
-        sizes = [mesh.devices.shape[axis] for axis in splitting]
+        sizes = [mesh.axis_sizes[axis] for axis in splitting]
         for axis, ranks in zip(splitting, sizes, strict=True):
             if axis in cut_axes:
                 lane_at[axis] = len(shape)
@@ -107,7 +109,7 @@ def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: Mesh) -> Any:
 
 
 def _bind_on_each_rank(
-    equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: Mesh
+    equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: AnyMesh
 ) -> list[Any]:
     """A convolution over lanes would be a grouped one, which XLA gathers. So each rank of the lane
     axes is given its part by `shard_map`; other axes are left to the partitioner."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
 from autopar.ir.program import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
 from autopar.ir.spec import Layout
 from autopar.lower.annotate import Writer
+from autopar.lower.lanes import AnyMesh
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,11 @@ def cut_into_pieces(
     return Pieces(pipeline, programs, layouts)
 
 
-def piece_function(piece: PieceProgram, mesh: Mesh) -> Callable[..., list[Any]]:
+def piece_function(
+    piece: PieceProgram, mesh: AnyMesh, platform: str | None = None
+) -> Callable[..., list[Any]]:
     """A flat function of the piece's reads that gives its writes, for `jax.jit`."""
-    writer = Writer(mesh)
+    writer = Writer(mesh, platform)
 
     def run(*arrays: Any) -> list[Any]:
         given = iter(arrays)

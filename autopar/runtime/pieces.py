@@ -11,18 +11,10 @@ from typing import Any
 import jax
 
 from autopar.errors import CompileError
-from autopar.ir.program import Piece, Pipeline
+from autopar.ir.program import Piece, Pipeline, piece_names
 
 # Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
 Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
-
-
-def piece_names(pipeline: Pipeline) -> list[str]:
-    """`stage0_forward`, and `stage0_update_1` for the second part of a phase."""
-    return [
-        f"stage{piece.stage}_{piece.phase.value}" + (f"_{piece.part}" if piece.part else "")
-        for piece in pipeline.pieces
-    ]
 
 
 def compile_pieces(

@@ -22,7 +22,7 @@ from autopar import _jax
 from autopar.errors import TraceError
 from autopar.ir.live import buffer_slots
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send
+from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send, piece_names
 from autopar.ir.tiles import TilePlan
 from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
 from autopar.runtime.debug import dump
@@ -37,7 +37,7 @@ from autopar.runtime.operations import (
     send_operation,
 )
 from autopar.runtime.order import Buffer, Ordered, interleave, live_bytes_over_time
-from autopar.runtime.pieces import Buffers, compile_pieces, piece_names, program_bytes
+from autopar.runtime.pieces import Buffers, compile_pieces, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
 

@@ -112,7 +112,8 @@ ALLOWED_IMPORTS = {
     "stage_tables": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
-    "api": {*BELOW_API, *EVERYONE},
+    "worker_step": {"compiler", "intra", "lower", *BELOW_PASSES, *EVERYONE},
+    "api": {"worker_step", *BELOW_API, *EVERYONE},
     "__init__": {"api", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program
     "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},

@@ -14,14 +14,7 @@ from typing import Any, Protocol
 
 import jax
 
-
-@dataclass(frozen=True)
-class End:
-    """A device as transports name it: the worker that owns it, and its place among that worker's
-    devices (`jax.local_devices()`)."""
-
-    worker: int
-    device: int
+from autopar.ir.remote import End
 
 
 @dataclass(frozen=True)
