@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from autopar.compiler import (
     plan_step,
 )
 from autopar.errors import ArgumentError, MeshError
-from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, preset_of
 from autopar.ir.plan import ParallelPlan
 from autopar.methods import (
     CreateStateParallel,
@@ -38,15 +37,6 @@ from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 
 Executable = LocalExecutable | PipelineExecutable | PartsExecutable
-
-_DEVICE_KINDS = (
-    ("H200", "h200-sxm"),
-    ("H100", "h100-sxm"),
-    ("A100-PCI", "a100-pcie"),
-    ("A100 80GB PCI", "a100-pcie"),
-    ("A100", "a100-sxm"),
-    ("V100", "v100"),
-)
 
 
 @dataclass
@@ -95,18 +85,8 @@ def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
     """What is known of the given devices, as a cluster."""
     hosts = {d.process_index for d in devices}
     per_host = max(1, len(devices) // max(1, len(hosts)))
-    kind = devices[0].device_kind
-    if devices[0].platform == "cpu":
-        return ClusterSpec(len(devices) // per_host, per_host, "cpu")
-    for sign, preset in _DEVICE_KINDS:
-        if sign in kind.upper():
-            return ClusterSpec(len(devices) // per_host, per_host, preset)
-    warnings.warn(
-        f"autopar knows no figures of the device {kind!r} and prices it as an H100; shardings stay "
-        "correct, estimates may be off.",
-        stacklevel=2,
-    )
-    return ClusterSpec(len(devices) // per_host, per_host, "h100-sxm")
+    preset = preset_of(devices[0].platform, devices[0].device_kind)
+    return ClusterSpec(len(devices) // per_host, per_host, preset)
 
 
 class ParallelFunction:

@@ -8,6 +8,7 @@ is priced at the slow link, which the groups of one host share.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -54,6 +55,32 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec("cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
     )
 }
+
+
+# What of a device's name, as its vendor writes it, tells which preset it is; the first that fits.
+_PRESETS_BY_NAME = (
+    ("H200", "h200-sxm"),
+    ("H100", "h100-sxm"),
+    ("A100-PCI", "a100-pcie"),
+    ("A100 80GB PCI", "a100-pcie"),
+    ("A100", "a100-sxm"),
+    ("V100", "v100"),
+)
+
+
+def preset_of(platform: str, kind: str) -> str:
+    """The preset of a device by its platform and its name (`jax.Device.device_kind`)."""
+    if platform == "cpu":
+        return "cpu"
+    for sign, preset in _PRESETS_BY_NAME:
+        if sign in kind.upper():
+            return preset
+    warnings.warn(
+        f"autopar knows no figures of the device {kind!r} and prices it as an H100; shardings stay "
+        "correct, estimates may be off.",
+        stacklevel=3,
+    )
+    return "h100-sxm"
 
 
 def device_spec(device: str | DeviceSpec) -> DeviceSpec:
