@@ -26,6 +26,7 @@ from autopar.errors import (
 )
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.loading import DataLoader, data_loader
 from autopar.methods import (
     AutoLayers,
     AutoParallel,
@@ -55,6 +56,7 @@ __all__ = [
     "ClusterSpec",
     "CompileError",
     "CreateStateParallel",
+    "DataLoader",
     "DataParallel",
     "DeviceSpec",
     "FollowParallel",
@@ -79,6 +81,7 @@ __all__ = [
     "Zero3Parallel",
     "compile",
     "constrain",
+    "data_loader",
     "init",
     "mark_layer_boundary",
     "parallelize",

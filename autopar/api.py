@@ -150,6 +150,11 @@ class ParallelFunction:
         self.last_planned = found
         return found
 
+    def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
+        """What was planned and compiled for the session's devices, the latest first."""
+        known = list(self._entries.items())
+        return [entry for key, own in known[::-1] if key[-1] == _session.devices for entry in own]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static = self._options.static_argnums
         if static:

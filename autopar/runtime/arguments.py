@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class SignatureChanged(Exception):
@@ -28,3 +29,20 @@ def with_own_buffers(leaves: Sequence[Any], donated: Collection[int]) -> Sequenc
             separate[i] = jax.numpy.copy(leaves[i])
         seen.add(id(leaves[i]))
     return separate
+
+
+def place_some(leaves: Mapping[int, Any], shardings: Sequence[Any]) -> dict[int, Any]:
+    """Put some arguments, given by position, where a program wants them. When this returns, their
+    owner may change what was given: on a CPU, JAX would go on using the memory of NumPy's arrays,
+    so they are copied."""
+    wanted = [shardings[position] for position in leaves]
+    own = [
+        np.array(leaf) if isinstance(leaf, np.ndarray) and _is_on_cpu(sharding) else leaf
+        for leaf, sharding in zip(leaves.values(), wanted, strict=True)
+    ]
+    placed = jax.block_until_ready(jax.device_put(own, wanted))
+    return dict(zip(leaves, placed, strict=True))
+
+
+def _is_on_cpu(sharding: Any) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"

@@ -9,7 +9,7 @@ does the slow path run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
-from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
+from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
 from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.threads import must_run_alone, run_alone
@@ -86,6 +86,11 @@ class LocalExecutable:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""
         return jax.device_put(list(leaves), self.input_shardings)
+
+    def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Put some arguments, by position, where the plan wants them. Their owner may change them
+        afterwards."""
+        return place_some(leaves, self.input_shardings)
 
     @property
     def compiled(self) -> jax.stages.Compiled:

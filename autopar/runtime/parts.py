@@ -3,7 +3,7 @@ side, with nothing sent between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class PartsExecutable:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the first stage wants them."""
         return self.parts[0].place(leaves)
+
+    def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Put some arguments, by position, where the plan wants them. Their owner may change them
+        afterwards."""
+        return self.parts[0].place_inputs(leaves)
 
     @property
     def compiled(self) -> dict[str, jax.stages.Compiled]:

@@ -24,7 +24,7 @@ from autopar.ir.live import buffer_slots
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send, piece_names
 from autopar.ir.tiles import TilePlan
-from autopar.runtime.arguments import SignatureChanged, is_weak, with_own_buffers
+from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
 from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.operations import (
@@ -210,6 +210,11 @@ class PipelineExecutable:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""
         return jax.device_put(list(leaves), self.input_shardings)
+
+    def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Put some arguments, by position, where the plan wants them. Their owner may change them
+        afterwards."""
+        return place_some(leaves, self.input_shardings)
 
     def _inside_of_another_program(self, leaves: Sequence[Any]) -> list[Any]:
         self._check_types(leaves)

@@ -95,6 +95,8 @@ def test_public_names() -> None:
         "init",
         "parallelize",
         "plan",
+        "DataLoader",
+        "data_loader",
         "register_rule",
         "shutdown",
         "solve_sharding",

@@ -114,7 +114,8 @@ ALLOWED_IMPORTS = {
     "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "worker_step": {"compiler", "intra", "lower", *BELOW_PASSES, *EVERYONE},
     "api": {"worker_step", *BELOW_API, *EVERYONE},
-    "__init__": {"api", *BELOW_API, *EVERYONE},
+    "loading": {"api", *BELOW_API, *EVERYONE},
+    "__init__": {"api", "loading", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program
     "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},

@@ -1,0 +1,366 @@
+"""`autopar.data_loader`: from any iterable of batches and a parallelized step to the same batches,
+each already where the step wants it.
+
+A thread takes batches from the iterable and puts them in place while the step computes, at most
+`prefetch` ahead. It keeps no reference to the `DataLoader`, so that one that is dropped ends its
+thread; the source is closed by the thread that used it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from autopar.api import ParallelFunction
+from autopar.compiler import PlannedStep, argument_names, is_array_leaf
+from autopar.errors import ArgumentError, DataError
+
+Argument = int | str
+Arguments = Argument | tuple[Argument, ...] | None
+
+_JOIN_S = 5.0  # how long closing waits for a source that is in the middle of a batch
+
+
+def data_loader(
+    iterable: Iterable[Any],
+    step: ParallelFunction,
+    *,
+    prefetch: int = 2,
+    argument: Argument | Sequence[Argument] | None = None,
+) -> DataLoader:
+    """Iterate over batches that are put where `step` wants them, in the background.
+
+    iterable: anything with `__iter__`: a list, a generator, a PyTorch, tf.data or grain loader.
+              Batches are pytrees; their leaves may be NumPy or JAX arrays, or tensors that NumPy
+              can read.
+    step:     what `parallelize` gave. Until it was called once, batches come as they are.
+    prefetch: how many batches are made ready ahead.
+    argument: which argument of the step a batch is, by position or name; several, if a batch is a
+              tuple with one entry for each. Default: the step's batch arguments.
+
+    A loop that ends early leaves the thread waiting for more: use `with`, or call `close()`.
+    """
+    if not isinstance(step, ParallelFunction):
+        raise ArgumentError(
+            f"data_loader(step={step!r}): needs the parallelized step, so that batches can be put "
+            "where it wants them: step = autopar.parallelize(fn), then "
+            "autopar.data_loader(batches, step)."
+        )
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise ArgumentError(
+            f"data_loader({iterable!r}, …): needs an iterable of batches, such as a list, a "
+            "generator or a PyTorch DataLoader."
+        )
+    if type(prefetch) is not int or prefetch < 1:
+        raise ArgumentError(
+            f"data_loader(prefetch={prefetch!r}): needs a whole number of batches, at least 1."
+        )
+    return DataLoader(iterable, step, prefetch, _checked_argument(argument))
+
+
+def _checked_argument(given: Any) -> Arguments:
+    if given is None:
+        return None
+    checked: Arguments = tuple(given) if isinstance(given, (tuple, list)) else given
+    for one in checked if isinstance(checked, tuple) else (checked,):
+        if not (isinstance(one, str) or (type(one) is int and one >= 0)):
+            raise ArgumentError(
+                f"data_loader(argument={given!r}): needs the position (a whole number ≥ 0) or the "
+                "name of the step's argument that a batch is, or several of them."
+            )
+    return checked
+
+
+class DataLoader:
+    """An iterator over placed batches, and a context manager.
+
+    A second loop goes on where the first one stopped. At the end the iterable is closed; another
+    loop then begins anew, if the iterable can.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        step: ParallelFunction,
+        prefetch: int,
+        argument: Arguments,
+    ) -> None:
+        self._iterable = iterable
+        self._step = step
+        self._prefetch = prefetch
+        self._argument = argument
+        self._queue: _Queue | None = None
+        self._closed = False
+
+    def __iter__(self) -> DataLoader:
+        if self._queue is not None and self._queue.at_end and not self._closed:
+            if isinstance(self._iterable, Iterator):
+                return self  # used up: the loop ends at once, as it would without a loader
+            self._queue = None
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise DataError(
+                "next() of a data loader that is closed. Make another with autopar.data_loader(…)."
+            )
+        if self._queue is None:
+            self._queue = _start(self._iterable, self._step, self._prefetch, self._argument)
+            weakref.finalize(self, self._queue.stop).atexit = False
+        return self._queue.get()
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and close the source. What the source raises on being closed is raised
+        here. A source in the middle of a batch is waited for, but not for ever."""
+        self._closed = True
+        if self._queue is not None:
+            self._queue.stop()
+            self._queue.join()
+            self._queue.raise_what_closing_raised()
+
+
+class _Queue:
+    """What the thread and the loader share: batches that are ready, and word to stop."""
+
+    def __init__(self, prefetch: int) -> None:
+        self._prefetch = prefetch
+        self._changed = threading.Condition()
+        self._ready: deque[Any] = deque()
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._close_error: BaseException | None = None
+        self._finished = False  # the thread adds nothing any more
+        self.at_end = False  # nor is anything left
+        self.thread: threading.Thread | None = None
+
+    # -- the loader's side
+
+    def get(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._finished)
+            if self._ready:
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+                return batch
+            self.at_end = True
+            error, self._error = self._error, None
+        self.join()
+        if error is None:
+            self.raise_what_closing_raised()
+            raise StopIteration
+        raise error
+
+    def stop(self) -> None:
+        """Have the thread end when it next looks; waits for nothing."""
+        with self._changed:
+            self._stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(_JOIN_S)
+
+    def raise_what_closing_raised(self) -> None:
+        with self._changed:
+            error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
+
+    # -- the thread's side
+
+    def wait_for_room(self) -> bool:
+        """False if there is to be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._prefetch)
+            return not self._stopped
+
+    def put(self, batch: Any) -> None:
+        with self._changed:
+            if not self._stopped:
+                self._ready.append(batch)
+                self._changed.notify_all()
+
+    def finish(self, error: BaseException | None, close_error: BaseException | None) -> None:
+        with self._changed:
+            self._error, self._close_error = error, close_error
+            self._finished = True
+            self._changed.notify_all()
+
+
+_running: weakref.WeakSet[_Queue] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is inside of JAX when the interpreter ends would end the process badly."""
+    queues = list(_running)
+    for queue in queues:
+        queue.stop()
+    for queue in queues:
+        if queue.thread is not None:
+            queue.thread.join(_JOIN_S)
+
+
+def _start(
+    iterable: Iterable[Any],
+    step: ParallelFunction,
+    prefetch: int,
+    argument: Arguments,
+) -> _Queue:
+    queue = _Queue(prefetch)
+    queue.thread = threading.Thread(
+        target=_load,
+        args=(queue, iterable, step, argument),
+        name="autopar-data-loader",
+        daemon=True,
+    )
+    _running.add(queue)
+    queue.thread.start()
+    return queue
+
+
+def _load(
+    queue: _Queue,
+    iterable: Iterable[Any],
+    step: ParallelFunction,
+    argument: Arguments,
+) -> None:
+    """The thread: take, place, hand over, until the source ends or nobody wants more."""
+    error = close_error = None
+    source: Any = None
+    number = 0
+    try:
+        source = iter(iterable)
+        while queue.wait_for_room():
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            queue.put(_placed(_as_arrays(batch, number), step, argument))
+            number += 1
+            del batch
+    except BaseException as raised:
+        raised.add_note(f"autopar.data_loader: this was raised at batch {number}, counted from 0.")
+        error = raised
+    try:
+        close = getattr(source, "close", None)
+        if callable(close):
+            close()
+    except BaseException as raised:
+        close_error = raised
+    queue.finish(error, close_error)
+
+
+# -- batches
+
+
+def _as_arrays(batch: Any, number: int) -> Any:
+    """The batch with tensors of other libraries as NumPy arrays."""
+    flat, treedef = tree_flatten_with_path(batch)
+    return tree_unflatten(treedef, [_as_array(leaf, path, number) for path, leaf in flat])
+
+
+def _as_array(leaf: Any, path: Any, number: int) -> Any:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        return leaf
+    numpy = getattr(leaf, "numpy", None)
+    if not callable(numpy) and not hasattr(leaf, "__array__"):
+        return leaf
+    try:
+        return np.asarray(numpy() if callable(numpy) else leaf)
+    except Exception as error:
+        raise DataError(
+            f"batch{keystr(path)} of batch {number}: a {type(leaf).__name__} that cannot be made a "
+            f"NumPy array: {error}. Let the iterable give arrays of numbers on the host."
+        ) from error
+
+
+def _placed(batch: Any, step: ParallelFunction, argument: Arguments) -> Any:
+    """The batch where a plan of the step wants it; as it is, but with arrays of its own, if it has
+    none for batches of this kind."""
+    for planned, executable in step.compiled_entries():
+        found = _positions_in(planned, step, batch, argument)
+        if found is None:
+            continue
+        flat, treedef = tree_flatten_with_path(batch)
+        leaves = [leaf for _, leaf in flat]
+        wanted = {position: leaves[i] for i, position in found.items() if _can_move(leaves[i])}
+        placed = executable.place_inputs(wanted)
+        return tree_unflatten(
+            treedef, [placed.get(found.get(i, -1), leaf) for i, leaf in enumerate(leaves)]
+        )
+    flat, treedef = tree_flatten_with_path(batch)
+    own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in flat]
+    return tree_unflatten(treedef, own)
+
+
+def _can_move(leaf: Any) -> bool:
+    """Python's numbers go with the call; arrays on several devices stay: moving these may need a
+    program of its own, which must not come between those of the step."""
+    if isinstance(leaf, jax.Array):
+        return len(leaf.sharding.device_set) == 1
+    return isinstance(leaf, (np.ndarray, np.generic))
+
+
+def _positions_in(
+    planned: PlannedStep, step: ParallelFunction, batch: Any, argument: Arguments
+) -> dict[int, int] | None:
+    """{leaf of the batch: input of the step}, if the plan is for such batches; else None."""
+    call, avals = planned.traced.call, planned.traced.avals
+    if argument is None:
+        owners = tuple(dict.fromkeys(call.argument[i] for i in planned.traced.batch))
+        parts = batch if len(owners) > 1 else [batch]
+    else:
+        given = argument if isinstance(argument, tuple) else (argument,)
+        owners = tuple(_owner(one, step, call.argument) for one in given)
+        parts = batch if isinstance(argument, tuple) else [batch]
+    if not owners or not isinstance(parts, (tuple, list)) or len(parts) != len(owners):
+        return None
+    found: dict[int, int] = {}
+    num_leaves = 0
+    for owner, part in zip(owners, parts, strict=True):
+        positions = [i for i, one in enumerate(call.argument) if one == owner]
+        flat, _ = tree_flatten_with_path(part)
+        arrays = [i for i, (_, leaf) in enumerate(flat) if is_array_leaf(leaf)]
+        if [flat[i][0] for i in arrays] != [call.key_paths[p] for p in positions]:
+            return None
+        for i, position in zip(arrays, positions, strict=True):
+            if not _has_type(flat[i][1], avals[position]):
+                return None
+            found[num_leaves + i] = position
+        num_leaves += len(flat)
+    return found
+
+
+def _owner(given: Argument, step: ParallelFunction, owners: Sequence[Argument]) -> Argument:
+    """An argument as the call has it: by position, or by name if it was given by name."""
+    names = argument_names(inspect.unwrap(step))
+    if isinstance(given, str):
+        other = names.index(given) if given in names else given
+    else:
+        other = names[given] if given < len(names) else given
+    return given if given in owners else other
+
+
+def _has_type(leaf: Any, aval: Any) -> bool:
+    try:
+        own = jax.typeof(leaf)
+    except TypeError:
+        return False
+    return (own.shape, own.dtype) == (aval.shape, aval.dtype)
