@@ -135,7 +135,7 @@ class MeshTask:
     recv_order: for a `Recv` (by its place in the list), the places of those which are to be posted
                 before it is waited for, in the order in which the other side sends.
     ends:       by mesh and device of it, for all meshes that this one sends to or receives from.
-    num_tags:   tags of a step lie below.
+    used_up:    places among the program's inputs whose buffers the step uses up.
     """
 
     number: int
@@ -146,7 +146,7 @@ class MeshTask:
     crossings: dict[int, Crossing]
     recv_order: dict[int, tuple[int, ...]]
     ends: dict[int, tuple[End, ...]]
-    num_tags: int
+    used_up: tuple[int, ...]
 
 
 def recv_order(programs: PipelinePrograms, mesh: int) -> dict[int, tuple[int, ...]]:

@@ -99,3 +99,36 @@ def live_bytes_over_time(
         else:
             change(step.mesh, instruction.buffers, ())
             yield Moment(step.mesh, step, total[step.mesh])
+
+
+def peak_live_bytes(
+    order: Sequence[Ordered], programs: PipelinePrograms, bytes_of: Callable[[Buffer], int]
+) -> tuple[int, ...]:
+    """The most bytes that lie in buffers of each mesh between instructions."""
+    peaks = [
+        sum(bytes_of((mesh, buffer)) for _, buffer in program.inputs)
+        for mesh, program in enumerate(programs.meshes)
+    ]
+    for moment in live_bytes_over_time(order, programs, bytes_of):
+        peaks[moment.mesh] = max(peaks[moment.mesh], moment.live_bytes)
+    return tuple(peaks)
+
+
+def peak_bytes(
+    order: Sequence[Ordered],
+    programs: PipelinePrograms,
+    bytes_of: Callable[[Buffer], int],
+    own_bytes: Sequence[int],
+) -> tuple[int, ...]:
+    """Peak bytes by mesh: while a piece runs, its own (`own_bytes`, by piece: arguments, results
+    and temporaries) and what else lies in buffers."""
+    peaks = list(peak_live_bytes(order, programs, bytes_of))
+    for moment in live_bytes_over_time(order, programs, bytes_of):
+        run = moment.step.instruction
+        if not isinstance(run, Run):
+            continue
+        used_up = {run.reads[i] for i in programs.donated[run.piece]}
+        left = (set(run.reads) - used_up) | set(run.writes)
+        others = moment.live_bytes - sum(bytes_of((moment.mesh, b)) for b in left)
+        peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.piece])
+    return tuple(peaks)

@@ -36,7 +36,7 @@ from autopar.runtime.operations import (
     run_operation,
     send_operation,
 )
-from autopar.runtime.order import Buffer, Ordered, interleave, live_bytes_over_time
+from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.pieces import Buffers, compile_pieces, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
@@ -287,29 +287,13 @@ class PipelineExecutable:
     def live_bytes(self) -> tuple[int, ...]:
         """The most bytes that lie in buffers of each mesh between instructions, per device, as
         the lists say: what `run_tracked` sees."""
-        peaks = [
-            sum(self._bytes_of((mesh, buffer)) for _, buffer in program.inputs)
-            for mesh, program in enumerate(self.programs.meshes)
-        ]
-        for moment in live_bytes_over_time(self._order, self.programs, self._bytes_of):
-            peaks[moment.mesh] = max(peaks[moment.mesh], moment.live_bytes)
-        return tuple(peaks)
+        return peak_live_bytes(self._order, self.programs, self._bytes_of)
 
     def mesh_memory_bytes(self) -> tuple[int, ...]:
         """Peak bytes per device, by mesh: while a piece runs, XLA's own figure of it (arguments,
         results and temporaries, those in place once) and what else lies in buffers."""
-        programs = list(self.compiled.values())
-        own_bytes = [program_bytes(program) for program in programs]
-        peaks = list(self.live_bytes())
-        for moment in live_bytes_over_time(self._order, self.programs, self._bytes_of):
-            run = moment.step.instruction
-            if not isinstance(run, Run):
-                continue
-            used_up = {run.reads[i] for i in self.programs.donated[run.piece]}
-            left = (set(run.reads) - used_up) | set(run.writes)
-            others = moment.live_bytes - sum(self._bytes_of((moment.mesh, b)) for b in left)
-            peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.piece])
-        return tuple(peaks)
+        own_bytes = [program_bytes(program) for program in self.compiled.values()]
+        return peak_bytes(self._order, self.programs, self._bytes_of, own_bytes)
 
     def memory_bytes(self) -> int:
         """Peak bytes of the fullest device."""

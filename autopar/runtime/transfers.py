@@ -39,7 +39,7 @@ def transfer_function(
         source, target = aval.sharding, wanted.sharding
         assert isinstance(source, NamedSharding) and isinstance(target, NamedSharding)
         if source.device_set == target.device_set:
-            ways.append(([i], _each(_copier(target))))
+            ways.append(([i], _each(copier(target))))
         elif _jax.is_extended_dtype(aval.dtype):
             put.append(i)
         elif _indices(aval.shape, source) == _indices(aval.shape, target):
@@ -81,10 +81,10 @@ def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[Box]:
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A function that takes an array to the target's mesh as planned."""
     steps = _Steps(plan, target)
-    return _alone(steps.send, target.mesh) if _waits(target) else steps.send
+    return alone(steps.send, target.mesh) if waits(target) else steps.send
 
 
-def _alone(way: Callable[[jax.Array], jax.Array], mesh: Any) -> Callable[[jax.Array], jax.Array]:
+def alone(way: Callable[[jax.Array], jax.Array], mesh: Any) -> Callable[[jax.Array], jax.Array]:
     devices = list(mesh.devices.flat)
     return lambda array: run_alone(lambda one: [way(one)], [array], devices)[0]
 
@@ -96,7 +96,7 @@ class _Steps:
         self.plan = plan
         self.target = target
         self.devices = _devices(target)
-        self.landed = _landed_sharding(plan, target)
+        self.landed = landed_sharding(plan, target)
         # By sender: all the tiles that one device sends are cut by one program.
         self.senders: dict[int, list[tuple[int, Tile]]] = {}
         by_receiver: dict[int, list[int]] = {}
@@ -104,14 +104,14 @@ class _Steps:
             self.senders.setdefault(tile.source, []).append((number, tile))
             by_receiver.setdefault(tile.target, []).append(number)
         self.cutters = {
-            source: _cutter(tuple(within(tile.box, _held_box(plan, source)) for _, tile in tiles))
+            source: cutter(tuple(within(tile.box, held_box(plan, source)) for _, tile in tiles))
             for source, tiles in self.senders.items()
         }
         self.joiners = {
-            receiver: (numbers, _joiner(tuple(plan.tiles[n].box for n in numbers)))
+            receiver: (numbers, joiner(tuple(plan.tiles[n].box for n in numbers)))
             for receiver, numbers in by_receiver.items()
         }
-        self.copies = _copied_from(plan)
+        self.copies = copied_from(plan)
         self.to_devices = [self.devices[tile.target] for tile in plan.tiles]
 
     def send(self, array: jax.Array) -> jax.Array:
@@ -132,10 +132,10 @@ class _Steps:
         landed = jax.make_array_from_single_device_arrays(
             array.shape, self.landed, parts, dtype=array.dtype
         )
-        return _gather(self.target)(landed) if self.landed != self.target else landed
+        return gatherer(self.target)(landed) if self.landed != self.target else landed
 
 
-def _held_box(plan: TilePlan, source: int) -> Box:
+def held_box(plan: TilePlan, source: int) -> Box:
     return shard_box(plan.shape, plan.source_layout, plan.source_mesh, source)
 
 
@@ -151,7 +151,7 @@ def _shards_in_order(array: jax.Array) -> list[jax.Array]:
     return [by_device[device] for device in _devices(sharding)]
 
 
-def _landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
+def landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
     """How the array lies before shards are gathered. Cuts are minor to those of the layout, so that
     names in an entry may be out of mesh order."""
     names = target.mesh.axis_names
@@ -165,7 +165,7 @@ def _landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
     return NamedSharding(target.mesh, PartitionSpec(*entries))
 
 
-def _copied_from(plan: TilePlan) -> list[tuple[int, int]]:
+def copied_from(plan: TilePlan) -> list[tuple[int, int]]:
     """(device, device) pairs: who receives nothing, and whose part it gets a copy of."""
     grid = np.arange(np.prod(plan.target_mesh)).reshape(plan.target_mesh)
     for axis, (cut, own) in enumerate(zip(plan.landing, plan.target_layout, strict=True)):
@@ -175,7 +175,7 @@ def _copied_from(plan: TilePlan) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], Sequence[jax.Array]]:
+def cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], Sequence[jax.Array]]:
     def cut(shard: jax.Array) -> list[jax.Array]:
         return [shard[slices(box)] for box in boxes]
 
@@ -183,7 +183,7 @@ def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], Sequence[jax.Array]
 
 
 @lru_cache(maxsize=4096)
-def _joiner(boxes: tuple[Box, ...]) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def joiner(boxes: tuple[Box, ...]) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Puts tiles together, which form a grid."""
     if len(boxes) == 1:
         return lambda tiles: tiles[0]
@@ -212,16 +212,16 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
 
 
 @lru_cache(maxsize=4096)
-def _copier(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def copier(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
     copy = jax.jit(jnp.copy, out_shardings=target)
-    return _alone(copy, target.mesh) if _waits(target) else copy
+    return alone(copy, target.mesh) if waits(target) else copy
 
 
-def _waits(target: NamedSharding) -> bool:
+def waits(target: NamedSharding) -> bool:
     return isinstance(target.mesh, Mesh) and must_run_alone(target.mesh)
 
 
 @lru_cache(maxsize=4096)
-def _gather(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def gatherer(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda array: array, out_shardings=target)

@@ -1,0 +1,254 @@
+"""Arrays that lie on workers: the driver's handle to them.
+
+A `DistributedArray` has a shape, a type and a place, and no numbers: those are fetched when they
+are asked for, as few shards as hold each element once. When the handle is dropped, the workers let
+their buffers go with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autopar import _jax
+from autopar.errors import ArgumentError
+from autopar.ir.remote import Held
+from autopar.ir.spec import to_partition_spec
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """A mesh of a cluster: the cluster's numbers of its devices, in the arrangement that an array's
+    spec speaks of."""
+
+    devices: tuple[int, ...]
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
+        return f"mesh({axes}; devices {_ranges(self.devices)})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if list(numbers) == list(range(first, last + 1)):
+        return f"{first}" if first == last else f"{first}-{last}"
+    return ",".join(map(str, numbers))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One of the places where a value lies: on a mesh (as the session knows it), under a number."""
+
+    mesh: Any
+    number: int
+    held: Held
+
+
+class DistributedArray:
+    """An array on the meshes of a cluster. `np.asarray(x)`, `float(x)` and `x.fetch()` bring its
+    value here; everything else is for the steps that take it."""
+
+    __slots__ = ("__weakref__", "_copies", "_known", "_owner", "dtype", "shape", "weak_type")
+
+    def __init__(
+        self,
+        owner: Any,
+        shape: tuple[int, ...],
+        dtype: Any,
+        weak_type: bool,
+        copies: tuple[Copy, ...],
+        known: Callable[[], Any] | None = None,
+    ) -> None:
+        self._owner = owner  # the session
+        self._copies = copies
+        self._known = known  # waits for the step that makes it; its raw value, or None
+        self.shape = shape
+        self.dtype = dtype
+        self.weak_type = weak_type
+
+    # -- what is known of it
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._copies[0].held.nbytes if self._copies else 0
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it is split over the axes of its (first) mesh."""
+        held = self._first().held
+        return to_partition_spec(held.layout, self.ndim, held.axis_names)
+
+    @property
+    def mesh(self) -> MeshPlace:
+        return self.meshes[0]
+
+    @property
+    def meshes(self) -> tuple[MeshPlace, ...]:
+        """All meshes that hold it; each holds the whole value."""
+        self._first()
+        return tuple(
+            MeshPlace(
+                tuple(copy.mesh.devices[place] for place in copy.held.grid),
+                copy.held.mesh_shape,
+                copy.held.axis_names,
+            )
+            for copy in self._copies
+        )
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        return self._copies
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
+
+    def is_deleted(self) -> bool:
+        return not self._copies
+
+    def __repr__(self) -> str:
+        name = f"DistributedArray({self.dtype}{list(self.shape)}"
+        if not self._copies:
+            return f"{name}, deleted)"
+        others = f" and {len(self._copies) - 1} more" if len(self._copies) > 1 else ""
+        return f"{name}, {self.spec} on {self.mesh}{others})"
+
+    # -- its value
+
+    def fetch(self) -> Any:
+        """The value as a NumPy array; of random keys, as a JAX array of keys."""
+        raw = self._raw()
+        if _jax.is_extended_dtype(self.dtype):
+            bits = jax.numpy.asarray(raw)
+            return jax.random.wrap_key_data(bits, impl=_jax.key_impl_name(self.dtype))
+        return raw
+
+    def _raw(self) -> np.ndarray:
+        self._first()
+        if self._known is not None:
+            value = self._known()
+            if value is not None:
+                return value
+        return self._owner.fetch(self)
+
+    def block_until_ready(self) -> DistributedArray:
+        """Wait for the step that makes it."""
+        self._first()
+        if self._known is not None:
+            self._known()
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("The value of a DistributedArray must be copied from the workers.")
+        if _jax.is_extended_dtype(self.dtype):
+            raise TypeError("Random keys are no numbers: use x.fetch(), or jax.random.key_data.")
+        value = self._raw()
+        return value.astype(dtype) if dtype is not None and dtype != value.dtype else value
+
+    def item(self) -> Any:
+        return np.asarray(self).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
+    def __index__(self) -> int:
+        return np.asarray(self).__index__()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.ndim == 0 else repr(self), spec)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    # -- its end
+
+    def delete(self) -> None:
+        """Let the workers' buffers go now, not when the handle is dropped."""
+        for copy in self.take():
+            copy.mesh.release(copy.number)
+
+    def take(self) -> tuple[Copy, ...]:
+        """The copies, which are no longer this handle's to free: a step uses them up."""
+        copies, self._copies = self._copies, ()
+        self._known = None
+        return copies
+
+    def __del__(self) -> None:
+        # May run in any thread, at any time: it only appends to a list.
+        for copy in getattr(self, "_copies", ()):
+            copy.mesh.release(copy.number)
+
+    def _first(self) -> Copy:
+        if not self._copies:
+            raise ArgumentError(
+                f"this {self!r} was used up: a step that returns updated state takes over the "
+                "buffers of the old one (donate_argnums='auto'), or the cluster was shut down. Use "
+                "the state that the step returned, or keep the old one with "
+                "parallelize(…, donate_argnums=())."
+            )
+        return self._copies[0]
+
+    # -- what it does not do
+
+    def __jax_array__(self) -> Any:
+        raise _refused(self, "used in a JAX operation")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _refused(self, "indexed")
+
+    def __iter__(self) -> Any:
+        raise _refused(self, "iterated over")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _refused(array: DistributedArray, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{array!r} lies on workers and cannot be {what} here. Bring it to the driver with "
+        "np.asarray(x), or compute inside of a function that autopar.parallelize runs there."
+    )
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def method(self: DistributedArray, *others: Any) -> Any:
+        raise _refused(self, f"computed with ({name})")
+
+    return method
+
+
+_ARITHMETIC = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "
+    "rpow matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
+    "lt le gt ge eq ne round iadd isub imul itruediv"
+)
+for _name in _ARITHMETIC.split():
+    setattr(DistributedArray, f"__{_name}__", _refuse(_name))

@@ -1,0 +1,478 @@
+"""A step on the meshes of a cluster: what `step.last_executable` gives there.
+
+A call sends one command to each worker (with what it must know of new arguments) and returns
+handles at once; the workers carry out the step. A few steps may be on their way at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import _jax
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program import Free, PipelinePrograms, Recv, Run, Send
+from autopar.ir.remote import Argument, Held, LoweredStep, MeshTask, PieceSpec, recv_order
+from autopar.ir.spec import num_shards
+from autopar.runtime.arguments import SignatureChanged, is_weak
+from autopar.runtime.debug import dump
+from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
+from autopar.runtime.remote.arrays import Copy, DistributedArray
+from autopar.runtime.remote.executor import Put, StepCall
+from autopar.runtime.remote.exporting import export_piece
+from autopar.runtime.remote.moving import move
+from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
+
+MAX_STEPS_AHEAD = 2
+_COMPILE_LIMIT_S = 4 * 3600.0
+_WATCHED_BYTES = 4096  # values up to this size come back with the answer to the step
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """What the last call cost the driver."""
+
+    num_calls: int  # remote procedure calls
+    uploaded_bytes: int
+
+
+class RemoteExecutable:
+    """avals, out_avals: types of the step's arguments and results.
+    whole:           the step as one flat function, for when it is called inside of another
+                     program.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        lowered: LoweredStep,
+        session: RemoteSession,
+        avals: Sequence[Any],
+        out_avals: Sequence[Any],
+        whole: Callable[..., Sequence[Any]],
+    ) -> None:
+        self.plan = plan
+        self.avals = tuple(avals)
+        self.out_avals = tuple(out_avals)
+        self.programs: PipelinePrograms = lowered.programs
+        self.last_call: CallStats | None = None
+        self._lowered = lowered
+        self._session = session
+        self._whole = whole
+        self._types = [(aval.shape, aval.dtype) for aval in self.avals]
+        self._weak_types = [aval.weak_type for aval in self.avals]
+        self._order = interleave(lowered.programs)
+        self._ahead: deque[list[Any]] = deque()
+        self._piece_bytes: dict[int, int] = {}
+        num_meshes = len(lowered.meshes)
+        self._arguments: list[list[Argument]] = [
+            [a for a in lowered.arguments if a.mesh == mesh] for mesh in range(num_meshes)
+        ]
+        self._results = [
+            [r for r in lowered.results if r.mesh == mesh] for mesh in range(num_meshes)
+        ]
+        self._num_tags = 1 + max(
+            (
+                i.tag
+                for program in lowered.programs.meshes
+                for i in program.instructions
+                if isinstance(i, Send)
+            ),
+            default=0,
+        )
+        self._watched = [
+            tuple(place for place, r in enumerate(own) if _is_small(r.held))
+            for own in self._results
+        ]
+        self.meshes: list[RemoteMesh] = session.meshes(lowered.meshes)
+        self.number = session.new_task()
+        self._load()
+
+    # -- loading
+
+    def _tasks(self) -> list[MeshTask]:
+        lowered = self._lowered
+        ends = {number: mesh.ends for number, mesh in enumerate(self.meshes)}
+        tasks = []
+        for mesh, program in enumerate(lowered.programs.meshes):
+            pieces = {
+                number: PieceSpec(p.name, p.stage, p.reads, p.writes, p.donated)
+                for number, p in enumerate(lowered.pieces)
+                if lowered.piece_mesh[number] == mesh
+            }
+            moves = [i for i in program.instructions if isinstance(i, Send | Recv)]
+            near = {mesh} | {i.to_mesh if isinstance(i, Send) else i.from_mesh for i in moves}
+            tasks.append(
+                MeshTask(
+                    self.number,
+                    lowered.name,
+                    mesh,
+                    pieces,
+                    program,
+                    {t: lowered.crossings[t] for i in moves for t in i.transfers},
+                    recv_order(lowered.programs, mesh),
+                    {number: ends[number] for number in sorted(near)},
+                    tuple(
+                        place
+                        for place, (position, _) in enumerate(program.inputs)
+                        if position in lowered.donated
+                    ),
+                )
+            )
+        return tasks
+
+    def _load(self) -> None:
+        lowered, session = self._lowered, self._session
+        platform = session.cluster.platform
+        exported = [export_piece(lowered.name, piece, platform) for piece in lowered.pieces]
+        tasks = self._tasks()
+        session.tasks[self.number] = lowered
+        waiting: list[tuple[int, Any]] = []
+        for mesh, task in zip(self.meshes, tasks, strict=True):
+            programs = [np.frombuffer(exported[number], np.uint8) for number in task.pieces]
+            args = []
+            for channel in mesh.channels:
+                key = session.new_key()
+                channel.send(key, programs)
+                args.append((task, key))
+            announced = mesh.group.submit("announce", args)
+            for number in task.pieces:
+                replies = mesh.submit("compiled", self.number, number)
+                waiting += [(number, reply) for reply in replies]
+            for reply in announced:
+                reply.result(_COMPILE_LIMIT_S)
+        with _Progress(f"compiling {lowered.name}", len(waiting)) as progress:
+            for number, reply in waiting:
+                self._piece_bytes[number] = reply.result(_COMPILE_LIMIT_S)
+                progress.step()
+        loaded = [mesh.submit("load", self.number) for mesh in self.meshes]
+        session.prepare_links(self.meshes, [reply for own in loaded for reply in own])
+
+    # -- running
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        self._check_types(leaves)
+        if _jax.is_tracing():
+            return list(self._whole(*leaves))
+        with self._session.lock:
+            self._session.check()
+            self._wait_for_room()
+            return self._submit(leaves)
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        if len(leaves) != len(self._types) or [is_weak(x) for x in leaves] != self._weak_types:
+            raise SignatureChanged
+        for leaf, expected in zip(leaves, self._types, strict=True):
+            if not isinstance(leaf, (jax.Array, DistributedArray)):
+                leaf = jax.typeof(leaf)  # with the types that JAX gives to what comes from NumPy
+            if (leaf.shape, leaf.dtype) != expected:
+                raise SignatureChanged
+
+    def _wait_for_room(self) -> None:
+        """A step is sent when at most `MAX_STEPS_AHEAD` others are not done."""
+        while len(self._ahead) >= MAX_STEPS_AHEAD:
+            for reply in self._ahead.popleft():
+                reply.result()
+
+    def _submit(self, leaves: Sequence[Any]) -> list[Any]:
+        session, lowered = self._session, self._lowered
+        for leaf in leaves:
+            if isinstance(leaf, DistributedArray) and leaf.is_deleted():
+                raise RuntimeError(f"Array has been deleted: {leaf!r}")
+        calls: list[list[StepCall]] = []
+        taken: list[DistributedArray] = []
+        uploaded_bytes = num_calls = 0
+        outputs: list[list[int]] = []
+        first_tag = session.new_tags(self._num_tags)
+        seen: set[int] = set()  # arrays that an argument which is used up has
+        for mesh, arguments, results, watched in zip(
+            self.meshes, self._arguments, self._results, self._watched, strict=True
+        ):
+            numbers: dict[int, int] = {}  # by place among the arguments
+            dropped: list[int] = []
+            new: list[tuple[int, Argument]] = []
+            copied: list[tuple[int, int, Held]] = []
+            # What is used up last: others may read the same array.
+            in_order = sorted(
+                enumerate(arguments), key=lambda one: one[1].position in lowered.donated
+            )
+            for place, argument in in_order:
+                leaf = leaves[argument.position]
+                used_up = argument.position in lowered.donated
+                if not isinstance(leaf, DistributedArray):
+                    new.append((place, argument))
+                    continue
+                found = _copy_on(leaf, mesh, argument.held)
+                if found is None:
+                    number = move(session, leaf, mesh, argument.held)
+                    if not used_up:
+                        dropped.append(number)
+                elif used_up and (found in seen or found in numbers.values()):
+                    number = session.new_number(mesh)
+                    copied.append((found, number, argument.held))
+                else:
+                    number = found
+                numbers[place] = number
+                if used_up:
+                    seen.add(number)
+                    taken.append(leaf)
+            puts: list[tuple[Put, ...]] = [()] * len(mesh.places)
+            if new:
+                values = [(leaves[a.position], a.held) for _, a in new]
+                made, puts = session.upload(mesh, values)
+                uploaded_bytes += sum(held.nbytes for _, held in values)
+                for (place, argument), number in zip(new, made, strict=True):
+                    numbers[place] = number
+                    if argument.position not in lowered.donated:
+                        dropped.append(number)
+            if copied:
+                mesh.submit("reshard", copied, fatal=True)
+                num_calls += len(mesh.places)
+            outputs.append([session.new_number(mesh) for _ in results])
+            in_list = tuple(numbers[place] for place in range(len(arguments)))
+            freed = mesh.take_released()
+            mesh.group.num_arrays -= len(dropped) + sum(
+                a.position in lowered.donated for a in arguments
+            )
+            calls.append(
+                [
+                    StepCall(
+                        self.number,
+                        in_list,
+                        tuple(outputs[-1]),
+                        own,
+                        freed,
+                        tuple(dropped),
+                        first_tag,
+                        watched,
+                    )
+                    for own in puts
+                ]
+            )
+        replies = [
+            mesh.group.submit("step", [(call,) for call in own], fatal=True)
+            for mesh, own in zip(self.meshes, calls, strict=True)
+        ]
+        num_calls += sum(map(len, calls))
+        self.last_call = CallStats(num_calls, uploaded_bytes)
+        self._use_up(taken)
+        self._ahead.append([reply for own in replies for reply in own])
+        return self._handles(outputs, replies)
+
+    def _use_up(self, taken: Sequence[DistributedArray]) -> None:
+        """Handles whose buffers the step has: copies that it did not take are freed."""
+        for leaf in taken:
+            for copy in leaf.take():
+                if all(copy.mesh is not mesh for mesh in self.meshes):
+                    copy.mesh.release(copy.number)
+
+    def _handles(self, outputs: Sequence[Sequence[int]], replies: Sequence[Any]) -> list[Any]:
+        copies: dict[int, list[Copy]] = {}
+        known: dict[int, Callable[[], Any]] = {}
+        for mesh, own, numbers, done, watched in zip(
+            self.meshes, self._results, outputs, replies, self._watched, strict=True
+        ):
+            for place, (result, number) in enumerate(zip(own, numbers, strict=True)):
+                copies.setdefault(result.position, []).append(Copy(mesh, number, result.held))
+                known[result.position] = _waiter(done[0], place if place in watched else None)
+        return [
+            DistributedArray(
+                self._session,
+                tuple(aval.shape),
+                aval.dtype,
+                getattr(aval, "weak_type", False),
+                tuple(copies[position]),
+                known[position],
+            )
+            for position, aval in enumerate(self.out_avals)
+        ]
+
+    # -- arguments
+
+    def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Put arguments, by their position, where the plan wants them."""
+        placed: dict[int, Any] = {}
+        by_mesh: dict[int, list[Argument]] = {}
+        for argument in self._lowered.arguments:
+            if argument.position in leaves and argument.position not in placed:
+                placed[argument.position] = leaves[argument.position]
+                if not isinstance(leaves[argument.position], DistributedArray):
+                    by_mesh.setdefault(argument.mesh, []).append(argument)
+        for mesh, arguments in by_mesh.items():
+            values = [(leaves[a.position], a.held, self.avals[a.position]) for a in arguments]
+            arrays = self._session.place(self.meshes[mesh], values)
+            placed |= {a.position: x for a, x in zip(arguments, arrays, strict=True)}
+        return placed
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Put host arrays where the plan wants them."""
+        placed = self.place_inputs(dict(enumerate(leaves)))
+        return [placed[position] for position in range(len(leaves))]
+
+    def wait(self) -> None:
+        """Wait for all steps that were called."""
+        while self._ahead:
+            for reply in self._ahead.popleft():
+                reply.result()
+
+    # -- looking into it
+
+    @property
+    def _buffer_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes on one device of every buffer: (mesh, number)."""
+        found: dict[tuple[int, int], int] = {}
+        for argument in self._lowered.arguments:
+            found[argument.mesh, argument.buffer] = _bytes_on_one_device(argument.held)
+        for mesh, program in enumerate(self.programs.meshes):
+            for instruction in program.instructions:
+                if isinstance(instruction, Run):
+                    piece = self._lowered.pieces[instruction.piece]
+                    for buffer, held in zip(instruction.writes, piece.writes, strict=True):
+                        found[mesh, buffer] = _bytes_on_one_device(held)
+                elif isinstance(instruction, Recv):
+                    for buffer, number in zip(
+                        instruction.buffers, instruction.transfers, strict=True
+                    ):
+                        target = self._lowered.crossings[number].target
+                        found[mesh, buffer] = _bytes_on_one_device(target)
+        return found
+
+    def live_bytes(self) -> tuple[int, ...]:
+        """The most bytes that lie in buffers of each mesh between instructions, per device."""
+        return peak_live_bytes(self._order, self.programs, self._buffer_bytes.__getitem__)
+
+    def mesh_memory_bytes(self) -> tuple[int, ...]:
+        """Peak bytes per device, by mesh: while a piece runs, XLA's own figure of it, and what else
+        lies in buffers."""
+        own = [self._piece_bytes[number] for number in range(len(self._lowered.pieces))]
+        return peak_bytes(self._order, self.programs, self._buffer_bytes.__getitem__, own)
+
+    def memory_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return max(self.mesh_memory_bytes())
+
+    def num_instructions(self) -> dict[str, int]:
+        """How many instructions of each kind a step has, on all meshes together."""
+        kinds = [type(i).__name__ for program in self.programs.meshes for i in program.instructions]
+        return dict(Counter(kinds))
+
+    def hlo_texts(self) -> dict[str, str]:
+        """XLA's optimized HLO of every piece, by name."""
+        texts: dict[int, str] = {}
+        for mesh in self.meshes:
+            first = [(self.number,)] + [None] * (len(mesh.places) - 1)
+            texts |= mesh.group.submit("hlo_texts", first)[0].result(_COMPILE_LIMIT_S)
+        return {self._lowered.pieces[n].name: texts[n] for n in sorted(texts)}
+
+    def hlo_text(self) -> str:
+        """XLA's optimized HLO of every piece, each under its name."""
+        return "\n\n".join(f"// {name}\n\n{text}" for name, text in self.hlo_texts().items())
+
+    def collectives(self) -> tuple[CollectiveOp, ...]:
+        """Every collective that XLA will run in a step, with bytes and group sizes. Transfers from
+        mesh to mesh are none."""
+        runs = Counter(o.instruction.piece for o in self._order if isinstance(o.instruction, Run))
+        names = [piece.name for piece in self._lowered.pieces]
+        return tuple(
+            replace(op, trips=op.trips * runs[names.index(name)])
+            for name, text in self.hlo_texts().items()
+            for op in read_collectives(text)
+        )
+
+    def dump_debug_info(self, directory: str | Path) -> None:
+        """Write plan, explanation and HLO into a folder."""
+        dump(
+            self,
+            directory,
+            mesh_memory_bytes=self.mesh_memory_bytes(),
+            num_instructions=self.num_instructions(),
+        )
+
+
+def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[int | None, str]:
+    """(stage, words) of an instruction in a mesh's list."""
+    instructions = lowered.programs.meshes[mesh].instructions
+    if not 0 <= place < len(instructions):
+        return None, ""
+    match instructions[place]:
+        case Run(piece=number, micro_batch=micro_batch):
+            piece = lowered.pieces[number]
+            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+            return piece.stage, f"running {piece.name}{of}"
+        case Send(buffers=buffers, to_mesh=other, micro_batch=micro_batch):
+            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+            return _stage_on(lowered, mesh), f"sending {len(buffers)} arrays{of} to mesh {other}"
+        case Recv(buffers=buffers, from_mesh=other, micro_batch=micro_batch):
+            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+            words = f"receiving {len(buffers)} arrays{of} from mesh {other}"
+            return _stage_on(lowered, mesh), words
+        case Free(buffers=buffers):
+            return _stage_on(lowered, mesh), f"freeing {len(buffers)} arrays"
+
+
+def _stage_on(lowered: LoweredStep, mesh: int) -> int | None:
+    stages = [stage for stage, own in enumerate(lowered.stage_mesh) if own == mesh]
+    return stages[0] if len(stages) == 1 else None
+
+
+def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, held: Held) -> int | None:
+    """The number of the array's copy on a mesh, if it lies there as wanted."""
+    for copy in leaf.copies:
+        if copy.mesh is mesh and same_place(copy.held, held):
+            return copy.number
+    return None
+
+
+def _waiter(reply: Any, place: int | None) -> Callable[[], Any]:
+    """Waits for a step; then the raw value of an output, if it came with the answer."""
+
+    def wait() -> Any:
+        done = reply.result()
+        return None if place is None else done.values.get(place)
+
+    return wait
+
+
+def _is_small(held: Held) -> bool:
+    return held.nbytes <= _WATCHED_BYTES and num_shards(held.layout, held.mesh_shape) == 1
+
+
+def _bytes_on_one_device(held: Held) -> int:
+    size = prod(held.shape) // num_shards(held.layout, held.mesh_shape)
+    return size * np.dtype(held.dtype).itemsize
+
+
+class _Progress:
+    """How far compiling is, on a terminal; silent elsewhere."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._shown = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        self._show()
+        return self
+
+    def step(self) -> None:
+        self._done += 1
+        self._show()
+
+    def _show(self) -> None:
+        if self._shown:
+            line = f"\rautopar: {self._what}: {self._done} of {self._total} programs"
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._shown:
+            print(file=sys.stderr)

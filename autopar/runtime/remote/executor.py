@@ -1,0 +1,257 @@
+"""What a worker process does: it compiles programs, holds arrays by number, and carries out its
+mesh's lists. Every public method is a command of the driver; they come in order, on one thread.
+
+Arrays are numbered by the driver, which says when to let them go.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar.errors import WorkerError
+from autopar.ir.remote import Held, MeshTask
+from autopar.runtime.pieces import program_bytes
+from autopar.runtime.remote.channel import ChannelServer
+from autopar.runtime.remote.crossings import shards_by_device
+from autopar.runtime.remote.exporting import compile_piece, sharding_of
+from autopar.runtime.remote.place import Later, WorkerPlace
+from autopar.runtime.remote.task import WorkerTask, here
+from autopar.runtime.threads import must_run_alone
+from autopar.runtime.transfers import copier
+from autopar.runtime.transports.base import Link, Transport
+from autopar.runtime.transports.choose import make_transport
+
+_DATA_LIMIT_S = 120.0  # for what the driver has announced to arrive
+_MAX_COMPILE_THREADS = 8
+
+
+class ProgressLike(Protocol):
+    def at(self, program: int, instruction: int, micro_batch: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Put:
+    """An array that the driver sends: its number, how it lies, and for each of this worker's
+    devices which of the arrays under `key` is its shard."""
+
+    array: int
+    held: Held
+    key: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One run of a step.
+
+    inputs, outputs: numbers of arrays, in the order of the mesh's list; outputs are new.
+    puts:            arrays that the driver has sent for it, under their numbers.
+    freed:           arrays that nobody needs any more.
+    dropped:         arrays that nobody needs after the step.
+    first_tag:       tags of the step's transfers are counted from here.
+    watched:         outputs (by place) whose values the driver gets with the answer.
+    """
+
+    task: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    puts: tuple[Put, ...]
+    freed: tuple[int, ...]
+    dropped: tuple[int, ...]
+    first_tag: int
+    watched: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepDone:
+    values: dict[int, np.ndarray]  # by place among the outputs; of the mesh's first worker only
+    dispatch_s: float
+
+
+class Executor:
+    def __init__(self, place: WorkerPlace, progress: ProgressLike) -> None:
+        self._place = place
+        self._progress = progress
+        self._devices = list(jax.devices())
+        if len(self._devices) != len(place.mesh_devices):
+            raise WorkerError(
+                f"worker {place.worker} on {place.node} sees {len(self._devices)} devices of its "
+                f"mesh, which has {len(place.mesh_devices)}.",
+                host=place.node,
+            )
+        self._arrays: dict[int, jax.Array] = {}
+        self._tasks: dict[int, WorkerTask] = {}
+        self._compiling: dict[int, dict[int, Future[Any]]] = {}
+        self._announced: dict[int, MeshTask] = {}
+        self._channel = ChannelServer(place.address, place.token)
+        self._transport: Transport | None = None
+        mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
+        self._runs_alone = isinstance(mesh, jax.sharding.Mesh) and must_run_alone(mesh)
+        threads = max(1, min(_MAX_COMPILE_THREADS, os.cpu_count() or 1))
+        self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="compile")
+
+    # -- reaching each other
+
+    def open(self, transport: str) -> dict[str, Any]:
+        """Where the driver and other workers find this one."""
+        if self._transport is None:
+            self._transport = make_transport(transport, self._place)
+        return {"channel": self._channel.address, "transport": self._transport.address()}
+
+    def connect(self, addresses: Mapping[int, dict[str, Any]]) -> None:
+        assert self._transport is not None
+        others = {w: address for w, address in addresses.items() if w != self._place.worker}
+        self._transport.connect(others)
+
+    # -- programs
+
+    def announce(self, task: MeshTask, key: int) -> None:
+        """A step's lists; the programs of its pieces are sent under `key`."""
+        programs = self._channel.take(key, _DATA_LIMIT_S)
+        self._announced[task.number] = task
+        self._compiling[task.number] = {
+            number: self._compilers.submit(
+                compile_piece, f"{task.name}_{spec.name}", spec, program.tobytes(), self._devices
+            )
+            for (number, spec), program in zip(task.pieces.items(), programs, strict=True)
+        }
+
+    def compiled(self, task: int, piece: int) -> Later:
+        """Answers when a piece is compiled, with its peak bytes per device."""
+        future = self._compiling[task][piece]
+        return Later(lambda: program_bytes(future.result()))
+
+    def load(self, task: int) -> list[Link]:
+        """Make a step ready to run; answers what it will send and receive."""
+        pieces = {n: future.result() for n, future in self._compiling.pop(task).items()}
+        announced = self._announced.pop(task)
+        loaded = WorkerTask(
+            announced, pieces, self._devices, self._place.worker, self._transport, self._runs_alone
+        )
+        self._tasks[task] = loaded
+        return loaded.links()
+
+    def prepare(self, links: Sequence[Link]) -> None:
+        """Make communicators, in the order that all workers are given."""
+        assert self._transport is not None
+        self._transport.prepare(links)
+
+    def unload(self, task: int) -> None:
+        self._tasks.pop(task, None)
+        self._announced.pop(task, None)
+        self._compiling.pop(task, None)
+
+    def hlo_texts(self, task: int) -> dict[int, str]:
+        """XLA's optimized HLO of this mesh's pieces, by number."""
+        return {n: piece.as_text() for n, piece in self._tasks[task]._pieces.items()}
+
+    # -- steps
+
+    def step(self, call: StepCall) -> Later:
+        start = time.perf_counter()
+        self._place_all(call.puts)
+        self.free(call.freed)
+        loaded = self._tasks[call.task]
+        program = loaded.task.program
+        slots: list[Any] = [None] * program.num_buffers
+        for (_, buffer), number in zip(program.inputs, call.inputs, strict=True):
+            slots[buffer] = self._arrays[number]
+        for place in loaded.task.used_up:
+            self._arrays.pop(call.inputs[place], None)
+        loaded.run(slots, call.first_tag, lambda i, m: self._progress.at(call.task, i, m))
+        for (_, buffer), number in zip(program.outputs, call.outputs, strict=True):
+            self._arrays[number] = here(slots, buffer)
+        del slots
+        self.free(call.dropped)
+        shards = {
+            place: self._arrays[call.outputs[place]].addressable_shards[0].data
+            for place in call.watched
+        }
+        last = [self._arrays[number] for number in call.outputs]
+        smallest = min(last, key=lambda one: one.size) if last else None
+        elapsed = time.perf_counter() - start
+        watched = shards if self._place.rank == 0 else {}
+
+        def wait() -> StepDone:
+            values = {}
+            for place, shard in watched.items():
+                try:
+                    values[place] = np.asarray(shard)
+                except RuntimeError:
+                    if not shard.is_deleted():  # else the next step has used it up already
+                        raise
+            if not values and smallest is not None and not smallest.is_deleted():
+                jax.block_until_ready(smallest)
+            return StepDone(values, elapsed)
+
+        return Later(wait)
+
+    # -- arrays
+
+    def put(self, puts: Sequence[Put]) -> None:
+        self._place_all(puts)
+
+    def _place_all(self, puts: Sequence[Put]) -> None:
+        taken: dict[int, list[np.ndarray]] = {}
+        local = jax.local_devices()
+        for put in puts:
+            if put.key not in taken:
+                taken[put.key] = self._channel.take(put.key, _DATA_LIMIT_S)
+            parts = jax.device_put([taken[put.key][n] for n in put.shards], local)
+            self._arrays[put.array] = jax.make_array_from_single_device_arrays(
+                put.held.shape, sharding_of(put.held, self._devices), parts, dtype=put.held.dtype
+            )
+
+    def free(self, arrays: Sequence[int]) -> None:
+        for number in arrays:
+            self._arrays.pop(number, None)
+
+    def fetch(self, wanted: Sequence[tuple[int, int]], key: int) -> None:
+        """Offer shards to the driver under `key`: (array, place of this worker's device)."""
+        parts = []
+        for number, device in wanted:
+            parts.append(np.asarray(shards_by_device(self._arrays[number])[device]))
+        self._channel.offer(key, parts)
+
+    def reshard(self, moved: Sequence[tuple[int, int, Held]]) -> None:
+        """Copies of arrays in other layouts on this mesh: (array, number of the copy, layout)."""
+        for number, copy, held in moved:
+            target = sharding_of(held, self._devices)
+            self._arrays[copy] = copier(target)(self._arrays[number])
+
+    def wait(self) -> None:
+        """Answers when every array is there."""
+        jax.block_until_ready(list(self._arrays.values()))
+
+    def stats(self) -> dict[str, Any]:
+        """What is held, for tests and whoever looks for a leak."""
+        memory = [d.memory_stats() or {} for d in jax.local_devices()]
+        return {
+            "num_arrays": len(self._arrays),
+            "array_bytes": sum(
+                shard.data.nbytes for a in self._arrays.values() for shard in a.addressable_shards
+            ),
+            "num_live": len(jax.live_arrays()),
+            "tasks": sorted(self._tasks),
+            "device_bytes": [int(m.get("bytes_in_use", 0)) for m in memory],
+        }
+
+    def close(self) -> None:
+        self._tasks.clear()
+        self._arrays.clear()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        if self._transport is not None:
+            self._transport.close()
+        self._channel.close()
+
+
+def _scalar_on(num_devices: int) -> Held:
+    return Held((), np.dtype(np.int32), (num_devices,), ("x",), (-1,), tuple(range(num_devices)))

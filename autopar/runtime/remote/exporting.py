@@ -1,0 +1,110 @@
+"""Programs on their way to workers: a `LoweredPiece` as bytes on the driver, and compiled on the
+worker. Both have the same version of JAX, which is checked when workers start."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import NamedSharding
+
+from autopar import _jax
+from autopar.errors import ClusterError, CompileError
+from autopar.ir.remote import Held, LoweredPiece, PieceSpec
+from autopar.ir.spec import to_partition_spec
+
+_EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
+
+
+def sharding_of(held: Held, devices: list[Any] | None = None) -> NamedSharding:
+    """How it lies, on the devices of its mesh; without them, on a mesh that has none."""
+    if devices is None:
+        mesh = _jax.abstract_mesh(held.mesh_shape, held.axis_names)
+    else:
+        grid = np.array([devices[place] for place in held.grid], dtype=object)
+        mesh = _jax.fresh_mesh(grid.reshape(held.mesh_shape), held.axis_names)
+    spec = to_partition_spec(held.layout, len(held.shape), held.axis_names)
+    return NamedSharding(mesh, spec)
+
+
+def struct_of(held: Held, devices: list[Any] | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding_of(held, devices))
+
+
+def export_piece(step_name: str, piece: LoweredPiece, platform: str) -> bytes:
+    """The piece's program as bytes, with what it says of shardings."""
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        return tuple(piece.function(*values))
+
+    run.__name__ = run.__qualname__ = f"{step_name}_{piece.name}"
+    reads, writes = list(map(struct_of, piece.reads)), list(map(struct_of, piece.writes))
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(read.sharding for read in reads),
+        out_shardings=tuple(write.sharding for write in writes),
+        keep_unused=True,
+    )
+    name = f"{piece.name} of {step_name}"
+    try:
+        exported = _exported(jitted, reads, _EXPORT_PLATFORM[platform], name)
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise ClusterError(
+            "programs cannot be sent to workers, because the package flatbuffers is not installed. "
+            "Install it with: pip install 'autopar[ray]'."
+        ) from error
+
+
+def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export.Exported:
+    """Custom calls are let through: workers have the very version of JAX that made them."""
+    known: set[str] = set()
+    while True:
+        checks = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(known)]
+        try:
+            return export.export(jitted, platforms=[platform], disabled_checks=checks)(*reads)
+        except ValueError as error:
+            found = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
+            found |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
+            back = sorted(target for target in found if "callback" in target)
+            if back:
+                raise CompileError(
+                    f"{name} calls back into Python ({back[0]}: jax.debug.print, "
+                    "jax.pure_callback or jax.experimental.io_callback), which a worker process "
+                    "cannot do. Take the call out of the step, or run with "
+                    "autopar.init(cluster='local')."
+                ) from error
+            if not found - known:
+                raise
+            known |= found
+
+
+def compile_piece(name: str, spec: PieceSpec, program: bytes, devices: list[Any]) -> Any:
+    """The program compiled for the mesh's devices, those of other processes among them."""
+    exported = export.deserialize(bytearray(program))
+    reads = [struct_of(held, devices) for held in spec.reads]
+    writes = [sharding_of(held, devices) for held in spec.writes]
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        return tuple(exported.call(*values))
+
+    run.__name__ = run.__qualname__ = name
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(read.sharding for read in reads),
+        out_shardings=tuple(writes),
+        donate_argnums=spec.donated,
+        keep_unused=True,
+    )
+    with warnings.catch_warnings():
+        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jitted.lower(*reads)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise CompileError(f"XLA could not compile {name}: {error}") from error

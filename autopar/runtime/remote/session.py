@@ -1,0 +1,354 @@
+"""The driver's side of a cluster: its meshes, the numbers of arrays, values up and down.
+
+Control goes through the mesh groups (one call per worker), values over data channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar import _jax
+from autopar.errors import ClusterError
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.remote import End, Held, LoweredStep
+from autopar.ir.tiles import Box, slices
+from autopar.runtime.remote.arrays import Copy, DistributedArray
+from autopar.runtime.remote.channel import ChannelClient
+from autopar.runtime.remote.executor import Put
+from autopar.runtime.remote.place import WorkerPlace
+
+FETCH_LIMIT_S = 600.0
+_CONNECT_LIMIT_S = 30.0
+_LOAD_LIMIT_S = 3600.0
+_PARALLEL_BYTES = 2**20  # uploads from here on go to several workers at the same time
+
+
+class ReplyLike(Protocol):
+    def result(self, limit_s: float | None = None) -> Any: ...
+
+    def done(self) -> bool: ...
+
+
+class GroupLike(Protocol):
+    """The workers of one mesh, as whoever started them sees them."""
+
+    devices: tuple[int, ...]
+    num_arrays: int
+
+    @property
+    def workers(self) -> Sequence[Any]: ...
+
+    def submit(
+        self, command: str, args: Sequence[tuple[Any, ...] | None], fatal: bool = False
+    ) -> list[Any]: ...
+
+
+class ClusterLike(Protocol):
+    platform: str
+
+    @property
+    def spec(self) -> ClusterSpec: ...
+
+    def groups(self, devices: Sequence[tuple[int, ...]]) -> Sequence[Any]: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RemoteMesh:
+    """The workers of one mesh, with a channel to each."""
+
+    def __init__(self, group: GroupLike, channels: Sequence[ChannelClient]) -> None:
+        self.group = group
+        self.devices = tuple(group.devices)
+        self.channels = tuple(channels)
+        self.places: list[WorkerPlace] = [worker.place for worker in group.workers]
+        self.ends: tuple[End, ...] = tuple(
+            End(place.worker, device)
+            for place in self.places
+            for device in range(len(place.devices))
+        )
+        self.owners = [
+            (worker, device)
+            for worker, place in enumerate(self.places)
+            for device in range(len(place.devices))
+        ]
+        self._released: deque[int] = deque()
+
+    def release(self, number: int) -> None:
+        self._released.append(number)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Arrays that handles were dropped of since the last time."""
+        found = []
+        while self._released:
+            found.append(self._released.popleft())
+        self.group.num_arrays -= len(found)
+        return tuple(found)
+
+    def submit(self, command: str, *args: Any, fatal: bool = False) -> list[Any]:
+        """The same command to every worker."""
+        return self.group.submit(command, [args] * len(self.places), fatal=fatal)
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+
+class RemoteSession:
+    """A cluster in use. `plan_tiles` plans the way of an array from mesh to mesh."""
+
+    def __init__(
+        self, cluster: ClusterLike, transport: str, plan_tiles: Callable[..., Any]
+    ) -> None:
+        self.cluster = cluster
+        self.plan_tiles = plan_tiles
+        self.lock = threading.RLock()  # one call at a time gives commands to meshes
+        self._transport = transport
+        self._meshes: dict[tuple[int, ...], RemoteMesh] = {}
+        self._addresses: dict[int, dict[str, Any]] = {}
+        self._numbers = itertools.count(1)
+        self._keys = itertools.count(1)
+        self._tasks = itertools.count(1)
+        self._next_tag = 0
+        self._uploaders = ThreadPoolExecutor(
+            min(8, os.cpu_count() or 1), thread_name_prefix="autopar-upload"
+        )
+        self.tasks: dict[int, LoweredStep] = {}  # what was sent to workers, by number
+        self.moves: dict[Any, int] = {}  # tasks that take arrays from mesh to mesh
+        self.closed = False
+
+    # -- meshes
+
+    def meshes(self, devices: Sequence[tuple[int, ...]]) -> list[RemoteMesh]:
+        """The meshes with these devices, started where they are not running."""
+        with self.lock:
+            groups = self.cluster.groups(list(devices))
+            live = {tuple(group.devices): group for group in groups}
+            for key, mesh in list(self._meshes.items()):
+                if key in live and live[key] is not mesh.group:
+                    mesh.close()
+                    del self._meshes[key]
+            fresh = [group for key, group in live.items() if key not in self._meshes]
+            opened = [
+                (group, group.submit("open", [(self._transport,)] * len(group.workers)))
+                for group in fresh
+            ]
+            for group, replies in opened:
+                channels = []
+                for worker, reply in zip(group.workers, replies, strict=True):
+                    addresses = reply.result(_CONNECT_LIMIT_S)
+                    self._addresses[worker.place.worker] = addresses["transport"]
+                    channels.append(
+                        ChannelClient(
+                            tuple(addresses["channel"]), worker.place.token, _CONNECT_LIMIT_S
+                        )
+                    )
+                self._meshes[tuple(group.devices)] = RemoteMesh(group, channels)
+            if fresh:
+                told = [
+                    reply
+                    for mesh in self._meshes.values()
+                    for reply in mesh.submit("connect", dict(self._addresses))
+                ]
+                for reply in told:
+                    reply.result(_CONNECT_LIMIT_S)
+            return [self._meshes[tuple(own)] for own in devices]
+
+    def new_task(self) -> int:
+        return next(self._tasks)
+
+    def new_number(self, mesh: RemoteMesh) -> int:
+        mesh.group.num_arrays += 1
+        return next(self._numbers)
+
+    def new_key(self) -> int:
+        return next(self._keys)
+
+    def new_tags(self, num_tags: int) -> int:
+        """The first of as many tags, which nothing else has used."""
+        first = self._next_tag
+        self._next_tag += num_tags
+        return first
+
+    def prepare_links(self, meshes: Sequence[RemoteMesh], loaded: Sequence[ReplyLike]) -> None:
+        """Have workers make communicators for what they said they send and receive, all of them in
+        one order."""
+        links = {link for reply in loaded for link in reply.result(_LOAD_LIMIT_S)}
+        in_order = sorted(
+            links,
+            key=lambda link: (
+                link.source.worker,
+                link.source.device,
+                [(end.worker, end.device) for end in link.targets],
+            ),
+        )
+        prepared = []
+        for mesh in meshes:
+            args = []
+            for place in mesh.places:
+                own = [
+                    link
+                    for link in in_order
+                    if place.worker in (link.source.worker, *(e.worker for e in link.targets))
+                ]
+                args.append((own,))
+            prepared += mesh.group.submit("prepare", args)
+        for reply in prepared:
+            reply.result(_LOAD_LIMIT_S)
+
+    def check(self) -> None:
+        """Raise if the cluster was shut down, or has failed."""
+        if self.closed:
+            raise ClusterError(
+                "the cluster of this step was shut down. Call autopar.init(cluster='ray') again; "
+                "the step is then planned and compiled anew."
+            )
+        self.cluster.check()
+
+    # -- values up
+
+    def upload(
+        self, mesh: RemoteMesh, values: Sequence[tuple[Any, Held]]
+    ) -> tuple[list[int], list[tuple[Put, ...]]]:
+        """Send values to a mesh, to each worker only the shards of its devices. Gives the numbers
+        of the arrays, and what each worker must be told for them to exist."""
+        numbers = [self.new_number(mesh) for _ in values]
+        keys = [self.new_key() for _ in mesh.places]
+        arrays: list[list[np.ndarray]] = [[] for _ in mesh.places]
+        puts: list[list[Put]] = [[] for _ in mesh.places]
+        for number, (value, held) in zip(numbers, values, strict=True):
+            raw = raw_value(value, held)
+            for worker, boxes in enumerate(_boxes_by_worker(held, tuple(mesh.owners))):
+                distinct = {
+                    box: len(arrays[worker]) + n for n, box in enumerate(dict.fromkeys(boxes))
+                }
+                arrays[worker] += [raw[slices(box)] for box in distinct]
+                shards = tuple(distinct[box] for box in boxes)
+                puts[worker].append(Put(number, held, keys[worker], shards))
+        sends = list(zip(mesh.channels, keys, arrays, strict=True))
+        if sum(a.nbytes for own in arrays for a in own) < _PARALLEL_BYTES or len(sends) == 1:
+            for channel, key, own in sends:
+                channel.send(key, own)
+        else:
+            list(self._uploaders.map(lambda send: send[0].send(send[1], send[2]), sends))
+        return numbers, [tuple(own) for own in puts]
+
+    def place(
+        self, mesh: RemoteMesh, values: Sequence[tuple[Any, Held, Any]]
+    ) -> list[DistributedArray]:
+        """Values as arrays on a mesh, each with its type: (value, place, type)."""
+        with self.lock:
+            numbers, puts = self.upload(mesh, [(value, held) for value, held, _ in values])
+            replies = mesh.group.submit("put", [(own,) for own in puts])
+        for reply in replies:
+            reply.result(FETCH_LIMIT_S)
+        return [
+            DistributedArray(
+                self,
+                tuple(aval.shape),
+                aval.dtype,
+                getattr(aval, "weak_type", False),
+                (Copy(mesh, number, held),),
+            )
+            for number, (_, held, aval) in zip(numbers, values, strict=True)
+        ]
+
+    # -- values down
+
+    def fetch(self, array: DistributedArray) -> np.ndarray:
+        """An array's raw value: each part of it from the first device that holds it."""
+        return self.fetch_all([array])[0]
+
+    def fetch_all(self, arrays: Sequence[DistributedArray]) -> list[np.ndarray]:
+        with self.lock:
+            self.check()
+            wanted: dict[tuple[int, int], list[tuple[int, Box, int, int]]] = {}
+            meshes: dict[int, RemoteMesh] = {}
+            for place, array in enumerate(arrays):
+                copy = array.copies[0]
+                meshes[id(copy.mesh)] = copy.mesh
+                for box, device in _one_holder_each(copy.held).items():
+                    worker, local = copy.mesh.owners[device]
+                    entry = (place, box, copy.number, local)
+                    wanted.setdefault((id(copy.mesh), worker), []).append(entry)
+            asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
+            replies: list[ReplyLike | None] = []
+            for mesh_id, mesh in meshes.items():
+                args: list[tuple[Any, ...] | None] = []
+                for worker in range(len(mesh.places)):
+                    own = wanted.get((mesh_id, worker))
+                    if own is None:
+                        args.append(None)
+                        continue
+                    key = self.new_key()
+                    args.append(([(number, local) for _, _, number, local in own], key))
+                    asked.append((mesh.channels[worker], key, own))
+                replies += mesh.group.submit("fetch", args)
+        for reply in replies:
+            if reply is not None:
+                reply.result(FETCH_LIMIT_S)
+        values = [
+            np.empty(array.copies[0].held.shape, array.copies[0].held.dtype) for array in arrays
+        ]
+        for channel, key, own in asked:
+            parts = channel.receive(key, FETCH_LIMIT_S)
+            for (place, box, _, _), part in zip(own, parts, strict=True):
+                values[place][slices(box)] = part
+        return values
+
+    def close(self) -> None:
+        self.closed = True
+        for mesh in self._meshes.values():
+            mesh.close()
+        self._meshes.clear()
+        self._uploaders.shutdown(wait=False, cancel_futures=True)
+        self.cluster.close()
+
+
+@lru_cache(maxsize=4096)
+def _one_holder_each(held: Held) -> dict[Box, int]:
+    """A device for each distinct part of an array."""
+    holders: dict[Box, int] = {}
+    for device, box in held.boxes().items():
+        if device < holders.get(box, len(held.grid)):
+            holders[box] = device
+    return holders
+
+
+@lru_cache(maxsize=4096)
+def _boxes_by_worker(held: Held, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
+    """What each worker's devices hold, in their order."""
+    boxes = held.boxes()
+    found: list[list[Box]] = [[] for _ in range(owners[-1][0] + 1)]
+    for device, (worker, _) in enumerate(owners):
+        found[worker].append(boxes[device])
+    return found
+
+
+@lru_cache(maxsize=65536)
+def same_place(one: Held, other: Held) -> bool:
+    """Whether every device holds the same part of an array in both."""
+    return one == other or (
+        (one.shape, one.dtype) == (other.shape, other.dtype) and one.boxes() == other.boxes()
+    )
+
+
+def raw_value(value: Any, held: Held) -> np.ndarray:
+    """A value as NumPy sees it, keys as their data."""
+    if isinstance(value, jax.Array) and _jax.is_extended_dtype(value.dtype):
+        value = jax.random.key_data(value)
+    raw = np.asarray(value, dtype=held.dtype)
+    assert raw.shape == held.shape, (raw.shape, held.shape)
+    return raw

@@ -1,0 +1,226 @@
+"""A worker's part of a step: from a `MeshTask` and compiled pieces to operations on slots.
+
+Slots are the buffers of the mesh's list. What is received is put together only when a piece reads
+it, or when it is sent on: until then tiles arrive while the mesh computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.ir.program import Free, Instruction, Recv, Run, Send
+from autopar.ir.remote import Crossing, MeshTask
+from autopar.runtime.remote.crossings import Coming, Leaving, same_mesh_copier
+from autopar.runtime.threads import run_alone
+from autopar.runtime.transports.base import Link, Transport
+
+Slots = list[Any]
+Operation = Callable[[Slots, int], None]  # on slots, with the first tag of the step
+
+
+class _Arriving:
+    """Arrays of one `Recv`, whose tiles may still be on their way."""
+
+    def __init__(self, coming: Coming, tiles: Sequence[jax.Array]) -> None:
+        self._coming = coming
+        self._tiles: Sequence[jax.Array] | None = tiles
+        self._arrays: list[jax.Array] = []
+
+    def arrays(self) -> list[jax.Array]:
+        if self._tiles is not None:
+            self._arrays, self._tiles = self._coming.assemble(self._tiles), None
+        return self._arrays
+
+
+class _OneOf:
+    """One array among those of a `Recv`."""
+
+    def __init__(self, arriving: _Arriving, number: int) -> None:
+        self._arriving = arriving
+        self._number = number
+
+    def array(self) -> jax.Array:
+        return self._arriving.arrays()[self._number]
+
+
+def here(slots: Slots, slot: int) -> Any:
+    """The array of a slot, put together if it was received and nothing has read it yet."""
+    found = slots[slot]
+    if isinstance(found, _OneOf):
+        found = slots[slot] = found.array()
+    return found
+
+
+class WorkerTask:
+    """The operations of a step, one per instruction.
+
+    pieces:    compiled, by number.
+    devices:   of the mesh, those of other processes too.
+    transport: None if nothing crosses.
+    """
+
+    def __init__(
+        self,
+        task: MeshTask,
+        pieces: Mapping[int, Any],
+        devices: list[Any],
+        worker: int,
+        transport: Transport | None,
+        runs_alone: bool,
+    ) -> None:
+        self.task = task
+        self._pieces = pieces
+        self._devices = devices
+        self._worker = worker
+        self._transport = transport
+        self._runs_alone = runs_alone
+        self._local = [d for d in devices if d.process_index == jax.process_index()]
+        self._coming: dict[int, Coming] = {}
+        self._posted: dict[int, _Arriving] = {}  # by place of the Recv, while a step runs
+        self._copied: dict[int, list[Any]] = {}  # by tag, between stages of this mesh
+        self.operations = [
+            self._operation(place, instruction)
+            for place, instruction in enumerate(task.program.instructions)
+        ]
+
+    def run(self, slots: Slots, first_tag: int, at: Callable[[int, int], None]) -> None:
+        """Carry out the list; `at(instruction, micro-batch)` is told what comes next."""
+        instructions = self.task.program.instructions
+        for place, operation in enumerate(self.operations):
+            micro_batch = getattr(instructions[place], "micro_batch", None)
+            at(place, -1 if micro_batch is None else micro_batch)
+            operation(slots, first_tag)
+
+    def links(self) -> list[Link]:
+        """Of all that this worker sends and receives."""
+        found: dict[Link, None] = {}
+        for place, instruction in enumerate(self.task.program.instructions):
+            if isinstance(instruction, Recv) and place in self._coming:
+                for tile in self._coming[place].tiles:
+                    found[Link(tile.source, tile.targets)] = None
+            elif isinstance(instruction, Send) and instruction.to_mesh != self.task.mesh:
+                for link in self._leaving(place, instruction).links():
+                    found[link] = None
+        return list(found)
+
+    def _operation(self, place: int, instruction: Instruction) -> Operation:
+        match instruction:
+            case Run():
+                return self._run(instruction)
+            case Send():
+                if instruction.to_mesh == self.task.mesh:
+                    return self._copy(instruction)
+                return self._send(place, instruction)
+            case Recv():
+                if instruction.from_mesh == self.task.mesh:
+                    return self._take(instruction)
+                return self._recv(place, instruction)
+            case Free():
+                return self._free(instruction)
+
+    def _run(self, run: Run) -> Operation:
+        program, spec = self._pieces[run.piece], self.task.pieces[run.piece]
+        used_up = [run.reads[position] for position in spec.donated]
+        local, runs_alone = self._local, self._runs_alone
+
+        def operation(slots: Slots, first_tag: int) -> None:
+            values = [here(slots, slot) for slot in run.reads]
+            if runs_alone:
+                results = run_alone(program, values, local)
+            else:
+                results = program(*values)
+            del values
+            for slot in used_up:
+                slots[slot] = None
+            for slot, result in zip(run.writes, results, strict=True):
+                slots[slot] = result
+
+        return operation
+
+    def _crossings(self, numbers: Sequence[int]) -> list[Crossing]:
+        return [self.task.crossings[number] for number in numbers]
+
+    def _leaving(self, place: int, send: Send) -> Leaving:
+        later = self.task.program.instructions[place + 1 :]
+        used_up = {
+            run.reads[position]
+            for run in later
+            if isinstance(run, Run)
+            for position in self.task.pieces[run.piece].donated
+        }
+        return Leaving(
+            self._crossings(send.transfers),
+            [buffer not in used_up for buffer in send.buffers],
+            self.task.ends[self.task.mesh],
+            self.task.ends[send.to_mesh],
+            self._worker,
+        )
+
+    def _send(self, place: int, send: Send) -> Operation:
+        leaving, transport = self._leaving(place, send), self._transport
+        assert transport is not None
+
+        def operation(slots: Slots, first_tag: int) -> None:
+            arrays = [here(slots, slot) for slot in send.buffers]
+            transport.send(first_tag + send.tag, leaving.tiles(arrays))
+
+        return operation
+
+    def _recv(self, place: int, recv: Recv) -> Operation:
+        instructions = self.task.program.instructions
+        due = []
+        for other in self.task.recv_order[place]:
+            posted = instructions[other]
+            assert isinstance(posted, Recv)
+            due.append((other, posted.tag, self._coming_of(other, posted)))
+        transport, waiting = self._transport, self._posted
+        assert transport is not None
+
+        def operation(slots: Slots, first_tag: int) -> None:
+            for other, tag, coming in due:
+                tiles = transport.recv(first_tag + tag, coming.tiles) if coming.tiles else []
+                waiting[other] = _Arriving(coming, tiles)
+            arriving = waiting.pop(place)
+            for number, slot in enumerate(recv.buffers):
+                slots[slot] = _OneOf(arriving, number)
+
+        return operation
+
+    def _coming_of(self, place: int, recv: Recv) -> Coming:
+        if place not in self._coming:
+            self._coming[place] = Coming(
+                self._crossings(recv.transfers),
+                self.task.ends[recv.from_mesh],
+                self.task.ends[self.task.mesh],
+                self._worker,
+                self._devices,
+            )
+        return self._coming[place]
+
+    def _copy(self, send: Send) -> Operation:
+        copiers = [same_mesh_copier(c, self._devices) for c in self._crossings(send.transfers)]
+
+        def operation(slots: Slots, first_tag: int) -> None:
+            arrays = [here(slots, slot) for slot in send.buffers]
+            self._copied[send.tag] = [
+                copy(array) for copy, array in zip(copiers, arrays, strict=True)
+            ]
+
+        return operation
+
+    def _take(self, recv: Recv) -> Operation:
+        def operation(slots: Slots, first_tag: int) -> None:
+            for slot, array in zip(recv.buffers, self._copied.pop(recv.tag), strict=True):
+                slots[slot] = array
+
+        return operation
+
+    def _free(self, free: Free) -> Operation:
+        def operation(slots: Slots, first_tag: int) -> None:
+            for slot in free.buffers:
+                slots[slot] = None
+
+        return operation
