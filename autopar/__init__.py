@@ -5,24 +5,26 @@ from autopar.api import (
     ShardingSolution,
     compile,
     constrain,
-    init,
     mark_layer_boundary,
     parallelize,
     plan,
-    shutdown,
     solve_sharding,
 )
 from autopar.compiler import register_rule
 from autopar.errors import (
     ArgumentError,
     AutoparError,
+    CheckpointError,
+    ClusterError,
     CompileError,
+    DataError,
     MemoryBudgetError,
     MeshError,
     PlanError,
     SolverError,
     SpecError,
     TraceError,
+    WorkerError,
 )
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -44,6 +46,8 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.runtime.remote.arrays import DistributedArray
+from autopar.session import init, shutdown
 
 __version__ = "0.1.0"
 
@@ -53,12 +57,16 @@ __all__ = [
     "AutoParallel",
     "AutoStages",
     "AutoparError",
+    "CheckpointError",
+    "ClusterError",
     "ClusterSpec",
     "CompileError",
     "CreateStateParallel",
+    "DataError",
     "DataLoader",
     "DataParallel",
     "DeviceSpec",
+    "DistributedArray",
     "FollowParallel",
     "LogicalMesh",
     "ManualLayers",
@@ -77,6 +85,7 @@ __all__ = [
     "SpecError",
     "TraceError",
     "UniformStages",
+    "WorkerError",
     "Zero2Parallel",
     "Zero3Parallel",
     "compile",

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_flatten, tree_map_with_path
+from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
-from autopar import _jax
+from autopar import _jax, session
 from autopar.compiler import (
+    OtherDevices,
     PlannedStep,
     StepOptions,
     annotate,
@@ -23,7 +24,7 @@ from autopar.compiler import (
     plan_step,
 )
 from autopar.errors import ArgumentError, MeshError
-from autopar.ir.mesh import ClusterSpec, LogicalMesh, preset_of
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.methods import (
     CreateStateParallel,
@@ -35,58 +36,16 @@ from autopar.methods import (
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.remote.arrays import DistributedArray
+from autopar.runtime.remote.executable import RemoteExecutable
+from autopar.session import checked_devices
+from autopar.worker_step import lower_for_workers
 
-Executable = LocalExecutable | PipelineExecutable | PartsExecutable
-
-
-@dataclass
-class _Session:
-    devices: tuple[Any, ...] | None = None
-
-
-_session = _Session()
-
-
-def init(cluster: str = "local", devices: Sequence[Any] | None = None) -> None:
-    """Choose the devices that parallelized functions run on; all of this process if never
-    called."""
-    if cluster != "local":
-        raise ArgumentError(
-            f"init(cluster={cluster!r}): this version runs on the devices of one process; "
-            "use cluster='local'."
-        )
-    _session.devices = None if devices is None else _checked_devices("init", devices)
-
-
-def shutdown() -> None:
-    """Forget what `init` was told."""
-    _session.devices = None
-
-
-def _checked_devices(function: str, given: Any) -> tuple[Any, ...]:
-    """Distinct devices, as a tuple; `function` is what the user called."""
-    devices = tuple(given) if isinstance(given, Iterable) else ()
-    if not devices or not all(hasattr(d, "device_kind") for d in devices):
-        raise ArgumentError(
-            f"{function}(devices={given!r}): needs a sequence of one or more JAX devices, such as "
-            "jax.devices()[:4], or None for all."
-        )
-    twice = [d for i, d in enumerate(devices) if d in devices[:i]]
-    if twice:
-        raise ArgumentError(f"{function}(devices=…): {twice[0]} is given twice. Give each once.")
-    return devices
+Executable = LocalExecutable | PipelineExecutable | PartsExecutable | RemoteExecutable
 
 
 def local_devices() -> tuple[Any, ...]:
-    return _session.devices if _session.devices is not None else tuple(jax.devices())
-
-
-def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
-    """What is known of the given devices, as a cluster."""
-    hosts = {d.process_index for d in devices}
-    per_host = max(1, len(devices) // max(1, len(hosts)))
-    preset = preset_of(devices[0].platform, devices[0].device_kind)
-    return ClusterSpec(len(devices) // per_host, per_host, preset)
+    return session.current().all_devices()
 
 
 class ParallelFunction:
@@ -132,8 +91,9 @@ class ParallelFunction:
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The traced and planned step for these arguments, planned once per shapes and types."""
+        args, kwargs = _without_values((args, kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
-        key = (call.treedef, call.static, call.static_args, _session.devices)
+        key = (call.treedef, call.static, call.static_args, session.current().key)
         known = self._plans.setdefault(key, [])
         types = _types(call.leaves)
         found = next((p for p in known if _types_of(p.traced.avals) == types), None)
@@ -142,7 +102,7 @@ class ParallelFunction:
                 self._fn,
                 args,
                 kwargs,
-                cluster=cluster_of_devices(local_devices()),
+                cluster=session.current().cluster(),
                 method=self._method,
                 options=self._options,
             )
@@ -152,8 +112,8 @@ class ParallelFunction:
 
     def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
         """What was planned and compiled for the session's devices, the latest first."""
-        known = list(self._entries.items())
-        return [entry for key, own in known[::-1] if key[-1] == _session.devices for entry in own]
+        known, now = list(self._entries.items()), session.current().key
+        return [entry for key, own in known[::-1] if key[-1] == now for entry in own]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static = self._options.static_argnums
@@ -164,7 +124,7 @@ class ParallelFunction:
             values, dynamic = (), args
         leaves, treedef = tree_flatten((dynamic, kwargs))
         try:
-            entries = self._entries.get((treedef, values, _session.devices))
+            entries = self._entries.get((treedef, values, session.current().key))
         except TypeError:  # unhashable static argument: the slow path explains
             entries = None
         for planned, executable in entries or ():
@@ -177,12 +137,14 @@ class ParallelFunction:
                 continue
             self.last_planned, self.last_executable = planned, executable
             return planned.traced.rebuild_output(results)
-        return self._first_call(args, kwargs, (treedef, values, _session.devices))
+        return self._first_call(args, kwargs, (treedef, values, session.current().key))
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
         results = _run(planned, executable, leaves)
+        for old in [k for k in self._entries if session.is_over(k[-1])]:
+            del self._entries[old]
         self._entries.setdefault(key, []).insert(0, (planned, executable))
         self.last_executable = executable
         return planned.traced.rebuild_output(results)
@@ -191,7 +153,25 @@ class ParallelFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[PlannedStep, Executable]:
         planned = self.planned(args, kwargs)
-        return planned, make_executable(planned, local_devices())
+        remote = session.current().remote
+        if remote is None:
+            return planned, make_executable(planned, local_devices())
+        spec = remote.cluster.spec
+        devices = OtherDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
+        traced = planned.traced
+        return planned, RemoteExecutable(
+            planned.plan,
+            lower_for_workers(planned, devices),
+            remote,
+            traced.avals,
+            traced.out_avals,
+            whole=traced.flat_fn,
+        )
+
+
+def _without_values(tree: Any) -> Any:
+    """Arrays of workers as what tracing needs of them."""
+    return tree_map(lambda x: x.aval if isinstance(x, DistributedArray) else x, tree)
 
 
 def _types(leaves: Sequence[Any]) -> list[tuple] | None:
@@ -212,7 +192,7 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
         return executable(leaves)
     except RuntimeError as error:
         for path, leaf in zip(planned.traced.call.paths, leaves, strict=True):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted():
                 raise ArgumentError(
                     f"{path}: this array is deleted. A step that returns updated state takes over "
                     "the buffers of the old one (donate_argnums='auto'). Use the state that the "
@@ -437,7 +417,7 @@ def compile(
             f"compile(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "
             "one with autopar.ParallelPlan.load(path)."
         )
-    devices = local_devices() if devices is None else _checked_devices("compile", devices)
+    devices = local_devices() if devices is None else checked_devices("compile", devices)
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"compile(devices=…): the plan's mesh {plan.mesh_shape} needs {plan.num_devices} "

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.api import cluster_of_devices, local_devices
+from autopar.api import local_devices
+from autopar.session import cluster_of_devices
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +70,12 @@ def test_public_names() -> None:
     assert set(autopar.__all__) == {
         "ArgumentError",
         "AutoparError",
+        "CheckpointError",
+        "ClusterError",
         "ClusterSpec",
+        "DataError",
+        "DistributedArray",
+        "WorkerError",
         "CompileError",
         "CreateStateParallel",
         "DataParallel",

@@ -498,7 +498,7 @@ def test_state_that_was_donated_is_named() -> None:
     (
         "unknown cluster",
         ArgumentError,
-        ("init(cluster='slurm')", "one process", "cluster='local'"),
+        ("init(cluster='slurm')", "'local' or 'ray'"),
         lambda: autopar.init("slurm"),
     ),
     (

@@ -113,7 +113,8 @@ ALLOWED_IMPORTS = {
     "memory_budget": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "compiler": {*BESIDE_COMPILER, "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "worker_step": {"compiler", "intra", "lower", *BELOW_PASSES, *EVERYONE},
-    "api": {"worker_step", *BELOW_API, *EVERYONE},
+    "session": {"runtime", "lower", "ir", *EVERYONE},
+    "api": {"session", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
     "__init__": {"api", "loading", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program

@@ -27,7 +27,7 @@ from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.arrays import Copy, DistributedArray
-from autopar.runtime.remote.executor import Put, StepCall
+from autopar.runtime.remote.commands import Put, StepCall
 from autopar.runtime.remote.exporting import export_piece
 from autopar.runtime.remote.moving import move
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +19,7 @@ from autopar.errors import WorkerError
 from autopar.ir.remote import Held, MeshTask
 from autopar.runtime.pieces import program_bytes
 from autopar.runtime.remote.channel import ChannelServer
+from autopar.runtime.remote.commands import Put, StepCall, StepDone
 from autopar.runtime.remote.crossings import shards_by_device
 from autopar.runtime.remote.exporting import compile_piece, sharding_of
 from autopar.runtime.remote.place import Later, WorkerPlace
@@ -35,45 +35,6 @@ _MAX_COMPILE_THREADS = 8
 
 class ProgressLike(Protocol):
     def at(self, program: int, instruction: int, micro_batch: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class Put:
-    """An array that the driver sends: its number, how it lies, and for each of this worker's
-    devices which of the arrays under `key` is its shard."""
-
-    array: int
-    held: Held
-    key: int
-    shards: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """One run of a step.
-
-    inputs, outputs: numbers of arrays, in the order of the mesh's list; outputs are new.
-    puts:            arrays that the driver has sent for it, under their numbers.
-    freed:           arrays that nobody needs any more.
-    dropped:         arrays that nobody needs after the step.
-    first_tag:       tags of the step's transfers are counted from here.
-    watched:         outputs (by place) whose values the driver gets with the answer.
-    """
-
-    task: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    puts: tuple[Put, ...]
-    freed: tuple[int, ...]
-    dropped: tuple[int, ...]
-    first_tag: int
-    watched: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StepDone:
-    values: dict[int, np.ndarray]  # by place among the outputs; of the mesh's first worker only
-    dispatch_s: float
 
 
 class Executor:

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.ir.program import MeshProgram, PipelinePrograms, Recv, Send
 from autopar.ir.remote import Crossing, Held, LoweredStep, MeshTask, recv_order
 from autopar.runtime.remote.arrays import DistributedArray
-from autopar.runtime.remote.executor import StepCall
+from autopar.runtime.remote.commands import StepCall
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession
 
 

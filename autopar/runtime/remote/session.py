@@ -24,7 +24,7 @@ from autopar.ir.remote import End, Held, LoweredStep
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
-from autopar.runtime.remote.executor import Put
+from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.place import WorkerPlace
 
 FETCH_LIMIT_S = 600.0

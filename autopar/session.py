@@ -1,0 +1,200 @@
+"""Where parallelized functions run: on the devices of this process, or on a cluster.
+
+There is one session at a time. `init` ends the one before; whatever was planned and compiled for it
+stays with it, and is made anew for the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.errors import ArgumentError
+from autopar.ir.mesh import ClusterSpec, preset_of
+from autopar.lower.tiles import plan_tiles
+from autopar.runtime.remote.executable import describe_instruction
+from autopar.runtime.remote.session import RemoteSession
+
+CLUSTERS = ("local", "ray")
+
+
+@dataclass(frozen=True)
+class Session:
+    """devices: those that were chosen, or None for all of this process.
+    remote:  the cluster, if it is not this process.
+    options: what `init` was given, to start again with.
+    """
+
+    number: int
+    devices: tuple[Any, ...] | None = None
+    remote: RemoteSession | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """Equal for sessions for which the same programs serve."""
+        return ("local", self.devices) if self.remote is None else self.number
+
+    def all_devices(self) -> tuple[Any, ...]:
+        """Of this process; nobody asks for them while a cluster is in use."""
+        return self.devices if self.devices is not None else tuple(jax.devices())
+
+    def cluster(self) -> ClusterSpec:
+        if self.remote is not None:
+            return self.remote.cluster.spec
+        return cluster_of_devices(self.all_devices())
+
+
+_numbers = itertools.count()
+_current = Session(next(_numbers))
+
+
+def current() -> Session:
+    return _current
+
+
+def is_over(key: Any) -> bool:
+    """Whether a session with this key, on a cluster, has ended."""
+    return isinstance(key, int) and key != _current.key
+
+
+def init(
+    cluster: str = "local",
+    devices: Sequence[Any] | None = None,
+    *,
+    address: str | None = None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    env: Mapping[str, str] | None = None,
+    transport: str | None = None,
+    heartbeat_s: float | None = None,
+    silence_limit_s: float | None = None,
+    hang_limit_s: float | None = None,
+    start_limit_s: float | None = None,
+) -> None:
+    """Choose where parallelized functions run.
+
+    cluster="local": the given devices of this process; all of them if `init` is never called.
+    cluster="ray":   a Ray cluster. `address` is that of a running one ("auto": the one this host
+                     belongs to); without it, the one this process has joined, or else one that is
+                     started here and stopped by `shutdown`. `num_hosts` and `devices_per_host` say
+                     how much of it is used; without GPUs, devices are virtual CPU devices, and
+                     hosts may share a node. `env` are environment variables of the workers.
+                     `transport` is how arrays go from mesh to mesh: "nccl", "cuda_ipc" or
+                     "jax_transfer"; by default what the devices allow.
+                     A worker that dies is noticed within 10 s; one that is silent for
+                     `silence_limit_s` (30), or makes no progress in a step for `hang_limit_s` (300)
+                     counts as lost. Workers must have started within `start_limit_s` (120).
+    """
+    global _current
+    if cluster not in CLUSTERS:
+        raise ArgumentError(f"init(cluster={cluster!r}): needs 'local' or 'ray'.")
+    limits = {
+        "heartbeat_s": heartbeat_s,
+        "silence_limit_s": silence_limit_s,
+        "hang_limit_s": hang_limit_s,
+        "start_limit_s": start_limit_s,
+    }
+    for_ray = {
+        "address": address,
+        "num_hosts": num_hosts,
+        "devices_per_host": devices_per_host,
+        "env": env,
+        "transport": transport,
+        **limits,
+    }
+    if cluster == "local":
+        given = [name for name, value in for_ray.items() if value is not None]
+        if given:
+            raise ArgumentError(
+                f"init({given[0]}={for_ray[given[0]]!r}): is for cluster='ray'; a local cluster "
+                "takes devices=… only."
+            )
+        chosen = None if devices is None else checked_devices("init", devices)
+        shutdown()
+        _current = Session(next(_numbers), chosen)
+        return
+    if devices is not None:
+        raise ArgumentError(
+            "init(cluster='ray', devices=…): devices of a Ray cluster are chosen by num_hosts and "
+            "devices_per_host."
+        )
+    for name, value in limits.items():
+        if value is not None and not value > 0:
+            raise ArgumentError(f"init({name}={value!r}): needs seconds, more than 0.")
+    from autopar.runtime.ray.cluster import RayCluster  # imports Ray, which may not be installed
+
+    shutdown()
+    own = {name: value for name, value in limits.items() if value is not None}
+    joined = RayCluster(address, num_hosts, devices_per_host, env=env, **own)
+    try:
+        remote = _remote(joined, transport)
+    except BaseException:
+        joined.close()
+        raise
+    options = tuple((name, value) for name, value in for_ray.items() if value is not None)
+    _current = Session(next(_numbers), None, remote, options)
+
+
+def _remote(cluster: Any, transport: str | None) -> RemoteSession:
+    wanted = transport or os.environ.get("AUTOPAR_TRANSPORT") or "auto"
+    remote = RemoteSession(cluster, wanted, plan_tiles)
+
+    def describe(place: Any, state: Any) -> tuple[int | None, str]:
+        """Stage and instruction of a worker, in words."""
+        lowered = remote.tasks.get(state.program)
+        if lowered is None:
+            return None, ""
+        mesh = next((m for m, own in enumerate(lowered.meshes) if own == place.mesh_devices), None)
+        if mesh is None:
+            return None, ""
+        return describe_instruction(lowered, mesh, state.instruction)
+
+    cluster.describe = describe
+    return remote
+
+
+def shutdown() -> None:
+    """End the session: of a cluster, nothing is left (workers, ports, files, reservations). Later
+    calls run on all devices of this process, until `init` is called again."""
+    global _current
+    ended, _current = _current, Session(next(_numbers))
+    if ended.remote is not None:
+        ended.remote.close()
+
+
+def restart() -> None:
+    """The same `init` again, on the nodes that are there now: after a worker was lost."""
+    ended = _current
+    if ended.remote is None:
+        return
+    options = dict(ended.options)
+    shutdown()
+    init("ray", **options)
+
+
+def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
+    """Distinct devices, as a tuple; `function` is what the user called."""
+    devices = tuple(given) if isinstance(given, Iterable) else ()
+    if not devices or not all(hasattr(d, "device_kind") for d in devices):
+        raise ArgumentError(
+            f"{function}(devices={given!r}): needs a sequence of one or more JAX devices, such as "
+            "jax.devices()[:4], or None for all."
+        )
+    twice = [d for i, d in enumerate(devices) if d in devices[:i]]
+    if twice:
+        raise ArgumentError(f"{function}(devices=…): {twice[0]} is given twice. Give each once.")
+    return devices
+
+
+def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
+    """What is known of the given devices, as a cluster."""
+    hosts = {d.process_index for d in devices}
+    per_host = max(1, len(devices) // max(1, len(hosts)))
+    preset = preset_of(devices[0].platform, devices[0].device_kind)
+    return ClusterSpec(len(devices) // per_host, per_host, preset)
