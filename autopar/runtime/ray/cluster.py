@@ -1,0 +1,326 @@
+"""A Ray cluster → hosts of equal devices, and meshes of workers on them.
+
+    RayCluster ── NodeAgent, one per node (holds its devices)
+        └ MeshGroup, one per mesh ── MeshWorker, one per host of the mesh
+
+Everything is reserved by one placement group. The session ends with `close()`, at exit, or when a
+worker fails; afterwards another one can be made in the same process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from autopar.errors import ArgumentError, ClusterError, WorkerError
+from autopar.ir.mesh import ClusterSpec, preset_of
+from autopar.runtime.ray import agent as agent_module
+from autopar.runtime.ray.environment import check_environment
+from autopar.runtime.ray.group import MeshGroup
+from autopar.runtime.ray.monitor import Monitor, kill_workers
+from autopar.runtime.ray.nodes import (
+    Layout,
+    check_counts,
+    connect,
+    import_ray,
+    lay_out,
+    read_nodes,
+)
+from autopar.runtime.ray.session import Describe, Host, Limits, NodeHandle, Session
+from autopar.runtime.ray.starting import check_devices, start_workers
+
+EXECUTOR = "autopar.runtime.remote.executor:Executor"
+CLOSE_LIMIT_S = 5.0
+
+
+class RayCluster:
+    """num_hosts, devices_per_host: what there is, if None.
+    env:             variables of the workers' environments, before those of the driver.
+    heartbeat_s:     how often workers are asked for a sign of life.
+    silence_limit_s: a worker that gives none for so long is lost.
+    hang_limit_s:    so is one whose step makes no progress for so long, and
+    command_limit_s: one that does anything else (compiling, saving) for so long.
+    start_limit_s:   for nodes and workers to start.
+    executor:        what carries out commands in the workers, as 'module:class'.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        num_hosts: int | None = None,
+        devices_per_host: int | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        heartbeat_s: float = 2.0,
+        silence_limit_s: float = 30.0,
+        hang_limit_s: float = 300.0,
+        start_limit_s: float = 120.0,
+        command_limit_s: float = 3600.0,
+        executor: str = EXECUTOR,
+    ) -> None:
+        limits = Limits(heartbeat_s, silence_limit_s, hang_limit_s, start_limit_s, command_limit_s)
+        _check_limits(limits)
+        wanted = check_environment(env)
+        check_counts(num_hosts, devices_per_host)
+        self._closed = False
+        self._groups: list[MeshGroup] = []
+        self._starting = threading.Lock()
+        self._monitor: Monitor | None = None
+        self._owns_ray = connect(address)
+        self._session = Session(
+            ray=import_ray(),
+            id=secrets.token_hex(4),
+            token=secrets.token_hex(16),
+            platform="",
+            devices_per_host=0,
+            limits=limits,
+            env=wanted,
+            executor=executor,
+        )
+        atexit.register(self.close)
+        try:
+            self._reserve(num_hosts, devices_per_host)
+            self._monitor = Monitor(self._session)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def spec(self) -> ClusterSpec:
+        session = self._session
+        names = {name for node in session.nodes for name in node.gpu_names}
+        preset = preset_of(session.platform, next(iter(names), ""))
+        return ClusterSpec(len(session.hosts), session.devices_per_host, preset)
+
+    @property
+    def platform(self) -> str:
+        return self._session.platform
+
+    @property
+    def failure(self) -> WorkerError | None:
+        return self._session.failure
+
+    @property
+    def describe(self) -> Describe:
+        """What a worker was doing, for messages: its stage, and the instruction in words."""
+        return self._session.describe
+
+    @describe.setter
+    def describe(self, describe: Describe) -> None:
+        self._session.describe = describe
+
+    def check(self) -> None:
+        """Raise the failure of the session, if it has failed."""
+        self._session.check()
+        if self._closed:
+            raise ClusterError("The Ray session was closed; call autopar.init again.")
+
+    def put(self, value: Any) -> Any:
+        """A reference to a value that goes to several workers, as a top-level argument of
+        `MeshGroup.submit`; for programs, not for arrays."""
+        self.check()
+        return self._session.ray.put(value)
+
+    def groups(self, meshes: Sequence[Sequence[int]]) -> list[MeshGroup]:
+        """A running group for each mesh, given by the numbers of its devices. Those that run are
+        used again. GPUs belong to one group at a time, so a group that shares some with a new one
+        is closed; it is an error if arrays live on it."""
+        self.check()
+        wanted = [tuple(devices) for devices in meshes]
+        for devices in wanted:
+            check_devices(self._session, devices)
+        with self._starting:
+            running = {group.devices: group for group in self._groups}
+            missing = list(dict.fromkeys(d for d in wanted if d not in running))
+            if self.platform == "gpu":
+                self._make_room(wanted)
+            for devices, workers in zip(
+                missing, start_workers(self._session, missing) if missing else [], strict=True
+            ):
+                assert self._monitor is not None
+                group = MeshGroup(self._session, devices, workers, self._monitor)
+                self._monitor.watch(group)
+                self._groups.append(group)
+                running[devices] = group
+            for number, devices in enumerate(wanted):
+                running[devices].mesh = number
+            return [running[devices] for devices in wanted]
+
+    def close_group(self, group: MeshGroup) -> None:
+        """End the workers of one mesh."""
+        self._end_groups([group])
+
+    def close(self) -> None:
+        """End everything that this session has started; waits a limited time."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        session = self._session
+        if session.ray.is_initialized():
+            self._end_groups(list(self._groups))
+            if self._monitor is not None:
+                self._monitor.stop(ClusterError("The Ray session was closed."), CLOSE_LIMIT_S)
+            self._release()
+        if self._owns_ray:
+            session.ray.shutdown()
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_room(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        taken = {d for devices in wanted for d in devices}
+        if len(taken) < sum(len(set(devices)) for devices in dict.fromkeys(wanted)):
+            raise ClusterError(f"Meshes {list(wanted)} share GPUs, which cannot be.")
+        in_the_way = [g for g in self._groups if g.devices not in wanted and taken & {*g.devices}]
+        for group in in_the_way:
+            if group.in_use():
+                raise ClusterError(
+                    f"The devices {sorted(taken & {*group.devices})} are wanted for a new mesh, "
+                    f"and {group.num_arrays} arrays live on {group!r}. Drop them, or fetch them "
+                    "with np.asarray first."
+                )
+        self._end_groups(in_the_way)
+
+    def _end_groups(self, groups: Sequence[MeshGroup]) -> None:
+        session = self._session
+        reason = ClusterError("The mesh was closed before the worker answered.")
+        with session.lock:
+            for group in groups:
+                group.closed = True
+                if self._monitor is not None:
+                    self._monitor.forget(group, reason)
+            self._groups = [g for g in self._groups if g not in groups]
+        workers = [worker for group in groups for worker in group.workers]
+        if session.failure is None:
+            calls = []
+            for worker in workers:
+                with contextlib.suppress(Exception):
+                    calls.append(worker.actor.stop.remote(CLOSE_LIMIT_S).future())
+            wait(calls, CLOSE_LIMIT_S)
+        kill_workers(session, workers, CLOSE_LIMIT_S)
+
+    def _reserve(self, num_hosts: int | None, devices_per_host: int | None) -> None:
+        """A placement group and an agent on each node; nodes that vanish meanwhile are left out."""
+        session = self._session
+        until_s = time.monotonic() + session.limits.start_s
+        while True:
+            nodes = read_nodes()
+            layout = lay_out(nodes, num_hosts, devices_per_host)
+            strategy = "STRICT_SPREAD" if len(layout.hosts_per_node) > 1 else "STRICT_PACK"
+            session.placement_group = session.ray.util.placement_group(
+                layout.bundles(), strategy=strategy
+            )
+            while not session.placement_group.wait(1.0):
+                if time.monotonic() > until_s:
+                    listed = "\n".join(f"  node {node.described()}" for node in nodes)
+                    raise ClusterError(
+                        f"Ray could not reserve {layout.bundles()} within "
+                        f"{session.limits.start_s:.0f} s: others use these resources, or nodes are "
+                        f"not ready. The nodes have in all:\n{listed}"
+                    )
+                if {n.id for n in read_nodes()} != {n.id for n in nodes}:
+                    break
+            else:
+                break
+            session.ray.util.remove_placement_group(session.placement_group)
+        session.platform = layout.platform
+        session.devices_per_host = layout.devices_per_host
+        session.nodes = self._start_agents(layout, until_s)
+        session.hosts = tuple(_hosts(session.nodes, layout))
+        names = {name for node in session.nodes for name in node.gpu_names}
+        if len(names) > 1 and session.platform == "gpu":
+            raise ClusterError(
+                f"The devices of a cluster must be of one kind; the nodes have {sorted(names)}. "
+                "Use nodes of one kind."
+            )
+
+    def _start_agents(self, layout: Layout, until_s: float) -> tuple[NodeHandle, ...]:
+        from ray import cloudpickle
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        session = self._session
+        cloudpickle.register_pickle_by_value(agent_module)
+        try:
+            actor = session.ray.remote(agent_module.NodeAgent)
+            agents = []
+            for bundle, hosts in enumerate(layout.hosts_per_node):
+                gpus = hosts * layout.devices_per_host if layout.platform == "gpu" else 0
+                strategy = PlacementGroupSchedulingStrategy(
+                    session.placement_group, placement_group_bundle_index=bundle
+                )
+                agents.append(
+                    actor.options(
+                        num_cpus=0, num_gpus=gpus, max_concurrency=8, scheduling_strategy=strategy
+                    ).remote(session.id, bundle)
+                )
+        finally:
+            cloudpickle.unregister_pickle_by_value(agent_module)
+        calls = [agent.hello.remote() for agent in agents]
+        try:
+            hellos = session.ray.get(calls, timeout=max(1.0, until_s - time.monotonic()))
+        except Exception as error:
+            raise ClusterError(f"The agents of the nodes did not start: {error}") from error
+        handles = [
+            NodeHandle(
+                agent,
+                bundle,
+                hello["node_id"],
+                hello["address"],
+                hello["name"],
+                hello["folder"],
+                tuple(hello["gpu_ids"]),
+                tuple(hello["gpu_names"]),
+            )
+            for bundle, (agent, hello) in enumerate(zip(agents, hellos, strict=True))
+        ]
+        order = [node.id for node in read_nodes()]
+        return tuple(sorted(handles, key=lambda h: order.index(h.node_id)))
+
+    def _release(self) -> None:
+        """Folders, agents and the placement group."""
+        session = self._session
+        with contextlib.suppress(Exception):
+            calls = [node.agent.remove_folder.remote() for node in session.nodes]
+            session.ray.wait(calls, num_returns=max(1, len(calls)), timeout=CLOSE_LIMIT_S)
+        for node in session.nodes:
+            with contextlib.suppress(Exception):
+                session.ray.kill(node.agent)
+        if session.placement_group is not None:
+            with contextlib.suppress(Exception):
+                session.ray.util.remove_placement_group(session.placement_group)
+                until_s = time.monotonic() + CLOSE_LIMIT_S
+                table = session.ray.util.placement_group_table
+                while time.monotonic() < until_s:
+                    if table(session.placement_group).get("state") in ("REMOVED", None):
+                        break
+                    time.sleep(0.05)
+
+
+def _hosts(nodes: Sequence[NodeHandle], layout: Layout) -> list[Host]:
+    """Hosts in the order of nodes. Bundles lie where Ray put them, so each node has the hosts of
+    its own bundle."""
+    hosts = []
+    per_host = layout.devices_per_host
+    for node in nodes:
+        for i in range(layout.hosts_per_node[node.bundle]):
+            gpu_ids = node.gpu_ids[i * per_host : (i + 1) * per_host]
+            hosts.append(Host(len(hosts), node, gpu_ids))
+    return hosts
+
+
+def _check_limits(limits: Limits) -> None:
+    for name, given in vars(limits).items():
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not (number and given > 0):
+            argument = name if name == "heartbeat_s" else name.replace("_s", "_limit_s")
+            raise ArgumentError(f"init({argument}={given!r}): needs a number of seconds > 0.")

@@ -1,0 +1,202 @@
+"""What was seen of every worker when something went wrong → the one error that says what happened.
+
+One worker is the cause; others may have ended because of it. JAX ends a process whose peers are
+gone and says so in the log, and collectives raise when a connection breaks: such workers are
+consequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from autopar.errors import AutoparError, WorkerError
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import State
+
+NUM_LOG_LINES = 20
+NOT_BEGUN = State()
+# Written by JAX's coordination service to the log of a process that it ends, and by collectives and
+# sockets that have lost the other side.
+_ENDED_BY_JAX = re.compile(
+    r"JAX distributed service detected fatal errors|CoordinationServiceAgent|"
+    r"coordination service",
+    re.IGNORECASE,
+)
+_LOST_A_PEER = re.compile(
+    r"gloo|connection (reset|closed|refused)|broken pipe|coordination service|"
+    r"peer|remote (process|host)|ncclRemoteError|ncclSystemError|ConnectionError|EOFError",
+    re.IGNORECASE,
+)
+_RAY_NOTES = (":job_id:", ":actor_name:", ":task_name:")
+
+
+class Trouble(IntEnum):
+    """How a worker was found, the likeliest cause first."""
+
+    NODE_LOST = 0
+    DIED = 1
+    RAISED = 2
+    SILENT = 3
+    HUNG = 4
+    CONSEQUENCE = 5
+    NONE = 6
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What is known of one worker.
+
+    reported:  what was reported of it, as the number in the order of reports; None if nothing was.
+    trouble:   of what kind the report was.
+    process:   the kernel's letter for its process, empty if it has ended; None if nobody can say.
+    detail:    Ray's words, or the exception.
+    error:     what it raised.
+    oom_kills: processes that the kernel ended for want of memory on its node in this session.
+    seconds:   of silence or of standstill.
+    """
+
+    place: WorkerPlace
+    mesh: int
+    node_alive: bool
+    process: str | None
+    log: str = ""
+    state: State = NOT_BEGUN
+    reported: int | None = None
+    trouble: Trouble = Trouble.NONE
+    detail: str = ""
+    error: AutoparError | None = None
+    oom_kills: int = 0
+    rss_bytes: int = 0
+    seconds: float = 0.0
+
+    def kind(self) -> Trouble:
+        if not self.node_alive:
+            return Trouble.NODE_LOST
+        if self.trouble is Trouble.RAISED and self.process != "":
+            lost_peer = _LOST_A_PEER.search(self.detail)
+            return Trouble.CONSEQUENCE if lost_peer else Trouble.RAISED
+        if self.process == "" or self.trouble is Trouble.DIED:
+            return Trouble.CONSEQUENCE if _ENDED_BY_JAX.search(self.log) else Trouble.DIED
+        return self.trouble
+
+
+def cause_of(sightings: Sequence[Sighting]) -> Sighting:
+    """The worker that the others suffer from: by kind, then by what was reported first; among
+    those that hang, the one that stopped first."""
+
+    def order(sighting: Sighting) -> tuple[float, ...]:
+        kind = sighting.kind()
+        reported = float("inf") if sighting.reported is None else sighting.reported
+        if kind is Trouble.HUNG:
+            return kind, sighting.state.time_s, reported
+        return kind, reported, sighting.state.time_s
+
+    return min(sightings, key=order)
+
+
+def error_about(
+    sightings: Sequence[Sighting],
+    describe: Callable[[WorkerPlace, State], tuple[int | None, str]],
+) -> WorkerError:
+    """The error for the driver, which names the cause first and then the others."""
+    cause = cause_of(sightings)
+    place = cause.place
+    stage, instruction = None, ""
+    if cause.state.count:
+        with contextlib.suppress(Exception):  # better an error that says less than none
+            stage, instruction = describe(place, cause.state)
+    where = f"host {place.host} ({place.node}), mesh {cause.mesh}"
+    if stage is not None:
+        where += f", stage {stage}"
+    if instruction:
+        where += f", at: {instruction}"
+    lines = [f"Worker {place.worker} {_what_happened(cause)}", f"  {where}"]
+    lines += [
+        f"  worker {other.place.worker} (host {other.place.host}, mesh {other.mesh}) "
+        f"{_what_followed(other)}"
+        for other in sightings
+        if other is not cause and other.kind() is not Trouble.NONE
+    ]
+    lines.append(
+        "All workers of the session were ended. Call autopar.shutdown() and autopar.init(…), and "
+        "go on from a checkpoint; autopar.run_training does so by itself."
+    )
+    tail = _log_lines(cause.log)
+    if tail:
+        lines += ["The last lines of its log:", *(f"  | {line}" for line in tail)]
+    error = WorkerError(
+        "\n".join(lines),
+        host=place.node,
+        mesh=cause.mesh,
+        stage=stage,
+        instruction=instruction,
+        log_tail="\n".join(tail),
+    )
+    error.__cause__ = cause.error
+    return error
+
+
+def _what_happened(cause: Sighting) -> str:
+    match cause.kind():
+        case Trouble.NODE_LOST:
+            return "was lost with its node: Ray says that the node is gone, or its agent is."
+        case Trouble.DIED if "low on memory" in cause.detail:
+            return (
+                "was ended by Ray's memory monitor, since its node was low on memory. Use less "
+                "memory on the host, fewer workers per node, or larger nodes."
+            )
+        case Trouble.DIED if cause.oom_kills:
+            return (
+                "was ended, most likely by the kernel for want of memory: the kernel has ended "
+                f"{cause.oom_kills} process(es) on that node during this session. The worker last "
+                f"held {cause.rss_bytes / 2**30:.1f} GiB. Use less memory on the host, fewer "
+                "workers per node, or larger nodes."
+            )
+        case Trouble.DIED:
+            return "died: its process has ended by a signal or a crash, without saying why to Ray."
+        case Trouble.RAISED:
+            return f"raised an exception in a step.\n{cause.detail.rstrip()}"
+        case Trouble.SILENT:
+            if cause.process is None:
+                more = ", and its node does not answer either"
+            else:
+                more = ": its process is stopped (SIGSTOP)" if cause.process in ("T", "t") else ""
+            return f"has not answered for {cause.seconds:.0f} s{more}."
+        case Trouble.HUNG:
+            return (
+                f"hangs: no progress for {cause.seconds:.0f} s in {cause.detail!r}. If that is "
+                "how long it takes, raise init(hang_limit_s=…)."
+            )
+        case Trouble.CONSEQUENCE if cause.trouble is Trouble.RAISED:
+            return f"lost a peer in a step.\n{cause.detail.rstrip()}"
+        case _:
+            return "was ended by JAX, since a process of its mesh was gone."
+
+
+def _what_followed(other: Sighting) -> str:
+    match other.kind():
+        case Trouble.NODE_LOST:
+            return "was lost with its node."
+        case Trouble.DIED:
+            return "died too."
+        case Trouble.RAISED:
+            return f"raised too: {_first_line(other.detail)}"
+        case Trouble.SILENT:
+            return f"has not answered for {other.seconds:.0f} s either."
+        case Trouble.HUNG:
+            return f"has made no progress for {other.seconds:.0f} s either."
+        case _:
+            return "ended or raised as a consequence: it lost a process of its mesh."
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "")
+
+
+def _log_lines(log: str) -> list[str]:
+    lines = [line for line in log.splitlines() if not line.startswith(_RAY_NOTES)]
+    return lines[-NUM_LOG_LINES:]

@@ -1,0 +1,157 @@
+"""The workers of one mesh, and what they answer.
+
+`submit` sends a command to every worker of the mesh, one call each, and returns at once; workers
+carry commands out in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol
+
+from autopar.errors import AutoparError, WorkerError
+from autopar.runtime.ray.session import Session, Worker, fresh
+from autopar.runtime.ray.worker import Outcome
+
+
+class Watcher(Protocol):
+    """Who is told of trouble and decides what becomes of the session."""
+
+    def lost(self, worker: Worker, error: BaseException) -> None: ...
+
+    def raised(self, worker: Worker, error: AutoparError) -> None: ...
+
+    def expect(self, reply: Reply) -> None: ...
+
+    def settled(self, reply: Reply) -> None: ...
+
+
+class Reply:
+    """A worker's answer to one command. It always comes: the failure, if the session fails."""
+
+    def __init__(self, worker: Worker, command: str, is_step: bool, watcher: Watcher) -> None:
+        self.worker = worker
+        self.command = command
+        self._is_step = is_step
+        self._watcher = watcher
+        self._future: Future[Any] = Future()
+
+    def result(self, limit_s: float | None = None) -> Any:
+        """Wait for the answer; raises what the worker raised, or why the session failed."""
+        try:
+            return self._future.result(limit_s)
+        except AutoparError as error:
+            raise fresh(error) from error.__cause__
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.command!r} on worker {self.worker.place.worker}: no answer within "
+                f"{limit_s} s"
+            ) from None
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def fail(self, error: AutoparError) -> None:
+        """Answer with this error, if there is no answer yet."""
+        self._settle(None, error)
+
+    def arrived(self, call: Future[Outcome]) -> None:
+        """Ray has the worker's outcome, or knows that there will be none."""
+        error = call.exception()
+        if error is not None:
+            self._watcher.lost(self.worker, error)
+            return
+        outcome = call.result()
+        if not outcome.raised:
+            self._settle(outcome.value, None)
+        elif self._is_step:
+            self._watcher.raised(self.worker, error_of(self.worker, self.command, outcome))
+        else:
+            self._settle(None, error_of(self.worker, self.command, outcome))
+
+    def _settle(self, value: Any, error: AutoparError | None) -> None:
+        self._watcher.settled(self)
+        with contextlib.suppress(InvalidStateError):  # answered already
+            if error is None:
+                self._future.set_result(value)
+            else:
+                self._future.set_exception(error)
+
+
+def error_of(worker: Worker, command: str, outcome: Outcome) -> AutoparError:
+    """What a command raised, as the driver raises it."""
+    if outcome.error is not None:
+        return outcome.error
+    place = worker.place
+    if "RESOURCE_EXHAUSTED" in outcome.raised:
+        said = (
+            f"out of memory on a device: {outcome.raised}\nLower memory_budget, use more "
+            "micro-batches or remat, or more devices"
+        )
+    elif outcome.raised.startswith("MemoryError"):
+        said = f"out of memory of the host: {outcome.raised}"
+    else:
+        said = outcome.raised
+    return WorkerError(
+        f"{command!r} failed on worker {place.worker} (host {place.host}, {place.node}): {said}\n"
+        f"{outcome.traceback}",
+        host=place.node,
+        log_tail=outcome.traceback,
+    )
+
+
+class MeshGroup:
+    """devices:    the cluster's numbers of the mesh's devices, in the order of `jax.devices()`.
+    mesh:       its place in the last `RayCluster.groups` that asked for it; for messages.
+    num_arrays: how many arrays live on it; kept by those who make and drop arrays.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        devices: tuple[int, ...],
+        workers: Sequence[Worker],
+        watcher: Watcher,
+    ) -> None:
+        self.devices = devices
+        self.workers = tuple(workers)
+        self.mesh = 0
+        self.num_arrays = 0
+        self.closed = False
+        self._session = session
+        self._watcher = watcher
+        self._num_sent = 0
+
+    def __repr__(self) -> str:
+        return f"<mesh of devices {list(self.devices)} in {len(self.workers)} processes>"
+
+    def in_use(self) -> bool:
+        return self.num_arrays > 0
+
+    def submit(
+        self, command: str, args_per_worker: Sequence[tuple[Any, ...]], fatal: bool = False
+    ) -> list[Reply]:
+        """Send a command to every worker, with arguments of its own. `fatal`: it is a step, so an
+        exception in it fails the session, and so does a standstill."""
+        if len(args_per_worker) != len(self.workers):
+            raise ValueError(f"{len(args_per_worker)} arguments for {len(self.workers)} workers")
+        with self._session.lock:
+            self._session.check()
+            if self.closed:
+                raise WorkerError(f"{command!r}: {self!r} was closed.")
+            self._num_sent += 1
+            sent = []
+            for worker, args in zip(self.workers, args_per_worker, strict=True):
+                try:
+                    call = worker.actor.submit.remote(self._num_sent, fatal, command, *args)
+                except Exception as error:  # the others have it, and would wait for this one
+                    self._watcher.raised(worker, WorkerError(f"{command!r} was not sent: {error}"))
+                    raise
+                reply = Reply(worker, command, fatal, self._watcher)
+                self._watcher.expect(reply)
+                sent.append((reply, call))
+        for reply, call in sent:
+            call.future().add_done_callback(reply.arrived)
+        return [reply for reply, _ in sent]

@@ -1,0 +1,107 @@
+"""What all parts of a Ray session share: its nodes and hosts, its limits, and its failure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import AutoparError, WorkerError
+from autopar.runtime.ray.worker import Hello, Joined, progress_path
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import State
+
+Describe = Callable[[WorkerPlace, State], tuple[int | None, str]]
+
+
+@dataclass(frozen=True)
+class NodeHandle:
+    """A node in use: its agent (an actor), the bundle of the placement group that lies on it, and
+    the session's folder there."""
+
+    agent: Any
+    bundle: int
+    node_id: str
+    address: str
+    name: str
+    folder: str
+    gpu_ids: tuple[str, ...]
+    gpu_names: tuple[str, ...]
+
+    def described(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Host:
+    number: int
+    node: NodeHandle
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds. A worker is asked every `heartbeat_s`; it is given up when it has not answered for
+    `silence_s`, when a step has made no progress for `hang_s`, or another command for `command_s`.
+    """
+
+    heartbeat_s: float
+    silence_s: float
+    hang_s: float
+    start_s: float
+    command_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """A running worker: where it stands, what it said of itself, and how to reach it."""
+
+    place: WorkerPlace
+    hello: Hello
+    joined: Joined
+    actor: Any
+    node: NodeHandle
+
+    def described(self) -> dict[str, Any]:
+        """The process, for the agent of its node."""
+        return {
+            "pid": self.hello.pid,
+            "started": self.hello.started,
+            "logs": list(self.hello.logs),
+            "progress": progress_path(self.place),
+        }
+
+
+@dataclass(eq=False)
+class Session:
+    """`failure` is set once, by the monitor; everything that waits then raises it."""
+
+    ray: Any
+    id: str
+    token: str
+    platform: str
+    devices_per_host: int
+    limits: Limits
+    env: Mapping[str, str]
+    executor: str
+    hosts: tuple[Host, ...] = ()
+    nodes: tuple[NodeHandle, ...] = ()
+    placement_group: Any = None
+    failure: WorkerError | None = None
+    describe: Describe = lambda place, state: (None, "")
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    worker_numbers: Any = field(default_factory=itertools.count)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise fresh(self.failure)
+
+
+def fresh(error: AutoparError) -> AutoparError:
+    """An error that several threads raise, each its own: a raised one carries its traceback."""
+    twin = copy.copy(error)
+    twin.__cause__ = error.__cause__
+    return twin

@@ -1,0 +1,189 @@
+"""The process of one host in one mesh, as a Ray actor: JAX's process group, commands in order, and
+heartbeats that are answered while a command runs.
+
+The actor's event loop does nothing but hand commands to the executor's thread and wait for answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import stat
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from autopar.errors import AutoparError
+from autopar.runtime.ray.agent import started
+from autopar.runtime.ray.environment import Versions, versions_here
+from autopar.runtime.remote.command_thread import CommandThread, Standstill
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import Progress, State
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says of itself before it has touched a device."""
+
+    versions: Versions
+    pid: int
+    started: int
+    logs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a process says when its mesh is there: the devices that JAX gives it."""
+
+    device_kind: str
+    num_local_devices: int
+    num_mesh_devices: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """rss_bytes:    of the process.
+    device_bytes: in use on its fullest device; None where JAX does not say.
+    """
+
+    state: State
+    standstill: Standstill | None
+    rss_bytes: int
+    device_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A command's value, or what it raised: the error itself if it is one of autopar's."""
+
+    value: Any = None
+    error: AutoparError | None = None
+    raised: str = ""
+    traceback: str = ""
+
+
+class MeshWorker:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        # Ray hides all GPUs from actors that ask it for none; the agent has asked for them.
+        os.environ.update(env)
+        self._commands: CommandThread | None = None
+        self._devices: list[Any] = []
+
+    async def hello(self) -> Hello:
+        pid = os.getpid()
+        return Hello(versions_here(), pid, started(pid), _log_files())
+
+    async def start(
+        self, place: WorkerPlace, coordinator: str | None, executor: str, limit_s: float
+    ) -> Outcome:
+        """Join the mesh, at the coordinator's address if it has several processes, and make the
+        executor, named as 'module:class'."""
+        progress = Progress(progress_path(place))
+        self._commands = CommandThread(progress)
+        begin = partial(self._begin, place, coordinator, executor, limit_s, progress)
+        return await _outcome(self._commands.submit(0, "start", begin))
+
+    async def submit(self, number: int, is_step: bool, command: str, *args: Any) -> Outcome:
+        if self._commands is None:
+            raise RuntimeError("start() comes before submit()")
+        call = partial(self._call, command, args)
+        return await _outcome(self._commands.submit(number, command, call, is_step))
+
+    async def heartbeat(self) -> Beat:
+        commands = self._commands
+        return Beat(
+            commands.progress.state() if commands else State(),
+            commands.standstill() if commands else None,
+            _rss_bytes(),
+            _device_bytes(self._devices),
+        )
+
+    async def stop(self, limit_s: float) -> None:
+        """Leave the mesh, if the other processes do so too within the limit."""
+        leave = asyncio.get_running_loop().run_in_executor(None, self._leave)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(leave, limit_s)
+
+    def _begin(
+        self,
+        place: WorkerPlace,
+        coordinator: str | None,
+        executor: str,
+        limit_s: float,
+        progress: Progress,
+    ) -> Joined:
+        if coordinator is not None:
+            if place.platform == "cpu":
+                jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(
+                coordinator, place.num_processes, place.rank, initialization_timeout=int(limit_s)
+            )
+        self._devices = jax.local_devices()
+        module, _, name = executor.partition(":")
+        self._executor = getattr(importlib.import_module(module), name)(place, progress)
+        kind = self._devices[0].device_kind
+        return Joined(kind, len(self._devices), len(jax.devices()))
+
+    def _call(self, command: str, args: tuple[Any, ...]) -> Any:
+        if command.startswith("_"):
+            raise AttributeError(f"{command!r} is no command")
+        return getattr(self._executor, command)(*args)
+
+    def _leave(self) -> None:
+        close = getattr(getattr(self, "_executor", None), "close", None)
+        if close is not None:
+            close()
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+
+
+def progress_path(place: WorkerPlace) -> str:
+    return os.path.join(place.folder, f"worker-{place.worker}.progress")
+
+
+async def _outcome(answer: Future[Any]) -> Outcome:
+    try:
+        return Outcome(await asyncio.wrap_future(answer))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        own = error if isinstance(error, AutoparError) and _travels(error) else None
+        return Outcome(None, own, f"{type(error).__name__}: {error}", text)
+
+
+def _travels(error: AutoparError) -> bool:
+    from ray import cloudpickle
+
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+def _log_files() -> tuple[str, ...]:
+    """The files that this process's output goes to: what it printed, then its errors."""
+    found = []
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if stat.S_ISREG(os.stat(path).st_mode):
+                found.append(path)
+    return tuple(dict.fromkeys(found))
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device_bytes(devices: list[Any]) -> int | None:
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    used = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
+    return max(used, default=None)

@@ -1,0 +1,128 @@
+"""Commands with numbers → their answers, carried out one after another on one thread.
+
+Numbers begin at 0 and none is left out; commands may arrive in any order and are carried out in
+that of their numbers. A command that answers `Later` counts as carried out: what it waits for is
+waited for on threads of its own, while the next command runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.runtime.remote.place import Later
+from autopar.runtime.remote.progress import Progress
+
+NUM_WAITERS = 16
+
+
+@dataclass(frozen=True)
+class Command:
+    """name:      for messages.
+    is_step:   whether it must make progress all the time, as steps do and compiling does not.
+    """
+
+    number: int
+    name: str
+    is_step: bool
+    call: Callable[[], Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """For how long the oldest unanswered command has made no progress."""
+
+    command: str
+    is_step: bool
+    seconds: float
+
+
+class CommandThread:
+    """The thread, the commands that wait for their turn, and those that are not answered yet."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._arrived: queue.Queue[Command | None] = queue.Queue()
+        self._unanswered: dict[int, tuple[Command, float]] = {}
+        self._last_answer_s = 0.0
+        self._lock = threading.Lock()
+        self._waiters = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-answers")
+        self._thread = threading.Thread(target=self._work, name="autopar-commands", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, number: int, name: str, call: Callable[[], Any], is_step: bool = False
+    ) -> Future[Any]:
+        """The command's answer, or its exception, when there is one."""
+        command = Command(number, name, is_step, call, Future())
+        self._arrived.put(command)
+        return command.answer
+
+    def standstill(self) -> Standstill | None:
+        """None if every command that was begun is answered."""
+        with self._lock:
+            if not self._unanswered:
+                return None
+            command, begun_s = next(iter(self._unanswered.values()))
+            moved_s = max(begun_s, self._last_answer_s, self.progress.state().time_s)
+        return Standstill(command.name, command.is_step, max(0.0, time.time() - moved_s))
+
+    def close(self) -> None:
+        """Carry out nothing more; does not wait for what is being carried out."""
+        self._arrived.put(None)
+        self._waiters.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self) -> None:
+        early: dict[int, Command] = {}
+        turn = 0
+        while (arrived := self._arrived.get()) is not None:
+            early[arrived.number] = arrived
+            while (command := early.pop(turn, None)) is not None:
+                turn += 1
+                self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        with self._lock:
+            self._unanswered[command.number] = command, time.time()
+        self.progress.begin(command.number)
+        try:
+            value = command.call()
+        except BaseException as error:
+            self.progress.end()
+            self._fail(command, error)
+            return
+        self.progress.end()
+        if isinstance(value, Later):
+            self._waiters.submit(self._wait, command, value)
+        else:
+            self._answer(command, value)
+
+    def _wait(self, command: Command, later: Later) -> None:
+        try:
+            value = later.wait()
+        except BaseException as error:
+            self._fail(command, error)
+            return
+        self._answer(command, value)
+
+    def _answer(self, command: Command, value: Any) -> None:
+        self._forget(command)
+        command.answer.set_result(value)
+
+    def _fail(self, command: Command, error: BaseException) -> None:
+        self._forget(command)
+        if isinstance(error, StopIteration):  # which no future of asyncio can hold
+            said, error = error, RuntimeError(f"{command.name} raised StopIteration")
+            error.__cause__ = said
+        command.answer.set_exception(error)
+
+    def _forget(self, command: Command) -> None:
+        with self._lock:
+            del self._unanswered[command.number]
+            self._last_answer_s = time.time()
