@@ -10,6 +10,7 @@ from autopar.api import (
     plan,
     solve_sharding,
 )
+from autopar.checkpoints import CheckpointSave, checkpoint_steps, latest_step, save_checkpoint
 from autopar.compiler import register_rule
 from autopar.errors import (
     ArgumentError,
@@ -46,6 +47,7 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import init, shutdown
 
@@ -58,6 +60,7 @@ __all__ = [
     "AutoStages",
     "AutoparError",
     "CheckpointError",
+    "CheckpointSave",
     "ClusterError",
     "ClusterSpec",
     "CompileError",
@@ -88,14 +91,18 @@ __all__ = [
     "WorkerError",
     "Zero2Parallel",
     "Zero3Parallel",
+    "checkpoint_steps",
     "compile",
     "constrain",
     "data_loader",
     "init",
+    "latest_step",
     "mark_layer_boundary",
     "parallelize",
     "plan",
     "register_rule",
+    "restore_checkpoint",
+    "save_checkpoint",
     "shutdown",
     "solve_sharding",
 ]

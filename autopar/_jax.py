@@ -490,3 +490,41 @@ def shard_copier(targets: Sequence[Any]) -> Any:
     semantics = [_xla_client.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
     copy = _xla_client.batched_copy_array_to_devices_with_sharding
     return lambda arrays: copy(arrays, device_lists, targets, semantics)
+
+
+def key_implementation(key_dtype: Any) -> str:
+    """The name by which `jax.random.wrap_key_data` knows the implementation of a key."""
+    return key_dtype._impl.name
+
+
+def with_weak_type(array: jax.Array) -> jax.Array:
+    """The same values, as an array whose type gives way to others as that of a Python number."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(array, array.dtype, weak_type=True)
+
+
+# -- groups of processes
+
+
+def tell_group(name: str, text: str) -> None:
+    """Give a text to all processes of the `jax.distributed` group, under a name used once."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None
+    client.key_value_set(name, text)
+
+
+def hear_group(name: str, timeout_s: float) -> str:
+    """The text that some process of the group gives under this name; waits for it."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None
+    return client.blocking_key_value_get(name, int(timeout_s * 1000))
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value stands for one that is not there yet."""
+    return isinstance(value, _core.Tracer)

@@ -46,6 +46,7 @@ ALLOWED_IMPORTS = {
     "lower": {*BELOW_PASSES, *EVERYONE},
     "inspect": {*BELOW_PASSES, *EVERYONE},
     "runtime": {"ir", *EVERYONE},
+    "checkpoints": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
     "following": {"methods", "trace", "ir", *EVERYONE},
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
@@ -116,7 +117,8 @@ ALLOWED_IMPORTS = {
     "session": {"runtime", "lower", "ir", *EVERYONE},
     "api": {"session", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
-    "__init__": {"api", "loading", *BELOW_API, *EVERYONE},
+    "restoring": {"api", "checkpoints", *BELOW_API, *EVERYONE},
+    "__init__": {"api", "checkpoints", "loading", "restoring", *BELOW_API, *EVERYONE},
     "demo": {"__init__", "errors"},  # a user's program
     "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},

@@ -1,0 +1,92 @@
+"""The few ways in which checkpoints change a file system, each durable once it returns."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from autopar.errors import CheckpointError
+
+
+def create_file(path: Path) -> int:
+    """A new file to write to."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """A single write may take less than it is given, and no more than 2 GiB."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def close(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def close_synced(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    descriptor = create_file(path)
+    try:
+        write_all(descriptor, data)
+    except BaseException:
+        close(descriptor)
+        raise
+    close_synced(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    os.mkdir(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Names that were made in a folder, or renamed, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not all file systems can
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it; what is gone already is fine."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            for name in os.listdir(path):
+                remove(path / name)
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def as_checkpoint_error(what: str, error: OSError) -> CheckpointError:
+    """What to tell a user of an error of the file system."""
+    advice = {
+        errno.ENOSPC: "Free some space, or keep fewer checkpoints (keep=…).",
+        errno.EDQUOT: "Free some space, or keep fewer checkpoints (keep=…).",
+        errno.EACCES: "Give a folder that this process may write to.",
+        errno.EPERM: "Give a folder that this process may write to.",
+        errno.EROFS: "Give a folder on a file system that can be written to.",
+        errno.ENOTDIR: "Give the path of a folder.",
+    }.get(error.errno or 0, "")
+    place = f" ({error.filename})" if error.filename else ""
+    text = (
+        f"{what}: {error.strerror or error}{place}. Nothing was left under the checkpoint's name."
+    )
+    return CheckpointError(f"{text} {advice}".strip())
