@@ -49,8 +49,10 @@ class Link:
 
 class Transport(Protocol):
     """How a worker sends and receives. Every method is called from one thread. Neither `send` nor
-    `recv` waits for the other side: a tile that is sent stays valid until it has gone, and the
-    arrays that `recv` gives may still be on their way (programs that read them wait by themselves).
+    `recv` waits for the other side, unless a transport says so: the arrays that `recv` gives may
+    still be on their way (programs that read them wait by themselves), and what is sent leaves
+    later. A transport keeps it alive until then, but whoever sends must not donate or delete it
+    meanwhile; where that may happen, a copy is sent.
 
     Both sides list the tiles of a transfer in the same order, restricted to what concerns them.
     `tag` names the transfer: unique in the session, the same on both sides, below 2**40. Transfers

@@ -1,0 +1,149 @@
+"""Tiles by JAX's own transfer server (`jax.experimental.transfer`): TCP between hosts of any kind.
+The way on CPUs, and on GPUs where there is no CuPy.
+
+A sender *offers* arrays under a number, a receiver *pulls* what is offered under it, in any order:
+a pull waits for its offer. All that a transfer moves from one worker to another is one offer and
+one pull. Pulled arrays are given out before their data is there; if the peer dies, whoever waits
+for them gets a `JaxRuntimeError`. A peer that is alive and never offers is waited for without
+limit, which is for the driver's heartbeat to notice.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from autopar.errors import ClusterError, WorkerError
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.transports.base import InTile, Link, OutTile
+from autopar.runtime.transports.numbering import incoming_keys, outgoing_keys
+
+# The fastest of what was tried for tiles of 1 to 256 MiB between two processes of one host. Raw
+# buffers (`use_raw_buffers`) are a little faster, but send what a donation has left in the buffer.
+NUM_CONNECTIONS = 2
+CHUNK_BYTES = 16 * 2**20
+
+CONNECT_LIMIT_S = 10.0
+_WORKER_BITS = 22
+
+
+class JaxTransfer:
+    """See `Transport`. Devices of both sides may be of different kinds."""
+
+    name = "jax_transfer"
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self.place = place
+        self.devices = jax.local_devices()
+        self.server: Any = _start_server(place, self.devices[0].client)
+        self.addresses: dict[int, str] = {place.worker: self.server.address()}
+        self.connections: dict[int, Any] = {}
+
+    def address(self) -> dict[str, Any]:
+        return {"server": self.addresses[self.place.worker]}
+
+    def connect(self, addresses: Mapping[int, dict[str, Any]]) -> None:
+        self.addresses |= {worker: own["server"] for worker, own in addresses.items()}
+
+    def prepare(self, links: Sequence[Link]) -> None:
+        for link in links:
+            if any(target.worker == self.place.worker for target in link.targets):
+                self._connection(link.source.worker)
+
+    def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
+        offers: dict[int, dict[Any, jax.Array]] = {}
+        for key, tile in zip(outgoing_keys(tiles), tiles, strict=True):
+            if tile.data.size:
+                for worker in {target.worker for target in tile.targets}:
+                    offers.setdefault(worker, {})[key] = tile.data
+        for worker, arrays in offers.items():
+            self.server.await_pull(_number(tag, worker), [arrays[key] for key in sorted(arrays)])
+
+    def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
+        # A tile that several devices of this worker want crosses once.
+        pulls: dict[int, dict[Any, InTile]] = {}
+        keys = incoming_keys(tiles)
+        for key, tile in zip(keys, tiles, strict=True):
+            if prod(tile.shape):
+                pulls.setdefault(tile.source.worker, {}).setdefault(key, tile)
+        arrived: dict[Any, jax.Array] = {}
+        for worker, wanted in pulls.items():
+            order = sorted(wanted)
+            pulled = self._connection(worker).pull(
+                _number(tag, self.place.worker), [self._aval(wanted[key]) for key in order]
+            )
+            arrived |= {(worker, key): array for key, array in zip(order, pulled, strict=True)}
+        return [
+            self._placed(tile, arrived.get((tile.source.worker, key)))
+            for key, tile in zip(keys, tiles, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.connections.clear()
+        self.server = None
+
+    def _placed(self, tile: InTile, array: jax.Array | None) -> jax.Array:
+        device = self.devices[tile.target.device]
+        if array is None:
+            return jnp.empty(tile.shape, tile.dtype, device=device)
+        return array if array.devices() == {device} else jax.device_put(array, device)
+
+    def _aval(self, tile: InTile) -> jax.ShapeDtypeStruct:
+        place = SingleDeviceSharding(self.devices[tile.target.device])
+        return jax.ShapeDtypeStruct(tile.shape, tile.dtype, sharding=place)
+
+    def _connection(self, worker: int) -> Any:
+        if worker not in self.connections:
+            if worker not in self.addresses:
+                raise ClusterError(
+                    f"worker {self.place.worker} was to receive from worker {worker}, whose address"
+                    f" it was not told; it knows workers {sorted(self.addresses)}"
+                )
+            _check_answers(worker, self.addresses[worker])
+            self.connections[worker] = self.server.connect(self.addresses[worker])
+        return self.connections[worker]
+
+
+def _start_server(place: WorkerPlace, client: Any) -> Any:
+    # Imported here: it is experimental, and only workers that use it should depend on it.
+    from jax.experimental import transfer
+
+    host = f"[{place.address}]" if ":" in place.address else place.address
+    try:
+        return transfer.start_transfer_server(
+            client,
+            f"{host}:0",
+            [f"{host}:0"] * NUM_CONNECTIONS,
+            transfer_size=CHUNK_BYTES,
+            supports_pinned_allocator=place.platform == "gpu",
+        )
+    except RuntimeError as error:
+        raise ClusterError(
+            f"JAX's transfer server did not start on {place.node} at the address {place.address}: "
+            f"{error}. It must be an address of that host which the other hosts can reach"
+        ) from error
+
+
+def _number(tag: int, worker: int) -> int:
+    """Of a transfer to a worker. The sender's server holds it, so it need not name the sender."""
+    assert worker < 2**_WORKER_BITS and tag < 2**40, (worker, tag)
+    return tag << _WORKER_BITS | worker
+
+
+def _check_answers(worker: int, address: str) -> None:
+    """JAX waits for ever for a server that is not there, so look first."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S):
+            pass
+    except OSError as error:
+        raise WorkerError(
+            f"worker {worker} does not answer at {address} ({error}); it has died, or this host "
+            "cannot reach it: all ports between the cluster's hosts must be open"
+        ) from error

@@ -1,0 +1,156 @@
+"""Transfers that every transport must carry out: drawn at random, done by processes, and checked.
+
+The same bodies run on virtual CPU devices by default, and on GPUs in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.runtime.transports.base import End, InTile, Link
+from tests.unit.runtime.transports.peer import Peer, join
+
+DTYPES = ("float32", "bfloat16", "bool", "int8", "uint32", "float8_e4m3fn", "complex64")
+SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (4, 5), (2, 3, 4), (33, 65))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tile of a transfer, as a case has it."""
+
+    value: np.ndarray
+    source: End
+    targets: tuple[End, ...]
+
+
+Transfer = tuple[Sent, ...]
+
+
+@contextmanager
+def workers(count: int, transport: str, first: int = 1, **options: Any) -> Iterator[list[Peer]]:
+    """Processes that know each other; `visible` of GPUs may have one entry per process."""
+    visible = options.pop("visible", [None] * count)
+    peers: list[Peer] = []
+    try:
+        for i in range(count):
+            peers.append(Peer(first + i, transport, visible=visible[i], **options))
+        join(peers)
+        yield peers
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def random_transfer(seed: int, numbers: Sequence[int], num_devices: int) -> Transfer:
+    """Tiles between any workers, with one to three targets, of all kinds and sizes."""
+    draw = random.Random(seed)
+    values = np.random.default_rng(seed)
+    ends = [End(worker, device) for worker in numbers for device in range(num_devices)]
+    tiles = []
+    for _ in range(draw.randint(1, 8)):
+        source = draw.choice(ends)
+        others = [end for end in ends if end.worker != source.worker]
+        targets = draw.sample(others, draw.randint(1, min(3, len(others))))
+        dtype = jnp.dtype(draw.choice(DTYPES))
+        value = values.integers(0, 2 if dtype.kind == "b" else 100, draw.choice(SHAPES)).astype(
+            dtype
+        )
+        tiles.append(Sent(value, source, tuple(targets)))
+    return tuple(tiles)
+
+
+def outgoing(transfer: Transfer, worker: int) -> list[tuple[Any, End, tuple[End, ...]]]:
+    return [(t.value, t.source, t.targets) for t in transfer if t.source.worker == worker]
+
+
+def incoming(transfer: Transfer, worker: int) -> list[tuple[InTile, np.ndarray]]:
+    return [
+        (InTile(t.value.shape, t.value.dtype, t.source, target, t.targets), t.value)
+        for t in transfer
+        for target in t.targets
+        if target.worker == worker
+    ]
+
+
+def links(transfers: Sequence[Transfer]) -> list[Link]:
+    """All of them, in the order in which every worker gets its own."""
+    return list(dict.fromkeys(Link(t.source, t.targets) for own in transfers for t in own))
+
+
+def prepare(peers: Sequence[Peer], all_links: Sequence[Link]) -> None:
+    for peer in peers:
+        own = [
+            link
+            for link in all_links
+            if peer.worker in {end.worker for end in (link.source, *link.targets)}
+        ]
+        peer.post("prepare", own)
+    for peer in peers:
+        peer.answer()
+
+
+def carry_out(peers: Sequence[Peer], transfers: dict[int, Transfer], seed: int = 0) -> None:
+    """Send and receive the transfers, by tag. Every worker goes through them in the same order, but
+    whether it first sends or receives is drawn, and so is who is early."""
+    draw = random.Random(seed)
+    prepare(peers, links(list(transfers.values())))
+    commands: list[tuple[Peer, list[tuple[str, int, Any]]]] = []
+    for peer in peers:
+        own: list[tuple[str, int, Any]] = []
+        for tag, transfer in transfers.items():
+            both = []
+            if sent := outgoing(transfer, peer.worker):
+                both.append(("send", tag, sent))
+            if wanted := incoming(transfer, peer.worker):
+                both.append(("recv", tag, [tile for tile, _ in wanted]))
+            draw.shuffle(both)
+            own += both
+        commands.append((peer, own))
+    while any(own for _, own in commands):
+        peer, own = draw.choice([entry for entry in commands if entry[1]])
+        peer.post(*own.pop(0))
+    for peer in peers:
+        while peer.pending:
+            peer.answer()
+    for peer in peers:
+        for tag, transfer in transfers.items():
+            wanted = incoming(transfer, peer.worker)
+            if not wanted:
+                continue
+            for (value, device), (tile, expected) in zip(
+                peer.ask("values", tag), wanted, strict=True
+            ):
+                assert (value.shape, value.dtype) == (tile.shape, tile.dtype), tile
+                assert device == tile.target.device, tile
+                np.testing.assert_array_equal(_bytes(value), _bytes(expected), err_msg=repr(tile))
+
+
+def carry_out_many(sender: Peer, receiver: Peer, count: int, first_tag: int, size: int) -> None:
+    """Transfers of one tile, in ten rounds, each as fast as it goes. Neither side holds more after
+    the last round than after the second."""
+    source, target = End(sender.worker, 0), End(receiver.worker, 0)
+    prepare([sender, receiver], [Link(source, (target,))])
+    tile = InTile((size,), jnp.dtype("float32"), source, target, (target,))
+    held: list[list[tuple[int, int]]] = []
+    for first in range(first_tag, first_tag + count, count // 10):
+        tags = range(first, first + count // 10)
+        sender.post("send_many", tags, source, (target,), size)
+        receiver.post("recv_many", tags, tile)
+        assert receiver.answer() == len(tags)
+        sender.answer()
+        held.append([peer.ask("footprint") for peer in (sender, receiver)])
+    for (arrays, rss), (earlier, earlier_rss) in zip(held[-1], held[1], strict=True):
+        assert arrays <= earlier
+        grown = rss - earlier_rss
+        assert grown < 0.1 * 4 * size * count, f"{grown / 2**20:.0f} MiB more"
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,239 @@
+"""A process with a transport, driven over its pipes; and `Peer`, which starts and drives one.
+
+Each command is a method of `_Worker`, sent as a pickled (name, arguments) and answered by a pickled
+(ok, value). `post` sends without waiting, so that several processes act at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[4]
+ANSWER_LIMIT_S = 60.0
+
+
+class Peer:
+    """A worker process. `num_devices` virtual CPU devices, or with platform "gpu" those GPUs of
+    the host whose numbers are in `visible`."""
+
+    def __init__(
+        self,
+        worker: int,
+        transport: str,
+        num_devices: int = 2,
+        platform: str = "cpu",
+        visible: str | None = None,
+    ) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform}
+        if platform == "cpu":
+            env["XLA_FLAGS"] = (
+                f"--xla_force_host_platform_device_count={num_devices} "
+                "--xla_backend_optimization_level=0"
+            )
+        else:
+            env.pop("JAX_PLATFORMS")
+            env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            if visible is not None:
+                env["CUDA_VISIBLE_DEVICES"] = visible
+        self.worker = worker
+        self.pending = 0
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.post("start", worker, transport, platform)
+
+    def post(self, name: str, *arguments: Any) -> None:
+        stdin = self.process.stdin
+        assert stdin is not None
+        _write(stdin, (name, arguments))
+        self.pending += 1
+
+    def answer(self) -> Any:
+        """The answer to the earliest command that has none yet."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        assert self.pending, "nothing was asked"
+        ready, _, _ = select.select([stdout], [], [], ANSWER_LIMIT_S)
+        if not ready:
+            raise TimeoutError(f"worker {self.worker} did not answer in {ANSWER_LIMIT_S} s")
+        self.pending -= 1
+        ok, value = _read(stdout)
+        if not ok:
+            raise PeerError(f"worker {self.worker}: {value}")
+        return value
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        while self.pending:
+            self.answer()
+        self.post(name, *arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class PeerError(Exception):
+    """A command of a worker failed."""
+
+
+def join(peers: Sequence[Peer]) -> None:
+    """Let all know each other's addresses."""
+    addresses = {peer.worker: peer.ask("address") for peer in peers}
+    for peer in peers:
+        peer.post("connect", addresses)
+    for peer in peers:
+        peer.answer()
+
+
+class _Worker:
+    def start(self, worker: int, transport: str, platform: str) -> None:
+        import jax
+
+        from autopar.runtime.remote.place import WorkerPlace
+        from autopar.runtime.transports.choose import make_transport
+
+        devices = tuple(range(len(jax.local_devices())))
+        place = WorkerPlace(
+            worker, 0, 1, 0, "here", devices, devices, platform, "127.0.0.1", "a token", "/tmp"
+        )
+        self.transport = make_transport(transport, place)
+        self.arrived: dict[int, list[Any]] = {}
+
+    def address(self) -> dict[str, Any]:
+        return self.transport.address()
+
+    def connect(self, addresses: dict[int, dict[str, Any]]) -> None:
+        self.transport.connect(addresses)
+
+    def prepare(self, links: Sequence[Any]) -> None:
+        self.transport.prepare(links)
+
+    def send(self, tag: int, tiles: Sequence[tuple[Any, Any, Any]]) -> None:
+        import jax
+
+        from autopar.runtime.transports.base import OutTile
+
+        devices = jax.local_devices()
+        self.transport.send(
+            tag,
+            [
+                OutTile(jax.device_put(value, devices[source.device]), source, targets)
+                for value, source, targets in tiles
+            ],
+        )
+
+    def recv(self, tag: int, tiles: Sequence[Any]) -> None:
+        self.arrived[tag] = self.transport.recv(tag, tiles)
+
+    def values(self, tag: int) -> list[tuple[Any, int]]:
+        """What has arrived, and on which device; it is let go."""
+        import jax
+        import numpy as np
+
+        devices = jax.local_devices()
+        return [
+            (np.asarray(array), devices.index(next(iter(array.devices()))))
+            for array in self.arrived.pop(tag)
+        ]
+
+    def send_many(self, tags: range, source: Any, targets: Any, size: int) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        from autopar.runtime.transports.base import OutTile
+
+        device = jax.local_devices()[source.device]
+        ones = jnp.ones((size,), jnp.float32, device=device)
+        for tag in tags:
+            self.transport.send(tag, [OutTile(ones * (tag % 97), source, targets)])
+
+    def recv_many(self, tags: range, tile: Any) -> int:
+        """How many arrive as they were sent, each used up by a program that takes its buffer."""
+        import jax
+
+        double = jax.jit(lambda x: x + x, donate_argnums=0)
+        right = 0
+        for tag in tags:
+            (array,) = self.transport.recv(tag, [tile])
+            right += float(double(array)[0]) == 2.0 * (tag % 97)
+        return right
+
+    def footprint(self) -> tuple[int, int]:
+        """Arrays that are alive, and bytes of memory that this process holds."""
+        import gc
+
+        import jax
+
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(jax.live_arrays()), pages * resource.getpagesize()
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _write(stream: Any, message: Any) -> None:
+    data = pickle.dumps(message)
+    view = memoryview(struct.pack("<Q", len(data)) + data)
+    while view:
+        view = view[stream.write(view) :]
+    stream.flush()
+
+
+def _read(stream: Any) -> Any:
+    (size,) = struct.unpack("<Q", _read_bytes(stream, 8))
+    return pickle.loads(_read_bytes(stream, size))
+
+
+def _read_bytes(stream: Any, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        some = stream.read(size - len(data))
+        if not some:
+            raise EOFError
+        data += some
+    return bytes(data)
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    worker = _Worker()
+    while True:
+        try:
+            name, arguments = _read(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(worker, name)(*arguments))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        _write(answers, answer)
+
+
+if __name__ == "__main__":
+    _serve()
