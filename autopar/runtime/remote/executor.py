@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ class Executor:
         self._transport: Transport | None = None
         mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
         self._runs_alone = isinstance(mesh, jax.sharding.Mesh) and must_run_alone(mesh)
+        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         threads = max(1, min(_MAX_COMPILE_THREADS, os.cpu_count() or 1))
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="compile")
 

@@ -4,7 +4,6 @@ worker. Both have the same version of JAX, which is checked when workers start."
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -100,11 +99,7 @@ def compile_piece(name: str, spec: PieceSpec, program: bytes, devices: list[Any]
         donate_argnums=spec.donated,
         keep_unused=True,
     )
-    with warnings.catch_warnings():
-        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jitted.lower(*reads)
     try:
-        return lowered.compile()
+        return jitted.lower(*reads).compile()
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(f"XLA could not compile {name}: {error}") from error
