@@ -142,7 +142,7 @@ def init(
 
 
 def _remote(cluster: Any, transport: str | None) -> RemoteSession:
-    wanted = transport or os.environ.get("AUTOPAR_TRANSPORT") or "auto"
+    wanted = transport or os.environ.get("AUTOPAR_TRANSPORT") or "jax_transfer"
     remote = RemoteSession(cluster, wanted, plan_tiles)
 
     def describe(place: Any, state: Any) -> tuple[int | None, str]:

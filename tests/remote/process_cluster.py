@@ -128,16 +128,15 @@ class Group:
         self.devices = devices
         self.workers = tuple(workers)
         self.num_arrays = 0
-        self.num_calls = 0
 
     def submit(
-        self, command: str, args: Sequence[tuple[Any, ...] | None], fatal: bool = False
+        self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
     ) -> list[Any]:
-        replies: list[Any] = []
-        for worker, own in zip(self.workers, args, strict=True):
-            replies.append(None if own is None else worker.submit(command, own))
-            self.num_calls += own is not None
-        return replies
+        return [
+            worker.submit(command, own)
+            for worker, own in zip(self.workers, args_per_worker, strict=True)
+            if own is not None
+        ]
 
 
 class ProcessCluster:
@@ -185,9 +184,7 @@ class ProcessCluster:
         }
         workers = []
         with Listener(None, "AF_UNIX", authkey=self._key) as listener:
-            code = (
-                "from tests.remote.process_cluster import work; import sys; work(*sys.argv[1:])"
-            )
+            code = "from tests.remote.process_cluster import work; import sys; work(*sys.argv[1:])"
             for place in places:
                 process = subprocess.Popen(
                     [sys.executable, "-c", code, listener.address, self._key.hex()],

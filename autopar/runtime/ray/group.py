@@ -122,7 +122,7 @@ class MeshGroup:
         self.closed = False
         self._session = session
         self._watcher = watcher
-        self._num_sent = 0
+        self._num_sent = [0] * len(self.workers)
 
     def __repr__(self) -> str:
         return f"<mesh of devices {list(self.devices)} in {len(self.workers)} processes>"
@@ -131,21 +131,26 @@ class MeshGroup:
         return self.num_arrays > 0
 
     def submit(
-        self, command: str, args_per_worker: Sequence[tuple[Any, ...]], fatal: bool = False
+        self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
     ) -> list[Reply]:
-        """Send a command to every worker, with arguments of its own. `fatal`: it is a step, so an
-        exception in it fails the session, and so does a standstill."""
+        """Send a command to every worker, with arguments of its own; those with None are left out,
+        and have no reply. `fatal`: it is a step, so an exception in it fails the session, and so
+        does a standstill."""
         if len(args_per_worker) != len(self.workers):
             raise ValueError(f"{len(args_per_worker)} arguments for {len(self.workers)} workers")
         with self._session.lock:
             self._session.check()
             if self.closed:
                 raise WorkerError(f"{command!r}: {self!r} was closed.")
-            self._num_sent += 1
             sent = []
-            for worker, args in zip(self.workers, args_per_worker, strict=True):
+            for number, (worker, args) in enumerate(
+                zip(self.workers, args_per_worker, strict=True)
+            ):
+                if args is None:
+                    continue
+                self._num_sent[number] += 1
                 try:
-                    call = worker.actor.submit.remote(self._num_sent, fatal, command, *args)
+                    call = worker.actor.submit.remote(self._num_sent[number], fatal, command, *args)
                 except Exception as error:  # the others have it, and would wait for this one
                     self._watcher.raised(worker, WorkerError(f"{command!r} was not sent: {error}"))
                     raise

@@ -49,7 +49,7 @@ class GroupLike(Protocol):
     def workers(self) -> Sequence[Any]: ...
 
     def submit(
-        self, command: str, args: Sequence[tuple[Any, ...] | None], fatal: bool = False
+        self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
     ) -> list[Any]: ...
 
 
@@ -284,7 +284,7 @@ class RemoteSession:
                     entry = (place, box, copy.number, local)
                     wanted.setdefault((id(copy.mesh), worker), []).append(entry)
             asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
-            replies: list[ReplyLike | None] = []
+            replies: list[ReplyLike] = []
             for mesh_id, mesh in meshes.items():
                 args: list[tuple[Any, ...] | None] = []
                 for worker in range(len(mesh.places)):
@@ -297,8 +297,7 @@ class RemoteSession:
                     asked.append((mesh.channels[worker], key, own))
                 replies += mesh.group.submit("fetch", args)
         for reply in replies:
-            if reply is not None:
-                reply.result(FETCH_LIMIT_S)
+            reply.result(FETCH_LIMIT_S)
         values = [
             np.empty(array.copies[0].held.shape, array.copies[0].held.dtype) for array in arrays
         ]
