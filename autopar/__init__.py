@@ -50,6 +50,7 @@ from autopar.methods import (
 from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import init, shutdown
+from autopar.training import run_training
 
 __version__ = "0.1.0"
 
@@ -102,6 +103,7 @@ __all__ = [
     "plan",
     "register_rule",
     "restore_checkpoint",
+    "run_training",
     "save_checkpoint",
     "shutdown",
     "solve_sharding",

@@ -3,6 +3,7 @@
 from autopar.checkpoints.backends import Backend, HostPlace, ScalarPlace, register_backend
 from autopar.checkpoints.find import checkpoint_steps, latest_step
 from autopar.checkpoints.format import Entry, Leaf, Manifest, Shard, read_manifest
+from autopar.checkpoints.leaves import canonical
 from autopar.checkpoints.read import read_arrays
 from autopar.checkpoints.save import CheckpointSave, finish_saves, save_checkpoint
 from autopar.checkpoints.write import snapshot, write_parts, write_shards
@@ -16,6 +17,7 @@ __all__ = [
     "Manifest",
     "ScalarPlace",
     "Shard",
+    "canonical",
     "checkpoint_steps",
     "finish_saves",
     "latest_step",

@@ -113,6 +113,14 @@ def key_data_type(key: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
 
 
+def canonical(dtype: Any) -> Any:
+    """The type that JAX gives to elements of this type: without `jax_enable_x64`, one of at most 32
+    bits."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
 def is_number_type(dtype: Any, kind: str) -> bool:
     """Whether elements of this type are Python numbers of this kind."""
     return bool(jax.numpy.issubdtype(dtype, _NUMBER_TYPES[kind]))

@@ -29,7 +29,7 @@ from autopar.checkpoints.format import (
     rows_of,
     scalar_value,
 )
-from autopar.checkpoints.leaves import key_data_type
+from autopar.checkpoints.leaves import canonical, key_data_type
 from autopar.errors import CheckpointError
 from autopar.ir.tiles import Box, slices
 
@@ -79,7 +79,7 @@ def _read_array(data_files: _DataFiles, leaf: Leaf, like: jax.ShapeDtypeStruct) 
         places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in boxes]
         shards = jax.device_put([parts[box] for box in boxes.values()], places)
         array = jax.make_array_from_single_device_arrays(
-            like.shape, sharding, shards, dtype=np.dtype(like.dtype)
+            like.shape, sharding, shards, dtype=canonical(like.dtype)
         )
     return _jax.with_weak_type(array) if like.weak_type else array
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar import _jax
-from autopar.checkpoints.backends import ScalarPlace, backend_of, by_backend
+from autopar.checkpoints.backends import HostPlace, ScalarPlace, backend_of, by_backend
 from autopar.checkpoints.format import (
     ARRAY,
     KEY,
@@ -21,7 +21,7 @@ from autopar.checkpoints.format import (
     dtype_named,
     read_manifest,
 )
-from autopar.checkpoints.leaves import is_number_type, is_saved, key_data_type, nested
+from autopar.checkpoints.leaves import canonical, is_number_type, is_saved, key_data_type, nested
 from autopar.checkpoints.read import read_numpy
 from autopar.errors import CheckpointError
 
@@ -140,6 +140,8 @@ def _agrees(leaf: Leaf, place: Any) -> bool:
     if leaf.kind in SCALARS:
         return tuple(place.shape) == () and is_number_type(place.dtype, leaf.kind)
     same_type = leaf.dtype == np.dtype(place.dtype).name
+    if not isinstance(place, HostPlace):  # what JAX makes of the type of a numpy array
+        same_type = same_type or canonical(dtype_named(leaf.dtype)) == canonical(place.dtype)
     return leaf.kind != KEY and same_type and leaf.shape == tuple(place.shape)
 
 

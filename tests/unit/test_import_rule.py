@@ -118,7 +118,17 @@ ALLOWED_IMPORTS = {
     "api": {"session", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
     "restoring": {"api", "checkpoints", *BELOW_API, *EVERYONE},
-    "__init__": {"api", "checkpoints", "loading", "restoring", "session", *BELOW_API, *EVERYONE},
+    "training": {"api", "checkpoints", "restoring", "session", *BELOW_API, *EVERYONE},
+    "__init__": {
+        "api",
+        "checkpoints",
+        "loading",
+        "restoring",
+        "session",
+        "training",
+        *BELOW_API,
+        *EVERYONE,
+    },
     "demo": {"__init__", "errors"},  # a user's program
     "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},
