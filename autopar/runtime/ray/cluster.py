@@ -121,6 +121,14 @@ class RayCluster:
         if self._closed:
             raise ClusterError("The Ray session was closed; call autopar.init again.")
 
+    def wait_for_failure(self, limit_s: float) -> WorkerError | None:
+        """The failure of the session, for whoever has noticed one first, such as a connection that
+        broke; None if there is none within the limit."""
+        until_s = time.monotonic() + limit_s
+        while self.failure is None and not self._closed and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return self.failure
+
     def put(self, value: Any) -> Any:
         """A reference to a value that goes to several workers, as a top-level argument of
         `MeshGroup.submit`; for programs, not for arrays."""
@@ -140,9 +148,9 @@ class RayCluster:
             missing = list(dict.fromkeys(d for d in wanted if d not in running))
             if self.platform == "gpu":
                 self._make_room(wanted)
-            for devices, workers in zip(
-                missing, start_workers(self._session, missing) if missing else [], strict=True
-            ):
+            known = [worker for group in self._groups for worker in group.workers]
+            started = start_workers(self._session, missing, known) if missing else []
+            for devices, workers in zip(missing, started, strict=True):
                 assert self._monitor is not None
                 group = MeshGroup(self._session, devices, workers, self._monitor)
                 self._monitor.watch(group)

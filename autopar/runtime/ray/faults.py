@@ -19,6 +19,7 @@ from autopar.runtime.remote.progress import State
 
 NUM_LOG_LINES = 20
 NOT_BEGUN = State()
+STOPPED = ("T", "t")  # the kernel's letters for processes that a signal or a debugger stopped
 # Written by JAX's coordination service to the log of a process that it ends, and by collectives and
 # sockets that have lost the other side.
 _ENDED_BY_JAX = re.compile(
@@ -76,6 +77,8 @@ class Sighting:
     def kind(self) -> Trouble:
         if not self.node_alive:
             return Trouble.NODE_LOST
+        if self.process in STOPPED:
+            return Trouble.SILENT
         if self.trouble is Trouble.RAISED and self.process != "":
             lost_peer = _LOST_A_PEER.search(self.detail)
             return Trouble.CONSEQUENCE if lost_peer else Trouble.RAISED
@@ -125,7 +128,7 @@ def error_about(
         "All workers of the session were ended. Call autopar.shutdown() and autopar.init(…), and "
         "go on from a checkpoint; autopar.run_training does so by itself."
     )
-    tail = _log_lines(cause.log)
+    tail = log_lines(cause.log)
     if tail:
         lines += ["The last lines of its log:", *(f"  | {line}" for line in tail)]
     error = WorkerError(
@@ -163,8 +166,10 @@ def _what_happened(cause: Sighting) -> str:
         case Trouble.SILENT:
             if cause.process is None:
                 more = ", and its node does not answer either"
+            elif cause.process in STOPPED:
+                more = ": its process is stopped (SIGSTOP)"
             else:
-                more = ": its process is stopped (SIGSTOP)" if cause.process in ("T", "t") else ""
+                more = ""
             return f"has not answered for {cause.seconds:.0f} s{more}."
         case Trouble.HUNG:
             return (
@@ -197,6 +202,6 @@ def _first_line(text: str) -> str:
     return next((line for line in text.splitlines() if line.strip()), "")
 
 
-def _log_lines(log: str) -> list[str]:
+def log_lines(log: str) -> list[str]:
     lines = [line for line in log.splitlines() if not line.startswith(_RAY_NOTES)]
     return lines[-NUM_LOG_LINES:]

@@ -143,17 +143,18 @@ class MeshGroup:
             if self.closed:
                 raise WorkerError(f"{command!r}: {self!r} was closed.")
             sent = []
-            for number, (worker, args) in enumerate(
-                zip(self.workers, args_per_worker, strict=True)
-            ):
+            for index, (worker, args) in enumerate(zip(self.workers, args_per_worker, strict=True)):
                 if args is None:
                     continue
-                self._num_sent[number] += 1
+                number = self._num_sent[index] + 1
                 try:
-                    call = worker.actor.submit.remote(self._num_sent[number], fatal, command, *args)
-                except Exception as error:  # the others have it, and would wait for this one
-                    self._watcher.raised(worker, WorkerError(f"{command!r} was not sent: {error}"))
+                    call = worker.actor.submit.remote(number, fatal, command, *args)
+                except Exception as error:
+                    if fatal:  # the others have it, and would wait for this one
+                        said = WorkerError(f"{command!r} was not sent: {error}")
+                        self._watcher.raised(worker, said)
                     raise
+                self._num_sent[index] = number
                 reply = Reply(worker, command, fatal, self._watcher)
                 self._watcher.expect(reply)
                 sent.append((reply, call))

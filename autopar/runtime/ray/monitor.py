@@ -233,8 +233,20 @@ class Monitor:
                         seconds=report.seconds,
                     )
                     break
+            else:
+                sighting = replace(sighting, **self._unreported(entry, reports[0]))
             sightings.append(sighting)
         return sightings
+
+    def _unreported(self, entry: _Watched, first: _Report) -> dict[str, Any]:
+        """What is known of a worker that nothing was reported of: it may stand still like the one
+        that was reported, and have done so for longer."""
+        still = entry.beat.standstill if entry.beat else None
+        limits = self._session.limits
+        nearly_s = limits.hang_s - 2 * limits.heartbeat_s
+        if first.trouble is Trouble.HUNG and still and still.is_step and still.seconds > nearly_s:
+            return {"trouble": Trouble.HUNG, "detail": still.command, "seconds": still.seconds}
+        return {"seconds": time.monotonic() - entry.heard_s}
 
     def _tell_of(
         self, watched: Sequence[_Watched]

@@ -67,12 +67,7 @@ class Worker:
 
     def described(self) -> dict[str, Any]:
         """The process, for the agent of its node."""
-        return {
-            "pid": self.hello.pid,
-            "started": self.hello.started,
-            "logs": list(self.hello.logs),
-            "progress": progress_path(self.place),
-        }
+        return {**self.hello.process(), "progress": progress_path(self.place)}
 
 
 @dataclass(eq=False)

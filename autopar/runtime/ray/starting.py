@@ -1,28 +1,36 @@
 """Device numbers of meshes → their workers, started side by side.
 
-Actors are made for all meshes at once; their versions are compared before anything else happens;
-then every mesh's processes find each other at a port of the mesh's first host. A mesh that fails to
-do so because the port was taken meanwhile is started again with another port.
+Each mesh is started by a thread of its own: actors are made, their versions are compared before
+anything else happens, and then the processes find each other at a port of the mesh's first host. A
+mesh that fails to do so because the port was taken meanwhile is started again with another port.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from autopar.errors import ClusterError
-from autopar.runtime.ray.environment import check_versions, versions_here, worker_environment
+from autopar.runtime.ray.environment import (
+    check_versions,
+    versions_here,
+    worker_environment,
+)
+from autopar.runtime.ray.faults import log_lines
 from autopar.runtime.ray.session import Host, Session, Worker
 from autopar.runtime.ray.worker import Hello, Joined, MeshWorker, Outcome
 from autopar.runtime.remote.place import WorkerPlace
 
 PORT_TRIES = 3
-_PORT_IN_USE = ("address already in use", "address in use", "failed to add port", "failed to bind")
+_LOG_LIMIT_S = 3.0
+_PORT_IN_USE = ("address already in use", "failed to add port")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +46,35 @@ class _PortInUse(Exception):
     pass
 
 
-def start_workers(session: Session, meshes: Sequence[tuple[int, ...]]) -> list[tuple[Worker, ...]]:
-    """The workers of each mesh, given by the numbers of its devices."""
+class _Abandoned(Exception):
+    """Another mesh could not start."""
+
+
+def start_workers(
+    session: Session, meshes: Sequence[tuple[int, ...]], running: Sequence[Worker] = ()
+) -> list[tuple[Worker, ...]]:
+    """The workers of each mesh, given by the numbers of its devices; all of them like those that
+    run already."""
     until_s = time.monotonic() + session.limits.start_s
-    workers: dict[tuple[int, ...], tuple[Worker, ...]] = {}
-    for _ in range(PORT_TRIES):
-        missing = [devices for devices in meshes if devices not in workers]
-        workers |= _try_start(session, missing, until_s)
-        if len(workers) == len(set(meshes)):
-            return [workers[devices] for devices in meshes]
-    _kill([w.actor for group in workers.values() for w in group], session)
-    raise ClusterError(
-        f"{PORT_TRIES} ports that were free on the first host of a mesh were taken before JAX "
-        "could listen on them. See what opens ports there, and try again."
-    )
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(meshes), thread_name_prefix="autopar-start") as threads:
+        starts = [threads.submit(_start_mesh, session, own, until_s, stop) for own in meshes]
+        wait(starts, return_when=FIRST_EXCEPTION)
+        stop.set()
+    errors = [error for start in starts if (error := start.exception()) is not None]
+    try:
+        if errors:
+            raise next((e for e in errors if not isinstance(e, _Abandoned)), errors[0])
+        workers = [start.result() for start in starts]
+        everyone = [*running, *(worker for group in workers for worker in group)]
+        check_versions(versions_here(), [(w.place.node, w.hello.versions) for w in everyone])
+        _check_kinds(everyone)
+        return workers
+    except BaseException:
+        for start in starts:
+            if start.exception() is None:
+                _kill(session, [worker.actor for worker in start.result()])
+        raise
 
 
 def check_devices(session: Session, devices: tuple[int, ...]) -> None:
@@ -97,37 +120,51 @@ def _num_devices(session: Session) -> int:
     return session.devices_per_host * len(session.hosts)
 
 
-def _try_start(
-    session: Session, meshes: Sequence[tuple[int, ...]], until_s: float
-) -> dict[tuple[int, ...], tuple[Worker, ...]]:
-    """The workers of those meshes whose ports were free."""
-    begun: list[_Begun] = []
-    try:
-        for devices in meshes:
-            for place, host in _places_of(session, devices):
-                begun.append(_Begun(place, host, _make_actor(session, place, host)))
-        hellos = _gather(session, {b: b.actor.hello.remote() for b in begun}, until_s)
-        check_versions(versions_here(), [(b.place.node, hellos[b].versions) for b in begun])
-        started = {}
-        waiting = {}
-        for devices in meshes:
-            group = [b for b in begun if b.place.mesh_devices == devices]
-            coordinator = _coordinator(session, group, until_s)
-            for b in group:
-                limit_s = max(1.0, until_s - time.monotonic())
-                waiting[b] = b.actor.start.remote(b.place, coordinator, session.executor, limit_s)
-        joined = _join(session, waiting, until_s)
-        for devices in meshes:
-            group = [b for b in begun if b.place.mesh_devices == devices]
-            if any(isinstance(joined[b], _PortInUse) for b in group):
-                _kill([b.actor for b in group], session)
-                continue
-            started[devices] = tuple(_worker(b, hellos[b], joined[b]) for b in group)
-        _check_kinds([worker for group in started.values() for worker in group])
-        return started
-    except BaseException:
-        _kill([b.actor for b in begun], session)
-        raise
+def _start_mesh(
+    session: Session, devices: tuple[int, ...], until_s: float, stop: threading.Event
+) -> tuple[Worker, ...]:
+    for _ in range(PORT_TRIES):
+        begun = [
+            _Begun(place, host, _make_actor(session, place, host))
+            for place, host in _places_of(session, devices)
+        ]
+        try:
+            return _join(session, begun, until_s, stop)
+        except _PortInUse:
+            _kill(session, [b.actor for b in begun])
+        except BaseException:
+            _kill(session, [b.actor for b in begun])
+            raise
+    node = session.hosts[devices[0] // session.devices_per_host].node
+    raise ClusterError(
+        f"{PORT_TRIES} ports that were free on {node.described()} were taken before JAX could "
+        "listen on them. See what opens ports there, and try again."
+    )
+
+
+def _join(
+    session: Session, begun: Sequence[_Begun], until_s: float, stop: threading.Event
+) -> tuple[Worker, ...]:
+    """Take processes through the two steps of their start, together."""
+    hellos: dict[_Begun, Hello] = {}
+
+    def gather(calls: Mapping[_Begun, Any], check: Callable[[_Begun, Any], Any]) -> dict:
+        return _gather(session, calls, check, hellos, until_s, stop)
+
+    hellos |= gather({b: b.actor.hello.remote() for b in begun}, lambda _, hello: hello)
+    check_versions(versions_here(), [(b.place.node, hellos[b].versions) for b in begun])
+    coordinator = None
+    if len(begun) > 1:
+        first = begun[0]
+        port = gather({first: first.host.node.agent.free_port.remote()}, lambda _, port: port)
+        address = first.host.node.address
+        coordinator = f"[{address}]:{port[first]}" if ":" in address else f"{address}:{port[first]}"
+    limit_s = max(1.0, until_s - time.monotonic())
+    calls = {
+        b: b.actor.start.remote(b.place, coordinator, session.executor, limit_s) for b in begun
+    }
+    joined = gather(calls, _checked)
+    return tuple(Worker(b.place, hellos[b], joined[b], b.actor, b.host.node) for b in begun)
 
 
 def _make_actor(session: Session, place: WorkerPlace, host: Host) -> Any:
@@ -149,76 +186,64 @@ def _make_actor(session: Session, place: WorkerPlace, host: Host) -> Any:
     return actor.remote(visible)
 
 
-def _coordinator(session: Session, group: Sequence[_Begun], until_s: float) -> str | None:
-    if len(group) == 1:
-        return None
-    first = group[0]
-    port = _gather(session, {first: first.host.node.agent.free_port.remote()}, until_s)[first]
-    address = first.host.node.address
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _gather(session: Session, calls: Mapping[_Begun, Any], until_s: float) -> dict[_Begun, Any]:
-    """The answers to calls of Ray; the first error ends the wait."""
+def _gather(
+    session: Session,
+    calls: Mapping[_Begun, Any],
+    check: Callable[[_Begun, Any], Any],
+    hellos: Mapping[_Begun, Hello],
+    until_s: float,
+    stop: threading.Event,
+) -> dict[_Begun, Any]:
+    """The checked answers to calls of Ray; the first that is wrong ends the wait."""
     futures: dict[Future[Any], _Begun] = {call.future(): b for b, call in calls.items()}
-    left: set[Future[Any]] = set(futures)
+    left, answers = set(futures), {}
     while left:
         session.check()
-        done, left = wait(left, timeout=0.5, return_when=FIRST_EXCEPTION)
+        if stop.is_set():
+            raise _Abandoned
+        done, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
         for future in done:
+            begun = futures[future]
             error = future.exception()
             if error is not None:
-                place = futures[future].place
-                raise ClusterError(
-                    f"A worker on {place.node} could not start: {error}\nEvery node needs the same "
-                    "Python, Ray, JAX and autopar as the driver."
-                ) from error
+                raise _why_it_ended(begun, hellos.get(begun), error) from error
+            answers[begun] = check(begun, future.result())
         if left and time.monotonic() > until_s:
             late = sorted({futures[future].place.node for future in left})
             raise ClusterError(
-                f"Workers on {', '.join(late)} did not start within {session.limits.start_s:.0f} "
-                "s. See Ray's logs there (/tmp/ray/session_latest/logs), or raise "
-                "init(start_limit_s=…)."
+                f"Workers on {', '.join(late)} did not start within "
+                f"{session.limits.start_s:.0f} s. See Ray's logs there "
+                "(/tmp/ray/session_latest/logs), or raise init(start_limit_s=…)."
             )
-    return {b: future.result() for future, b in futures.items()}
+    return answers
 
 
-def _join(
-    session: Session, calls: Mapping[_Begun, Any], until_s: float
-) -> dict[_Begun, Joined | _PortInUse]:
-    """What workers say when their mesh is there, or that its port was taken."""
-    joined: dict[_Begun, Joined | _PortInUse] = {}
-    left = dict(calls)
-    while left:
-        futures = {call.future(): b for b, call in left.items()}
-        done, _ = wait(futures, timeout=0.5, return_when="FIRST_COMPLETED")
-        for future in done:
-            b = futures[future]
-            if b not in left:
-                continue
-            outcome = _gather(session, {b: left[b]}, until_s)[b]
-            if _says_port_in_use(outcome):
-                for peer in [p for p in left if p.place.mesh_devices == b.place.mesh_devices]:
-                    joined[peer] = _PortInUse()
-                    del left[peer]
-                continue
-            joined[b] = _checked(session, b, outcome)
-            del left[b]
-        if left and not done:
-            session.check()
-            if time.monotonic() > until_s:
-                _gather(session, left, until_s)
-    return joined
+def _why_it_ended(begun: _Begun, hello: Hello | None, error: BaseException) -> Exception:
+    """The process is gone; its log may know more than Ray."""
+    log = ""
+    if hello is not None:
+        process = {**hello.process(), "progress": ""}
+        with contextlib.suppress(Exception):
+            call = begun.host.node.agent.report.remote([process]).future()
+            log = "\n".join(log_lines(call.result(_LOG_LIMIT_S)["processes"][0]["log"]))
+    if _says_port_in_use(log):
+        return _PortInUse()
+    return ClusterError(
+        f"A worker on {begun.place.node} could not start: {log or error}\nEvery node needs the "
+        "same Python, Ray, JAX and autopar as the driver."
+    )
 
 
-def _says_port_in_use(outcome: Outcome) -> bool:
-    return any(sign in outcome.raised.lower() for sign in _PORT_IN_USE)
+def _says_port_in_use(text: str) -> bool:
+    return any(sign in text.lower() for sign in _PORT_IN_USE)
 
 
-def _checked(session: Session, begun: _Begun, outcome: Outcome) -> Joined:
+def _checked(begun: _Begun, outcome: Outcome) -> Joined:
     place = begun.place
     if outcome.error is not None:
         raise outcome.error
+    if _says_port_in_use(outcome.raised):
+        raise _PortInUse
     if outcome.raised:
         raise ClusterError(
             f"The worker on {place.node} with the devices {list(place.devices)} could not start: "
@@ -250,11 +275,7 @@ def _check_kinds(workers: Sequence[Worker]) -> None:
             )
 
 
-def _worker(begun: _Begun, hello: Hello, joined: Joined | _PortInUse) -> Worker:
-    assert isinstance(joined, Joined)
-    return Worker(begun.place, hello, joined, begun.actor, begun.host.node)
-
-
-def _kill(actors: Sequence[Any], session: Session) -> None:
+def _kill(session: Session, actors: Sequence[Any]) -> None:
     for actor in actors:
-        session.ray.kill(actor)
+        with contextlib.suppress(Exception):
+            session.ray.kill(actor)

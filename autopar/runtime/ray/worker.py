@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import socket
 import stat
 import traceback
 from collections.abc import Mapping
@@ -23,9 +24,13 @@ import jax
 from autopar.errors import AutoparError
 from autopar.runtime.ray.agent import started
 from autopar.runtime.ray.environment import Versions, versions_here
+from autopar.runtime.remote import command_thread
 from autopar.runtime.remote.command_thread import CommandThread, Standstill
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.progress import Progress, State
+
+_BETWEEN = (__file__, command_thread.__file__)
+_TRACING = "/ray/util/tracing/"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class Hello:
     pid: int
     started: int
     logs: tuple[str, ...]
+
+    def process(self) -> dict[str, Any]:
+        """As the agent of its node knows it."""
+        return {"pid": self.pid, "started": self.started, "logs": list(self.logs)}
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,8 @@ class MeshWorker:
         if coordinator is not None:
             if place.platform == "cpu":
                 jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            if place.rank == 0:
+                _check_port(coordinator)
             jax.distributed.initialize(
                 coordinator, place.num_processes, place.rank, initialization_timeout=int(limit_s)
             )
@@ -144,6 +155,12 @@ class MeshWorker:
             jax.distributed.shutdown()
 
 
+def _check_port(coordinator: str) -> None:
+    """JAX crashes if it cannot listen there."""
+    with socket.socket() as probe:
+        probe.bind(("", int(coordinator.rpartition(":")[2])))
+
+
 def progress_path(place: WorkerPlace) -> str:
     return os.path.join(place.folder, f"worker-{place.worker}.progress")
 
@@ -152,9 +169,17 @@ async def _outcome(answer: Future[Any]) -> Outcome:
     try:
         return Outcome(await asyncio.wrap_future(answer))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
+        text = _traceback_of(error)
         own = error if isinstance(error, AutoparError) and _travels(error) else None
         return Outcome(None, own, f"{type(error).__name__}: {error}", text)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """As Python prints it, without the calls between Ray and the executor."""
+    said = traceback.TracebackException.from_exception(error)
+    inside = [f for f in said.stack if f.filename not in _BETWEEN and _TRACING not in f.filename]
+    said.stack = traceback.StackSummary.from_list(inside)
+    return "".join(said.format())
 
 
 def _travels(error: AutoparError) -> bool:

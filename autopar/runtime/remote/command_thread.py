@@ -36,7 +36,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Standstill:
-    """For how long the oldest unanswered command has made no progress."""
+    """For how long the oldest unanswered step has made no progress, or the oldest unanswered command
+    if no step is."""
 
     command: str
     is_step: bool
@@ -69,7 +70,9 @@ class CommandThread:
         with self._lock:
             if not self._unanswered:
                 return None
-            command, begun_s = next(iter(self._unanswered.values()))
+            begun = list(self._unanswered.values())
+            steps = [entry for entry in begun if entry[0].is_step]
+            command, begun_s = (steps or begun)[0]
             moved_s = max(begun_s, self._last_answer_s, self.progress.state().time_s)
         return Standstill(command.name, command.is_step, max(0.0, time.time() - moved_s))
 
