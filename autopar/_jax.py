@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.lib import xla_client as _xla_client
@@ -26,6 +27,8 @@ from jax.extend.core import Primitive as _Primitive
 from jax.interpreters import ad as _ad
 from jax.interpreters import batching as _batching
 from jax.interpreters import mlir as _mlir
+
+from autopar.errors import ClusterError
 
 Literal = _core.Literal
 
@@ -528,3 +531,35 @@ def hear_group(name: str, timeout_s: float) -> str:
 def is_traced(value: Any) -> bool:
     """Whether a value stands for one that is not there yet."""
     return isinstance(value, _core.Tracer)
+
+
+def store_set(key: str, value: bytes) -> None:
+    """Put a value where all processes of `jax.distributed` can read it."""
+    _store().key_value_set_bytes(key, value)
+
+
+def store_get(key: str, limit_s: float) -> bytes | None:
+    """A value that some process puts there; waits for it, None if it does not come in time."""
+    try:
+        return _store().blocking_key_value_get_bytes(key, max(1, round(1000 * limit_s)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise ClusterError(
+            f"The coordination service of jax.distributed was lost: {error}. The process that "
+            "runs it (process 0) may have ended."
+        ) from error
+
+
+def store_delete(key: str) -> None:
+    _store().key_value_delete(key)
+
+
+def _store() -> Any:
+    client = _distributed.global_state.client
+    if client is None:
+        raise ClusterError(
+            "There are several JAX processes but no coordination service, through which they agree "
+            "on a plan. Call jax.distributed.initialize() first, in every process."
+        )
+    return client

@@ -33,6 +33,7 @@ from autopar.methods import (
     ShardingOptions,
     ShardParallel,
 )
+from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
@@ -98,17 +99,26 @@ class ParallelFunction:
         types = _types(call.leaves)
         found = next((p for p in known if _types_of(p.traced.avals) == types), None)
         if found is None:
-            found = plan_step(
-                self._fn,
-                args,
-                kwargs,
-                cluster=session.current().cluster(),
-                method=self._method,
-                options=self._options,
-            )
+            found = self._make_plan(args, kwargs)
             known.append(found)
         self.last_planned = found
         return found
+
+    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        now, method, options = session.current(), self._method, self._options
+        if now.remote is None and is_multi_controller():
+            return plan_together(
+                self._fn,
+                args,
+                kwargs,
+                devices=now.all_devices(),
+                cluster_of=now.cluster,
+                method=method,
+                options=options,
+            )
+        return plan_step(
+            self._fn, args, kwargs, cluster=now.cluster(), method=method, options=options
+        )
 
     def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
         """What was planned and compiled for the session's devices, the latest first."""
@@ -155,7 +165,11 @@ class ParallelFunction:
         planned = self.planned(args, kwargs)
         remote = session.current().remote
         if remote is None:
-            return planned, make_executable(planned, local_devices())
+            executable = make_executable(planned, local_devices())
+            if is_multi_controller():
+                assert isinstance(executable, LocalExecutable)  # as plan_together sees to
+                compile_together(planned.plan.name, lambda: executable.compiled)
+            return planned, executable
         spec = remote.cluster.spec
         devices = OtherDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
         traced = planned.traced

@@ -40,9 +40,10 @@ def plan_automatically(
     method: AutoParallel,
     cluster: ClusterSpec,
     timer: PassTimer,
+    one_mesh: bool = False,
 ) -> PlannedStep:
-    """`intra` plans the step on one mesh."""
-    if cluster.num_devices == 1:
+    """`intra` plans the step on one mesh; `one_mesh`: pipelines are not considered."""
+    if cluster.num_devices == 1 or one_mesh:
         return _on_one_mesh(traced, intra, loop, method, cluster)
     reason = None
     whole_may_fit = method.num_micro_batches != "auto" or _may_fit(traced, method, cluster)

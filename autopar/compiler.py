@@ -94,8 +94,10 @@ def plan_step(
     method: ParallelMethod | ParallelPlan | LogicalMesh | None = None,
     options: StepOptions | None = None,
     mesh: LogicalMesh | None = None,
+    one_mesh: bool = False,
 ) -> PlannedStep:
-    """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give."""
+    """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give; `one_mesh`
+    keeps the default from searching pipelines."""
     options = options or StepOptions()
     timer = PassTimer()
     with timer("trace"):
@@ -120,7 +122,7 @@ def plan_step(
         def intra(own: ShardParallel) -> PlannedStep:
             return plan_on_one_mesh(traced, fn, cluster, own, options, None, timer)
 
-        return plan_automatically(traced, intra, loop, method, cluster, timer)
+        return plan_automatically(traced, intra, loop, method, cluster, timer, one_mesh)
     return plan_on_one_mesh(traced, fn, cluster, method, options, mesh, timer)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.remote.executable import describe_instruction
@@ -41,8 +41,11 @@ class Session:
         return ("local", self.devices) if self.remote is None else self.number
 
     def all_devices(self) -> tuple[Any, ...]:
-        """Of this process; nobody asks for them while a cluster is in use."""
-        return self.devices if self.devices is not None else tuple(jax.devices())
+        """Of this process, or of all that `jax.distributed` has joined, one after another; nobody
+        asks for them while a cluster is in use."""
+        if self.devices is not None:
+            return self.devices
+        return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
 
     def cluster(self) -> ClusterSpec:
         if self.remote is not None:
@@ -194,7 +197,30 @@ def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
 
 def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
     """What is known of the given devices, as a cluster."""
-    hosts = {d.process_index for d in devices}
-    per_host = max(1, len(devices) // max(1, len(hosts)))
+    per_host = _devices_per_process(devices)
     preset = preset_of(devices[0].platform, devices[0].device_kind)
     return ClusterSpec(len(devices) // per_host, per_host, preset)
+
+
+def _devices_per_process(devices: Sequence[Any]) -> int:
+    """How many devices each process has: as many as all others, and one process after another."""
+    owners = [d.process_index for d in devices]
+    counts = {owner: owners.count(owner) for owner in dict.fromkeys(owners)}
+    without = (
+        sorted(set(range(jax.process_count())) - set(counts)) if jax.process_count() > 1 else []
+    )
+    rule = (
+        "Where several processes run one step, give as many devices of every process, one process "
+        "after another: all of jax.devices(), or the first n of each process."
+    )
+    if without:
+        raise MeshError(
+            f"devices: none of the {len(devices)} that were given belongs to process "
+            f"{', '.join(map(str, without))}, which could take no part. {rule}"
+        )
+    if len(set(counts.values())) > 1:
+        shares = ", ".join(f"{counts[p]} of process {p}" for p in sorted(counts))
+        raise MeshError(f"devices: processes have unequal shares: {shares}. {rule}")
+    if [owner for owner, _ in itertools.groupby(owners)] != list(counts):
+        raise MeshError(f"devices: those of one process do not stand together: {owners}. {rule}")
+    return next(iter(counts.values()))

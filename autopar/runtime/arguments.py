@@ -31,6 +31,41 @@ def with_own_buffers(leaves: Sequence[Any], donated: Collection[int]) -> Sequenc
     return separate
 
 
+def has_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+    """Whether leaves have these shapes and types, as JAX takes what comes from NumPy."""
+    if len(leaves) != len(avals):
+        return False
+    for leaf, aval in zip(leaves, avals, strict=True):
+        own = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
+        if (own.shape, own.dtype) != (aval.shape, aval.dtype) or is_weak(leaf) != aval.weak_type:
+            return False
+    return True
+
+
+def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Put arguments where a program wants them. On a mesh of several processes every process gives
+    the same values and takes its own part of them, so that nothing is sent; only arrays that span
+    processes already are moved by JAX."""
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(list(leaves), list(shardings))
+    return [_put_across(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
+
+
+def _put_across(leaf: Any, sharding: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        if not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = _put_across(np.asarray(jax.random.key_data(leaf)), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    value = np.asarray(leaf, jax.typeof(leaf).dtype)
+    # On a CPU, JAX would go on using the memory of NumPy's array.
+    part = (lambda index: np.array(value[index])) if _is_on_cpu(sharding) else value.__getitem__
+    return jax.make_array_from_callback(value.shape, sharding, part)
+
+
 def place_some(leaves: Mapping[int, Any], shardings: Sequence[Any]) -> dict[int, Any]:
     """Put some arguments, given by position, where a program wants them. When this returns, their
     owner may change what was given: on a CPU, JAX would go on using the memory of NumPy's arrays,
@@ -40,7 +75,7 @@ def place_some(leaves: Mapping[int, Any], shardings: Sequence[Any]) -> dict[int,
         np.array(leaf) if isinstance(leaf, np.ndarray) and _is_on_cpu(sharding) else leaf
         for leaf, sharding in zip(leaves.values(), wanted, strict=True)
     ]
-    placed = jax.block_until_ready(jax.device_put(own, wanted))
+    placed = jax.block_until_ready(put(own, wanted))
     return dict(zip(leaves, placed, strict=True))
 
 

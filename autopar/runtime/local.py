@@ -19,7 +19,14 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
-from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
+from autopar.runtime.arguments import (
+    SignatureChanged,
+    has_types,
+    is_weak,
+    place_some,
+    put,
+    with_own_buffers,
+)
 from autopar.runtime.debug import dump
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.threads import must_run_alone, run_alone
@@ -45,6 +52,7 @@ class LocalExecutable:
         self._donated = frozenset(donated)
         self._devices = list(mesh.devices.flat)
         self._runs_alone = must_run_alone(mesh)
+        self._spans_processes = not self.input_shardings[0].is_fully_addressable
 
         types = [(a.shape, a.dtype) for a in self.avals]
 
@@ -69,6 +77,11 @@ class LocalExecutable:
         if _jax.is_tracing():  # a step inside of another program
             return self.jitted(*leaves)
         leaves = with_own_buffers(leaves, self._donated)
+        if self._spans_processes:
+            # All processes must do the same, so that what to do is not left to an error.
+            if not has_types(leaves, self.avals):
+                raise SignatureChanged
+            return self._run(self.place(leaves))
         try:
             return self._run(leaves)
         except ValueError:
@@ -85,7 +98,7 @@ class LocalExecutable:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the plan wants them."""
-        return jax.device_put(list(leaves), self.input_shardings)
+        return put(leaves, self.input_shardings)
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         """Put some arguments, by position, where the plan wants them. Their owner may change them

@@ -1,0 +1,207 @@
+"""How the processes of `jax.distributed` agree: from what each of them did to one verdict that all
+of them have.
+
+Process 0 collects what all tell and publishes what comes of it, so that a process reads one message
+however many there are. Messages go through the store of JAX's coordination service, not through
+collectives, which would wait for ever for a process that does something else; every wait has a
+limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar import _jax
+from autopar.errors import ArgumentError, AutoparError, PlanError, shortened
+
+ARRIVAL_VARIABLE = "AUTOPAR_ARRIVAL_LIMIT_S"
+PLANNING_VARIABLE = "AUTOPAR_PLANNING_LIMIT_S"
+
+_SLACK_S = 15.0  # how much longer the others wait for what process 0 makes of all answers
+_CHUNK_BYTES = 2**20
+_numbers = itertools.count()
+_written: list[str] = []  # keys that this process has to take away
+
+
+def arrival_limit_s() -> float:
+    """How long processes wait for each other at the start of a talk."""
+    return _limit_s(ARRIVAL_VARIABLE, 300.0)
+
+
+def planning_limit_s() -> float:
+    """How long they wait for tracing, planning or compiling."""
+    return _limit_s(PLANNING_VARIABLE, 3600.0)
+
+
+def _limit_s(variable: str, default: float) -> float:
+    given = os.environ.get(variable, "")
+    try:
+        limit_s = float(given) if given else default
+    except ValueError:
+        limit_s = 0.0
+    if not limit_s > 0:
+        raise ArgumentError(f"{variable}={given!r}: needs a number of seconds > 0.")
+    return limit_s
+
+
+class Talk:
+    """What processes tell each other about one step. All of them begin their talks in the same
+    order, which is how they know each other's messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._number = next(_numbers)
+        self._me = jax.process_index()
+        self._count = jax.process_count()
+
+    def agree(
+        self,
+        phase: str,
+        work: Callable[[], Any],
+        limit_s: float,
+        tell: Callable[[Any], dict[str, Any]] = dict,
+    ) -> Any:
+        """Do `work` in every process: its result, if all succeed and `tell` the same of it."""
+        result = failure = None
+        try:
+            result = work()
+            own = {"told": tell(result)}
+        except Exception as error:
+            failure, own = error, {"failed": _error_text(error)}
+        before = len(_written)
+        self._write(phase, str(self._me), own)
+        verdict: Any = None
+        if self._me == 0:
+            verdict = self._judge(phase, own, limit_s)
+            self._write(phase, "verdict", verdict)
+        if failure is not None:
+            raise failure
+        if self._me != 0:
+            verdict = self._read(phase, "verdict", time.monotonic() + limit_s + _SLACK_S)
+            if verdict is None:
+                raise PlanError(self._silence(0, phase, limit_s))
+        if verdict:
+            raise PlanError(verdict)
+        _take_away(before)
+        return result
+
+    def from_first(self, phase: str, work: Callable[[], str], limit_s: float) -> str:
+        """What `work` gives in process 0, which alone does it."""
+        if self._me == 0:
+            try:
+                text = work()
+            except Exception as error:
+                self._write(phase, "0", {"failed": _error_text(error)})
+                raise
+            self._write(phase, "0", {"text": text})
+            return text
+        answer = self._read(phase, "0", time.monotonic() + limit_s)
+        if answer is None:
+            raise PlanError(self._silence(0, phase, limit_s))
+        if "failed" in answer:
+            raise PlanError(f"{self._name}: process 0 could not plan it: {answer['failed']}")
+        return answer["text"]
+
+    def _judge(self, phase: str, own: dict[str, Any], limit_s: float) -> str:
+        """Why the processes cannot go on; empty if they can."""
+        if "failed" in own:
+            return f"{self._name}: process 0 failed ({phase}): {own['failed']}"
+        deadline = time.monotonic() + limit_s
+        answers = {0: own}
+        for process in range(1, self._count):
+            answer = self._read(phase, str(process), deadline)
+            if answer is None:
+                return self._silence(process, phase, limit_s)
+            answers[process] = answer
+        failed = {p: a["failed"] for p, a in answers.items() if "failed" in a}
+        if failed:
+            texts = [f"{_processes(who)}: {text}" for text, who in _grouped(failed).items()]
+            return f"{self._name}: not every process could take part ({phase}). " + "; ".join(texts)
+        return _differences(self._name, {p: a["told"] for p, a in answers.items()})
+
+    def _silence(self, process: int, phase: str, limit_s: float) -> str:
+        return (
+            f"{self._name}: process {process} did not come within {limit_s:g} s ({phase}). Every "
+            "process must call the same steps in the same order, with arguments of the same "
+            f"shapes; if it is only slow, set {ARRIVAL_VARIABLE} or {PLANNING_VARIABLE} to more "
+            "seconds."
+        )
+
+    def _key(self, phase: str, who: str) -> str:
+        return f"autopar/{self._number}/{phase}/{who}"
+
+    def _write(self, phase: str, who: str, message: Any) -> None:
+        data = zlib.compress(json.dumps(message).encode())
+        starts = range(0, len(data), _CHUNK_BYTES)
+        key = self._key(phase, who)
+        for number, start in enumerate(starts):
+            _jax.store_set(f"{key}/{number}", data[start : start + _CHUNK_BYTES])
+        _jax.store_set(key, str(len(starts)).encode())
+        _written.extend([key, *(f"{key}/{number}" for number in range(len(starts)))])
+
+    def _read(self, phase: str, who: str, deadline: float) -> Any:
+        """A message, or None if it does not come in time."""
+        key = self._key(phase, who)
+        count = _jax.store_get(key, deadline - time.monotonic())
+        if count is None:
+            return None
+        chunks = [_jax.store_get(f"{key}/{number}", _SLACK_S) for number in range(int(count))]
+        there = [chunk for chunk in chunks if chunk is not None]
+        return json.loads(zlib.decompress(b"".join(there))) if len(there) == int(count) else None
+
+
+def _take_away(count: int) -> None:
+    """Delete the first keys that were written: when all have answered to a message, all have read
+    what came before it."""
+    for key in _written[:count]:
+        _jax.store_delete(key)
+    del _written[:count]
+
+
+def _error_text(error: BaseException) -> str:
+    own = isinstance(error, AutoparError)
+    return str(error) if own else f"{type(error).__name__}: {error}"
+
+
+def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for process, text in texts.items():
+        groups.setdefault(text, []).append(process)
+    return groups
+
+
+def _processes(who: Sequence[int]) -> str:
+    if len(who) == 1:
+        return f"process {who[0]}"
+    shown = ", ".join(map(str, who[:8])) + (", …" if len(who) > 8 else "")
+    return f"processes {shown}"
+
+
+def _differences(name: str, told: Mapping[int, Mapping[str, Any]]) -> str:
+    first = told[0]
+    found: dict[int, str] = {}
+    for process, own in told.items():
+        keys = [k for k in dict.fromkeys([*first, *own]) if own.get(k) != first.get(k)]
+        if keys:
+            shown = [f"{k} is {_shown(own, k)}, not {_shown(first, k)}" for k in keys[:3]]
+            more = [f"{len(keys) - 3} more"] if len(keys) > 3 else []
+            found[process] = "; ".join([*shown, *more])
+    if not found:
+        return ""
+    texts = [f"{_processes(who)}: {text}" for text, who in _grouped(found).items()]
+    return (
+        f"{name}: processes differ from process 0. " + ". ".join(texts) + ". Start every process "
+        "with the same code, versions and devices, and give each the same global arrays."
+    )
+
+
+def _shown(told: Mapping[str, Any], key: str) -> str:
+    return shortened(told[key]) if key in told else "missing"

@@ -1,0 +1,324 @@
+"""What each process of the multi-controller tests runs: scenario after scenario, whose outcomes it
+writes down as JSON.
+
+    python multi_controller.py PROCESS NUM_PROCESSES PORT FILE SCENARIO …
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar import ShardingOptions, ShardParallel
+from examples.models import build
+
+NUM_STEPS = 3
+SPLIT = ShardingOptions(allow_replicated_parameters=False)
+
+
+def mlp_step(state, batch):
+    def loss_of(params):
+        hidden = jnp.tanh(batch["x"] @ params["a"])
+        return ((hidden @ params["b"] - batch["y"]) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def slower_step(state, batch):
+    def loss_of(params):
+        hidden = jnp.tanh(batch["x"] @ params["a"])
+        return ((hidden @ params["b"] - batch["y"]) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, state, grads), loss
+
+
+def relu_step(state, batch):
+    def loss_of(params):
+        hidden = jax.nn.relu(batch["x"] @ params["a"])
+        return ((hidden @ params["b"] - batch["y"]) ** 2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def renamed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under the same name, so that only what it computes tells it apart."""
+    fn.__name__ = "mlp_step"
+    return fn
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def mlp_state() -> dict[str, np.ndarray]:
+    return {"a": normal(0, 8, 16), "b": normal(1, 16, 4)}
+
+
+def mlp_batch(number: int = 0, rows: int = 16) -> dict[str, np.ndarray]:
+    return {"x": normal(10 + number, rows, 8), "y": normal(50 + number, rows, 4)}
+
+
+def trained(step: Any, state: Any, batches: Any) -> list[float]:
+    losses = []
+    for batch in batches:
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def outcome(step: Any, losses: list[float], wanted: Callable[[], list[float]]) -> dict[str, Any]:
+    plan = step.last_planned.plan
+    return {
+        "losses": losses,
+        "wanted": wanted() if jax.process_index() == 0 else None,
+        "plan": hashlib.sha256(plan.to_json().encode()).hexdigest(),
+        "mesh": plan.mesh_shape,
+        "method": plan.method,
+    }
+
+
+# -- steps that are as on one device
+
+
+def by_default() -> Any:
+    """State and batches as NumPy arrays; the default method; a batch of other shapes in between."""
+    batches = [mlp_batch(0), mlp_batch(1), mlp_batch(2, rows=8), mlp_batch(3)]
+    step = autopar.parallelize(mlp_step)
+    losses = trained(step, mlp_state(), batches)
+    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+
+
+def with_micro_batches() -> Any:
+    batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(mlp_step, method=ShardParallel(num_micro_batches=2))
+    losses = trained(step, jax.device_put(mlp_state(), jax.local_devices()[1]), batches)
+    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+
+
+def with_split_weights() -> Any:
+    batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(mlp_step, method=ShardParallel(options=SPLIT))
+    losses = trained(step, mlp_state(), batches)
+    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+
+
+def with_data_loader() -> Any:
+    batches = [mlp_batch(n) for n in range(6)]
+    step = autopar.parallelize(mlp_step, method=autopar.DataParallel())
+    placed = []
+
+    def noted(source: Any) -> Any:
+        for batch in source:
+            if isinstance(batch["x"], jax.Array):
+                own = [shard.data.shape[0] for shard in batch["x"].addressable_shards]
+                placed.append([sum(own), batch["x"].is_fully_addressable])
+            yield batch
+
+    with autopar.data_loader(batches, step, prefetch=1) as loader:
+        losses = trained(step, mlp_state(), noted(loader))
+    found = outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+    return {**found, "placed": placed}
+
+
+def with_keys_and_numbers() -> Any:
+    """Dropout by a key, a learning rate as a Python number, and arrays of half the precision."""
+
+    def step_fn(state, batch, key, rate):
+        def loss_of(params):
+            hidden = jnp.tanh(batch["x"].astype(jnp.float32) @ params["a"])
+            hidden *= jax.random.bernoulli(key, 0.5, hidden.shape)
+            return ((hidden @ params["b"] - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state)
+        return jax.tree.map(lambda p, g: p - rate * g, state, grads), loss
+
+    def run(step: Any) -> list[float]:
+        state, losses = mlp_state(), []
+        for number in range(NUM_STEPS):
+            batch = mlp_batch(number)
+            batch["x"] = batch["x"].astype(jnp.bfloat16)
+            state, loss = step(state, batch, jax.random.key(number), 0.1)
+            losses.append(float(loss))
+        return losses
+
+    step = autopar.parallelize(step_fn)
+    return outcome(step, run(step), lambda: run(jax.jit(step_fn)))
+
+
+def gpt() -> Any:
+    """Its state made in its shards, trained, and evaluated along."""
+    example = build("gpt-tiny", num_layers=1)
+    batch = jax.tree.map(np.asarray, example.make_batch(8))
+    evaluate_fn = lambda state, batch: example.train_step(state, batch)[1]  # noqa: E731
+    step = autopar.parallelize(example.train_step, method=ShardParallel(options=SPLIT))
+    create = autopar.parallelize(
+        lambda key: example.family.create_state(example.config, key),
+        method=autopar.CreateStateParallel(step, batch),
+    )
+    state = create(jax.random.key(0))
+    whole = all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+    evaluate = autopar.parallelize(evaluate_fn, method=autopar.FollowParallel(step))
+    losses = [float(evaluate(state, batch))]
+    for _ in range(NUM_STEPS):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+
+    def wanted() -> list[float]:
+        state, losses = example.create_state(jax.random.key(0)), []
+        losses.append(float(jax.jit(evaluate_fn)(state, batch)))
+        return losses + trained(jax.jit(example.train_step), state, [batch] * NUM_STEPS)
+
+    return {**outcome(step, losses, wanted), "whole": whole}
+
+
+def on_fewer_devices() -> Any:
+    first = [d for d in jax.devices() if d == jax.local_devices(process_index=d.process_index)[0]]
+    autopar.init(devices=first)
+    try:
+        batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+        step = autopar.parallelize(mlp_step)
+        losses = trained(step, mlp_state(), batches)
+        return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+    finally:
+        autopar.shutdown()
+
+
+# -- processes that do not do the same
+
+
+def is_last() -> bool:
+    return jax.process_index() == jax.process_count() - 1
+
+
+def another_shape() -> Any:
+    step = autopar.parallelize(mlp_step)
+    step(mlp_state(), mlp_batch(rows=8 if is_last() else 16))
+
+
+def another_program() -> Any:
+    step = autopar.parallelize(renamed(relu_step) if is_last() else mlp_step)
+    step(mlp_state(), mlp_batch())
+
+
+def another_constant() -> Any:
+    step = autopar.parallelize(renamed(slower_step) if is_last() else mlp_step)
+    step(mlp_state(), mlp_batch())
+
+
+def another_method() -> Any:
+    method = autopar.DataParallel() if is_last() else ShardParallel()
+    autopar.parallelize(mlp_step, method=method)(mlp_state(), mlp_batch())
+
+
+def another_plan() -> Any:
+    shape = (2, jax.device_count() // 2) if is_last() else (jax.device_count(),)
+    plan = autopar.plan(
+        mlp_step,
+        mlp_state(),
+        mlp_batch(),
+        cluster=autopar.ClusterSpec(1, jax.device_count(), "cpu"),
+        method=ShardParallel(shape),
+    )
+    autopar.parallelize(mlp_step, method=plan)(mlp_state(), mlp_batch())
+
+
+def first_cannot_plan() -> Any:
+    def step_fn(state, batch):
+        if jax.process_index() == 0:
+            raise OSError("no such tokenizer")
+        return mlp_step(state, batch)
+
+    autopar.parallelize(step_fn)(mlp_state(), mlp_batch())
+
+
+def last_cannot_trace() -> Any:
+    def step_fn(state, batch):
+        if is_last():
+            raise OSError("no such tokenizer")
+        return mlp_step(state, batch)
+
+    autopar.parallelize(step_fn)(mlp_state(), mlp_batch())
+
+
+def a_pipeline() -> Any:
+    method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
+    autopar.parallelize(mlp_step, method=method)(mlp_state(), mlp_batch())
+
+
+def too_small_a_mesh() -> Any:
+    autopar.parallelize(mlp_step, method=ShardParallel((2,)))(mlp_state(), mlp_batch())
+
+
+def chosen(devices: Any) -> Any:
+    autopar.init(devices=devices)
+    try:
+        autopar.parallelize(mlp_step)(mlp_state(), mlp_batch())
+    finally:
+        autopar.shutdown()
+
+
+def unequal_shares() -> Any:
+    chosen(jax.devices()[:-1])
+
+
+def nobodys_devices() -> Any:
+    chosen(jax.local_devices(process_index=0))
+
+
+def mixed_devices() -> Any:
+    chosen(jax.devices()[::2] + jax.devices()[1::2])
+
+
+def other_devices() -> Any:
+    """As many of each, but not the same in every process."""
+    count = 1 if is_last() else 2
+    groups = [jax.local_devices(process_index=p)[:count] for p in range(jax.process_count())]
+    chosen([device for group in groups for device in group])
+
+
+def after_errors() -> Any:
+    """Steps still work, and no message is left behind for ever."""
+    from autopar import agreement
+
+    found = by_default()
+    return {**found, "messages": len(agreement._written)}
+
+
+def one_does_not_come() -> Any:
+    """The last one: afterwards the processes' talks have different numbers."""
+    os.environ["AUTOPAR_ARRIVAL_LIMIT_S"] = "1"
+    if not is_last():
+        autopar.parallelize(mlp_step)(mlp_state(), mlp_batch())
+
+
+def main() -> None:
+    process, count, port = map(int, sys.argv[1:4])
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
+    outcomes = {}
+    for name in sys.argv[5:]:
+        start = time.monotonic()
+        try:
+            found = globals()[name]()
+        except Exception as error:
+            found = {"error": type(error).__name__, "message": str(error)}
+        outcomes[name] = {**(found or {}), "seconds": time.monotonic() - start}
+        Path(sys.argv[4]).write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Real processes that were started on their own and share one step: as one device would have it, by
+one plan, and with an error in all of them if one does something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("multi_controller.py")
+LIMIT_S = 400
+
+EQUAL = [
+    "by_default",
+    "with_micro_batches",
+    "with_split_weights",
+    "with_data_loader",
+    "with_keys_and_numbers",
+    "gpt",
+    "on_fewer_devices",
+]
+
+# scenario -> type and text of the error in process 0, then in the last process.
+ERRORS = {
+    "another_shape": (
+        "PlanError",
+        "process 1: batch['x'] is 'float32[8, 8]', not 'float32[16, 8]'",
+        "PlanError",
+        "process 1: batch['x'] is 'float32[8, 8]', not 'float32[16, 8]'",
+    ),
+    "another_program": (
+        "PlanError",
+        "not every process could take part (binding). process 1: the plan for mlp_step does not",
+        "PlanError",
+        "shapes agree but the traced programs differ",
+    ),
+    "another_constant": ("PlanError", "process 1: constants is", "PlanError", "constants is"),
+    "another_method": (
+        "PlanError",
+        "process 1: method is 'DataParallel(",
+        "PlanError",
+        "method is 'DataParallel(",
+    ),
+    "another_plan": (
+        "PlanError",
+        "process 1: method is 'ParallelPlan",
+        "PlanError",
+        "method is 'ParallelPlan",
+    ),
+    "first_cannot_plan": (
+        "OSError",
+        "no such tokenizer",
+        "PlanError",
+        "step_fn: process 0 could not plan it: OSError: no such tokenizer",
+    ),
+    "last_cannot_trace": (
+        "PlanError",
+        "process 1: OSError: no such tokenizer",
+        "OSError",
+        "no such tokenizer",
+    ),
+    "a_pipeline": ("ArgumentError", 'cluster="ray"', "ArgumentError", 'cluster="ray"'),
+    "too_small_a_mesh": (
+        "MeshError",
+        "mesh (2,) has 2 devices, but the processes have 4 together",
+        "PlanError",
+        "mesh (2,) has 2 devices, but the processes have 4 together",
+    ),
+    "unequal_shares": ("MeshError", "2 of process 0, 1 of process 1", "MeshError", "unequal"),
+    "nobodys_devices": ("MeshError", "belongs to process 1", "MeshError", "belongs to process 1"),
+    "mixed_devices": ("MeshError", "stand together: [0, 1, 0, 1]", "MeshError", "together"),
+    "other_devices": ("PlanError", "process 1: devices is", "PlanError", "process 1: devices is"),
+}
+LAST = ("after_errors", "one_does_not_come")
+
+
+def run_processes(folder: Path, count: int, scenarios: Sequence[str]) -> list[dict[str, Any]]:
+    """What every process says of every scenario. All are ended if one does not end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+    }
+    processes = []
+    try:
+        for process in range(count):
+            with (folder / f"log_{process}").open("w") as log:
+                own = [process, count, port, folder / f"outcomes_{process}", *scenarios]
+                command = [sys.executable, str(SCRIPT), *map(str, own)]
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+                )
+        codes = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = "\n".join((folder / f"log_{p}").read_text()[-3000:] for p in range(count))
+    assert codes == [0] * count, logs
+    return [json.loads((folder / f"outcomes_{p}").read_text()) for p in range(count)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    return run_processes(folder, 2, [*EQUAL, *ERRORS, *LAST])
+
+
+def assert_as_on_one_device(outcomes: Sequence[dict[str, Any]], scenario: str) -> None:
+    found = [own[scenario] for own in outcomes]
+    assert all("losses" in one for one in found), found
+    for one in found:
+        np.testing.assert_allclose(one["losses"], found[0]["wanted"], rtol=2e-5)
+        assert one["losses"] == found[0]["losses"]  # bit for bit, in every process
+        assert one["plan"] == found[0]["plan"]
+    assert found[0]["losses"][-1] != found[0]["losses"][0]
+
+
+@pytest.mark.parametrize("scenario", [*EQUAL, "after_errors"])
+def test_losses_are_those_of_one_device_and_the_plan_is_one(two, scenario):
+    assert_as_on_one_device(two, scenario)
+
+
+def test_meshes_span_all_processes(two):
+    assert np.prod(two[0]["by_default"]["mesh"]) == 4
+    assert np.prod(two[0]["on_fewer_devices"]["mesh"]) == 2
+
+
+def test_state_is_made_in_shards_that_processes_share(two):
+    assert not two[0]["gpt"]["whole"]
+
+
+def test_every_process_loads_its_own_rows(two):
+    for own in two:
+        placed = own["with_data_loader"]["placed"]
+        assert len(placed) >= 3
+        assert all(one == [8, False] for one in placed)
+
+
+@pytest.mark.parametrize("scenario", ERRORS)
+def test_a_process_that_differs_is_an_error_in_all(two, scenario):
+    first, last = two[0][scenario], two[-1][scenario]
+    assert "error" in first and "error" in last, (first, last)
+    *_, wanted_type, wanted_text = ERRORS[scenario]
+    assert (first["error"], last["error"]) == (ERRORS[scenario][0], wanted_type)
+    assert ERRORS[scenario][1] in first["message"]
+    assert wanted_text in last["message"]
+
+
+def test_errors_do_not_wait_for_limits(two):
+    """The limits are minutes; what one process found out, the others know at once."""
+    assert all(own[scenario]["seconds"] < 60 for own in two for scenario in ERRORS)
+
+
+def test_messages_are_taken_away(two):
+    assert all(own["after_errors"]["messages"] < 12 for own in two)
+
+
+def test_a_process_that_does_not_come_is_named_after_the_limit(two):
+    found = two[0]["one_does_not_come"]
+    assert found["error"] == "PlanError"
+    assert "process 1 did not come within 1 s" in found["message"]
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path):
+    equal = ["by_default", "with_split_weights", "with_data_loader", "gpt"]
+    outcomes = run_processes(tmp_path, 4, [*equal, "another_shape"])
+    for scenario in equal:
+        assert_as_on_one_device(outcomes, scenario)
+    for own in outcomes:
+        assert "process 3: batch['x'] is 'float32[8, 8]'" in own["another_shape"]["message"]
