@@ -197,11 +197,6 @@ def abstract_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Any:
     return jax.sharding.AbstractMesh(shape, axis_names, axis_types=auto)
 
 
-def key_impl_name(dtype: Any) -> str:
-    """The name by which `jax.random.key(…, impl=name)` makes keys of this type."""
-    return dtype._impl.name
-
-
 def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: str) -> list[Any]:
     """Devices of a GPU cluster that need not exist: programs can be compiled for them."""
     from jax.experimental import topologies

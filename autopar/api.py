@@ -215,7 +215,9 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
         raise
 
 
-def make_executable(planned: PlannedStep, devices: Sequence[Any]) -> Executable:
+def make_executable(
+    planned: PlannedStep, devices: Sequence[Any]
+) -> LocalExecutable | PipelineExecutable | PartsExecutable:
     if planned.made:
         check_devices(planned.plan, devices)
         parts = [
@@ -441,6 +443,5 @@ def compile(
         fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options
     )
     executable = make_executable(planned, devices)
-    if isinstance(executable, LocalExecutable):
-        return {"step": executable.compiled}
-    return executable.compiled
+    compiled = executable.compiled
+    return compiled if isinstance(compiled, dict) else {"step": compiled}

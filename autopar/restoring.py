@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar import _jax
+from autopar import _jax, session
 from autopar.api import ParallelFunction, local_devices
 from autopar.checkpoints.find import find_checkpoint
 from autopar.checkpoints.orbax import OrbaxSource
@@ -29,6 +29,7 @@ from autopar.checkpoints.restore import (
 from autopar.compiler import check_devices
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.ir.plan import ParallelPlan
+from autopar.runtime.remote.saving import input_places
 
 
 def restore_checkpoint(directory: str | Path, target: Any = None, step: int | None = None) -> Any:
@@ -90,7 +91,7 @@ def arguments_of(
             "step.plan(state, batch), or what that returned."
         )
     call = plan.in_tree[1]
-    places = _places(plan, call.leaves, target)
+    places = _places(plan, call.leaves)
     arguments = []
     for name in dict.fromkeys(call.argument):
         positions = tuple(i for i, owner in enumerate(call.argument) if owner == name)
@@ -112,14 +113,14 @@ def _plan_of(target: ParallelFunction | ParallelPlan) -> ParallelPlan:
     return target.last_planned.plan
 
 
-def _places(plan: ParallelPlan, leaves: Sequence[Any], target: Any) -> list[Any]:
+def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
     """Where each array of the arguments is to lie."""
-    executable = getattr(target, "last_executable", None)
-    if executable is not None and executable.plan is plan and hasattr(executable, "input_places"):
-        return list(executable.input_places)
     types = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves
     ]
+    remote = session.current().remote
+    if remote is not None:
+        return list(input_places(plan, types, remote))
     return [
         jax.ShapeDtypeStruct(
             type_.shape,

@@ -133,7 +133,7 @@ def init(
     from autopar.runtime.ray.cluster import RayCluster  # imports Ray, which may not be installed
 
     shutdown()
-    own = {name: value for name, value in limits.items() if value is not None}
+    own: Any = {name: value for name, value in limits.items() if value is not None}
     joined = RayCluster(address, num_hosts, devices_per_host, env=env, **own)
     try:
         remote = _remote(joined, transport)

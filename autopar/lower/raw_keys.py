@@ -18,7 +18,7 @@ from autopar import _jax
 @lru_cache(maxsize=64)
 def _data_of(dtype: Any) -> jax.ShapeDtypeStruct:
     """The data of one key."""
-    impl = _jax.key_impl_name(dtype)
+    impl = _jax.key_implementation(dtype)
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
@@ -37,7 +37,7 @@ def on_raw_keys(
 ) -> Callable[..., list[Any]]:
     """The same function, where `reads` are the types it takes."""
     impls = [
-        _jax.key_impl_name(read.dtype) if _jax.is_extended_dtype(read.dtype) else None
+        _jax.key_implementation(read.dtype) if _jax.is_extended_dtype(read.dtype) else None
         for read in reads
     ]
 

@@ -3,6 +3,7 @@ them in order. For tests of everything above the cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -204,10 +205,8 @@ class ProcessCluster:
     def close(self) -> None:
         for group in self.started.values():
             for worker in group.workers:
-                try:
+                with contextlib.suppress(OSError):
                     worker.connection.send(None)
-                except OSError:
-                    pass
         for group in self.started.values():
             for worker in group.workers:
                 try:

@@ -45,7 +45,7 @@ ALLOWED_IMPORTS = {
     "sharding": {*BELOW_PASSES, *EVERYONE},
     "lower": {*BELOW_PASSES, *EVERYONE},
     "inspect": {*BELOW_PASSES, *EVERYONE},
-    "runtime": {"ir", *EVERYONE},
+    "runtime": {"checkpoints", "ir", *EVERYONE},
     "checkpoints": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
     "following": {"methods", "trace", "ir", *EVERYONE},
@@ -128,7 +128,7 @@ ALLOWED_IMPORTS = {
     "session": {"runtime", "lower", "ir", *EVERYONE},
     "api": {"session", "multi_controller", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
-    "restoring": {"api", "checkpoints", *BELOW_API, *EVERYONE},
+    "restoring": {"api", "session", "checkpoints", *BELOW_API, *EVERYONE},
     "training": {"api", "checkpoints", "restoring", "session", *BELOW_API, *EVERYONE},
     "__init__": {
         "api",

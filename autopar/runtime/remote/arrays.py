@@ -56,7 +56,7 @@ class DistributedArray:
     """An array on the meshes of a cluster. `np.asarray(x)`, `float(x)` and `x.fetch()` bring its
     value here; everything else is for the steps that take it."""
 
-    __slots__ = ("__weakref__", "_copies", "_known", "_owner", "dtype", "shape", "weak_type")
+    __slots__ = ("__weakref__", "_copies", "_known", "dtype", "owner", "shape", "weak_type")
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DistributedArray:
         copies: tuple[Copy, ...],
         known: Callable[[], Any] | None = None,
     ) -> None:
-        self._owner = owner  # the session
+        self.owner = owner  # the session
         self._copies = copies
         self._known = known  # waits for the step that makes it; its raw value, or None
         self.shape = shape
@@ -91,7 +91,7 @@ class DistributedArray:
     @property
     def spec(self) -> PartitionSpec:
         """How it is split over the axes of its (first) mesh."""
-        held = self._first().held
+        held = self.first().held
         return to_partition_spec(held.layout, self.ndim, held.axis_names)
 
     @property
@@ -101,7 +101,7 @@ class DistributedArray:
     @property
     def meshes(self) -> tuple[MeshPlace, ...]:
         """All meshes that hold it; each holds the whole value."""
-        self._first()
+        self.first()
         return tuple(
             MeshPlace(
                 tuple(copy.mesh.devices[place] for place in copy.held.grid),
@@ -136,20 +136,20 @@ class DistributedArray:
         raw = self._raw()
         if _jax.is_extended_dtype(self.dtype):
             bits = jax.numpy.asarray(raw)
-            return jax.random.wrap_key_data(bits, impl=_jax.key_impl_name(self.dtype))
+            return jax.random.wrap_key_data(bits, impl=_jax.key_implementation(self.dtype))
         return raw
 
     def _raw(self) -> np.ndarray:
-        self._first()
+        self.first()
         if self._known is not None:
             value = self._known()
             if value is not None:
                 return value
-        return self._owner.fetch(self)
+        return self.owner.fetch(self)
 
     def block_until_ready(self) -> DistributedArray:
         """Wait for the step that makes it."""
-        self._first()
+        self.first()
         if self._known is not None:
             self._known()
         return self
@@ -206,7 +206,8 @@ class DistributedArray:
         for copy in getattr(self, "_copies", ()):
             copy.mesh.release(copy.number)
 
-    def _first(self) -> Copy:
+    def first(self) -> Copy:
+        """The copy that is fetched and saved."""
         if not self._copies:
             raise ArgumentError(
                 f"this {self!r} was used up: a step that returns updated state takes over the "

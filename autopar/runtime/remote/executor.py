@@ -11,18 +11,22 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from autopar.checkpoints.format import read_manifest
+from autopar.checkpoints.read import read_arrays
+from autopar.checkpoints.write import snapshot, write_parts
 from autopar.errors import WorkerError
 from autopar.ir.remote import Held, MeshTask
 from autopar.runtime.pieces import program_bytes
 from autopar.runtime.remote.channel import ChannelServer
 from autopar.runtime.remote.commands import Put, StepCall, StepDone
 from autopar.runtime.remote.crossings import shards_by_device
-from autopar.runtime.remote.exporting import compile_piece, sharding_of
+from autopar.runtime.remote.exporting import compile_piece, sharding_of, struct_of
 from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.remote.task import WorkerTask, here
 from autopar.runtime.threads import must_run_alone
@@ -190,6 +194,24 @@ class Executor:
         for number, copy, held in moved:
             target = sharding_of(held, self._devices)
             self._arrays[copy] = copier(target)(self._arrays[number])
+
+    # -- checkpoints
+
+    def save(self, folder: str, items: Sequence[tuple[str, int]]) -> Later:
+        """Write this worker's shards of arrays, (key, array), in the background: once the command
+        is carried out, the arrays may be used up. Answers what was written where."""
+        parts = snapshot([(key, self._arrays[number]) for key, number in items])
+        return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", parts))
+
+    def restore(self, folder: str, items: Sequence[tuple[str, int, Held]]) -> None:
+        """Read what this worker's devices are to hold: (key, array, layout)."""
+        manifest = read_manifest(Path(folder))
+        wanted = [(key, struct_of(held, self._devices)) for key, _, held in items]
+        arrays = read_arrays(folder, manifest, wanted)
+        for (_, number, _), array in zip(items, arrays, strict=True):
+            self._arrays[number] = array
+
+    # -- for whoever looks
 
     def wait(self) -> None:
         """Answers when every array is there."""
