@@ -219,9 +219,6 @@ class DistributedArray:
 
     # -- what it does not do
 
-    def __jax_array__(self) -> Any:
-        raise _refused(self, "used in a JAX operation")
-
     def __getitem__(self, index: Any) -> Any:
         raise _refused(self, "indexed")
 

@@ -69,17 +69,23 @@ def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export
         except ValueError as error:
             found = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
             found |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
-            back = sorted(target for target in found if "callback" in target)
-            if back:
-                raise CompileError(
-                    f"{name} calls back into Python ({back[0]}: jax.debug.print, "
-                    "jax.pure_callback or jax.experimental.io_callback), which a worker process "
-                    "cannot do. Take the call out of the step, or run with "
-                    "autopar.init(cluster='local')."
-                ) from error
+            if any("callback" in target for target in found):
+                raise _calls_back(name) from error
             if not found - known:
                 raise
             known |= found
+        except NotImplementedError as error:
+            if "callback" not in str(error):
+                raise
+            raise _calls_back(name) from error
+
+
+def _calls_back(name: str) -> CompileError:
+    return CompileError(
+        f"{name} calls back into Python (jax.debug.print, jax.pure_callback or "
+        "jax.experimental.io_callback), which a worker process cannot do. Take the call out of the "
+        "step, or run with autopar.init(cluster='local')."
+    )
 
 
 def compile_piece(name: str, spec: PieceSpec, program: bytes, devices: list[Any]) -> Any:

@@ -1,0 +1,103 @@
+"""The pipelines of the local runtime on a Ray cluster of four hosts with two virtual devices each:
+three steps equal three steps of `jax.jit(train_step)`. Two stages are two meshes of two processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from autopar.ir.schedule import SCHEDULES
+from tests.equivalence.pipelines import assert_equal, own_buffers
+from tests.equivalence.test_models import (
+    NUM_STEPS,
+    TINY,
+    WITHOUT_GRADIENT,
+    batch_of,
+    reference,
+)
+
+UNEQUAL = ((1, 2), (1, 2), (2, 2))
+STAGES = ("1", "2", "4", "unequal")
+TRAINING = [name for name in SCHEDULES if name != "inference"]
+IN_DEFAULT_RUN = {
+    ("mlp-tiny", "1", "1f1b"),
+    ("mlp-tiny", "2", "1f1b"),
+    ("mlp-tiny", "2", "zero_bubble"),
+    ("mlp-tiny", "2", "interleaved_1f1b"),
+    ("mlp-tiny", "unequal", "1f1b_eager"),
+    ("gpt-tiny", "2", "1f1b"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    autopar.init(cluster="ray", num_hosts=4, devices_per_host=2)
+    yield
+    autopar.shutdown()
+
+
+def method_of(name: str, stages: str, schedule: str) -> Any:
+    num_micro_batches = 1 if name.startswith("wresnet") else 4
+    if stages == "1":
+        return autopar.ShardParallel((2, 4), num_micro_batches=num_micro_batches)
+    chosen: Any
+    if stages == "unequal":
+        submeshes = UNEQUAL * 2 if schedule == "interleaved_1f1b" else UNEQUAL
+        chosen = autopar.ManualStages([[k] for k in range(len(submeshes))], submeshes)
+    else:
+        chosen = autopar.UniformStages(int(stages))
+    return autopar.PipeshardParallel(num_micro_batches, stages=chosen, schedule=schedule)
+
+
+def fetched(tree: Any) -> Any:
+    """The same tree with arrays of this process."""
+
+    def here(x: Any) -> Any:
+        if not isinstance(x, autopar.DistributedArray):
+            return x
+        return x.fetch() if is_key(x) else jax.numpy.asarray(x.fetch())
+
+    return jax.tree.map(here, tree)
+
+
+def is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+CASES = [
+    (name, stages, schedule)
+    for name in TINY
+    for stages in STAGES
+    for schedule in (TRAINING if stages != "1" else ["1f1b"])
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"),
+    [
+        pytest.param(*case, marks=() if case in IN_DEFAULT_RUN else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> None:
+    example, first, want_results, want_state = reference(name)
+    step = autopar.parallelize(example.train_step, method=method_of(name, stages, schedule))
+    state: Any = own_buffers(first)
+    for index in range(NUM_STEPS):
+        state, result = step(state, batch_of(example, index))
+        assert_equal(fetched(result), want_results[index], f"step {index}:", rtol=1e-5)
+    leaves = [x for x in jax.tree.leaves(state) if hasattr(x, "dtype")]
+    assert all(isinstance(x, autopar.DistributedArray) for x in leaves)
+    loose = {WITHOUT_GRADIENT: example.config.learning_rate}
+    assert_equal(fetched(state), want_state, loose=loose)
+    executable = step.last_executable
+    assert executable.last_call.num_calls == sum(len(mesh.places) for mesh in executable.meshes)
+    devices = {d for mesh in executable.meshes for d in mesh.devices}
+    assert devices == set(range(8))
+    if stages == "2" and schedule != "interleaved_1f1b":
+        assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
