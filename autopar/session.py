@@ -206,9 +206,8 @@ def _devices_per_process(devices: Sequence[Any]) -> int:
     """How many devices each process has: as many as all others, and one process after another."""
     owners = [d.process_index for d in devices]
     counts = {owner: owners.count(owner) for owner in dict.fromkeys(owners)}
-    without = (
-        sorted(set(range(jax.process_count())) - set(counts)) if jax.process_count() > 1 else []
-    )
+    num_processes = jax.process_count()
+    without = sorted(set(range(num_processes)) - set(counts)) if num_processes > 1 else []
     rule = (
         "Where several processes run one step, give as many devices of every process, one process "
         "after another: all of jax.devices(), or the first n of each process."

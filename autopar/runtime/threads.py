@@ -4,6 +4,9 @@ Two programs in flight on the same devices can each hold threads that the other'
 for, and XLA then ends the process. So there a program starts when its arguments are ready and the
 last program on each of its devices is done. Programs on other devices may run meanwhile. On
 accelerators, and on a single device, nothing waits.
+
+Of a mesh of several processes each waits for its own devices only. All of them run the same
+programs in the same order, so whatever one waits for in a program, the others come to.
 """
 
 from __future__ import annotations

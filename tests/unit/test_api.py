@@ -437,6 +437,18 @@ def test_devices_are_recognised(kind: str, preset: str) -> None:
     assert cluster == autopar.ClusterSpec(2, 2, preset)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ((0, 0, 1), "2 of process 0, 1 of process 1"),
+        ((0, 1, 0, 1), r"do not stand together: \[0, 1, 0, 1\]"),
+    ],
+)
+def test_processes_have_equal_shares_of_devices_that_stand_together(hosts, message) -> None:
+    with pytest.raises(autopar.MeshError, match=message):
+        cluster_of_devices([device("NVIDIA H200", host) for host in hosts])
+
+
 def test_cpu_devices_are_one_host() -> None:
     assert cluster_of_devices(jax.devices()) == autopar.ClusterSpec(1, 8, "cpu")
 
