@@ -134,6 +134,28 @@ def with_data_loader() -> Any:
     return {**found, "placed": placed}
 
 
+def with_own_rows() -> Any:
+    """Every process reads its own rows only, and joins them to global arrays."""
+    batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+    step = autopar.parallelize(mlp_step, method=autopar.DataParallel())
+    step.plan(mlp_state(), batches[0])
+    specs = step.last_planned.plan.input_specs[1]
+    mesh = jax.make_mesh((jax.device_count(),), step.last_planned.plan.axis_names)
+
+    def joined(batch: Any) -> Any:
+        rows = len(batch["x"]) // jax.process_count()
+        own = slice(rows * jax.process_index(), rows * (jax.process_index() + 1))
+        return {
+            name: jax.make_array_from_process_local_data(
+                jax.NamedSharding(mesh, specs[name]), value[own]
+            )
+            for name, value in batch.items()
+        }
+
+    losses = trained(step, mlp_state(), map(joined, batches))
+    return outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+
+
 def with_keys_and_numbers() -> Any:
     """Dropout by a key, a learning rate as a Python number, and arrays of half the precision."""
 
@@ -159,30 +181,40 @@ def with_keys_and_numbers() -> Any:
     return outcome(step, run(step), lambda: run(jax.jit(step_fn)))
 
 
-def gpt() -> Any:
-    """Its state made in its shards, trained, and evaluated along."""
-    example = build("gpt-tiny", num_layers=1)
-    batch = jax.tree.map(np.asarray, example.make_batch(8))
-    evaluate_fn = lambda state, batch: example.train_step(state, batch)[1]  # noqa: E731
-    step = autopar.parallelize(example.train_step, method=ShardParallel(options=SPLIT))
-    create = autopar.parallelize(
-        lambda key: example.family.create_state(example.config, key),
-        method=autopar.CreateStateParallel(step, batch),
-    )
+def beside_training(step_fn: Any, create_fn: Any, batch: Any) -> Any:
+    """State made in its shards, evaluated as training has it, and trained."""
+    step = autopar.parallelize(step_fn, method=ShardParallel(options=SPLIT))
+    create = autopar.parallelize(create_fn, method=autopar.CreateStateParallel(step, batch))
+    evaluate_fn = lambda state, batch: step_fn(state, batch)[1]  # noqa: E731
     state = create(jax.random.key(0))
-    whole = all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+    is_whole = all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
     evaluate = autopar.parallelize(evaluate_fn, method=autopar.FollowParallel(step))
-    losses = [float(evaluate(state, batch))]
-    for _ in range(NUM_STEPS):
-        state, loss = step(state, batch)
-        losses.append(float(loss))
+    losses = [float(evaluate(state, batch)), *trained(step, state, [batch] * NUM_STEPS)]
 
     def wanted() -> list[float]:
-        state, losses = example.create_state(jax.random.key(0)), []
-        losses.append(float(jax.jit(evaluate_fn)(state, batch)))
-        return losses + trained(jax.jit(example.train_step), state, [batch] * NUM_STEPS)
+        state = jax.jit(create_fn)(jax.random.key(0))
+        first = float(jax.jit(evaluate_fn)(state, batch))
+        return [first, *trained(jax.jit(step_fn), state, [batch] * NUM_STEPS)]
 
-    return {**outcome(step, losses, wanted), "whole": whole}
+    return {**outcome(step, losses, wanted), "is_whole": is_whole}
+
+
+def with_created_state() -> Any:
+    def create(key):
+        first, second = jax.random.split(key)
+        return {"a": jax.random.normal(first, (8, 16)), "b": jax.random.normal(second, (16, 4))}
+
+    return beside_training(mlp_step, create, mlp_batch())
+
+
+def gpt() -> Any:
+    example = build("gpt-tiny", num_layers=1)
+
+    def create(key):
+        return example.family.create_state(example.config, key)
+
+    batch = jax.tree.map(np.asarray, example.make_batch(8))
+    return beside_training(example.train_step, create, batch)
 
 
 def on_fewer_devices() -> Any:

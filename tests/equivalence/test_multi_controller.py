@@ -24,8 +24,9 @@ EQUAL = [
     "with_micro_batches",
     "with_split_weights",
     "with_data_loader",
+    "with_own_rows",
     "with_keys_and_numbers",
-    "gpt",
+    "with_created_state",
     "on_fewer_devices",
 ]
 
@@ -139,7 +140,7 @@ def test_meshes_span_all_processes(two):
 
 
 def test_state_is_made_in_shards_that_processes_share(two):
-    assert not two[0]["gpt"]["whole"]
+    assert not two[0]["with_created_state"]["is_whole"]
 
 
 def test_every_process_loads_its_own_rows(two):
@@ -175,8 +176,15 @@ def test_a_process_that_does_not_come_is_named_after_the_limit(two):
 
 
 @pytest.mark.slow
+def test_a_gpt_in_two_processes(tmp_path):
+    outcomes = run_processes(tmp_path, 2, ["gpt"])
+    assert_as_on_one_device(outcomes, "gpt")
+    assert not outcomes[0]["gpt"]["is_whole"]
+
+
+@pytest.mark.slow
 def test_four_processes(tmp_path):
-    equal = ["by_default", "with_split_weights", "with_data_loader", "gpt"]
+    equal = ["by_default", "with_split_weights", "with_data_loader", "with_created_state"]
     outcomes = run_processes(tmp_path, 4, [*equal, "another_shape"])
     for scenario in equal:
         assert_as_on_one_device(outcomes, scenario)
