@@ -1,17 +1,76 @@
-"""Which transport a pair of meshes uses, and how a worker gets one by name."""
+"""Which transport a session uses, and how a worker gets its end of it."""
 
 from __future__ import annotations
 
-from autopar.errors import ClusterError
+import os
+from collections.abc import Collection
+
+from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import Transport
-from autopar.runtime.transports.jax_transfer import JaxTransfer
 
 NAMES = ("nccl", "cuda_ipc", "jax_transfer")
+VARIABLE = "AUTOPAR_TRANSPORT"
+
+
+def available_transports(platform: str) -> tuple[str, ...]:
+    """What this process could use, by name."""
+    from autopar.runtime.transports.cuda import import_cupy, import_nccl
+
+    found = ["jax_transfer"]
+    if platform == "gpu":
+        for name, needs in (("cuda_ipc", lambda: import_cupy("cuda_ipc")), ("nccl", import_nccl)):
+            try:
+                needs()
+            except ClusterError:
+                continue
+            found.append(name)
+    return tuple(found)
+
+
+def choose(
+    platform: str, same_host: bool, available: Collection[str], *, shared_gpu: bool = False
+) -> str:
+    """The transport for tiles between meshes.
+
+    platform:   of the meshes' devices, "cpu" or "gpu".
+    same_host:  all their processes are on one host (and see the same GPUs).
+    available:  what every worker could use (`available_transports`).
+    shared_gpu: two processes use one GPU.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked:
+        _check(asked, f"the variable {VARIABLE}")
+        return asked
+    if platform == "gpu":
+        if "nccl" in available and not shared_gpu:
+            return "nccl"
+        if "cuda_ipc" in available and same_host:
+            return "cuda_ipc"
+    return "jax_transfer"
 
 
 def make_transport(name: str, place: WorkerPlace) -> Transport:
-    """A worker's end of a transport; it must have seen its devices."""
+    """A worker's end of a transport. CuPy and JAX's transfer server are imported only here."""
+    _check(name, "name")
     if name == "jax_transfer":
+        from autopar.runtime.transports.jax_transfer import JaxTransfer
+
         return JaxTransfer(place)
-    raise ClusterError(f"there is no transport {name!r}; there are {', '.join(NAMES)}")
+    if place.platform != "gpu":
+        raise ClusterError(
+            f"the transport {name!r} is for GPUs; worker {place.worker} on {place.node} has "
+            f"{place.platform} devices. Unset {VARIABLE}, or set it to jax_transfer"
+        )
+    if name == "nccl":
+        from autopar.runtime.transports.nccl import Nccl
+
+        return Nccl(place)
+    from autopar.runtime.transports.cuda_ipc import CudaIpc
+
+    return CudaIpc(place)
+
+
+def _check(name: str, what: str) -> None:
+    if name not in NAMES:
+        raise ArgumentError(f"{what} is {name!r}; there are the transports {', '.join(NAMES)}")

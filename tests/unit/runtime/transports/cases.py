@@ -6,6 +6,7 @@ The same bodies run on virtual CPU devices by default, and on GPUs in `tests/gpu
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,18 +35,25 @@ Transfer = tuple[Sent, ...]
 
 
 @contextmanager
-def workers(count: int, transport: str, first: int = 1, **options: Any) -> Iterator[list[Peer]]:
+def workers(
+    count: int, transport: str, first: int = 1, *, fake_cuda: bool = False, **options: Any
+) -> Iterator[list[Peer]]:
     """Processes that know each other; `visible` of GPUs may have one entry per process."""
     visible = options.pop("visible", [None] * count)
     peers: list[Peer] = []
-    try:
-        for i in range(count):
-            peers.append(Peer(first + i, transport, visible=visible[i], **options))
-        join(peers)
-        yield peers
-    finally:
-        for peer in peers:
-            peer.close()
+    with tempfile.TemporaryDirectory() as folder:
+        options["fake_cuda"] = folder if fake_cuda else ""
+        try:
+            for i in range(count):
+                peers.append(Peer(first + i, transport, visible=visible[i], **options))
+            join(peers)
+            yield peers
+            for peer in peers:
+                if peer.process.poll() is None:
+                    peer.ask("close")
+        finally:
+            for peer in peers:
+                peer.close()
 
 
 def random_transfer(seed: int, numbers: Sequence[int], num_devices: int) -> Transfer:
@@ -96,9 +104,15 @@ def prepare(peers: Sequence[Peer], all_links: Sequence[Link]) -> None:
         peer.answer()
 
 
-def carry_out(peers: Sequence[Peer], transfers: dict[int, Transfer], seed: int = 0) -> None:
+def carry_out(
+    peers: Sequence[Peer],
+    transfers: dict[int, Transfer],
+    seed: int = 0,
+    *,
+    sends_first: bool = False,
+) -> None:
     """Send and receive the transfers, by tag. Every worker goes through them in the same order, but
-    whether it first sends or receives is drawn, and so is who is early."""
+    who is early is drawn, and unless `sends_first`, so is whether it first sends or receives."""
     draw = random.Random(seed)
     prepare(peers, links(list(transfers.values())))
     commands: list[tuple[Peer, list[tuple[str, int, Any]]]] = []
@@ -110,7 +124,8 @@ def carry_out(peers: Sequence[Peer], transfers: dict[int, Transfer], seed: int =
                 both.append(("send", tag, sent))
             if wanted := incoming(transfer, peer.worker):
                 both.append(("recv", tag, [tile for tile, _ in wanted]))
-            draw.shuffle(both)
+            if not sends_first:
+                draw.shuffle(both)
             own += both
         commands.append((peer, own))
     while any(own for _, own in commands):

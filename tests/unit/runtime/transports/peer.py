@@ -24,7 +24,8 @@ ANSWER_LIMIT_S = 60.0
 
 class Peer:
     """A worker process. `num_devices` virtual CPU devices, or with platform "gpu" those GPUs of
-    the host whose numbers are in `visible`."""
+    the host whose numbers are in `visible`. With `fake_cuda`, a folder, transports take the first
+    CPU device for a GPU, and get a stand-in for CuPy."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Peer:
         num_devices: int = 2,
         platform: str = "cpu",
         visible: str | None = None,
+        fake_cuda: str = "",
     ) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform}
         if platform == "cpu":
@@ -45,7 +47,11 @@ class Peer:
             env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             if visible is not None:
                 env["CUDA_VISIBLE_DEVICES"] = visible
+        if fake_cuda:
+            env["AUTOPAR_FAKE_CUDA"] = fake_cuda
+            env["PYTHONPATH"] += f":{Path(__file__).parent / 'fake'}"
         self.worker = worker
+        self.platform = "gpu" if fake_cuda else platform
         self.pending = 0
         self.process = subprocess.Popen(
             [sys.executable, __file__],
@@ -54,7 +60,7 @@ class Peer:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        self.post("start", worker, transport, platform)
+        self.post("start", worker, transport, self.platform)
 
     def post(self, name: str, *arguments: Any) -> None:
         stdin = self.process.stdin
@@ -95,6 +101,14 @@ class Peer:
 
 class PeerError(Exception):
     """A command of a worker failed."""
+
+
+def use(peers: Sequence[Peer], transport: str) -> None:
+    """Go over to another transport."""
+    for peer in peers:
+        peer.ask("close")
+        peer.ask("start", peer.worker, transport, peer.platform)
+    join(peers)
 
 
 def join(peers: Sequence[Peer]) -> None:

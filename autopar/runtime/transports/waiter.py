@@ -1,0 +1,53 @@
+"""A thread that waits for CUDA events, in the order in which they come, and acts after each."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import WorkerError
+
+_CLOSE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done once an event is. `held` is let go after the event."""
+
+    event: Any
+    held: Sequence[Any]
+    then: Callable[[], None]
+
+
+class Waiter:
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"autopar-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def check(self) -> None:
+        """Raise what went wrong in a job."""
+        if self._failed is not None:
+            raise WorkerError(
+                f"a transfer to or from another process failed: {self._failed}"
+            ) from self._failed
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_LIMIT_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.event.synchronize()
+                job.then()
+            except Exception as error:
+                self._failed = self._failed or error
+            del job

@@ -1,0 +1,115 @@
+"""Every transport between processes. Those for CUDA run on a stand-in for CuPy (see `fake/cupy`),
+which shows ids, slots, messages and errors; what a GPU does is tested in `tests/gpu`."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from autopar.runtime.transports.base import End, Link
+from autopar.runtime.transports.choose import NAMES
+from tests.unit.runtime.transports import cases
+from tests.unit.runtime.transports.peer import PeerError, use
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with cases.workers(3, "jax_transfer", fake_cuda=True) as peers:
+        yield peers
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def transport(request, processes):
+    use(processes, request.param)
+    return request.param
+
+
+def only(*names):
+    return pytest.mark.parametrize("transport", names, indirect=True)
+
+
+def test_random_tiles_among_three_processes(processes, transport):
+    """The stand-in for CuPy has one device, and receiving blocks there."""
+    real = transport == "jax_transfer"
+    for round_ in range(4):
+        transfers = {
+            100 * round_ + i: cases.random_transfer(100 * round_ + i, (1, 2, 3), 2 if real else 1)
+            for i in range(4 if real else 1)
+        }
+        cases.carry_out(processes, transfers, seed=round_, sends_first=not real)
+
+
+def test_a_worker_may_send_to_itself(processes, transport):
+    tiles = tuple(
+        cases.Sent(np.arange(n, dtype=np.int32), End(2, 0), (End(2, 0),)) for n in (5, 0, 3)
+    )
+    cases.carry_out(processes[1:2], {5000: tiles}, sends_first=True)
+
+
+def test_nothing_is_left_of_many_transfers(processes, transport):
+    count = 1000 if transport == "jax_transfer" else 200
+    cases.carry_out_many(processes[0], processes[1], count, 10_000, 32 * 1024)
+
+
+def test_an_unknown_worker_is_named(processes, transport):
+    here, there = End(1, 0), End(77, 0)
+    link = Link(here, (there,)) if transport == "cuda_ipc" else Link(there, (here,))
+    with pytest.raises(PeerError, match=r"ClusterError: .*worker 77, whose address it was not"):
+        processes[0].ask("prepare", [link])
+
+
+@only("jax_transfer")
+def test_a_pull_may_come_long_before_its_offer(processes, transport):
+    first, second, _ = processes
+    value = np.arange(12, dtype=np.float32).reshape(3, 4)
+    sent = cases.Sent(value, End(1, 1), (End(2, 0), End(2, 1)))
+    tiles = [tile for tile, _ in cases.incoming((sent,), 2)]
+    second.ask("recv", 2**39 + 1, tiles)  # answers although nothing was offered
+    second.ask("recv", 2**39 + 2, tiles)
+    for tag in (2**39 + 2, 2**39 + 1):
+        first.ask("send", tag, cases.outgoing((sent,), 1))
+        for got, _ in second.ask("values", tag):
+            np.testing.assert_array_equal(got, value)
+
+
+@only("jax_transfer")
+def test_a_peer_that_is_not_there_is_an_error(processes, transport):
+    """JAX itself would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes[0].ask("connect", {78: {"server": f"127.0.0.1:{port}"}})
+    with pytest.raises(PeerError, match="WorkerError: worker 78 does not answer"):
+        processes[0].ask("prepare", [Link(End(78, 0), (End(1, 0),))])
+
+
+@only("nccl")
+def test_links_must_have_been_prepared(processes, transport):
+    sent = cases.Sent(np.ones(3, np.float32), End(1, 0), (End(3, 0), End(2, 0)))
+    with pytest.raises(PeerError, match=r"ClusterError: worker 1 has no communicator"):
+        processes[0].ask("send", 1, cases.outgoing((sent,), 1))
+
+
+@only("jax_transfer", "cuda_ipc")
+def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
+    """It dies while another waits for its tiles."""
+    receiver = processes[0]
+    with cases.workers(1, transport, first=11, fake_cuda=True) as (victim,):
+        cases.join([receiver, victim])
+        sent = cases.Sent(np.ones(3, np.float32), End(11, 0), (End(1, 0),))
+        cases.carry_out((victim, receiver), {1: (sent,)}, sends_first=True)
+        receiver.post("recv", 2, [tile for tile, _ in cases.incoming((sent,), 1)])
+        if transport == "jax_transfer":
+            receiver.answer()
+            receiver.post("values", 2)
+        time.sleep(0.2)
+        victim.kill()
+        started = time.monotonic()
+        with pytest.raises(PeerError, match=r"JaxRuntimeError: .*closed|WorkerError: .*worker 11"):
+            receiver.answer()
+        assert time.monotonic() - started < 10
+        if transport == "cuda_ipc":
+            with pytest.raises(PeerError, match="WorkerError: worker 11 does not answer"):
+                receiver.ask("prepare", [Link(End(1, 0), (End(11, 0),))])
