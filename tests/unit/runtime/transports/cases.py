@@ -5,6 +5,7 @@ The same bodies run on virtual CPU devices by default, and on GPUs in `tests/gpu
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -134,6 +135,10 @@ def carry_out(
     for peer in peers:
         while peer.pending:
             peer.answer()
+    check_arrived(peers, transfers)
+
+
+def check_arrived(peers: Sequence[Peer], transfers: dict[int, Transfer]) -> None:
     for peer in peers:
         for tag, transfer in transfers.items():
             wanted = incoming(transfer, peer.worker)
@@ -147,16 +152,19 @@ def carry_out(
                 np.testing.assert_array_equal(_bytes(value), _bytes(expected), err_msg=repr(tile))
 
 
-def carry_out_many(sender: Peer, receiver: Peer, count: int, first_tag: int, size: int) -> None:
+def carry_out_many(
+    sender: Peer, receiver: Peer, count: int, first_tag: int, size: int, *, work: int = 0
+) -> None:
     """Transfers of one tile, in ten rounds, each as fast as it goes. Neither side holds more after
-    the last round than after the second."""
+    the last round than after the second. With `work`, tiles are sent long before they are computed:
+    by so many products of matrices."""
     source, target = End(sender.worker, 0), End(receiver.worker, 0)
     prepare([sender, receiver], [Link(source, (target,))])
     tile = InTile((size,), jnp.dtype("float32"), source, target, (target,))
     held: list[list[tuple[int, int]]] = []
     for first in range(first_tag, first_tag + count, count // 10):
         tags = range(first, first + count // 10)
-        sender.post("send_many", tags, source, (target,), size)
+        sender.post("send_many", tags, source, (target,), size, work)
         receiver.post("recv_many", tags, tile)
         assert receiver.answer() == len(tags)
         sender.answer()
@@ -165,6 +173,38 @@ def carry_out_many(sender: Peer, receiver: Peer, count: int, first_tag: int, siz
         assert arrays <= earlier
         grown = rss - earlier_rss
         assert grown < 0.1 * 4 * size * count, f"{grown / 2**20:.0f} MiB more"
+
+
+def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> None:
+    """Two meshes of one process each send to each other as pipelines do: device to device, every
+    tile to all devices of the other mesh, and both ways at once, each side posting what it receives
+    before what it sends."""
+    one, other = peers
+    meshes = [[End(peer.worker, d) for d in range(num_devices)] for peer in (one, other)]
+    numbers = itertools.count(first_tag)
+    values = np.random.default_rng(first_tag)
+
+    def tile(source: End, targets: Sequence[End]) -> Sent:
+        return Sent(values.normal(size=(64, 33)).astype(np.float32), source, tuple(targets))
+
+    transfers: dict[int, Transfer] = {}
+    for _ in range(3):
+        for mesh, others in (meshes, meshes[::-1]):
+            pairs = zip(mesh, others, strict=True)
+            transfers[next(numbers)] = tuple(tile(end, [target]) for end, target in pairs)
+            transfers[next(numbers)] = tuple(tile(end, others) for end in mesh)
+    prepare(peers, links(list(transfers.values())))
+    for peer in peers:
+        for tag, transfer in transfers.items():
+            if wanted := incoming(transfer, peer.worker):
+                peer.post("recv", tag, [tile for tile, _ in wanted])
+        for tag, transfer in transfers.items():
+            if sent := outgoing(transfer, peer.worker):
+                peer.post("send", tag, sent)
+    for peer in peers:
+        while peer.pending:
+            peer.answer()
+    check_arrived(peers, transfers)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

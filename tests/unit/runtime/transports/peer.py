@@ -171,16 +171,28 @@ class _Worker:
             for array in self.arrived.pop(tag)
         ]
 
-    def send_many(self, tags: range, source: Any, targets: Any, size: int) -> None:
+    def send_many(self, tags: range, source: Any, targets: Any, size: int, work: int) -> None:
+        from autopar.runtime.transports.base import OutTile
+
+        make = self._maker(source.device, size, work)
+        for tag in tags:
+            self.transport.send(tag, [OutTile(make(tag % 97), source, targets)])
+
+    def _maker(self, device: int, size: int, work: int) -> Any:
+        """Makes an array of `size` times the same number, after so many products of matrices."""
         import jax
         import jax.numpy as jnp
 
-        from autopar.runtime.transports.base import OutTile
+        place = jax.local_devices()[device]
+        ones = jnp.ones((size,), jnp.float32, device=place)
+        unit = jnp.eye(2048 if work else 1, dtype=jnp.float32, device=place)
 
-        device = jax.local_devices()[source.device]
-        ones = jnp.ones((size,), jnp.float32, device=device)
-        for tag in tags:
-            self.transport.send(tag, [OutTile(ones * (tag % 97), source, targets)])
+        @jax.jit
+        def make(number: Any, ones: Any, unit: Any) -> Any:
+            product = jax.lax.fori_loop(0, work, lambda _, x: x @ unit, unit)
+            return ones * number * product[0, 0]
+
+        return lambda number: make(jnp.float32(number), ones, unit)
 
     def recv_many(self, tags: range, tile: Any) -> int:
         """How many arrive as they were sent, each used up by a program that takes its buffer."""
@@ -192,6 +204,28 @@ class _Worker:
             (array,) = self.transport.recv(tag, [tile])
             right += float(double(array)[0]) == 2.0 * (tag % 97)
         return right
+
+    def with_itself(self, tags: range, end: Any, size: int, work: int) -> tuple[int, int]:
+        """Send tiles to the same device. How many arrive as they were sent, and how many of these
+        a program that takes their buffer could use in place."""
+        import jax
+
+        from autopar.runtime.transports.base import InTile, Link, OutTile
+
+        self.transport.prepare([Link(end, (end,))])
+        make = self._maker(end.device, size, work)
+        double = jax.jit(lambda x: x + x, donate_argnums=0)
+        right = in_place = 0
+        for tag in tags:
+            self.transport.send(tag, [OutTile(make(tag % 97), end, (end,))])
+            tile = InTile((size,), "float32", end, end, (end,))
+            (array,) = self.transport.recv(tag, [tile])
+            address = array.unsafe_buffer_pointer()
+            doubled = double(array)
+            assert array.is_deleted()
+            right += float(doubled[-1]) == 2.0 * (tag % 97)
+            in_place += doubled.unsafe_buffer_pointer() == address
+        return right, in_place
 
     def footprint(self) -> tuple[int, int]:
         """Arrays that are alive, and bytes of memory that this process holds."""

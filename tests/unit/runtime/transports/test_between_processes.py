@@ -17,7 +17,7 @@ from tests.unit.runtime.transports.peer import PeerError, use
 
 @pytest.fixture(scope="module")
 def processes():
-    with cases.workers(3, "jax_transfer", fake_cuda=True) as peers:
+    with cases.workers(3, "jax_transfer", num_devices=4, fake_cuda=True) as peers:
         yield peers
 
 
@@ -49,8 +49,14 @@ def test_a_worker_may_send_to_itself(processes, transport):
     cases.carry_out(processes[1:2], {5000: tiles}, sends_first=True)
 
 
+@only("nccl", "cuda_ipc")
+def test_what_comes_from_itself_can_be_used_up(processes, transport):
+    right, _ = processes[0].ask("with_itself", range(6000, 6020), End(1, 0), 100, 0)
+    assert right == 20
+
+
 def test_nothing_is_left_of_many_transfers(processes, transport):
-    count = 1000 if transport == "jax_transfer" else 200
+    count = 1000 if transport == "jax_transfer" else 100
     cases.carry_out_many(processes[0], processes[1], count, 10_000, 32 * 1024)
 
 
@@ -59,6 +65,13 @@ def test_an_unknown_worker_is_named(processes, transport):
     link = Link(here, (there,)) if transport == "cuda_ipc" else Link(there, (here,))
     with pytest.raises(PeerError, match=r"ClusterError: .*worker 77, whose address it was not"):
         processes[0].ask("prepare", [link])
+
+
+@only("jax_transfer")
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_two_meshes_send_to_each_other(processes, transport, num_devices):
+    """As two meshes of GPUs do in `tests/gpu/test_transports_gpu.py`."""
+    cases.between_meshes(processes[:2], num_devices // 2, 30_000 + 100 * num_devices)
 
 
 @only("jax_transfer")
