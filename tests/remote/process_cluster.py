@@ -46,9 +46,10 @@ def work(address: str, key: str) -> None:
         place, coordinator = connection.recv()
         import jax
 
-        jax.config.update("jax_num_cpu_devices", len(place.devices))
-        if place.num_processes > 1:
+        if place.platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", len(place.devices))
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if place.num_processes > 1:
             jax.distributed.initialize(coordinator, place.num_processes, place.rank)
         from autopar.runtime.remote.executor import Executor
 
@@ -141,10 +142,15 @@ class Group:
 
 
 class ProcessCluster:
-    platform = "cpu"
+    """num_gpus: GPUs that devices are taken from, device n is GPU n; more devices than GPUs share
+    them. None: virtual CPU devices."""
 
-    def __init__(self, num_hosts: int, devices_per_host: int) -> None:
-        self.spec = ClusterSpec(num_hosts, devices_per_host, "cpu")
+    def __init__(self, num_hosts: int, devices_per_host: int, num_gpus: int | None = None) -> None:
+        self.platform = "cpu" if num_gpus is None else "gpu"
+        self.spec = ClusterSpec(
+            num_hosts, devices_per_host, "cpu" if num_gpus is None else "h200-sxm"
+        )
+        self._num_gpus = num_gpus
         self.started: dict[tuple[int, ...], Group] = {}
         self._key = secrets.token_bytes(16)
         self._folder = tempfile.TemporaryDirectory()
@@ -169,7 +175,7 @@ class ProcessCluster:
                 node=f"host{host}",
                 devices=tuple(d for d in devices if d // per_host == host),
                 mesh_devices=devices,
-                platform="cpu",
+                platform=self.platform,
                 address="127.0.0.1",
                 token=self._key.hex(),
                 folder=self._folder.name,
@@ -177,19 +183,13 @@ class ProcessCluster:
             for rank, host in enumerate(hosts)
         ]
         self._num_workers += len(hosts)
-        env = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "PYTHONPATH": str(ROOT),
-        }
         workers = []
         with Listener(None, "AF_UNIX", authkey=self._key) as listener:
             code = "from tests.remote.process_cluster import work; import sys; work(*sys.argv[1:])"
             for place in places:
                 process = subprocess.Popen(
                     [sys.executable, "-c", code, listener.address, self._key.hex()],
-                    env=env,
+                    env=self._environment(place),
                     cwd=ROOT,
                 )
                 connection = listener.accept()
@@ -198,6 +198,19 @@ class ProcessCluster:
         for worker in workers:
             threading.Thread(target=worker.read, daemon=True).start()
         return Group(devices, workers)
+
+    def _environment(self, place: WorkerPlace) -> dict[str, str]:
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if self._num_gpus is None:
+            return env | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            }
+        gpus = [str(device % self._num_gpus) for device in place.devices]
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        env.pop("XLA_FLAGS", None)
+        return env
 
     def check(self) -> None:
         pass
