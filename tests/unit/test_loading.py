@@ -115,6 +115,20 @@ def test_training_is_the_same_with_a_loader(method):
     assert losses(autopar.data_loader) == losses(lambda source, _: source)
 
 
+def test_arguments_of_a_function_made_of_parts_are_placed():
+    """An initialiser beside a pipeline has a program per stage."""
+
+    def create(scale):
+        return {"w": scale * jnp.ones((8, 4)), "a": jnp.ones((8, 8)), "b": scale * jnp.ones((8, 8))}
+
+    step = autopar.parallelize(deep_train, method=METHODS["pipeline"])
+    made = autopar.parallelize(create, method=autopar.CreateStateParallel(step, make_batch(0)))
+    made(np.float32(2))
+    placed = made.last_executable.place_inputs({0: np.float32(3)})
+    assert placed[0].sharding == made.last_executable.input_shardings[0]
+    np.testing.assert_array_equal(made(placed[0])["w"], np.full((8, 4), 3.0))
+
+
 def test_batches_come_in_order_and_lie_as_planned(planned_step):
     wanted = planned_step.last_executable.input_shardings
     with autopar.data_loader(batches(), planned_step) as loader:
