@@ -106,9 +106,16 @@ def _state(pid: int, start: int) -> str:
     return "" if int(fields[19]) != start or fields[0] in "ZX" else fields[0]
 
 
+def _has_threads(pid: int, start: int) -> bool:
+    """Whether a process that ends has threads left, which may hold its sockets open."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(_stat(pid)[19]) == start and len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
+
+
 def _still_running(processes: list[tuple[int, int]], until_s: float) -> list[tuple[int, int]]:
     while True:
-        processes = [(pid, start) for pid, start in processes if _state(pid, start)]
+        processes = [own for own in processes if _state(*own) or _has_threads(*own)]
         if not processes or time.monotonic() >= until_s:
             return processes
         time.sleep(0.02)
