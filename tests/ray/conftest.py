@@ -9,6 +9,7 @@ import pytest
 
 from autopar.runtime.ray.cluster import RayCluster
 
+NUM_CPUS = 16  # as Ray counts them, so that clusters of several tests have room beside each other
 TOY = "tests.ray.toy_executor:ToyExecutor"
 
 
@@ -20,7 +21,11 @@ def local_ray() -> Iterator[None]:
     with warnings.catch_warnings():  # about Ray's own future
         warnings.simplefilter("ignore")
         ray.init(
-            address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
         )
     yield
     ray.shutdown()

@@ -11,7 +11,7 @@ from autopar.errors import ClusterError, DataError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.ray import starting
 from autopar.runtime.ray.cluster import RayCluster
-from tests.ray.conftest import TOY, is_running, own_ports
+from tests.ray.conftest import NUM_CPUS, TOY, is_running, own_ports
 
 MESHES = [(0, 1, 4, 5), (2, 3, 6, 7)]
 
@@ -163,13 +163,12 @@ def test_other_versions_are_refused_before_any_work(cluster, monkeypatch):
 
 def test_resources_of_a_cluster_are_its_own(cluster):
     with pytest.raises(ClusterError, match="others use these resources"):
-        RayCluster(None, 1, 4, start_limit_s=1, executor=TOY)
+        RayCluster(None, 1, NUM_CPUS, start_limit_s=1, executor=TOY)
 
 
-def test_close_leaves_nothing(toy_cluster, cluster):
+def test_close_leaves_nothing(toy_cluster):
     import ray
 
-    cluster.close()  # the last test that needs it: it holds the CPUs
     made = toy_cluster(2, 1)
     group = made.groups([(0, 1)])[0]
     assert results(group.submit("sum_over_mesh", [(), ()])) == [1.0, 1.0]
@@ -191,8 +190,8 @@ def test_close_leaves_nothing(toy_cluster, cluster):
     for method in actors:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(method.remote(), timeout=10)
-    states = [entry["state"] for entry in ray.util.placement_group_table().values()]
-    assert set(states) == {"REMOVED"}
+    table = ray.util.placement_group_table(made._session.placement_group)
+    assert table["state"] == "REMOVED"
     for reply in sleeping:
         with pytest.raises(ClusterError, match="closed before"):
             reply.result(5)

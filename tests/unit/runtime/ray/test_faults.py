@@ -1,0 +1,129 @@
+"""Which worker is named, and what is said of it."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import DataError
+from autopar.runtime.ray.faults import Sighting, Trouble, cause_of, error_about
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import State
+
+ENDED_BY_JAX = (
+    "F0101 client.h:80] Terminating process because the JAX distributed service detected fatal "
+    "errors. This most likely indicates that another task died"
+)
+
+
+def sighting(worker, **known):
+    place = WorkerPlace(
+        worker, worker % 2, 2, worker % 2, f"node{worker % 2}", (), (), "cpu", "", "", "/tmp"
+    )
+    return Sighting(place, worker // 2, **{"node_alive": True, "process": "S", **known})
+
+
+HEALTHY = {}
+DIED = {"process": "", "trouble": Trouble.DIED, "reported": 1}
+DIED_UNNOTICED = {"process": ""}
+ENDED = {"process": "", "trouble": Trouble.DIED, "reported": 0, "log": ENDED_BY_JAX}
+LOST_PEER = {
+    "trouble": Trouble.RAISED,
+    "reported": 0,
+    "detail": "JaxRuntimeError: Gloo AllReduce failed: Connection closed by peer",
+}
+RAISED = {"trouble": Trouble.RAISED, "reported": 2, "detail": "ValueError: wrong"}
+SILENT = {"trouble": Trouble.SILENT, "reported": 0, "seconds": 31.0}
+STOPPED = {"process": "T", "seconds": 12.0}
+HUNG = {"trouble": Trouble.HUNG, "reported": 0, "detail": "step", "seconds": 301.0}
+NODE_LOST = {"process": None, "node_alive": False}
+
+# The first of each is the cause.
+CASES = {
+    "killed, the others were ended by JAX": (DIED, ENDED, HEALTHY),
+    "killed, the others lost a peer": (DIED, LOST_PEER, LOST_PEER),
+    "killed before Ray has noticed": (DIED_UNNOTICED, LOST_PEER, ENDED),
+    "raised, another waits": (RAISED, HEALTHY),
+    "raised, another lost its connection": (RAISED, LOST_PEER),
+    "silent, others hang": (SILENT, HUNG),
+    "stopped, others hang": (STOPPED, HUNG, HUNG),
+    "stopped, others lost a peer": (STOPPED, LOST_PEER),
+    "a node is gone, others were ended": (NODE_LOST, ENDED, LOST_PEER, HEALTHY),
+    "a node is gone, its workers died": (NODE_LOST, DIED),
+    "all were ended by JAX": (ENDED, HEALTHY),
+    "hangs": (HUNG, HEALTHY),
+}
+
+
+@pytest.mark.parametrize("known", CASES.values(), ids=CASES.keys())
+def test_the_cause_is_found_wherever_it_stands(known):
+    for order in itertools.permutations(range(len(known))):
+        sightings = [sighting(worker, **known[i]) for worker, i in enumerate(order)]
+        assert cause_of(sightings) is sightings[order.index(0)]
+
+
+def test_of_several_deaths_the_first_report_counts():
+    first = sighting(0, **DIED)
+    second = sighting(1, **{**DIED, "reported": 0})
+    assert cause_of([first, second]) is second
+
+
+def test_of_those_that_hang_the_one_that_stopped_first():
+    early = sighting(1, **{**HUNG, "reported": 1}, state=State(5, 1, 0, 3, 0, 10.0))
+    late = sighting(0, **HUNG, state=State(9, 1, 0, 7, 0, 20.0))
+    assert cause_of([late, early]) is early
+
+
+def test_the_error_says_where_and_what():
+    cause = sighting(
+        3,
+        **DIED,
+        state=State(10, 4, 1, 17, 2, 5.0),
+        log="\n".join([":job_id:01", *(f"line {i}" for i in range(30))]),
+    )
+    error = error_about(
+        [sighting(2, **ENDED), cause], lambda place, state: (1, f"run {state.instruction}")
+    )
+    assert (error.host, error.mesh, error.stage, error.instruction) == ("node1", 1, 1, "run 17")
+    assert error.log_tail.splitlines() == [f"line {i}" for i in range(10, 30)]
+    lines = str(error).splitlines()
+    assert lines[0].startswith("Worker 3 died")
+    assert lines[1] == "  host 1 (node1), mesh 1, stage 1, at: run 17"
+    assert lines[2].startswith("  worker 2 (host 0, mesh 1) ended or raised as a consequence")
+    assert "autopar.run_training" in lines[3]
+    assert lines[-1] == "  | line 29"
+
+
+SAID = {
+    "ray's memory monitor": ({**DIED, "detail": "the node was low on memory"}, "memory monitor"),
+    "the kernel": ({**DIED, "oom_kills": 1, "rss_bytes": 2**31}, "by the kernel .* 2.0 GiB"),
+    "a node": (NODE_LOST, "lost with its node"),
+    "stopped": (STOPPED, "not answered for 12 s: its process is stopped"),
+    "silent": (SILENT, "not answered for 31 s"),
+    "silent with its node": ({**SILENT, "process": None}, "its node does not answer either"),
+    "hung": (HUNG, "no progress for 301 s in 'step'.*hang_limit_s"),
+    "raised": (RAISED, "raised an exception in a step.*ValueError: wrong"),
+    "consequences alone": (ENDED, "was ended by JAX"),
+    "peers alone": (LOST_PEER, "lost a peer"),
+}
+
+
+@pytest.mark.parametrize(("known", "said"), SAID.values(), ids=SAID.keys())
+def test_what_is_said(known, said):
+    error = error_about([sighting(0, **known), sighting(1)], lambda place, state: (None, ""))
+    with pytest.raises(type(error), match=f"(?s)Worker 0 .*{said}"):
+        raise error
+
+
+def test_a_description_that_fails_takes_nothing_else_away():
+    def describe(place, state):
+        raise KeyError(state.program)
+
+    known = replace(sighting(0, **DIED), state=State(1, 0, 0, 0, 0, 0.0))
+    assert "Worker 0 died" in str(error_about([known], describe))
+
+
+def test_what_was_raised_is_the_cause_of_the_error():
+    raised = DataError("bad batch")
+    known = sighting(0, **RAISED, error=raised)
+    assert error_about([known], lambda place, state: (None, "")).__cause__ is raised
