@@ -7,7 +7,6 @@ stays with it, and is made anew for the next.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.remote.executable import describe_instruction
 from autopar.runtime.remote.session import RemoteSession
+from autopar.runtime.transports.choose import NAMES as TRANSPORTS
 
 CLUSTERS = ("local", "ray")
 
@@ -127,6 +127,10 @@ def init(
             "init(cluster='ray', devices=…): devices of a Ray cluster are chosen by num_hosts and "
             "devices_per_host."
         )
+    if transport is not None and transport not in TRANSPORTS:
+        raise ArgumentError(
+            f"init(transport={transport!r}): there are {', '.join(TRANSPORTS)}; None chooses."
+        )
     for name, value in limits.items():
         if value is not None and not value > 0:
             raise ArgumentError(f"init({name}={value!r}): needs seconds, more than 0.")
@@ -145,8 +149,7 @@ def init(
 
 
 def _remote(cluster: Any, transport: str | None) -> RemoteSession:
-    wanted = transport or os.environ.get("AUTOPAR_TRANSPORT") or "jax_transfer"
-    remote = RemoteSession(cluster, wanted, plan_tiles)
+    remote = RemoteSession(cluster, transport, plan_tiles)
 
     def describe(place: Any, state: Any) -> tuple[int | None, str]:
         """Stage and instruction of a worker, in words."""

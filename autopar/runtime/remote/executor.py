@@ -32,7 +32,7 @@ from autopar.runtime.remote.task import WorkerTask, here
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import copier
 from autopar.runtime.transports.base import Link, Transport
-from autopar.runtime.transports.choose import make_transport
+from autopar.runtime.transports.choose import available_transports, make_transport
 
 _DATA_LIMIT_S = 120.0  # for what the driver has announced to arrive
 _MAX_COMPILE_THREADS = 8
@@ -67,6 +67,10 @@ class Executor:
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="compile")
 
     # -- reaching each other
+
+    def transports(self) -> tuple[str, ...]:
+        """Names of those that this worker could use."""
+        return available_transports(self._place.platform)
 
     def open(self, transport: str) -> dict[str, Any]:
         """Where the driver and other workers find this one."""

@@ -26,6 +26,7 @@ from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.transports.choose import choose
 
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
@@ -107,10 +108,11 @@ class RemoteMesh:
 
 
 class RemoteSession:
-    """A cluster in use. `plan_tiles` plans the way of an array from mesh to mesh."""
+    """A cluster in use. `plan_tiles` plans the way of an array from mesh to mesh; `transport` names
+    what carries it, or is None for what the workers have."""
 
     def __init__(
-        self, cluster: ClusterLike, transport: str, plan_tiles: Callable[..., Any]
+        self, cluster: ClusterLike, transport: str | None, plan_tiles: Callable[..., Any]
     ) -> None:
         self.cluster = cluster
         self.plan_tiles = plan_tiles
@@ -141,6 +143,8 @@ class RemoteSession:
                     mesh.close()
                     del self._meshes[key]
             fresh = [group for key, group in live.items() if key not in self._meshes]
+            if fresh and self._transport is None:
+                self._transport = self._chosen_transport(fresh)
             opened = [
                 (group, group.submit("open", [(self._transport,)] * len(group.workers)))
                 for group in fresh
@@ -165,6 +169,12 @@ class RemoteSession:
                 for reply in told:
                     reply.result(_CONNECT_LIMIT_S)
             return [self._meshes[tuple(own)] for own in devices]
+
+    def _chosen_transport(self, groups: Sequence[Any]) -> str:
+        replies = [r for g in groups for r in g.submit("transports", [()] * len(g.workers))]
+        common = set.intersection(*(set(reply.result(_CONNECT_LIMIT_S)) for reply in replies))
+        nodes = {worker.place.node for group in groups for worker in group.workers}
+        return choose(self.cluster.platform, len(nodes) == 1, common)
 
     def new_task(self) -> int:
         return next(self._tasks)
