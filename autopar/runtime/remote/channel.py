@@ -1,20 +1,15 @@
 """The data channel: batches from the driver to a worker process, and fetched values back.
 
 A worker has a `ChannelServer`, the driver a `ChannelClient` per worker. Both know the session's
-token; each proves it to the other by a hash over the other's random bytes, before anything else is
-read, so that a port taken over by a stranger, or a stranger who connects, is found at once. Data is
-sent under a *key*, a number that driver and worker agree on by other means; what comes twice under
-one key is kept in order.
+token and prove it to each other first (`sockets.py`), so that a port taken over by a stranger, or a
+stranger who connects, is found at once. Data is sent under a *key*, a number that driver and worker
+agree on by other means; what comes twice under one key is kept in order.
 
 The client has two connections, so that a value is fetched while a large batch is on its way.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import secrets
 import socket
 import threading
 import time
@@ -32,10 +27,14 @@ from autopar.runtime.remote.frames import (
     read_frame,
     write_frame,
 )
-
-_HANDSHAKE_S = 10.0
-_MAX_GREETING_BYTES = 1024
-_KEEPALIVE_S = (10, 5, 3)  # idle, between probes, probes: a host that vanished is lost in 25 s
+from autopar.runtime.remote.sockets import (
+    GREETING_S,
+    connect,
+    greet_client,
+    hang_up,
+    listen,
+    shown,
+)
 
 
 class ChannelServer:
@@ -55,7 +54,7 @@ class ChannelServer:
         self._gone = ""  # why nobody is connected any more
         self._closed = False
         self._threads: set[threading.Thread] = set()
-        self._listener = _listener(host)
+        self._listener = listen(host)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._start(self._accept)
 
@@ -90,11 +89,11 @@ class ChannelServer:
             open_ones = [*self._connections, self._listener]
             self._changed.notify_all()
         for connection in open_ones:
-            _hang_up(connection)
+            hang_up(connection)
         self._listener.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():
-                thread.join(_HANDSHAKE_S)
+                thread.join(GREETING_S)
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         def run() -> None:
@@ -130,7 +129,7 @@ class ChannelServer:
             target=self._give, args=(connection, asked, done), name="autopar-channel", daemon=True
         )
         try:
-            _prove_as_server(connection, self._token)
+            greet_client(connection, self._token)
             connection.settimeout(self._limit_s)
             with self._changed:
                 self._proven.add(connection)
@@ -154,11 +153,11 @@ class ChannelServer:
             why = f"the driver's connection ended ({error})"
         finally:
             done.set()
-            _hang_up(connection)
+            hang_up(connection)
             with self._changed:
                 self._changed.notify_all()
             if writer.ident is not None:
-                writer.join(_HANDSHAKE_S)
+                writer.join(GREETING_S)
             connection.close()
             with self._changed:
                 self._connections.discard(connection)
@@ -183,7 +182,7 @@ class ChannelServer:
                 write_frame(connection, {"kind": "give", "key": key}, arrays)
             except DataError as error:
                 if type(error) is not DataError:  # the connection is of no more use
-                    _hang_up(connection)
+                    hang_up(connection)
                     return
                 write_frame(connection, {"kind": "refuse", "key": key, "why": str(error)})
 
@@ -201,9 +200,9 @@ class ChannelClient:
         self._come: dict[int, list[np.ndarray] | str] = {}
         self._broken = ""
         self._sending, self._asking = threading.Lock(), threading.Lock()
-        self._up = _connected(address, token, limit_s)
+        self._up = connect(address, token, limit_s)
         try:
-            self._down = _connected(address, token, limit_s)
+            self._down = connect(address, token, limit_s)
         except BaseException:
             self._up.close()
             raise
@@ -232,19 +231,19 @@ class ChannelClient:
                 raise PeerGone(self._message(f"value of key {key}"))
             else:
                 raise DataTimeout(
-                    f"The worker at {_shown(self.address)} did not give the value of key {key} "
+                    f"The worker at {shown(self.address)} did not give the value of key {key} "
                     f"within {limit_s:g} s. It may still be computing: give it more time, or look "
                     "at its log."
                 )
         if isinstance(come, str):
-            raise DataError(f"The worker at {_shown(self.address)} cannot send a value: {come}")
+            raise DataError(f"The worker at {shown(self.address)} cannot send a value: {come}")
         return come
 
     def close(self) -> None:
         """End the connections; those that wait get an error."""
         self._break("it was closed here")
         if self._reader is not threading.current_thread():
-            self._reader.join(_HANDSHAKE_S)
+            self._reader.join(GREETING_S)
         for lock, connection in ((self._sending, self._up), (self._asking, self._down)):
             with lock:
                 connection.close()
@@ -279,12 +278,12 @@ class ChannelClient:
         with self._changed:
             self._broken = self._broken or why
             self._changed.notify_all()
-        _hang_up(self._up)
-        _hang_up(self._down)
+        hang_up(self._up)
+        hang_up(self._down)
 
     def _message(self, what: str) -> str:
         return (
-            f"The data channel to the worker at {_shown(self.address)} is lost ({what}): "
+            f"The data channel to the worker at {shown(self.address)} is lost ({what}): "
             f"{self._broken}. The worker's process may have ended; its log says why."
         )
 
@@ -295,98 +294,3 @@ def _pop(box: dict[int, deque[Any]], key: int) -> Any:
     if not waiting:
         del box[key]
     return first
-
-
-def _shown(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
-def _listener(host: str) -> socket.socket:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise DataError(f"The data channel has no address for the host {host!r}: {error}") from None
-    try:
-        listener.bind(where)
-        listener.listen(64)
-    except OSError as error:
-        listener.close()
-        raise DataError(
-            f"The data channel cannot listen on {host!r}: {error}. It must be an address of this "
-            "machine with a free port."
-        ) from error
-    return listener
-
-
-def _connected(address: tuple[str, int], token: str, limit_s: float) -> socket.socket:
-    try:
-        connection = socket.create_connection(address, timeout=limit_s)
-    except OSError as error:
-        raise PeerGone(
-            f"No connection to the worker's data channel at {_shown(address)}: {error}. Its "
-            "process may have ended, or a firewall is between the hosts."
-        ) from error
-    try:
-        _prove_as_client(connection, token, limit_s)
-    except DataError as error:
-        connection.close()
-        raise type(error)(
-            f"The data channel at {_shown(address)} did not accept this session: {error}."
-        ) from error
-    return connection
-
-
-def _prove_as_server(connection: socket.socket, token: str) -> None:
-    """The worker's half of the greeting: challenge, hello, welcome."""
-    _tune(connection, _HANDSHAKE_S)
-    deadline = time.monotonic() + _HANDSHAKE_S
-    nonce = secrets.token_hex(16)
-    write_frame(connection, {"kind": "challenge", "nonce": nonce})
-    hello = _read_greeting(connection, "hello", deadline)
-    _check_proof(hello, token, nonce)
-    proof = _proof(token, "welcome", hello.get("nonce"))
-    write_frame(connection, {"kind": "welcome", "proof": proof})
-
-
-def _prove_as_client(connection: socket.socket, token: str, limit_s: float) -> None:
-    _tune(connection, limit_s)
-    deadline = time.monotonic() + limit_s
-    challenge = _read_greeting(connection, "challenge", deadline)
-    nonce = secrets.token_hex(16)
-    proof = _proof(token, "hello", challenge.get("nonce"))
-    write_frame(connection, {"kind": "hello", "proof": proof, "nonce": nonce})
-    _check_proof(_read_greeting(connection, "welcome", deadline), token, nonce)
-
-
-def _read_greeting(connection: socket.socket, kind: str, deadline: float) -> dict[str, Any]:
-    header, _ = read_frame(connection, _MAX_GREETING_BYTES, max_bytes=0, deadline=deadline)
-    if header.get("kind") != kind:
-        raise FrameError(f"a {kind} was expected")
-    return header
-
-
-def _check_proof(header: dict[str, Any], token: str, nonce: str) -> None:
-    right = _proof(token, header["kind"], nonce)
-    if not hmac.compare_digest(right.encode(), str(header.get("proof")).encode()):
-        raise FrameError("the other side is of another session")
-
-
-def _proof(token: str, kind: str, nonce: Any) -> str:
-    return hmac.new(token.encode(), f"{kind} {nonce}".encode(), hashlib.sha256).hexdigest()
-
-
-def _tune(connection: socket.socket, timeout_s: float) -> None:
-    connection.settimeout(timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle_s, interval_s, probes = _KEEPALIVE_S
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """End a connection, also for threads that wait on it; closing alone would not wake them."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

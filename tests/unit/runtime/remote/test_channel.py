@@ -17,6 +17,7 @@ from autopar.errors import DataError
 from autopar.runtime.remote import frames
 from autopar.runtime.remote.channel import ChannelClient, ChannelServer
 from autopar.runtime.remote.frames import DataTimeout, PeerGone, read_frame
+from autopar.runtime.remote.sockets import greet_client
 
 TOKEN = "a session's secret"
 SOON_S = 5.0
@@ -151,11 +152,9 @@ def test_a_worker_that_takes_nothing_is_given_up():
     deaf = []
 
     def greet():
-        from autopar.runtime.remote.channel import _prove_as_server
-
         for _ in range(2):
             connection, _ = listener.accept()
-            _prove_as_server(connection, TOKEN)
+            greet_client(connection, TOKEN)
             deaf.append(connection)
 
     greeter = threading.Thread(target=greet)
