@@ -24,7 +24,7 @@ from jax.tree_util import (
 
 from autopar import _jax
 from autopar.checkpoints.format import ARRAY, KEY, SCALARS, Leaf, PathEntry, scalar_text
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, CheckpointError
 
 _NUMBER_TYPES = {
     "bool": np.bool_,
@@ -131,6 +131,8 @@ def nested(leaves: Sequence[tuple[tuple[PathEntry, ...], Any]]) -> Any:
     become keys; positions without leaves (`None` has none) become `None`."""
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
+    if not all(path for path, _ in leaves):
+        raise CheckpointError("a checkpoint whose leaves lie within other leaves; it is malformed.")
     children: dict[PathEntry, list[tuple[tuple[PathEntry, ...], Any]]] = {}
     for path, leaf in leaves:
         children.setdefault(path[0], []).append((path[1:], leaf))

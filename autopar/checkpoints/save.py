@@ -212,9 +212,11 @@ class _Save:
         """Write everything and give the checkpoint its name; if that fails, nothing is left."""
         try:
             with _file_errors(self.final):
-                if not self._controllers.is_first:
-                    self._controllers.to_first("written", self._write_for_first)
-                self._controllers.from_first("done", self._commit)
+                try:
+                    if not self._controllers.is_first:
+                        self._controllers.to_first("written", self._write_for_first)
+                finally:  # where a process fails, the first one says why, to all alike
+                    self._controllers.from_first("done", self._commit)
         except BaseException:
             if self._draft is not None:
                 self._draft.abandon()
