@@ -112,6 +112,9 @@ class Monitor:
                 event = self._events.get(timeout=max(0.0, ask_s - time.monotonic()))
             except queue.Empty:
                 ask_s = time.monotonic() + self._session.limits.heartbeat_s
+                if not self._session.ray.is_initialized():
+                    self._end(WorkerError("Ray was shut down while workers were in use."))
+                    return
                 self._ask()
                 self._look_for_silence()
                 continue
@@ -137,12 +140,20 @@ class Monitor:
             watched = [entry for entry in self._watched.values() if not entry.asked]
         for entry in watched:
             entry.asked = True
-            call = entry.worker.actor.heartbeat.remote().future()
+            try:
+                call = entry.worker.actor.heartbeat.remote().future()
+            except Exception as error:
+                self.lost(entry.worker, error)
+                continue
             call.add_done_callback(lambda call, entry=entry: self._answered(entry, call))
         for node in self._session.nodes:
             if node.node_id not in self._agents_asked:
                 self._agents_asked.add(node.node_id)
-                call = node.agent.alive.remote().future()
+                try:
+                    call = node.agent.alive.remote().future()
+                except Exception as error:
+                    self._events.put(_Report(None, node, Trouble.NODE_LOST, str(error)))
+                    continue
                 call.add_done_callback(lambda call, node=node: self._agent_answered(node, call))
 
     def _answered(self, entry: _Watched, call: Future[Beat]) -> None:
@@ -290,6 +301,8 @@ class Monitor:
 
 def kill_workers(session: Session, workers: Sequence[Worker], limit_s: float) -> None:
     """End processes: by Ray first, so that it does not wonder, then by the agents."""
+    if not session.ray.is_initialized():  # it has ended them
+        return
     for worker in workers:
         with contextlib.suppress(Exception):
             session.ray.kill(worker.actor)

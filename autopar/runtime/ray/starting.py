@@ -59,8 +59,10 @@ def start_workers(
     stop = threading.Event()
     with ThreadPoolExecutor(len(meshes), thread_name_prefix="autopar-start") as threads:
         starts = [threads.submit(_start_mesh, session, own, until_s, stop) for own in meshes]
-        wait(starts, return_when=FIRST_EXCEPTION)
-        stop.set()
+        try:
+            wait(starts, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
     errors = [error for start in starts if (error := start.exception()) is not None]
     try:
         if errors:
