@@ -499,7 +499,8 @@ def with_weak_type(array: jax.Array) -> jax.Array:
     """The same values, as an array whose type gives way to others as that of a Python number."""
     from jax._src.lax.lax import _convert_element_type
 
-    return _convert_element_type(array, array.dtype, weak_type=True)
+    weak: Any = _convert_element_type(array, array.dtype, weak_type=True)
+    return weak
 
 
 # -- groups of processes

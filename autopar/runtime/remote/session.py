@@ -234,7 +234,8 @@ class RemoteSession:
     ) -> tuple[list[int], list[tuple[Put, ...]]]:
         """Send values to a mesh, to each worker only the shards of its devices. Gives the numbers
         of the arrays, and what each worker must be told for them to exist."""
-        numbers = [self.new_number(mesh) for _ in values]
+        with self.lock:
+            numbers = [self.new_number(mesh) for _ in values]
         keys = [self.new_key() for _ in mesh.places]
         arrays: list[list[np.ndarray]] = [[] for _ in mesh.places]
         puts: list[list[Put]] = [[] for _ in mesh.places]
@@ -259,8 +260,8 @@ class RemoteSession:
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, Held, Any]]
     ) -> list[DistributedArray]:
         """Values as arrays on a mesh, each with its type: (value, place, type)."""
+        numbers, puts = self.upload(mesh, [(value, held) for value, held, _ in values])
         with self.lock:
-            numbers, puts = self.upload(mesh, [(value, held) for value, held, _ in values])
             replies = mesh.group.submit("put", [(own,) for own in puts])
         for reply in replies:
             reply.result(FETCH_LIMIT_S)

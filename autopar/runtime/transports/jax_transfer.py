@@ -10,6 +10,7 @@ limit, which is for the driver's heartbeat to notice.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -115,14 +116,22 @@ def _start_server(place: WorkerPlace, client: Any) -> Any:
     from jax.experimental import transfer
 
     host = f"[{place.address}]" if ":" in place.address else place.address
-    try:
+
+    def start(pinned: bool) -> Any:
         return transfer.start_transfer_server(
             client,
             f"{host}:0",
             [f"{host}:0"] * NUM_CONNECTIONS,
             transfer_size=CHUNK_BYTES,
-            supports_pinned_allocator=place.platform == "gpu",
+            supports_pinned_allocator=pinned,
         )
+
+    if place.platform == "gpu":
+        # Pinned memory is faster, but CUDA does not register any on some hosts (in containers).
+        with contextlib.suppress(RuntimeError):
+            return start(pinned=True)
+    try:
+        return start(pinned=False)
     except RuntimeError as error:
         raise ClusterError(
             f"JAX's transfer server did not start on {place.node} at the address {place.address}: "

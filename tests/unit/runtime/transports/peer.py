@@ -36,7 +36,8 @@ class Peer:
         visible: str | None = None,
         fake_cuda: str = "",
     ) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform}
+        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        env = {**os.environ, "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": platform}
         if platform == "cpu":
             env["XLA_FLAGS"] = (
                 f"--xla_force_host_platform_device_count={num_devices} "
