@@ -154,14 +154,16 @@ def _is_key(place: Any) -> bool:
 
 
 def _placed(value: Any, place: Any) -> Any:
-    """A value that orbax read, as it is wanted."""
+    """A value that orbax read, as it is wanted. One that is wanted on a cluster stays here: the
+    step will put it there."""
     if isinstance(place, (HostPlace, ScalarPlace)):
         return as_wanted(value, place)
+    sharding = getattr(place, "sharding", None)
     if _is_key(place):
         impl = _jax.key_implementation(place.dtype)
         value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=impl)
-        return value if place.sharding is None else jax.device_put(value, place.sharding)
+        return value if sharding is None else jax.device_put(value, sharding)
     if not isinstance(value, jax.Array):
         value = jax.numpy.asarray(value, place.dtype)
-        value = value if place.sharding is None else jax.device_put(value, place.sharding)
+        value = value if sharding is None else jax.device_put(value, sharding)
     return _jax.with_weak_type(value) if place.weak_type else value
