@@ -225,7 +225,8 @@ def _shape_of(leaf: Any) -> Any:
     sharding = None
     if isinstance(leaf, jax.Array) and leaf.committed:
         sharding = leaf.sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
+    dtype = canonical(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=is_weak)
 
 
 def _type_of(leaf: Any) -> Any:
