@@ -67,7 +67,7 @@ def test_a_part_of_a_shard_is_checked_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_that_are_cut_or_gone(saved: Path):
     whole = data_file(saved).read_bytes()
     data_file(saved).write_bytes(whole[:-10])
-    with pytest.raises(CheckpointError, match=r"is damaged: it ends within \['w'\]"):
+    with pytest.raises(CheckpointError, match=r"it ends 10 bytes before the end of \['w'\]"):
         autopar.restore_checkpoint(saved)
     data_file(saved).unlink()
     with pytest.raises(CheckpointError, match=r"process_00000.data: cannot be read: No such file"):
@@ -184,6 +184,19 @@ def test_a_leaf_within_another(saved: Path):
     document["sha256"] = _digest(document["checkpoint"])
     path.write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="malformed"):
+        autopar.restore_checkpoint(saved)
+
+
+def test_no_memory_is_taken_for_what_is_not_there(saved: Path):
+    path = saved / "manifest.json"
+    document = json.loads(path.read_text())
+    leaf = w_of(document["checkpoint"])
+    leaf["shape"] = [2**50]
+    (shard,) = leaf["shards"]
+    shard.update(box=[[0, 2**50]], num_bytes=2**53, block_rows=2**50, crc32=[0])
+    document["sha256"] = _digest(document["checkpoint"])
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="is damaged: it ends"):
         autopar.restore_checkpoint(saved)
 
 
