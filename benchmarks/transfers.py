@@ -10,6 +10,9 @@ does overlaps with the other.
 NCCL refuses two processes on one GPU. With one GPU it is measured from the device to itself, in one
 process; with several, between two processes on the first two.
 
+On CPUs all arrays that arrive are in fresh memory, whose pages the kernel fills with zeros one by
+one; `huge pages` are the same processes with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`.
+
 Ceilings, in the same run and by the same count: on CPUs a copy by NumPy, and bytes over a loopback
 TCP connection into memory that was used before; on GPUs a copy on the device, and NCCL itself from
 the device to itself, without JAX. GB are 10⁹ bytes.
@@ -35,6 +38,7 @@ from typing import Any
 WARM_UP = 3
 STREAM_TILES = 4
 LIMIT_S = 240.0
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 # -- what a process does
@@ -259,8 +263,14 @@ def _serve() -> None:
 
 
 class Process:
-    def __init__(self, platform: str, visible: str | None = None) -> None:
+    def __init__(
+        self,
+        platform: str,
+        visible: str | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> None:
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        env |= variables or {}
         if platform == "cpu":
             env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         if visible is not None:
@@ -324,11 +334,16 @@ def row(name: str, what: str, num_bytes: int, seconds: Sequence[float]) -> dict[
 
 
 def measure(
-    transport: str, platform: str, visible: Sequence[str | None], sizes: Sequence[int], rounds: int
+    transport: str,
+    platform: str,
+    visible: Sequence[str | None],
+    sizes: Sequence[int],
+    rounds: int,
+    variables: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """A transport between as many processes as `visible` has entries: two, or one and itself."""
     rows = []
-    processes = [Process(platform, own) for own in visible]
+    processes = [Process(platform, own, variables) for own in visible]
     try:
         addresses = {
             number: process.ask("open", number, transport, platform)
@@ -336,6 +351,7 @@ def measure(
         }
         together(processes, "connect", addresses)
         name = transport if len(processes) == 2 else f"{transport}, to itself"
+        name += ", huge pages" if variables else ""
         for num_bytes in sizes:
             for command, what in (("back_and_forth", "one way"), ("stream", "stream")):
                 count = rounds if num_bytes < 2**27 else max(5, rounds // 4)
@@ -450,7 +466,8 @@ def main() -> None:
     sizes = [int(mib * 2**20) for mib in arguments.mib]
     rows = ceilings(platform, sizes, arguments.rounds)
     if platform == "cpu":
-        rows += measure("jax_transfer", "cpu", [None, None], sizes, arguments.rounds)
+        for variables in ({}, HUGE_PAGES):
+            rows += measure("jax_transfer", "cpu", [None, None], sizes, arguments.rounds, variables)
     else:
         for transport in ("cuda_ipc", "jax_transfer"):
             rows += measure(transport, "gpu", ["0", "0"], sizes, arguments.rounds)

@@ -34,9 +34,10 @@ def choose(
     """The transport for tiles between meshes.
 
     platform:   of the meshes' devices, "cpu" or "gpu".
-    same_host:  all their processes are on one host (and see the same GPUs).
+    same_host:  all their processes are on one host.
     available:  what every worker could use (`available_transports`).
-    shared_gpu: two processes use one GPU.
+    shared_gpu: processes use a GPU in common. NCCL refuses that; and only then do they see each
+                other's GPUs, without which CUDA does not map memory.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked:
@@ -45,7 +46,7 @@ def choose(
     if platform == "gpu":
         if "nccl" in available and not shared_gpu:
             return "nccl"
-        if "cuda_ipc" in available and same_host:
+        if "cuda_ipc" in available and same_host and shared_gpu:
             return "cuda_ipc"
     return "jax_transfer"
 

@@ -199,13 +199,19 @@ class Nccl:
         comms: list[Any] = []
         failed: list[BaseException] = []
 
+        def make() -> None:
+            for rank, end in own:
+                with self.cupy.cuda.Device(ordinal(self.devices[end.device])):
+                    comms.append(self.nccl.NcclCommunicator(len(ends), unique_id, rank))
+
         def join() -> None:
             try:
+                if len(own) == 1:
+                    make()
+                    return
                 self.nccl.groupStart()
                 try:
-                    for rank, end in own:
-                        with self.cupy.cuda.Device(ordinal(self.devices[end.device])):
-                            comms.append(self.nccl.NcclCommunicator(len(ends), unique_id, rank))
+                    make()
                 finally:
                     self.nccl.groupEnd()
             except BaseException as error:

@@ -56,8 +56,8 @@ def test_what_comes_from_itself_can_be_used_up(processes, transport):
 
 
 def test_nothing_is_left_of_many_transfers(processes, transport):
-    count = 1000 if transport == "jax_transfer" else 100
-    cases.carry_out_many(processes[0], processes[1], count, 10_000, 32 * 1024)
+    count, size = (1000, 2**15) if transport == "jax_transfer" else (100, 2**17)
+    cases.carry_out_many(processes[0], processes[1], count, 10_000, size)
 
 
 def test_an_unknown_worker_is_named(processes, transport):

@@ -30,17 +30,17 @@ def test_whoever_knows_the_token_is_served(echo):
 
 
 def test_whoever_does_not_is_refused(echo):
-    with pytest.raises(WorkerError, match=r"worker 1 .* does not know this session's token"):
+    with pytest.raises(WorkerError, match=r"worker 1 does not answer .*did not accept"):
         dial(1, echo.address, "another token", {"word": "one"}, 5)
 
 
 def test_one_that_only_pretends_is_not_served(echo):
-    """It takes the port's proof for granted and sends a wrong one."""
+    """It sends its message without having proved anything."""
     with socket.create_connection(tuple(echo.address), timeout=5) as connection:
-        write_frame(connection, {"nonce": "mine"})
         receive(connection, time.monotonic() + 5)
-        write_frame(connection, {"proof": "0" * 64, "word": "one"})
-        with pytest.raises(DataError, match="closed"):
+        write_frame(connection, {"kind": "hello", "proof": "0" * 64, "nonce": "mine"})
+        with pytest.raises(DataError):
+            write_frame(connection, {"word": "one"})
             receive(connection, time.monotonic() + 5)
 
 
