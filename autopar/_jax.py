@@ -180,6 +180,13 @@ def is_tracing() -> bool:
     return not _core.trace_state_clean()
 
 
+def has_devices() -> bool:
+    """Whether this process has looked at its devices already."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
 def op_result_or_none(value: Any) -> Any | None:
     """The op that defines an SSA value, or None for a block argument."""
     return None if isinstance(value.owner, mlir_ir.Block) else value.owner

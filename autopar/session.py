@@ -7,12 +7,14 @@ stays with it, and is made anew for the next.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from autopar import _jax
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.lower.tiles import plan_tiles
@@ -140,12 +142,27 @@ def init(
     own: Any = {name: value for name, value in limits.items() if value is not None}
     joined = RayCluster(address, num_hosts, devices_per_host, env=env, **own)
     try:
+        if joined.platform == "gpu":
+            _leave_gpus_to_workers()
         remote = _remote(joined, transport)
     except BaseException:
         joined.close()
         raise
     options = tuple((name, value) for name, value in for_ray.items() if value is not None)
     _current = Session(next(_numbers), None, remote, options)
+
+
+def _leave_gpus_to_workers() -> None:
+    """The driver needs no GPU, and JAX would take most of its memory."""
+    if not _jax.has_devices():
+        jax.config.update("jax_platforms", "cpu")
+    elif jax.default_backend() == "gpu":
+        warnings.warn(
+            "init(cluster='ray'): this process has GPUs open, whose memory workers on this host "
+            "will lack. Call init before JAX touches its devices, or set JAX_PLATFORMS=cpu for the "
+            "driver.",
+            stacklevel=4,
+        )
 
 
 def _remote(cluster: Any, transport: str | None) -> RemoteSession:

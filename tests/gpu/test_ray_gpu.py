@@ -16,7 +16,11 @@ pytest.importorskip("ray")
 NUM_GPUS = len(jax.devices("gpu")) if jax.default_backend() == "gpu" else 0
 RTOL = 2e-3
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:.*this process has GPUs open"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Standstill:
-    """For how long the oldest unanswered step has made no progress, or the oldest unanswered command
-    if no step is."""
+    """For how long the oldest unanswered step has made no progress, or the oldest unanswered
+    command if no step is."""
 
     command: str
     is_step: bool
