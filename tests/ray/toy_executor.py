@@ -72,5 +72,10 @@ class ToyExecutor:
     def stop_iterating(self):
         raise StopIteration
 
+    def hoard(self, num_bytes):
+        """Take memory of the host, and keep it."""
+        self.hoarded = np.ones(num_bytes, np.uint8)
+        time.sleep(60)
+
     def exhaust(self):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.")

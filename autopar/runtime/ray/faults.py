@@ -32,6 +32,7 @@ _LOST_A_PEER = re.compile(
     r"peer|remote (process|host)|ncclRemoteError|ncclSystemError|ConnectionError|EOFError",
     re.IGNORECASE,
 )
+_LOW_ON_MEMORY = "low on memory"  # in Ray's words for what its memory monitor has ended
 _RAY_NOTES = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -43,8 +44,9 @@ class Trouble(IntEnum):
     RAISED = 2
     SILENT = 3
     HUNG = 4
-    CONSEQUENCE = 5
-    NONE = 6
+    AGENT_LOST = 5
+    CONSEQUENCE = 6
+    NONE = 7
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Sighting:
     process:   the kernel's letter for its process, empty if it has ended; None if nobody can say.
     detail:    Ray's words, or the exception.
     error:     what it raised.
+    agent_gone: Ray's words about the end of its node's agent, if that has ended.
     oom_kills: processes that the kernel ended for want of memory on its node in this session.
     seconds:   of silence or of standstill.
     """
@@ -70,6 +73,7 @@ class Sighting:
     trouble: Trouble = Trouble.NONE
     detail: str = ""
     error: AutoparError | None = None
+    agent_gone: str | None = None
     oom_kills: int = 0
     rss_bytes: int = 0
     seconds: float = 0.0
@@ -84,7 +88,13 @@ class Sighting:
             return Trouble.CONSEQUENCE if lost_peer else Trouble.RAISED
         if self.process == "" or self.trouble is Trouble.DIED:
             return Trouble.CONSEQUENCE if _ENDED_BY_JAX.search(self.log) else Trouble.DIED
+        if self.trouble is Trouble.NONE and self.agent_gone is not None:
+            return Trouble.AGENT_LOST
         return self.trouble
+
+    def short_of_memory(self) -> bool:
+        """Whether Ray says that it ended the worker, or the agent beside it, to free memory."""
+        return any(_LOW_ON_MEMORY in said for said in (self.detail, self.agent_gone or ""))
 
 
 def cause_of(sightings: Sequence[Sighting]) -> Sighting:
@@ -146,8 +156,8 @@ def error_about(
 def _what_happened(cause: Sighting) -> str:
     match cause.kind():
         case Trouble.NODE_LOST:
-            return "was lost with its node: Ray says that the node is gone, or its agent is."
-        case Trouble.DIED if "low on memory" in cause.detail:
+            return "was lost with its node, which Ray cannot reach any more."
+        case Trouble.DIED | Trouble.AGENT_LOST if cause.short_of_memory():
             return (
                 "was ended by Ray's memory monitor, since its node was low on memory. Use less "
                 "memory on the host, fewer workers per node, or larger nodes."
@@ -176,6 +186,8 @@ def _what_happened(cause: Sighting) -> str:
                 f"hangs: no progress for {cause.seconds:.0f} s in {cause.detail!r}. If that is "
                 "how long it takes, raise init(hang_limit_s=…)."
             )
+        case Trouble.AGENT_LOST:
+            return f"lost its node's agent: {_first_line(cause.agent_gone or '')}"
         case Trouble.CONSEQUENCE if cause.trouble is Trouble.RAISED:
             return f"lost a peer in a step.\n{cause.detail.rstrip()}"
         case _:
@@ -194,6 +206,8 @@ def _what_followed(other: Sighting) -> str:
             return f"has not answered for {other.seconds:.0f} s either."
         case Trouble.HUNG:
             return f"has made no progress for {other.seconds:.0f} s either."
+        case Trouble.AGENT_LOST:
+            return "lost its node's agent."
         case _:
             return "ended or raised as a consequence: it lost a process of its mesh."
 

@@ -37,6 +37,12 @@ SILENT = {"trouble": Trouble.SILENT, "reported": 0, "seconds": 31.0}
 STOPPED = {"process": "T", "seconds": 12.0}
 HUNG = {"trouble": Trouble.HUNG, "reported": 0, "detail": "step", "seconds": 301.0}
 NODE_LOST = {"process": None, "node_alive": False}
+AGENT_LOST = {"process": None, "agent_gone": "The actor died."}
+KILLED_FOR_MEMORY = {
+    "process": None,
+    "agent_gone": "node running low on memory",
+    **{k: v for k, v in DIED.items() if k != "process"},
+}
 
 # The first of each is the cause.
 CASES = {
@@ -52,6 +58,8 @@ CASES = {
     "a node is gone, its workers died": (NODE_LOST, DIED),
     "all were ended by JAX": (ENDED, HEALTHY),
     "hangs": (HUNG, HEALTHY),
+    "an agent was killed": (AGENT_LOST, HEALTHY, LOST_PEER),
+    "a worker died, then its agent": (DIED, AGENT_LOST),
 }
 
 
@@ -96,6 +104,8 @@ def test_the_error_says_where_and_what():
 
 SAID = {
     "ray's memory monitor": ({**DIED, "detail": "the node was low on memory"}, "memory monitor"),
+    "ray's memory monitor, of the agent too": (KILLED_FOR_MEMORY, "memory monitor"),
+    "an agent": (AGENT_LOST, "lost its node's agent: The actor died"),
     "the kernel": ({**DIED, "oom_kills": 1, "rss_bytes": 2**31}, "by the kernel .* 2.0 GiB"),
     "a node": (NODE_LOST, "lost with its node"),
     "stopped": (STOPPED, "not answered for 12 s: its process is stopped"),

@@ -1,0 +1,175 @@
+"""Reports of trouble and what agents see of every process → a sighting of each worker.
+
+Agents, and Ray for the nodes themselves, are asked before anything is killed, each within a limit:
+any of them may be what is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.runtime.ray.faults import Sighting, Trouble
+from autopar.runtime.ray.group import MeshGroup
+from autopar.runtime.ray.session import Limits, NodeHandle, Session, Worker
+from autopar.runtime.ray.worker import Beat
+from autopar.runtime.remote.progress import decode
+
+REPORT_LIMIT_S = 2.5
+NODES_LIMIT_S = 2.0  # for Ray to say that a node is gone whose agent is
+
+
+@dataclass(frozen=True)
+class Report:
+    """Something that went wrong with a worker, or with the agent of a node: `error` is what a
+    worker raised, `lost` why Ray cannot call an agent."""
+
+    worker: Worker | None
+    node: NodeHandle | None
+    trouble: Trouble
+    detail: str = ""
+    error: AutoparError | None = None
+    lost: BaseException | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Watched:
+    """A worker, when it was last heard of (`time.monotonic()`), and whether it was asked since."""
+
+    group: MeshGroup
+    worker: Worker
+    heard_s: float
+    asked: bool = False
+    beat: Beat | None = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What an agent says of a process; `state` is None if nobody can say."""
+
+    state: str | None = None
+    log: str = ""
+    progress: bytes = b""
+    oom_kills: int = 0
+
+
+def sightings_of(
+    session: Session, watched: Sequence[Watched], reports: Sequence[Report]
+) -> list[Sighting]:
+    """What is known of each worker; the first report of one counts."""
+    told, agents_gone = _ask_agents(session, watched)
+    agents_gone |= {r.node.node_id: r.lost for r in reports if r.node and r.lost}
+    unreachable = {
+        node_id
+        for node_id, error in agents_gone.items()
+        if isinstance(error, session.ray.exceptions.ActorUnavailableError)
+    }
+    nodes_alive = _nodes_alive(session, agents_gone.keys() - unreachable)
+    sightings = []
+    for entry in watched:
+        node_id = entry.worker.node.node_id
+        known = told.get(entry.worker, _Told())
+        gone = agents_gone.get(node_id)
+        sighting = Sighting(
+            entry.worker.place,
+            entry.group.mesh,
+            node_id not in unreachable and (nodes_alive is None or node_id in nodes_alive),
+            known.state,
+            known.log,
+            decode(known.progress),
+            agent_gone=None if gone is None else str(gone),
+            oom_kills=known.oom_kills,
+            rss_bytes=entry.beat.rss_bytes if entry.beat else 0,
+        )
+        own = [(n, report) for n, report in enumerate(reports) if report.worker is entry.worker]
+        if own:
+            number, report = own[0]
+            found = {
+                "reported": number,
+                "trouble": report.trouble,
+                "detail": report.detail,
+                "error": report.error,
+                "seconds": report.seconds,
+            }
+        else:
+            found = _unreported(entry, reports[0], session.limits)
+        sightings.append(replace(sighting, **found))
+    return sightings
+
+
+def _unreported(entry: Watched, first: Report, limits: Limits) -> dict[str, Any]:
+    """Of a worker that nothing was reported of: it may stand still like the one that was reported,
+    and have done so for longer."""
+    still = entry.beat.standstill if entry.beat else None
+    nearly_s = limits.hang_s - 2 * limits.heartbeat_s
+    if first.trouble is Trouble.HUNG and still and still.is_step and still.seconds > nearly_s:
+        return {"trouble": Trouble.HUNG, "detail": still.command, "seconds": still.seconds}
+    return {"seconds": time.monotonic() - entry.heard_s}
+
+
+def _ask_agents(
+    session: Session, watched: Sequence[Watched]
+) -> tuple[dict[Worker, _Told], dict[str, BaseException]]:
+    """What agents say of their processes; and why Ray cannot call the others, by node."""
+    calls = {}
+    gone: dict[str, BaseException] = {}
+    for node in session.nodes:
+        workers = [entry.worker for entry in watched if entry.worker.node is node]
+        if workers:
+            try:
+                call = node.agent.report.remote([worker.described() for worker in workers])
+            except Exception as error:
+                gone[node.node_id] = error
+                continue
+            calls[call.future()] = workers
+    told = {}
+    for call in wait(calls, REPORT_LIMIT_S).done:
+        error = call.exception()
+        if error is not None:
+            gone[calls[call][0].node.node_id] = error
+            continue
+        said = call.result()
+        for worker, process in zip(calls[call], said["processes"], strict=True):
+            told[worker] = _Told(
+                process["state"], process["log"], process["progress"], said["oom_kills"]
+            )
+    return told, gone
+
+
+def _nodes_alive(session: Session, agents_gone: Set[str]) -> set[str] | None:
+    """Ray's nodes. One whose agent is gone may be gone itself, which Ray knows a little later."""
+    until_s = time.monotonic() + NODES_LIMIT_S
+    while True:
+        alive = within(until_s - time.monotonic(), lambda: _read_nodes(session))
+        if not alive or not alive & agents_gone or time.monotonic() + 0.2 > until_s:
+            return alive
+        time.sleep(0.2)
+
+
+def _read_nodes(session: Session) -> set[str]:
+    return {node["NodeID"] for node in session.ray.nodes() if node["Alive"]}
+
+
+def within(limit_s: float, call: Callable[[], Any]) -> Any:
+    """A call that may never return; None if it does not, or raises."""
+    answer: queue.Queue[Any] = queue.Queue()
+
+    def work() -> None:
+        value = None
+        with contextlib.suppress(Exception):
+            value = call()
+        answer.put(value)
+
+    threading.Thread(target=work, name="autopar-within", daemon=True).start()
+    try:
+        return answer.get(timeout=max(0.0, limit_s))
+    except queue.Empty:
+        return None
