@@ -85,7 +85,8 @@ def as_checkpoint_error(what: str, error: OSError) -> CheckpointError:
         errno.EROFS: "Give a folder on a file system that can be written to.",
         errno.ENOTDIR: "Give the path of a folder.",
     }.get(error.errno or 0, "")
-    place = f" ({error.filename})" if error.filename else ""
+    is_named = not error.filename or str(error.filename) in what
+    place = "" if is_named else f" ({error.filename})"
     text = (
         f"{what}: {error.strerror or error}{place}. Nothing was left under the checkpoint's name."
     )

@@ -89,6 +89,13 @@ def write_parts(folder: Path | str, writer_name: str, parts: list[Part]) -> list
     if not parts:
         return []
     path = Path(folder) / f"{writer_name}.data"
+    try:
+        return _write_file(path, parts)
+    except OSError as error:
+        raise files.as_checkpoint_error(f"writing {path}", error) from error
+
+
+def _write_file(path: Path, parts: list[Part]) -> list[Entry]:
     descriptor = files.create_file(path)
     entries: list[Entry] = []
     offset = 0
