@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,7 @@ class _Save:
     def _write_for_first(self) -> str:
         """What this process has written where may be long, and is told by a file."""
         name = f"entries_{self._controllers.process:05d}.json"
-        text = json.dumps([(key, asdict(shard)) for key, shard in self._write()])
+        text = json.dumps([(key, vars(shard)) for key, shard in self._write()])
         files.write_file(self._folder / name, text.encode())
         files.sync_folder(self._folder)
         return name
