@@ -23,11 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="auto",
         help="auto: the GPUs found, else 8 virtual CPU devices",
     )
+    demo.add_argument(
+        "--cluster",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: as a pipeline on a Ray cluster, started here if there is none",
+    )
     arguments = parser.parse_args(argv)
     try:
         from autopar.demo import run_demo
 
-        agrees = run_demo(arguments.steps, arguments.batch_size, arguments.platform)
+        agrees = run_demo(
+            arguments.steps, arguments.batch_size, arguments.platform, arguments.cluster
+        )
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2

@@ -23,10 +23,14 @@ _MISSING = (
 TOLERANCE = 2e-3
 
 
-def run_demo(steps: int, batch_size: int, platform: str, out: TextIO = sys.stdout) -> bool:
+def run_demo(
+    steps: int, batch_size: int, platform: str, cluster: str = "local", out: TextIO = sys.stdout
+) -> bool:
     """Train, print, compare; True if the losses agree."""
     import jax
 
+    if cluster == "ray":
+        return _on_ray(steps, batch_size, out)
     if platform != "gpu":
         jax.config.update("jax_num_cpu_devices", 8)
     if platform == "cpu":
@@ -38,10 +42,42 @@ def run_demo(steps: int, batch_size: int, platform: str, out: TextIO = sys.stdou
     devices = jax.devices()
     kind = devices[0].device_kind if devices[0].platform != "cpu" else "virtual CPU"
     print(f"training a small GPT on {len(devices)} {kind} device(s)\n", file=out)
+    return _compare(state, train_step, batches, autopar.parallelize(train_step), out)
+
+
+def _on_ray(steps: int, batch_size: int, out: TextIO) -> bool:
+    """The same as two stages on a Ray cluster that is started here: two hosts of two devices each,
+    virtual ones where there are no GPUs; or on as many GPUs as there are."""
+    import autopar
+
+    method = None
+    try:
+        autopar.init(cluster="ray", num_hosts=2, devices_per_host=2)
+        method = autopar.PipeshardParallel(4, stages=autopar.UniformStages(2))
+        print("training a small GPT as two stages on a Ray cluster\n", file=out)
+    except autopar.ClusterError:
+        autopar.init(cluster="ray")
+        print("training a small GPT on the GPUs of this host, by Ray\n", file=out)
+    try:
+        state, train_step = _make_model()
+        batches = list(_batches(steps, batch_size, seq_len=64))
+        step = autopar.parallelize(train_step, method=method)
+        return _compare(state, train_step, batches, step, out)
+    finally:
+        autopar.shutdown()
+
+
+def _compare(
+    state: Any,
+    train_step: Any,
+    batches: list[dict[str, np.ndarray]],
+    parallel_step: Any,
+    out: TextIO,
+) -> bool:
+    import jax
 
     alone = jax.jit(train_step)
     single = [float(loss) for loss in _train(alone, state, batches, "one device ", out)]
-    parallel_step = autopar.parallelize(train_step)
     sharded = [float(loss) for loss in _train(parallel_step, state, batches, "all devices", out)]
 
     executable = parallel_step.last_executable
