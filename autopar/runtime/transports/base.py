@@ -49,10 +49,11 @@ class Link:
 
 class Transport(Protocol):
     """How a worker sends and receives. Every method is called from one thread. Neither `send` nor
-    `recv` waits for the other side, unless a transport says so: the arrays that `recv` gives may
-    still be on their way (programs that read them wait by themselves), and what is sent leaves
-    later. A transport keeps it alive until then, but whoever sends must not donate or delete it
-    meanwhile; where that may happen, a copy is sent.
+    `recv` waits for the other side: the arrays that `recv` gives may still be on their way, and
+    programs that read them wait by themselves. (Where a transport cannot do that, looking at an
+    element of what `recv` gives waits.) What is sent leaves later. A transport keeps it alive until
+    then, but whoever sends must not donate or delete it meanwhile; where that may happen, a copy is
+    sent.
 
     Both sides list the tiles of a transfer in the same order, restricted to what concerns them.
     `tag` names the transfer: unique in the session, the same on both sides, below 2**40. Transfers
@@ -76,6 +77,6 @@ class Transport(Protocol):
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None: ...
 
-    def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]: ...
+    def recv(self, tag: int, tiles: Sequence[InTile]) -> Sequence[jax.Array]: ...
 
     def close(self) -> None: ...

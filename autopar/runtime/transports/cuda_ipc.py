@@ -8,8 +8,9 @@ between processes that share a GPU, which NCCL refuses.
 
 Slots are the sender's, taken from CUDA once and used again; their handles are opened once by each
 receiver. There are as many as are on their way at a time, so that `send` never waits: threads wait
-for copies and tell the other side. `recv` **blocks until the sender's copies are done**, since only
-then it knows where they lie; its own copies run on a stream, in JAX's order.
+for copies and tell the other side. `recv` does not wait either, but **whoever looks at what it
+gives waits until the sender's copies are done**, since only then it is known where they lie. The
+copies to arrays run on a stream, in JAX's order.
 
 A process can open memory of a GPU only if it sees that GPU (CUDA_VISIBLE_DEVICES).
 """
@@ -20,8 +21,10 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -52,7 +55,8 @@ _ANY_DIRECTION = 4  # cudaMemcpyDefault: found out from the pointers
 
 
 class CudaIpc:
-    """See `Transport`. `recv` blocks until what it receives has been copied by the sender."""
+    """See `Transport`. What `recv` gives is received when somebody looks at it, and only then waits
+    for the sender, so that schedules may post receives early."""
 
     name = "cuda_ipc"
 
@@ -73,6 +77,7 @@ class CudaIpc:
         self._inbox: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._incoming: dict[int, socket.socket] = {}
         self._gone: dict[int, str] = {}
+        self._unread: deque[tuple[int, int, set[TileKey]]] = deque()
         self._senders, self._receivers = Waiter("send"), Waiter("recv")
         self._port = Port(place.address, place.token, self._read_messages)
 
@@ -98,13 +103,20 @@ class CudaIpc:
         for device, own in by_device.items():
             self._stage(tag, device, own)
 
-    def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
+    def recv(self, tag: int, tiles: Sequence[InTile]) -> Sequence[jax.Array]:
         self._receivers.check()
+        self._drop_unread()
+        own = list(tiles)
+        wanted = self._wanted(own)
+
+        def unseen() -> None:
+            self._unread.extend((worker, tag, keys) for worker, keys in wanted.items())
+
+        return _WhenLookedAt(len(own), lambda: self._receive(tag, own), unseen)
+
+    def _receive(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
         keys = incoming_keys(tiles)
-        wanted: dict[int, set[TileKey]] = {}
-        for key, tile in zip(keys, tiles, strict=True):
-            if prod(tile.shape):
-                wanted.setdefault(tile.source.worker, set()).add(key)
+        wanted = self._wanted(tiles)
         found = {
             (worker, key): place
             for worker, own in wanted.items()
@@ -246,6 +258,15 @@ class CudaIpc:
             self._gone.setdefault(worker, str(error))
             self._changed.notify_all()
 
+    @staticmethod
+    def _wanted(tiles: Sequence[InTile]) -> dict[int, set[TileKey]]:
+        """What has to come, by worker."""
+        wanted: dict[int, set[TileKey]] = {}
+        for key, tile in zip(incoming_keys(tiles), tiles, strict=True):
+            if prod(tile.shape):
+                wanted.setdefault(tile.source.worker, set()).add(key)
+        return wanted
+
     def _wait_for(self, worker: int, tag: int, keys: set[TileKey]) -> dict[TileKey, _Place]:
         """Where the sender has put the tiles; it tells of each of its devices by itself."""
         found: dict[TileKey, _Place] = {}
@@ -285,12 +306,27 @@ class CudaIpc:
             for i, landing in own:
                 arrays[i] = landing.array(self.cupy, event)
 
-        def tell() -> None:
-            for worker, ticket in tickets:
-                write_frame(self._incoming[worker], {"done": ticket})
-
         for number, (event, landings) in enumerate(jobs, 1):
-            self._receivers.put(Job(event, landings, tell if number == len(jobs) else _nothing))
+            last = number == len(jobs)
+            then = partial(self._tell, tickets) if last else _nothing
+            self._receivers.put(Job(event, landings, then))
+
+    def _drop_unread(self) -> None:
+        """Of transfers at which nobody ever looked: free the sender's slots."""
+        for _ in range(len(self._unread)):
+            worker, tag, keys = self._unread.popleft()
+            with self._changed:
+                messages = self._inbox.pop((worker, tag), [])
+            tickets = {(worker, message["ticket"]) for message in messages}
+            if tickets:
+                self._receivers.put(Job(None, (), partial(self._tell, tickets)))
+            left = keys - {_key(key) for message in messages for key, _ in message["places"]}
+            if left:
+                self._unread.append((worker, tag, left))
+
+    def _tell(self, tickets: Collection[tuple[int, int]]) -> None:
+        for worker, ticket in tickets:
+            write_frame(self._incoming[worker], {"done": ticket})
 
     def _mapped(self, worker: int, message: dict[str, Any], device: Any) -> int:
         """Where a sender's slot lies in this process."""
@@ -310,6 +346,32 @@ class CudaIpc:
                     ) from error
                 self._opened[worker, handle] = pointer
         return self._opened[worker, handle]
+
+
+class _WhenLookedAt(Sequence[jax.Array]):
+    """Arrays that are received when the first of them is looked at; `unseen` is called if that
+    never happens."""
+
+    def __init__(
+        self, count: int, receive: Callable[[], list[jax.Array]], unseen: Callable[[], None]
+    ) -> None:
+        self._count = count
+        self._receive: Callable[[], list[jax.Array]] | None = receive
+        self._unseen = unseen
+        self._arrays: list[jax.Array] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._receive is not None:
+            receive, self._receive = self._receive, None
+            self._arrays = receive()
+        return self._arrays[index]
+
+    def __del__(self) -> None:
+        if self._receive is not None:
+            self._unseen()
 
 
 @dataclass(frozen=True)

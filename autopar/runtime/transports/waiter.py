@@ -15,7 +15,7 @@ _CLOSE_LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is done once an event is. `held` is let go after the event."""
+    """What is done once an event is, or at once if it is None. `held` is let go after the event."""
 
     event: Any
     held: Sequence[Any]
@@ -46,7 +46,8 @@ class Waiter:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.event.synchronize()
+                if job.event is not None:
+                    job.event.synchronize()
                 job.then()
             except Exception as error:
                 self._failed = self._failed or error

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,12 @@ class _Worker:
     def recv(self, tag: int, tiles: Sequence[Any]) -> None:
         self.arrived[tag] = self.transport.recv(tag, tiles)
 
+    def recv_unseen(self, tag: int, tiles: Sequence[Any]) -> None:
+        self.transport.recv(tag, tiles)
+
+    def num_slots(self) -> int:
+        return len(self.transport._slots[0]._all)
+
     def values(self, tag: int) -> list[tuple[Any, int]]:
         """What has arrived, and on which device; it is let go."""
         import jax
@@ -175,54 +182,32 @@ class _Worker:
     def send_many(self, tags: range, source: Any, targets: Any, size: int, work: int) -> None:
         from autopar.runtime.transports.base import OutTile
 
-        make = self._maker(source.device, size, work)
+        make = _maker(source.device, size, work)
         for tag in tags:
             self.transport.send(tag, [OutTile(make(tag % 97), source, targets)])
 
-    def _maker(self, device: int, size: int, work: int) -> Any:
-        """Makes an array of `size` times the same number, after so many products of matrices."""
-        import jax
-        import jax.numpy as jnp
-
-        place = jax.local_devices()[device]
-        ones = jnp.ones((size,), jnp.float32, device=place)
-        unit = jnp.eye(2048 if work else 1, dtype=jnp.float32, device=place)
-
-        @jax.jit
-        def make(number: Any, ones: Any, unit: Any) -> Any:
-            product = jax.lax.fori_loop(0, work, lambda _, x: x @ unit, unit)
-            return ones * number * product[0, 0]
-
-        return lambda number: make(jnp.float32(number), ones, unit)
-
     def recv_many(self, tags: range, tile: Any) -> int:
         """How many arrive as they were sent, each used up by a program that takes its buffer."""
-        import jax
-
-        double = jax.jit(lambda x: x + x, donate_argnums=0)
         right = 0
         for tag in tags:
             (array,) = self.transport.recv(tag, [tile])
-            right += float(double(array)[0]) == 2.0 * (tag % 97)
+            right += float(_double()(array)[0]) == 2.0 * (tag % 97)
         return right
 
     def with_itself(self, tags: range, end: Any, size: int, work: int) -> tuple[int, int]:
         """Send tiles to the same device. How many arrive as they were sent, and how many of these
         a program that takes their buffer could use in place."""
-        import jax
-
         from autopar.runtime.transports.base import InTile, Link, OutTile
 
         self.transport.prepare([Link(end, (end,))])
-        make = self._maker(end.device, size, work)
-        double = jax.jit(lambda x: x + x, donate_argnums=0)
+        make = _maker(end.device, size, work)
         right = in_place = 0
         for tag in tags:
             self.transport.send(tag, [OutTile(make(tag % 97), end, (end,))])
             tile = InTile((size,), "float32", end, end, (end,))
             (array,) = self.transport.recv(tag, [tile])
             address = array.unsafe_buffer_pointer()
-            doubled = double(array)
+            doubled = _double()(array)
             assert array.is_deleted()
             right += float(doubled[-1]) == 2.0 * (tag % 97)
             in_place += doubled.unsafe_buffer_pointer() == address
@@ -243,6 +228,32 @@ class _Worker:
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+@lru_cache
+def _maker(device: int, size: int, work: int) -> Any:
+    """Makes an array of `size` times the same number, after so many products of matrices."""
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.local_devices()[device]
+    ones = jnp.ones((size,), jnp.float32, device=place)
+    unit = jnp.eye(2048 if work else 1, dtype=jnp.float32, device=place)
+
+    @jax.jit
+    def make(number: Any, ones: Any, unit: Any) -> Any:
+        product = jax.lax.fori_loop(0, work, lambda _, x: x @ unit, unit)
+        return ones * number * product[0, 0]
+
+    return lambda number: make(jnp.float32(number), ones, unit)
+
+
+@lru_cache
+def _double() -> Any:
+    """A program that takes its argument's buffer."""
+    import jax
+
+    return jax.jit(lambda x: x + x, donate_argnums=0)
 
 
 def _write(stream: Any, message: Any) -> None:
