@@ -20,19 +20,12 @@ from typing import Any
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec, preset_of
-from autopar.runtime.ray import agent as agent_module
 from autopar.runtime.ray.environment import check_environment
 from autopar.runtime.ray.group import MeshGroup
 from autopar.runtime.ray.monitor import Monitor, kill_workers
-from autopar.runtime.ray.nodes import (
-    Layout,
-    check_counts,
-    connect,
-    import_ray,
-    lay_out,
-    read_nodes,
-)
-from autopar.runtime.ray.session import Describe, Host, Limits, NodeHandle, Session
+from autopar.runtime.ray.nodes import check_counts, connect, import_ray
+from autopar.runtime.ray.reserving import release, reserve
+from autopar.runtime.ray.session import Describe, Limits, Session
 from autopar.runtime.ray.starting import check_devices, start_workers
 
 EXECUTOR = "autopar.runtime.remote.executor:Executor"
@@ -72,7 +65,7 @@ class RayCluster:
         self._groups: list[MeshGroup] = []
         self._starting = threading.Lock()
         self._monitor: Monitor | None = None
-        self._owns_ray = connect(address)
+        self._joined_ray = connect(address)
         self._session = Session(
             ray=import_ray(),
             id=secrets.token_hex(4),
@@ -85,7 +78,7 @@ class RayCluster:
         )
         atexit.register(self.close)
         try:
-            self._reserve(num_hosts, devices_per_host)
+            reserve(self._session, num_hosts, devices_per_host)
             self._monitor = Monitor(self._session)
         except BaseException:
             self.close()
@@ -175,8 +168,8 @@ class RayCluster:
             self._end_groups(list(self._groups))
             if self._monitor is not None:
                 self._monitor.stop(ClusterError("The Ray session was closed."), CLOSE_LIMIT_S)
-            self._release()
-        if self._owns_ray:
+            release(self._session, CLOSE_LIMIT_S)
+        if self._joined_ray:
             session.ray.shutdown()
 
     def __enter__(self) -> RayCluster:
@@ -216,114 +209,6 @@ class RayCluster:
                     calls.append(worker.actor.stop.remote(CLOSE_LIMIT_S).future())
             wait(calls, CLOSE_LIMIT_S)
         kill_workers(session, workers, CLOSE_LIMIT_S)
-
-    def _reserve(self, num_hosts: int | None, devices_per_host: int | None) -> None:
-        """A placement group and an agent on each node; nodes that vanish meanwhile are left out."""
-        session = self._session
-        until_s = time.monotonic() + session.limits.start_s
-        while True:
-            nodes = read_nodes()
-            layout = lay_out(nodes, num_hosts, devices_per_host)
-            strategy = "STRICT_SPREAD" if len(layout.hosts_per_node) > 1 else "STRICT_PACK"
-            session.placement_group = session.ray.util.placement_group(
-                layout.bundles(), strategy=strategy
-            )
-            while not session.placement_group.wait(1.0):
-                if time.monotonic() > until_s:
-                    listed = "\n".join(f"  node {node.described()}" for node in nodes)
-                    raise ClusterError(
-                        f"Ray could not reserve {layout.bundles()} within "
-                        f"{session.limits.start_s:.0f} s: others use these resources, or nodes are "
-                        f"not ready. The nodes have in all:\n{listed}"
-                    )
-                if {n.id for n in read_nodes()} != {n.id for n in nodes}:
-                    break
-            else:
-                break
-            session.ray.util.remove_placement_group(session.placement_group)
-        session.platform = layout.platform
-        session.devices_per_host = layout.devices_per_host
-        session.nodes = self._start_agents(layout, until_s)
-        session.hosts = tuple(_hosts(session.nodes, layout))
-        names = {name for node in session.nodes for name in node.gpu_names}
-        if len(names) > 1 and session.platform == "gpu":
-            raise ClusterError(
-                f"The devices of a cluster must be of one kind; the nodes have {sorted(names)}. "
-                "Use nodes of one kind."
-            )
-
-    def _start_agents(self, layout: Layout, until_s: float) -> tuple[NodeHandle, ...]:
-        from ray import cloudpickle
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        session = self._session
-        cloudpickle.register_pickle_by_value(agent_module)
-        try:
-            actor = session.ray.remote(agent_module.NodeAgent)
-            agents = []
-            for bundle, hosts in enumerate(layout.hosts_per_node):
-                gpus = hosts * layout.devices_per_host if layout.platform == "gpu" else 0
-                strategy = PlacementGroupSchedulingStrategy(
-                    session.placement_group, placement_group_bundle_index=bundle
-                )
-                agents.append(
-                    actor.options(
-                        num_cpus=0, num_gpus=gpus, max_concurrency=8, scheduling_strategy=strategy
-                    ).remote(session.id, bundle)
-                )
-        finally:
-            cloudpickle.unregister_pickle_by_value(agent_module)
-        calls = [agent.hello.remote() for agent in agents]
-        try:
-            hellos = session.ray.get(calls, timeout=max(1.0, until_s - time.monotonic()))
-        except Exception as error:
-            raise ClusterError(f"The agents of the nodes did not start: {error}") from error
-        handles = [
-            NodeHandle(
-                agent,
-                bundle,
-                hello["node_id"],
-                hello["address"],
-                hello["name"],
-                hello["folder"],
-                tuple(hello["gpu_ids"]),
-                tuple(hello["gpu_names"]),
-            )
-            for bundle, (agent, hello) in enumerate(zip(agents, hellos, strict=True))
-        ]
-        order = [node.id for node in read_nodes()]
-        return tuple(sorted(handles, key=lambda h: order.index(h.node_id)))
-
-    def _release(self) -> None:
-        """Folders, agents and the placement group."""
-        session = self._session
-        with contextlib.suppress(Exception):
-            calls = [node.agent.remove_folder.remote() for node in session.nodes]
-            session.ray.wait(calls, num_returns=max(1, len(calls)), timeout=CLOSE_LIMIT_S)
-        for node in session.nodes:
-            with contextlib.suppress(Exception):
-                session.ray.kill(node.agent)
-        if session.placement_group is not None:
-            with contextlib.suppress(Exception):
-                session.ray.util.remove_placement_group(session.placement_group)
-                until_s = time.monotonic() + CLOSE_LIMIT_S
-                table = session.ray.util.placement_group_table
-                while time.monotonic() < until_s:
-                    if table(session.placement_group).get("state") in ("REMOVED", None):
-                        break
-                    time.sleep(0.05)
-
-
-def _hosts(nodes: Sequence[NodeHandle], layout: Layout) -> list[Host]:
-    """Hosts in the order of nodes. Bundles lie where Ray put them, so each node has the hosts of
-    its own bundle."""
-    hosts = []
-    per_host = layout.devices_per_host
-    for node in nodes:
-        for i in range(layout.hosts_per_node[node.bundle]):
-            gpu_ids = node.gpu_ids[i * per_host : (i + 1) * per_host]
-            hosts.append(Host(len(hosts), node, gpu_ids))
-    return hosts
 
 
 def _check_limits(limits: Limits) -> None:

@@ -71,7 +71,8 @@ def import_ray() -> Any:
 
 
 def connect(address: str | None) -> bool:
-    """Make this process a driver of a Ray cluster; True if that cluster was started here.
+    """Make this process a driver of a Ray cluster; True if it was not one before. Then
+    `ray.shutdown()` leaves the cluster, and stops it if it was started here.
 
     A Ray that this process is connected to already is used as it is. Without an address, that in
     RAY_ADDRESS is used, and a cluster of this machine alone is started if there is none.
@@ -111,7 +112,7 @@ def connect(address: str | None) -> bool:
             f"init(address={address!r}): Ray says: {error}\nStart a cluster with 'ray start "
             "--head' and give its address, or leave the address out to start one on this machine."
         ) from error
-    return address == "local"
+    return True
 
 
 def _check_listening(address: str) -> None:
