@@ -21,6 +21,7 @@ from autopar.api import ParallelFunction
 from autopar.checkpoints import CheckpointSave, canonical, latest_step, save_checkpoint
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.restoring import restore_checkpoint
+from autopar.runtime.remote.arrays import DistributedArray
 
 _MOST_WAIT_S = 30.0  # between two tries to start a cluster again
 
@@ -85,6 +86,7 @@ def run_training(
                     raise  # not after a loss: the cluster was never there
                 must_restart = True
                 training.settle()
+                source.forget_all()
                 restarts = 0 if training.written != written else restarts
                 restarts += 1
                 if restarts > max_restarts:
@@ -248,7 +250,7 @@ class _Batches:
         self._kept: deque[Any] = deque()
         self._first = start  # the number of the first that is kept
         self.can_go_back = callable(batches) or isinstance(batches, Sequence)
-        self._iterator = self._from(start)
+        self._iterator: Iterator[Any] | None = self._from(start)
 
     def _from(self, start: int) -> Iterator[Any]:
         batches = self._batches
@@ -271,19 +273,36 @@ class _Batches:
 
     def get(self, number: int, **default: Any) -> Any:
         """Batch `number`; StopIteration if there are not so many, unless a default is given."""
-        if number < self._first:
+        if self._iterator is None or number < self._first:
             assert self.can_go_back
-            self.close()
-            self._kept.clear()
+            self.forget_all()
             self._first, self._iterator = number, self._from(number)
         try:
             while number >= self._first + len(self._kept):
-                self._kept.append(next(self._iterator))
+                self._kept.append(self._checked(next(self._iterator)))
         except StopIteration:
             if "default" in default:
                 return default["default"]
             raise
         return self._kept[number - self._first]
+
+    def _checked(self, batch: Any) -> Any:
+        """A batch that is kept must outlive the workers."""
+        leaves = () if self.can_go_back else jax.tree.leaves(batch)
+        if any(isinstance(leaf, DistributedArray) for leaf in leaves):
+            raise ArgumentError(
+                "run_training(batches=…): gives batches that lie on workers and would be lost with "
+                "these. Give the iterable that the data loader was given, or a function: "
+                "batches=lambda start: autopar.data_loader(batches_from(start), step)."
+            )
+        return batch
+
+    def forget_all(self) -> None:
+        """After a loss: what can be had again is not kept, since it may lie on lost workers."""
+        if self.can_go_back:
+            self.close()
+            self._kept.clear()
+            self._iterator = None
 
     def forget_before(self, number: int) -> None:
         while self._kept and self._first < number:

@@ -258,6 +258,41 @@ def test_a_plain_function_and_other_orders_of_results(tmp_path: Path):
     assert_equal(only, state)
 
 
+def test_a_function_is_asked_again_after_every_loss(tmp_path: Path):
+    """What it gave may lie on workers that are gone: here, a loader is closed by each loss."""
+    asked, open_loaders = [], []
+    step = Failing({4, 5})  # the second one at the first step after a restart
+
+    def batches_from(start: int) -> Any:
+        assert not any(loader for loader in open_loaders if not loader._closed)
+        asked.append(start)
+        open_loaders.append(autopar.data_loader(BATCHES[start:], step))
+        return open_loaders[-1]
+
+    want, losses = uninterrupted()
+    told = Losses()
+    state, _ = autopar.run_training(
+        step,
+        fresh_state(),
+        batches_from,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=4,
+        on_step=told,
+    )
+    assert asked == [0, 4, 4]
+    assert_equal(state, want)
+    assert set(told.told) == set(losses)
+    assert all(loader._closed for loader in open_loaders)
+
+
+def test_batches_on_workers_are_refused(tmp_path: Path):
+    there = autopar.DistributedArray(None, (8, WIDTH), np.dtype(np.float32), False, ())
+    with pytest.raises(ArgumentError, match="gives batches that lie on workers"):
+        autopar.run_training(
+            Failing(set()), fresh_state(), iter([{"x": there}]), checkpoint_dir=tmp_path
+        )
+
+
 def test_bad_arguments(tmp_path: Path):
     def run(**change: Any) -> None:
         given = dict(
