@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -67,8 +68,32 @@ def main(address: str, count: int, process: int, directory: Path) -> None:
         autopar.save_checkpoint(directory, state, 2)
     except CheckpointError as error:
         assert "is there already" in str(error)
+    check_step(directory.with_name("of_a_step"))
     jax.distributed.shutdown()
     print("done")
+
+
+def check_step(directory: Path) -> None:
+    """A step that all processes run together, its state saved in both formats."""
+
+    def train(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    step = autopar.parallelize(train, method=autopar.Zero3Parallel())
+    batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    state, _ = step({"w": np.eye(8, dtype=np.float32), "count": 0}, batch)
+    autopar.save_checkpoint(directory / "own", state, 1)
+    formats = ["own"]
+    if importlib.util.find_spec("orbax") is not None:
+        autopar.save_checkpoint(directory / "orbax", state, 1, format="orbax")
+        formats.append("orbax")
+    _, loss = step(state, batch)
+    for name in formats:
+        back = autopar.restore_checkpoint(directory / name, step)
+        _, again = step(back, batch)
+        assert float(again) == float(loss), (name, again, loss)
+    assert sum(len(plans) for plans in step._plans.values()) == 1
 
 
 def other(mesh: Mesh) -> NamedSharding:

@@ -28,7 +28,7 @@ def test_two_processes_write_one_checkpoint(tmp_path: Path):
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), address, "2", str(process), str(tmp_path)],
+            [sys.executable, str(SCRIPT), address, "2", str(process), str(tmp_path / "saved")],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -37,15 +37,15 @@ def test_two_processes_write_one_checkpoint(tmp_path: Path):
         for process in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0 and "done" in output, output
-    assert os.listdir(tmp_path) == ["step_00000002"]
-    saved = tmp_path / "step_00000002"
+    assert os.listdir(tmp_path / "saved") == ["step_00000002"]
+    saved = tmp_path / "saved" / "step_00000002"
     assert sorted(os.listdir(saved)) == [
         "manifest.json",
         "process_00000.data",
