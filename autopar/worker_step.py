@@ -16,7 +16,7 @@ from autopar.compiler import OtherDevices, annotate, check_devices, lower_pipeli
 from autopar.intra import PlannedStep
 from autopar.ir.live import buffer_slots
 from autopar.ir.program import Free, Instruction, MeshProgram, PipelinePrograms, Run, piece_names
-from autopar.ir.remote import Argument, Crossing, Held, LoweredPiece, LoweredStep, Result
+from autopar.ir.remote import Bound, Crossing, Held, LoweredPiece, LoweredStep
 from autopar.ir.spec import from_partition_spec
 from autopar.lower.raw_keys import on_raw_keys, raw_type
 from autopar.lower.tiles import plan_transfers
@@ -88,10 +88,10 @@ def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
         slots = buffer_slots(pipeline, program)
         for position, buffer in program.inputs:
             slot = slots[buffer]
-            arguments.append(Argument(position, mesh, buffer, held(slot.stage, slot.ref.value)))
+            arguments.append(Bound(position, mesh, buffer, held(slot.stage, slot.ref.value)))
         for position, buffer in program.outputs:
             slot = slots[buffer]
-            results.append(Result(position, mesh, buffer, held(slot.stage, slot.ref.value)))
+            results.append(Bound(position, mesh, buffer, held(slot.stage, slot.ref.value)))
     return LoweredStep(
         planned.plan.name,
         meshes,
@@ -161,14 +161,14 @@ def _side_by_side(
         instructions[mesh].append(Run(stage, None, reads, writes))
         if donated:
             instructions[mesh].append(Free(tuple(reads[i] for i in donated)))
-        arguments += [Argument(i, mesh, buffer, held["reads"][i]) for i, buffer in enumerate(reads)]
+        arguments += [Bound(i, mesh, buffer, held["reads"][i]) for i, buffer in enumerate(reads)]
         own = (
             range(len(writes))
             if owners is None
             else [position for position, owner in enumerate(owners) if owner == stage]
         )
         results += [
-            Result(position, mesh, buffer, one)
+            Bound(position, mesh, buffer, one)
             for position, buffer, one in zip(own, writes, held["writes"], strict=True)
         ]
     programs = PipelinePrograms(

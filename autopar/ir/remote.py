@@ -67,17 +67,10 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Argument:
-    """An argument's buffer on a mesh. One that several meshes read has several."""
+class Bound:
+    """The buffer of an argument, or of a result, on a mesh. An argument that several meshes read
+    has one on each."""
 
-    position: int
-    mesh: int
-    buffer: int
-    held: Held
-
-
-@dataclass(frozen=True)
-class Result:
     position: int
     mesh: int
     buffer: int
@@ -99,8 +92,8 @@ class LoweredStep:
     programs: PipelinePrograms
     crossings: dict[int, Crossing]
     stage_mesh: tuple[int, ...]
-    arguments: tuple[Argument, ...]
-    results: tuple[Result, ...]
+    arguments: tuple[Bound, ...]
+    results: tuple[Bound, ...]
     donated: frozenset[int]
 
 

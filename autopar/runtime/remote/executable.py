@@ -20,7 +20,7 @@ import numpy as np
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Free, PipelinePrograms, Recv, Run, Send
-from autopar.ir.remote import Argument, Held, LoweredStep, MeshTask, PieceSpec, recv_order
+from autopar.ir.remote import Bound, Held, LoweredStep, MeshTask, PieceSpec, recv_order
 from autopar.ir.spec import num_shards
 from autopar.runtime.arguments import SignatureChanged, is_weak
 from autopar.runtime.debug import dump
@@ -74,7 +74,7 @@ class RemoteExecutable:
         self._ahead: deque[list[Any]] = deque()
         self._piece_bytes: dict[int, int] = {}
         num_meshes = len(lowered.meshes)
-        self._arguments: list[list[Argument]] = [
+        self._arguments: list[list[Bound]] = [
             [a for a in lowered.arguments if a.mesh == mesh] for mesh in range(num_meshes)
         ]
         self._results = [
@@ -199,7 +199,7 @@ class RemoteExecutable:
         ):
             numbers: dict[int, int] = {}  # by place among the arguments
             dropped: list[int] = []
-            new: list[tuple[int, Argument]] = []
+            new: list[tuple[int, Bound]] = []
             copied: list[tuple[int, int, Held]] = []
             # What is used up last: others may read the same array.
             in_order = sorted(
@@ -301,7 +301,7 @@ class RemoteExecutable:
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
         """Put arguments, by their position, where the plan wants them."""
         placed: dict[int, Any] = {}
-        by_mesh: dict[int, list[Argument]] = {}
+        by_mesh: dict[int, list[Bound]] = {}
         for argument in self._lowered.arguments:
             if argument.position in leaves and argument.position not in placed:
                 placed[argument.position] = leaves[argument.position]
