@@ -128,7 +128,7 @@ def test_a_step_without_progress_hangs(toy_cluster):
     group = cluster.groups([(0, 1)])[0]
     assert group.submit("sleep", [(4,), None])[0].result(30) is None  # no step: it may take longer
     replies = group.submit("sleep", [(3600,), None], fatal=True)
-    wait_until(lambda: state_of(group.workers[0]).program == 2)
+    wait_until(lambda: state_of(group.workers[0]).command == 2)
     replies += group.submit("sum_over_mesh", [None, ()], fatal=True)
     error = failure_of(replies)
     assert "hangs: no progress" in str(error)

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from autopar.errors import AutoparError, WorkerError
 from autopar.runtime.remote.place import WorkerPlace
-from autopar.runtime.remote.progress import State
+from autopar.runtime.remote.progress import NOWHERE, State
 
 NUM_LOG_LINES = 20
 NOT_BEGUN = State()
@@ -29,6 +29,7 @@ _ENDED_BY_JAX = re.compile(
 )
 _LOST_A_PEER = re.compile(
     r"gloo|connection (reset|closed|refused)|broken pipe|coordination service|"
+    r"endpoint is not connected|socket closed|(recv|send)\(\) failed|"
     r"peer|remote (process|host)|ncclRemoteError|ncclSystemError|ConnectionError|EOFError",
     re.IGNORECASE,
 )
@@ -122,6 +123,9 @@ def error_about(
     if cause.state.count:
         with contextlib.suppress(Exception):  # better an error that says less than none
             stage, instruction = describe(place, cause.state)
+        if cause.state.command == NOWHERE:
+            last = f"; the last instruction was: {instruction}" if instruction else ""
+            instruction = f"between commands{last}"
     where = f"host {place.host} ({place.node}), mesh {cause.mesh}"
     if stage is not None:
         where += f", stage {stage}"

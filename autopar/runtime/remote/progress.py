@@ -25,6 +25,7 @@ class State:
     count:       how often it has said where it is; 0 if never.
     command:     number of the command; `NOWHERE` between commands.
     program, instruction, micro_batch: as the executor numbers them; `NOWHERE` where there is none.
+                 Between commands, those of the last one.
     time_s:      when, by the clock of its host (`time.time()`).
     """
 
@@ -47,6 +48,7 @@ class Progress:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._count = 0
         self._command = NOWHERE
+        self._last = (NOWHERE, NOWHERE, NOWHERE)
 
     def begin(self, command: int) -> None:
         """The command of this number is carried out from now on."""
@@ -55,10 +57,12 @@ class Progress:
 
     def end(self) -> None:
         """No command is being carried out."""
-        self.begin(NOWHERE)
+        self._command = NOWHERE
+        self.at(*self._last)
 
     def at(self, program: int, instruction: int, micro_batch: int = NOWHERE) -> None:
         """The instruction that is begun now."""
+        self._last = program, instruction, micro_batch
         count = self._count = self._count + 1
         where = (count & 1) * _RECORD.size
         now = time.time()

@@ -8,7 +8,7 @@ import pytest
 from autopar.errors import DataError
 from autopar.runtime.ray.faults import Sighting, Trouble, cause_of, error_about
 from autopar.runtime.remote.place import WorkerPlace
-from autopar.runtime.remote.progress import State
+from autopar.runtime.remote.progress import NOWHERE, State
 
 ENDED_BY_JAX = (
     "F0101 client.h:80] Terminating process because the JAX distributed service detected fatal "
@@ -100,6 +100,21 @@ def test_the_error_says_where_and_what():
     assert lines[2].startswith("  worker 2 (host 0, mesh 1) ended or raised as a consequence")
     assert "autopar.run_training" in lines[3]
     assert lines[-1] == "  | line 29"
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [("run 17", "between commands; the last instruction was: run 17"), ("", "between commands")],
+)
+def test_between_commands(described, said):
+    state = State(10, NOWHERE, 1, 17, 2, 5.0)
+    error = error_about([sighting(0, **DIED, state=state)], lambda place, state: (1, described))
+    assert (error.stage, error.instruction) == (1, said)
+
+
+def test_transports_that_lost_their_peer_are_consequences():
+    detail = "INTERNAL: -1 = recv() failed errno: 107 err: Transport endpoint is not connected"
+    assert sighting(0, **{**LOST_PEER, "detail": detail}).kind() is Trouble.CONSEQUENCE
 
 
 SAID = {

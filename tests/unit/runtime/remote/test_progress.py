@@ -32,6 +32,7 @@ def test_the_last_instruction_is_read(progress):
         assert state.command == 3
     progress.end()
     assert read(progress).command == NOWHERE
+    assert read(progress).instruction == 4  # where it was last
     assert read(progress).count == 7
     assert progress.state() == read(progress)
 
