@@ -101,6 +101,20 @@ class DataLoader:
         self._queue: _Queue | None = None
         self._closed = False
 
+    @property
+    def source(self) -> Iterable[Any]:
+        """What it was made from."""
+        return self._iterable
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was taken from it, or it is closed."""
+        return self._queue is not None or self._closed
+
+    def over(self, iterable: Iterable[Any]) -> DataLoader:
+        """A loader of the same kind for other batches."""
+        return DataLoader(iterable, self._step, self._prefetch, self._argument)
+
     def __iter__(self) -> DataLoader:
         if self._queue is not None and self._queue.at_end and not self._closed:
             if isinstance(self._iterable, Iterator):

@@ -192,13 +192,20 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """The same `init` again, on the nodes that are there now: after a worker was lost."""
+    """The same `init` again, on the nodes that are there now: after a worker was lost. If it fails,
+    the session stays the one that has ended, so that nothing runs elsewhere and another try can be
+    made."""
+    global _current
     ended = _current
     if ended.remote is None:
         return
     options = dict(ended.options)
     shutdown()
-    init("ray", **options)
+    try:
+        init("ray", **options)
+    except BaseException:
+        _current = ended
+        raise
 
 
 def checked_devices(function: str, given: Any) -> tuple[Any, ...]:

@@ -7,10 +7,8 @@ again, the newest checkpoint is restored, and the batches since then are taken a
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,12 @@ import jax
 
 from autopar import session
 from autopar.api import ParallelFunction
+from autopar.batch_source import Batches, BatchSource, batch_source
 from autopar.checkpoints import CheckpointSave, canonical, latest_step, save_checkpoint
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.restoring import restore_checkpoint
-from autopar.runtime.remote.arrays import DistributedArray
 
 _MOST_WAIT_S = 30.0  # between two tries to start a cluster again
-
-Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 def run_training(
@@ -38,6 +34,7 @@ def run_training(
     checkpoint_every: int = 100,
     keep: int | None = 2,
     on_step: Callable[[int, Any], None] | None = None,
+    on_restart: Callable[[WorkerError | ClusterError], None] | None = None,
     num_steps: int | None = None,
 ) -> tuple[Any, Any]:
     """Train, with checkpoints, and go on when workers are lost. Returns the last state and what
@@ -51,7 +48,8 @@ def run_training(
     batches:          one for each step. Where training goes on from step n, the first n are
                       skipped; a function is given n instead, and returns the batches from there.
                       What an iterator gives is kept in memory until the next checkpoint is written,
-                      to be taken again after a restart; a function is called again.
+                      to be taken again after a restart; a function is called again. Of an
+                      `autopar.data_loader`, what its own source gives is kept.
     max_restarts:     how often in a row a `WorkerError` is answered by starting the cluster again
                       before a new checkpoint was written. Other errors are raised.
     checkpoint_every: steps between checkpoints, written in the background: what a lost worker
@@ -60,6 +58,8 @@ def run_training(
     on_step:          called with the number of steps done and what the step returned beside the
                       state (a single result as it is, several as a tuple, None if there is none);
                       again for steps that are done again.
+    on_restart:       called with the error that workers were lost by, before the cluster is started
+                      again, and with that of a start that failed, before the next one.
     num_steps:        when to stop, counted from the very beginning; None: when batches end.
     """
     _check_counts(
@@ -69,7 +69,7 @@ def run_training(
         num_steps=(num_steps, 0),
     )
     training = _Training(step, state, Path(checkpoint_dir), checkpoint_every, keep, on_step)
-    source = _Batches(batches, latest_step(checkpoint_dir) or 0)
+    source = batch_source(batches, latest_step(checkpoint_dir) or 0)
     restarts = 0
     must_restart = False
     try:
@@ -91,6 +91,8 @@ def run_training(
                 restarts += 1
                 if restarts > max_restarts:
                     raise
+                if on_restart is not None:
+                    on_restart(error)
                 if isinstance(error, ClusterError):  # nodes may be on their way
                     time.sleep(min(2.0**restarts, _MOST_WAIT_S))
     finally:
@@ -129,7 +131,7 @@ class _Training:
         self._save: CheckpointSave | None = None
         self._saved_step = 0
 
-    def load(self, state: Any, source: _Batches) -> None:
+    def load(self, state: Any, source: BatchSource) -> None:
         """The state of the newest checkpoint, where the step wants it; the given one, and its
         checkpoint, if there is none."""
         newest = latest_step(self._directory)
@@ -148,7 +150,7 @@ class _Training:
                 target = self._step
         self._state = restore_checkpoint(self._directory, target, step=newest)
 
-    def run(self, source: _Batches, num_steps: int | None) -> tuple[Any, Any]:
+    def run(self, source: BatchSource, num_steps: int | None) -> tuple[Any, Any]:
         results = None
         while num_steps is None or self._done < num_steps:
             try:
@@ -237,80 +239,3 @@ def _type_of(leaf: Any) -> Any:
     if isinstance(leaf, (bool, int, float, complex)):
         return (), jax.typeof(leaf).dtype
     return None
-
-
-class _Batches:
-    """Batches by number. Some are kept to be asked for again.
-
-    can_go_back: batches that were forgotten can be had again.
-    """
-
-    def __init__(self, batches: Batches, start: int) -> None:
-        self._batches = batches
-        self._kept: deque[Any] = deque()
-        self._first = start  # the number of the first that is kept
-        self.can_go_back = callable(batches) or isinstance(batches, Sequence)
-        self._iterator: Iterator[Any] | None = self._from(start)
-
-    def _from(self, start: int) -> Iterator[Any]:
-        batches = self._batches
-        if callable(batches):
-            made = batches(start)
-            if not isinstance(made, Iterable):
-                raise ArgumentError(
-                    f"run_training(batches={batches!r}): is a function, and returned {made!r} for "
-                    f"the batches from number {start} on. Return an iterable."
-                )
-            return iter(made)
-        if isinstance(batches, Sequence):
-            return (batches[i] for i in range(start, len(batches)))
-        if not isinstance(batches, Iterable):
-            raise ArgumentError(
-                f"run_training(batches={batches!r}): needs an iterable of batches, or a function "
-                "from the number of the first batch to such an iterable."
-            )
-        return itertools.islice(iter(batches), start, None)
-
-    def get(self, number: int, **default: Any) -> Any:
-        """Batch `number`; StopIteration if there are not so many, unless a default is given."""
-        if self._iterator is None or number < self._first:
-            assert self.can_go_back
-            self.forget_all()
-            self._first, self._iterator = number, self._from(number)
-        try:
-            while number >= self._first + len(self._kept):
-                self._kept.append(self._checked(next(self._iterator)))
-        except StopIteration:
-            if "default" in default:
-                return default["default"]
-            raise
-        return self._kept[number - self._first]
-
-    def _checked(self, batch: Any) -> Any:
-        """A batch that is kept must outlive the workers."""
-        leaves = () if self.can_go_back else jax.tree.leaves(batch)
-        if any(isinstance(leaf, DistributedArray) for leaf in leaves):
-            raise ArgumentError(
-                "run_training(batches=…): gives batches that lie on workers and would be lost with "
-                "these. Give the iterable that the data loader was given, or a function: "
-                "batches=lambda start: autopar.data_loader(batches_from(start), step)."
-            )
-        return batch
-
-    def forget_all(self) -> None:
-        """After a loss: what can be had again is not kept, since it may lie on lost workers."""
-        if self.can_go_back:
-            self.close()
-            self._kept.clear()
-            self._iterator = None
-
-    def forget_before(self, number: int) -> None:
-        while self._kept and self._first < number:
-            self._kept.popleft()
-            self._first += 1
-
-    def close(self) -> None:
-        """End what a function made, if it can be ended; what the user made is the user's."""
-        close = getattr(self._iterator, "close", None)
-        if callable(self._batches) and close is not None:
-            close()

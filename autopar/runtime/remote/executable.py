@@ -142,7 +142,8 @@ class RemoteExecutable:
             args = []
             for channel in mesh.channels:
                 key = session.new_key()
-                channel.send(key, programs)
+                with session.connected():
+                    channel.send(key, programs)
                 args.append((task, key))
             announced = mesh.group.submit("announce", args)
             for number in task.pieces:

@@ -88,7 +88,8 @@ def _task(
         args = []
         for channel in mesh.channels:
             data_key = session.new_key()
-            channel.send(data_key, [])
+            with session.connected():
+                channel.send(data_key, [])
             args.append((task, data_key))
         mesh.group.submit("announce", args)
         loading += mesh.submit("load", number)

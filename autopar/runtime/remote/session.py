@@ -9,8 +9,9 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,19 +19,21 @@ import jax
 import numpy as np
 
 from autopar import _jax
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.remote import End, Held, LoweredStep
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import Put
+from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.choose import choose
 
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
 _LOAD_LIMIT_S = 3600.0
+_FAILURE_LIMIT_S = 10.0  # for the cluster to notice what a broken connection has shown
 _PARALLEL_BYTES = 2**20  # uploads from here on go to several workers at the same time
 
 
@@ -63,6 +66,8 @@ class ClusterLike(Protocol):
     def groups(self, devices: Sequence[tuple[int, ...]]) -> Sequence[Any]: ...
 
     def check(self) -> None: ...
+
+    def wait_for_failure(self, limit_s: float) -> WorkerError | None: ...
 
     def close(self) -> None: ...
 
@@ -154,11 +159,11 @@ class RemoteSession:
                 for worker, reply in zip(group.workers, replies, strict=True):
                     addresses = reply.result(_CONNECT_LIMIT_S)
                     self._addresses[worker.place.worker] = addresses["transport"]
-                    channels.append(
-                        ChannelClient(
+                    with self.connected():
+                        channel = ChannelClient(
                             tuple(addresses["channel"]), worker.place.token, _CONNECT_LIMIT_S
                         )
-                    )
+                    channels.append(channel)
                 self._meshes[tuple(group.devices)] = RemoteMesh(group, channels)
             if fresh:
                 told = [
@@ -227,6 +232,20 @@ class RemoteSession:
             )
         self.cluster.check()
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """For what uses data channels: one that breaks means that a worker is gone, and the cluster
+        soon knows which one, and why."""
+        try:
+            yield
+        except (PeerGone, DataTimeout) as error:
+            self.cluster.wait_for_failure(_FAILURE_LIMIT_S)
+            try:
+                self.check()
+            except (ClusterError, WorkerError) as failure:
+                raise failure from error
+            raise
+
     # -- values up
 
     def upload(
@@ -249,11 +268,12 @@ class RemoteSession:
                 shards = tuple(distinct[box] for box in boxes)
                 puts[worker].append(Put(number, held, keys[worker], shards))
         sends = list(zip(mesh.channels, keys, arrays, strict=True))
-        if sum(a.nbytes for own in arrays for a in own) < _PARALLEL_BYTES or len(sends) == 1:
-            for channel, key, own in sends:
-                channel.send(key, own)
-        else:
-            list(self._uploaders.map(lambda send: send[0].send(send[1], send[2]), sends))
+        with self.connected():
+            if sum(a.nbytes for own in arrays for a in own) < _PARALLEL_BYTES or len(sends) == 1:
+                for channel, key, own in sends:
+                    channel.send(key, own)
+            else:
+                list(self._uploaders.map(lambda send: send[0].send(send[1], send[2]), sends))
         return numbers, [tuple(own) for own in puts]
 
     def place(
@@ -313,7 +333,8 @@ class RemoteSession:
             np.empty(array.copies[0].held.shape, array.copies[0].held.dtype) for array in arrays
         ]
         for channel, key, own in asked:
-            parts = channel.receive(key, FETCH_LIMIT_S)
+            with self.connected():
+                parts = channel.receive(key, FETCH_LIMIT_S)
             for (place, box, _, _), part in zip(own, parts, strict=True):
                 values[place][slices(box)] = part
         return values

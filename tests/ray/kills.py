@@ -1,0 +1,422 @@
+"""Training on Ray while workers and nodes are lost: what the driver is told each time, and whether
+losses are those of a run without. `test_kills.py` and `benchmarks/kills.py` use it.
+
+    kill        SIGKILL of a worker at a random moment; steps follow each other without a pause, so
+                this is a random instruction
+    stop        SIGSTOP of a worker: it is silent
+    checkpoint  SIGKILL while a checkpoint is being written
+    start       SIGKILL while workers read the checkpoint and compile
+    node        a node of Ray goes, with its workers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import autopar
+from autopar import session
+from autopar.errors import ClusterError, WorkerError
+
+WIDTH, ROWS, LAYERS = 64, 32, 4
+CHECKPOINT_EVERY = 5
+HEARTBEAT_S, SILENCE_LIMIT_S = 1.0, 10.0
+# As the architecture page states them.
+STATED_S = {
+    "kill": 10.0,
+    "checkpoint": 10.0,
+    "start": 10.0,
+    "stop": SILENCE_LIMIT_S + 10.0,
+    "node": SILENCE_LIMIT_S + 10.0,
+}
+METHODS = {
+    "2 meshes of 2 processes": autopar.PipeshardParallel(4, stages=autopar.UniformStages(2)),
+    "1 mesh of 4 processes": autopar.ShardParallel((2, 4)),
+}
+
+optimizer = optax.adam(1e-3)
+
+
+def make_state() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5} for k in keys]
+    return {"params": params, "opt": optimizer.init(params), "key": jax.random.key(1)}
+
+
+def train(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    key, dropout = jax.random.split(state["key"])
+
+    def loss_of(params: Any) -> jax.Array:
+        x = batch["x"] * jax.random.bernoulli(dropout, 0.9, batch["x"].shape)
+        for layer in params:
+            x = jax.numpy.tanh(x @ layer["w"])
+        return jax.numpy.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = optimizer.update(grads, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}, loss
+
+
+def batch_of(index: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(index)
+    return {name: rng.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in ("x", "y")}
+
+
+def batches_from(first: int, num_steps: int) -> Iterator[dict[str, np.ndarray]]:
+    return (batch_of(index) for index in range(first, num_steps))
+
+
+def options(cache: Path) -> dict[str, Any]:
+    """For `autopar.init`: limits, and a cache of programs that spares most of a restart."""
+    return {
+        "cluster": "ray",
+        "heartbeat_s": HEARTBEAT_S,
+        "silence_limit_s": SILENCE_LIMIT_S,
+        "env": {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        },
+    }
+
+
+def mixture(num_kills: int, seed: int) -> list[str]:
+    """What to do, in a random order: of every ten, six kills and one of each other kind."""
+    kinds = ["kill", "stop", "kill", "node", "kill", "checkpoint", "kill", "start", "kill", "kill"]
+    whats = [kinds[n % len(kinds)] for n in range(num_kills)]
+    random.Random(seed).shuffle(whats)
+    return whats
+
+
+def kill(worker: Any, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.hello.pid, number)
+
+
+def show(record: Record) -> None:
+    print(json.dumps(record.as_row()), flush=True)
+
+
+def workers() -> list[Any]:
+    """Those of the session that runs now."""
+    remote = session.current().remote
+    return [w for group in remote.cluster._groups for w in group.workers] if remote else []
+
+
+@dataclass(frozen=True)
+class Uninterrupted:
+    """What a method gives when nothing goes wrong: losses by step, counted from 1, and the state."""
+
+    losses: dict[int, float]
+    state: Any
+
+
+def uninterrupted(method: Any, num_steps: int) -> Uninterrupted:
+    step, state, losses = autopar.parallelize(train, method=method), make_state(), {}
+    for index in range(num_steps):
+        state, loss = step(state, batch_of(index))
+        losses[index + 1] = loss
+    return Uninterrupted({n: float(loss) for n, loss in losses.items()}, fetched(state))
+
+
+def on_one_device(num_steps: int) -> list[float]:
+    step, state, losses = jax.jit(train), make_state(), []
+    for index in range(num_steps):
+        state, loss = step(state, batch_of(index))
+        losses.append(float(loss))
+    return losses
+
+
+def fetched(tree: Any) -> list[np.ndarray]:
+    def raw(x: Any) -> np.ndarray:
+        value = x.fetch()
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(value) if is_key else value)
+
+    return [raw(x) for x in jax.tree.leaves(tree)]
+
+
+@dataclass
+class Record:
+    """One kill and what came of it.
+
+    named:       the first line of the error.
+    wrong:       what is not as it should be, in words; empty if nothing.
+    error_s:     from the kill to the error in the driver.
+    next_step_s: from the kill to the next step that was done.
+    num_again:   steps that were done again.
+    also:        starts that failed before one succeeded.
+    """
+
+    number: int
+    what: str
+    where: str
+    mesh: int | None = None
+    stage: int | None = None
+    workers: tuple[int, ...] = ()
+    nodes_at_restart: int | None = None
+    named: str = ""
+    instruction: str = ""
+    log_lines: int = 0
+    error_s: float | None = None
+    next_step_s: float | None = None
+    num_again: int | None = None
+    exact: bool | None = None
+    also: str = ""
+    wrong: str = ""
+
+    def as_row(self) -> dict[str, Any]:
+        row = asdict(self)
+        return {n: round(v, 2) if isinstance(v, float) else v for n, v in row.items()}
+
+
+class Nodes:
+    """Ray nodes on this machine, of which some can be lost and others added. The head has no CPUs,
+    so that no worker lies there."""
+
+    def __init__(self, num_nodes: int, cpus_per_node: int) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._cpus = cpus_per_node
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False},
+        )
+        self._nodes = [self._cluster.add_node(num_cpus=cpus_per_node) for _ in range(num_nodes)]
+        self._cluster.wait_for_nodes()
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def lose(self, node_id: str) -> None:
+        lost = next(node for node in self._nodes if node.node_id == node_id)
+        self._nodes.remove(lost)
+        self._cluster.remove_node(lost, allow_graceful=False)
+
+    def add(self) -> None:
+        self._nodes.append(self._cluster.add_node(num_cpus=self._cpus))
+        self._cluster.wait_for_nodes()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+class Soak:
+    """Kills, one after another, in rounds of training of `num_steps` steps each.
+
+    whats: what to do, in order.
+    where: names of METHODS, which rounds take in turn.
+    nodes: for the loss of nodes.
+    tell:  is given each record when it is complete.
+    """
+
+    def __init__(
+        self,
+        whats: Sequence[str],
+        where: Sequence[str],
+        folder: Path,
+        seed: int,
+        *,
+        num_steps: int = 60,
+        nodes: Nodes | None = None,
+        tell: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self.records: list[Record] = []
+        self._whats = deque(whats)
+        self._where, self._folder, self._num_steps = where, folder, num_steps
+        self._nodes = nodes
+        self._num_nodes = len(nodes) if nodes else 0
+        self._tell = tell
+        self._rng = random.Random(seed)
+        self._wanted: dict[str, Uninterrupted] = {}
+        self._now = ""  # the method of this round
+        self._checkpoints = folder
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._last_done = 0
+        self._thread: threading.Thread | None = None
+        self._killed_s = 0.0
+        self._open: Record | None = None  # a kill whose next step is not done yet
+        self._ended = threading.Event()
+
+    def run(self) -> list[Record]:
+        """All kills, and the rest of the last round."""
+        for name in self._where:
+            self._wanted[name] = uninterrupted(METHODS[name], self._num_steps)
+        try:
+            number = 0
+            while self._whats or self._open:
+                self._round(number, self._where[number % len(self._where)])
+                number += 1
+        finally:
+            self._ended.set()
+            if self._thread is not None:
+                self._thread.join(60)
+        return self.records
+
+    def _round(self, number: int, name: str) -> None:
+        self._now, self._checkpoints = name, self._folder / f"round_{number}"
+        self._pending.clear()
+        self._last_done = 0
+        state, _ = autopar.run_training(
+            autopar.parallelize(train, method=METHODS[name]),
+            make_state(),
+            lambda first: batches_from(first, self._num_steps),
+            checkpoint_dir=self._checkpoints,
+            checkpoint_every=CHECKPOINT_EVERY,
+            max_restarts=20,
+            on_step=self._on_step,
+            on_restart=self._on_restart,
+        )
+        while self._pending:
+            self._check_loss(*self._pending.popleft())
+        want = self._wanted[name].state
+        same = [np.array_equal(a, b) for a, b in zip(fetched(state), want, strict=True)]
+        if not all(same):
+            self._complain(f"the last state differs in {same.count(False)} leaves")
+
+    # What training tells.
+
+    def _on_step(self, number: int, loss: Any) -> None:
+        self._pending.append((number, loss))
+        if number == self._num_steps and self._thread is not None:
+            self._thread.join(60)  # so that nothing is killed between rounds
+        if len(self._pending) > 1:
+            done, value = self._pending.popleft()
+            self._check_loss(done, value)
+            self._step_was_done(done)
+
+    def _check_loss(self, number: int, loss: Any) -> None:
+        want = self._wanted[self._now].losses[number]
+        if float(loss) != want:
+            self._complain(f"loss {number} is {float(loss)!r} instead of {want!r}")
+
+    def _step_was_done(self, number: int) -> None:
+        record = self._open
+        if record is not None and record.error_s is not None:
+            record.next_step_s = time.monotonic() - self._killed_s
+            record.num_again = self._last_done - number + 1
+            record.exact = True
+            self._open = None
+            self._tell(record)
+        self._last_done = number
+        if self._nodes is not None and len(self._nodes) < self._num_nodes:
+            self._nodes.add()
+        if self._thread is None and self._whats and number < self._num_steps - 2 * CHECKPOINT_EVERY:
+            if self._whats[0] == "start":  # needs an end before
+                self._whats.rotate(-1) if set(self._whats) != {"start"} else self._whats.popleft()
+            else:
+                self._begin(self._whats.popleft())
+
+    def _on_restart(self, error: Any) -> None:
+        seen_s = time.monotonic()
+        self._pending.clear()
+        if self._thread is None:
+            if isinstance(error, ClusterError) and self._open is not None:
+                self._open.also += f"{error}\n"
+            else:
+                self._complain(f"an error that nobody caused: {error}")
+            return
+        self._thread.join(60)
+        self._thread = None
+        record = self._open
+        if record is None or not isinstance(error, WorkerError):
+            self._complain(f"{type(error).__name__}: {error}")
+            return
+        record.error_s = seen_s - self._killed_s
+        self._describe(record, error)
+        if self._nodes is not None:
+            if len(self._nodes) < self._num_nodes and self._rng.random() < 0.5:
+                self._nodes.add()
+            record.nodes_at_restart = len(self._nodes)
+        if self._whats and self._whats[0] == "start":
+            self._begin(self._whats.popleft())
+
+    def _describe(self, record: Record, error: WorkerError) -> None:
+        said = str(error)
+        record.named = said.splitlines()[0]
+        record.mesh, record.stage = error.mesh, error.stage
+        record.instruction = error.instruction
+        record.log_lines = len(error.log_tail.splitlines())
+        wrong = []
+        if record.error_s is None or record.error_s > STATED_S[record.what]:
+            wrong.append(f"told after {record.error_s} s")
+        if not any(said.startswith(f"Worker {number} ") for number in record.workers):
+            wrong.append("names another worker")
+        words = {"stop": "has not answered", "node": "lost with its node"}
+        if words.get(record.what, "died") not in record.named:
+            wrong.append("tells something else")
+        if not error.host or error.host not in said or error.mesh is None:
+            wrong.append("names no host or mesh")
+        if record.what not in ("start", "node"):
+            if error.stage is None or not error.instruction or error.instruction not in said:
+                wrong.append("names no stage or instruction")
+            if not error.log_tail:
+                wrong.append("shows no log")
+        if wrong:
+            record.wrong = "; ".join(filter(None, [record.wrong, *wrong])) + f"\n{said}"
+
+    def _complain(self, what: str) -> None:
+        if not self.records:
+            self.records.append(Record(0, "nothing", self._now))
+        record = self.records[-1]
+        record.wrong = "; ".join(filter(None, [record.wrong, what]))
+        if record.exact:
+            record.exact = "loss" not in what and "state" not in what
+        self._tell(record)
+
+    # The killing.
+
+    def _begin(self, what: str) -> None:
+        before = {worker.hello.pid for worker in workers()} if what == "start" else set()
+        delay_s = self._rng.uniform(0, 1.5)
+        self._thread = threading.Thread(target=self._act, args=(what, delay_s, before), daemon=True)
+        self._thread.start()
+
+    def _act(self, what: str, delay_s: float, before: set[int]) -> None:
+        if what == "checkpoint":
+            self._wait_for(lambda: any(self._checkpoints.glob(".step_*.tmp-*")))
+        elif what == "start":
+            self._wait_for(lambda: any(w.hello.pid not in before for w in workers()))
+            time.sleep(delay_s)
+        else:
+            time.sleep(delay_s)
+        there = workers()
+        if self._ended.is_set() or not there:
+            return
+        victim = self._rng.choice(there)
+        hit = [victim]
+        if what == "node":
+            hit = [w for w in there if w.node.node_id == victim.node.node_id]
+        record = Record(len(self.records), what, self._now)
+        record.workers = tuple(w.place.worker for w in hit)
+        self.records.append(record)
+        self._killed_s = time.monotonic()
+        self._open = record
+        if what == "node":
+            assert self._nodes is not None
+            self._nodes.lose(victim.node.node_id)
+        else:
+            kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        while not condition() and not self._ended.is_set():
+            time.sleep(0.0005)
