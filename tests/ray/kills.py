@@ -119,7 +119,7 @@ def workers() -> list[Any]:
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """What a method gives when nothing goes wrong: losses by step, counted from 1, and the state."""
+    """What a method gives when nothing goes wrong: losses by step, from 1 on, and the state."""
 
     losses: dict[int, float]
     state: Any

@@ -128,6 +128,8 @@ class MeshWorker:
         limit_s: float,
         progress: Progress,
     ) -> Joined:
+        if place.platform == "cpu":
+            os.environ.setdefault("PJRT_NPROC", str(num_cpu_threads(len(place.devices))))
         if coordinator is not None:
             if place.platform == "cpu":
                 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -153,6 +155,13 @@ class MeshWorker:
             close()
         if jax.distributed.is_initialized():
             jax.distributed.shutdown()
+
+
+def num_cpu_threads(num_devices: int) -> int:
+    """How many threads JAX's CPU devices share. A collective holds one for each device while it
+    waits for other processes; some must be left for what these wait for, the sending of tiles.
+    Otherwise meshes that send to each other can wait for each other for ever."""
+    return max(os.cpu_count() or 1, 2 * num_devices + 4)
 
 
 def _check_port(coordinator: str) -> None:

@@ -1,0 +1,103 @@
+"""Losses of workers and nodes while a pipeline trains on Ray: what is told, how soon, and what
+comes after.
+
+    python -m benchmarks.kills [--kills N] [--seed S] [--json FILE]
+
+Rounds of 60 steps of a small MLP, in turn as a pipeline on two meshes of two processes and on one
+mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this machine.
+Training goes through `autopar.run_training` with a checkpoint every 5 steps. The kinds of kills are
+in `tests/ray/kills.py`. `exact` says that all losses and the last state have the bits of a run
+without kills; `within_stated` that the error came within the time that docs/architecture.md states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import autopar
+from tests.ray import kills
+
+
+def about() -> dict[str, Any]:
+    return {
+        "command": "python -m benchmarks.kills --json benchmarks/results/kills.json",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "ray")},
+        "heartbeat_s": kills.HEARTBEAT_S,
+        "silence_limit_s": kills.SILENCE_LIMIT_S,
+        "stated_s": kills.STATED_S,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By kind: how many, how many as they should be, and the times."""
+    found = {}
+    for what in dict.fromkeys(row["what"] for row in rows):
+        own = [row for row in rows if row["what"] == what]
+        errors = [row["error_s"] for row in own if row["error_s"] is not None]
+        steps = [row["next_step_s"] for row in own if row["next_step_s"] is not None]
+        found[what] = {
+            "count": len(own),
+            "exact": sum(bool(row["exact"]) for row in own),
+            "within_stated": sum(e <= kills.STATED_S[what] for e in errors),
+            "as_it_should_be": sum(not row["wrong"] for row in own),
+            "error_s": [min(errors), statistics.median(errors), max(errors)] if errors else [],
+            "next_step_s": [min(steps), statistics.median(steps), max(steps)] if steps else [],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--json", help="write all rows to this file, after every kill")
+    arguments = parser.parse_args()
+    print(f"--kills {arguments.kills} --seed {arguments.seed}", flush=True)
+    rows: dict[int, dict[str, Any]] = {}
+    result = {**about(), "seed": arguments.seed, "asked_kills": arguments.kills}
+    result["load_before"] = os.getloadavg()[0]
+
+    def tell(record: kills.Record) -> None:
+        kills.show(record)
+        rows[record.number] = record.as_row()
+        if arguments.json:
+            every = [rows[number] for number in sorted(rows)]
+            body = {
+                **result,
+                "load_after": os.getloadavg()[0],
+                "kills": len(every),
+                "summary": summary(every),
+                "rows": every,
+            }
+            Path(arguments.json).write_text(json.dumps(body, indent=1) + "\n")
+
+    whats = kills.mixture(arguments.kills, arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = kills.Nodes(2, cpus_per_node=8)
+        try:
+            options = kills.options(Path(folder) / "cache")
+            autopar.init(**options, num_hosts=4, devices_per_host=2)
+            soak = kills.Soak(
+                whats, list(kills.METHODS), Path(folder), arguments.seed, nodes=nodes, tell=tell
+            )
+            soak.run()
+        finally:
+            autopar.shutdown()
+            nodes.close()
+
+
+if __name__ == "__main__":
+    main()
