@@ -129,7 +129,16 @@ ALLOWED_IMPORTS = {
     "api": {"session", "multi_controller", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
     "restoring": {"api", "session", "checkpoints", *BELOW_API, *EVERYONE},
-    "training": {"api", "checkpoints", "restoring", "session", *BELOW_API, *EVERYONE},
+    "batch_source": {"loading", "session", *BELOW_API, *EVERYONE},
+    "training": {
+        "api",
+        "batch_source",
+        "checkpoints",
+        "restoring",
+        "session",
+        *BELOW_API,
+        *EVERYONE,
+    },
     "__init__": {
         "api",
         "checkpoints",
