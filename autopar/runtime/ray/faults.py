@@ -213,7 +213,7 @@ def _what_followed(other: Sighting) -> str:
         case Trouble.AGENT_LOST:
             return "lost its node's agent."
         case _:
-            return "ended or raised as a consequence: it lost a process of its mesh."
+            return "ended or raised as a consequence: it lost another process."
 
 
 def _first_line(text: str) -> str:
