@@ -284,7 +284,7 @@ class RemoteSession:
         with self.lock:
             replies = mesh.group.submit("put", [(own,) for own in puts])
         for reply in replies:
-            reply.result(FETCH_LIMIT_S)
+            reply.result()  # steps before it may take long; a lost worker ends the wait
         return [
             DistributedArray(
                 self,
@@ -328,7 +328,7 @@ class RemoteSession:
                     asked.append((mesh.channels[worker], key, own))
                 replies += mesh.group.submit("fetch", args)
         for reply in replies:
-            reply.result(FETCH_LIMIT_S)
+            reply.result()  # steps before it may take long; a lost worker ends the wait
         values = [
             np.empty(array.copies[0].held.shape, array.copies[0].held.dtype) for array in arrays
         ]
