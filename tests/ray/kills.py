@@ -253,8 +253,9 @@ class Soak:
         self._pending: deque[tuple[int, Any]] = deque()
         self._last_done = 0
         self._thread: threading.Thread | None = None
-        self._killed_s = 0.0
-        self._open: Record | None = None  # a kill whose next step is not done yet
+        self._open: list[
+            tuple[Record, float]
+        ] = []  # kills without a step since, and when
         self._ended = threading.Event()
 
     def run(self) -> list[Record]:
@@ -310,12 +311,13 @@ class Soak:
             self._complain(f"loss {number} is {float(loss)!r} instead of {want!r}")
 
     def _step_was_done(self, number: int) -> None:
-        record = self._open
-        if record is not None and record.error_s is not None:
-            record.next_step_s = time.monotonic() - self._killed_s
+        for record, killed_s in list(self._open):
+            if record.error_s is None:  # a step that was done before anybody noticed
+                continue
+            record.next_step_s = time.monotonic() - killed_s
             record.num_again = self._last_done - number + 1
             record.exact = True
-            self._open = None
+            self._open.remove((record, killed_s))
             self._tell(record)
         self._last_done = number
         if self._nodes is not None and len(self._nodes) < self._num_nodes:
@@ -330,18 +332,18 @@ class Soak:
         seen_s = time.monotonic()
         self._pending.clear()
         if self._thread is None:
-            if isinstance(error, ClusterError) and self._open is not None:
-                self._open.also += f"{error}\n"
+            if isinstance(error, ClusterError) and self._open:
+                self._open[-1][0].also += f"{error}\n"
             else:
                 self._complain(f"an error that nobody caused: {error}")
             return
         self._thread.join(60)
         self._thread = None
-        record = self._open
-        if record is None or not isinstance(error, WorkerError):
+        if not self._open or not isinstance(error, WorkerError):
             self._complain(f"{type(error).__name__}: {error}")
             return
-        record.error_s = seen_s - self._killed_s
+        record, killed_s = self._open[-1]
+        record.error_s = seen_s - killed_s
         self._describe(record, error)
         if self._nodes is not None:
             if len(self._nodes) < self._num_nodes and self._rng.random() < 0.5:
@@ -409,8 +411,7 @@ class Soak:
         record = Record(len(self.records), what, self._now)
         record.workers = tuple(w.place.worker for w in hit)
         self.records.append(record)
-        self._killed_s = time.monotonic()
-        self._open = record
+        self._open.append((record, time.monotonic()))
         if what == "node":
             assert self._nodes is not None
             self._nodes.lose(victim.node.node_id)
