@@ -253,9 +253,7 @@ class Soak:
         self._pending: deque[tuple[int, Any]] = deque()
         self._last_done = 0
         self._thread: threading.Thread | None = None
-        self._open: list[
-            tuple[Record, float]
-        ] = []  # kills without a step since, and when
+        self._open: list[tuple[Record, float]] = []  # kills without a step since, and when
         self._ended = threading.Event()
 
     def run(self) -> list[Record]:
@@ -368,10 +366,10 @@ class Soak:
             wrong.append("tells something else")
         if not error.host or error.host not in said or error.mesh is None:
             wrong.append("names no host or mesh")
-        if record.what not in ("start", "node"):
+        if record.what != "start":
             if error.stage is None or not error.instruction or error.instruction not in said:
                 wrong.append("names no stage or instruction")
-            if not error.log_tail:
+            if not error.log_tail and record.what != "node":  # the log is lost with the node
                 wrong.append("shows no log")
         if wrong:
             record.wrong = "; ".join(filter(None, [record.wrong, *wrong])) + f"\n{said}"

@@ -78,13 +78,16 @@ def sightings_of(
         node_id = entry.worker.node.node_id
         known = told.get(entry.worker, _Told())
         gone = agents_gone.get(node_id)
+        state = decode(known.progress)
+        if not state.count and entry.beat:
+            state = entry.beat.state
         sighting = Sighting(
             entry.worker.place,
             entry.group.mesh,
             node_id not in unreachable and (nodes_alive is None or node_id in nodes_alive),
             known.state,
             known.log,
-            decode(known.progress),
+            state,
             agent_gone=None if gone is None else str(gone),
             oom_kills=known.oom_kills,
             rss_bytes=entry.beat.rss_bytes if entry.beat else 0,

@@ -131,6 +131,8 @@ def error_about(
         where += f", stage {stage}"
     if instruction:
         where += f", at: {instruction}"
+        if cause.process is None:
+            where += " (by its last heartbeat)"
     lines = [f"Worker {place.worker} {_what_happened(cause)}", f"  {where}"]
     lines += [
         f"  worker {other.place.worker} (host {other.place.host}, mesh {other.mesh}) "

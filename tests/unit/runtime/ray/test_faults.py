@@ -152,3 +152,12 @@ def test_what_was_raised_is_the_cause_of_the_error():
     raised = DataError("bad batch")
     known = sighting(0, **RAISED, error=raised)
     assert error_about([known], lambda place, state: (None, "")).__cause__ is raised
+
+
+def test_what_a_lost_node_was_doing_is_known_by_heartbeats():
+    state = State(9, 4, 1, 7, 2, 0.0)
+    error = error_about(
+        [sighting(0, **NODE_LOST, state=state)], lambda place, state: (1, "running")
+    )
+    assert (error.stage, error.instruction) == (1, "running")
+    assert "stage 1, at: running (by its last heartbeat)" in str(error)
