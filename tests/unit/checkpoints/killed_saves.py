@@ -27,8 +27,8 @@ from tests.unit.checkpoints.test_crashes import assert_whole, state_of
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
 
-def in_a_fork(body: Callable[[], None], kill_after_s: float | None) -> int:
-    """Run in another process, killed after some seconds; the signal that ended it."""
+def in_a_fork(body: Callable[[], None], until: Callable[[], None] | None = None) -> int:
+    """Run in another process, killed when `until` returns; the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -37,8 +37,8 @@ def in_a_fork(body: Callable[[], None], kill_after_s: float | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
+    if until is not None:
+        until()
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return os.WTERMSIG(status)
@@ -62,19 +62,24 @@ def kill(directory: Path, count: int) -> None:
             with mortal(point, "killed"):
                 save_for_ever(directory, step)
 
-        assert in_a_fork(save, None) == signal.SIGKILL
+        assert in_a_fork(save) == signal.SIGKILL
         after = assert_whole(directory)
         assert step <= after <= step + 4, (step, after)
         step = after
-    saved = step
     for _ in range(count):
         save = functools.partial(save_for_ever, directory, step)
-        ended_by = in_a_fork(save, rng.uniform(0, 0.03))
-        assert ended_by == signal.SIGKILL
+
+        def until(step: int = step) -> None:
+            """It has saved one, and goes on."""
+            limit = time.monotonic() + 60
+            while autopar.latest_step(directory) == step and time.monotonic() < limit:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.02))
+
+        assert in_a_fork(save, until) == signal.SIGKILL
         after = assert_whole(directory)
-        assert after >= step
+        assert after > step
         step = after
-    assert step > saved, "some of those that were killed at a moment had saved something"
     autopar.save_checkpoint(directory, state_of(step + 1), step + 1, keep=1)
     assert os.listdir(directory) == [f"step_{step + 1:08d}"], os.listdir(directory)
     print(f"{count} killed at a byte, {count} at a moment; {step} saved")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("one_of_several.py")
 
 
@@ -18,6 +20,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_checkpoint(tmp_path: Path):
     env = {
         **os.environ,
