@@ -45,8 +45,10 @@ STATED_S = {
 }
 METHODS = {
     "2 meshes of 2 processes": autopar.PipeshardParallel(4, stages=autopar.UniformStages(2)),
-    "1 mesh of 4 processes": autopar.ShardParallel((2, 4)),
+    "1 mesh of 4 processes": autopar.Zero3Parallel(),
 }
+
+_IN_STEPS = ("running", "sending", "receiving", "freeing", "between commands;")
 
 optimizer = optax.adam(1e-3)
 
@@ -249,6 +251,7 @@ class Soak:
         self._rng = random.Random(seed)
         self._wanted: dict[str, Uninterrupted] = {}
         self._now = ""  # the method of this round
+        self._step: Any = None
         self._checkpoints = folder
         self._pending: deque[tuple[int, Any]] = deque()
         self._last_done = 0
@@ -275,8 +278,9 @@ class Soak:
         self._now, self._checkpoints = name, self._folder / f"round_{number}"
         self._pending.clear()
         self._last_done = 0
+        self._step = autopar.parallelize(train, method=METHODS[name])
         state, _ = autopar.run_training(
-            autopar.parallelize(train, method=METHODS[name]),
+            self._step,
             make_state(),
             lambda first: batches_from(first, self._num_steps),
             checkpoint_dir=self._checkpoints,
@@ -366,11 +370,12 @@ class Soak:
             wrong.append("tells something else")
         if not error.host or error.host not in said or error.mesh is None:
             wrong.append("names no host or mesh")
-        if record.what != "start":
-            if error.stage is None or not error.instruction or error.instruction not in said:
-                wrong.append("names no stage or instruction")
-            if not error.log_tail and record.what != "node":  # the log is lost with the node
-                wrong.append("shows no log")
+        if not error.instruction or error.instruction not in said:
+            wrong.append("names no instruction")
+        if error.stage is None and error.instruction.startswith(_IN_STEPS):
+            wrong.append("names no stage")
+        if " log" not in said or (error.log_tail and "The last lines of its log" not in said):
+            wrong.append("says nothing of its log")
         if wrong:
             record.wrong = "; ".join(filter(None, [record.wrong, *wrong])) + f"\n{said}"
 
@@ -399,7 +404,7 @@ class Soak:
             time.sleep(delay_s)
         else:
             time.sleep(delay_s)
-        there = workers()
+        there = self._at_work() or workers()
         if self._ended.is_set() or not there:
             return
         victim = self._rng.choice(there)
@@ -415,6 +420,12 @@ class Soak:
             self._nodes.lose(victim.node.node_id)
         else:
             kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+
+    def _at_work(self) -> list[Any]:
+        """Workers of this round's meshes; others may be left of rounds before."""
+        executable = self._step.last_executable
+        meshes = {mesh.devices for mesh in executable.meshes} if executable else set()
+        return [worker for worker in workers() if worker.place.mesh_devices in meshes]
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition() and not self._ended.is_set():

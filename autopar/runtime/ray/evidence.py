@@ -88,6 +88,7 @@ def sightings_of(
             known.state,
             known.log,
             state,
+            entry.group.command_of(entry.worker, state.command),
             agent_gone=None if gone is None else str(gone),
             oom_kills=known.oom_kills,
             rss_bytes=entry.beat.rss_bytes if entry.beat else 0,

@@ -58,6 +58,7 @@ class Sighting:
     trouble:   of what kind the report was.
     process:   the kernel's letter for its process, empty if it has ended; None if nobody can say.
     detail:    Ray's words, or the exception.
+    command:   the name of the command that it was carrying out, if it is known.
     error:     what it raised.
     agent_gone: Ray's words about the end of its node's agent, if that has ended.
     oom_kills: processes that the kernel ended for want of memory on its node in this session.
@@ -70,6 +71,7 @@ class Sighting:
     process: str | None
     log: str = ""
     state: State = NOT_BEGUN
+    command: str = ""
     reported: int | None = None
     trouble: Trouble = Trouble.NONE
     detail: str = ""
@@ -126,6 +128,8 @@ def error_about(
         if cause.state.command == NOWHERE:
             last = f"; the last instruction was: {instruction}" if instruction else ""
             instruction = f"between commands{last}"
+        elif not instruction and cause.command:
+            instruction = f"the command {cause.command!r}"
     where = f"host {place.host} ({place.node}), mesh {cause.mesh}"
     if stage is not None:
         where += f", stage {stage}"
@@ -147,6 +151,10 @@ def error_about(
     tail = log_lines(cause.log)
     if tail:
         lines += ["The last lines of its log:", *(f"  | {line}" for line in tail)]
+    elif cause.process is not None:
+        lines.append("It has written nothing to its log.")
+    else:
+        lines.append("Its log cannot be read.")
     error = WorkerError(
         "\n".join(lines),
         host=place.node,

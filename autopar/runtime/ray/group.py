@@ -7,6 +7,7 @@ carry commands out in the order in which they were sent.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
@@ -123,9 +124,15 @@ class MeshGroup:
         self._session = session
         self._watcher = watcher
         self._num_sent = [0] * len(self.workers)
+        self._names: deque[tuple[Worker, int, str]] = deque(maxlen=64 * len(self.workers))
 
     def __repr__(self) -> str:
         return f"<mesh of devices {list(self.devices)} in {len(self.workers)} processes>"
+
+    def command_of(self, worker: Worker, number: int) -> str:
+        """What the command of this number was; empty if it was sent long ago."""
+        sent = list(self._names)
+        return next((name for w, n, name in sent if w is worker and n == number), "")
 
     def in_use(self) -> bool:
         return self.num_arrays > 0
@@ -155,6 +162,7 @@ class MeshGroup:
                         self._watcher.raised(worker, said)
                     raise
                 self._num_sent[index] = number
+                self._names.append((worker, number, command))
                 reply = Reply(worker, command, fatal, self._watcher)
                 self._watcher.expect(reply)
                 sent.append((reply, call))

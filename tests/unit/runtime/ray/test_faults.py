@@ -161,3 +161,19 @@ def test_what_a_lost_node_was_doing_is_known_by_heartbeats():
     )
     assert (error.stage, error.instruction) == (1, "running")
     assert "stage 1, at: running (by its last heartbeat)" in str(error)
+
+
+def test_a_command_without_instructions_is_named():
+    saving = sighting(0, **DIED, state=State(9, 4, NOWHERE, NOWHERE, NOWHERE, 0.0), command="save")
+    error = error_about([saving], lambda place, state: (None, ""))
+    assert error.instruction == "the command 'save'"
+    assert "at: the command 'save'\n" in str(error)
+
+
+def test_something_is_said_of_every_log():
+    def said(known):
+        return str(error_about([sighting(0, **known)], lambda place, state: (None, "")))
+
+    assert "The last lines of its log:\n  | at work" in said({**DIED, "log": "at work"})
+    assert "It has written nothing to its log." in said({**DIED, "log": ":job_id:1"})
+    assert "Its log cannot be read." in said(NODE_LOST)
