@@ -162,6 +162,9 @@ class ProcessCluster:
                 self.started[own] = self._start(own)
         return [self.started[own] for own in devices]
 
+    def wait_for_failure(self) -> WorkerError | None:
+        return None  # replies tell
+
     def _start(self, devices: tuple[int, ...]) -> Group:
         per_host = self.spec.devices_per_host
         hosts = sorted({device // per_host for device in devices})

@@ -30,6 +30,7 @@ from autopar.runtime.ray.starting import check_devices, start_workers
 
 EXECUTOR = "autopar.runtime.remote.executor:Executor"
 CLOSE_LIMIT_S = 5.0
+SETTLED_LIMIT_S = 10.0  # from a sign of a failure to its error, as stated in docs/ray.md
 
 
 class RayCluster:
@@ -114,9 +115,12 @@ class RayCluster:
         if self._closed:
             raise ClusterError("The Ray session was closed; call autopar.init again.")
 
-    def wait_for_failure(self, limit_s: float) -> WorkerError | None:
+    def wait_for_failure(self, limit_s: float | None = None) -> WorkerError | None:
         """The failure of the session, for whoever has noticed one first, such as a connection that
-        broke; None if there is none within the limit."""
+        broke; None if there is none within the limit, by default the one that is stated for
+        nodes that fall silent."""
+        if limit_s is None:
+            limit_s = self._session.limits.silence_s + SETTLED_LIMIT_S
         until_s = time.monotonic() + limit_s
         while self.failure is None and not self._closed and time.monotonic() < until_s:
             time.sleep(0.05)

@@ -33,7 +33,6 @@ from autopar.runtime.transports.choose import choose
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
 _LOAD_LIMIT_S = 3600.0
-_FAILURE_LIMIT_S = 10.0  # for the cluster to notice what a broken connection has shown
 _PARALLEL_BYTES = 2**20  # uploads from here on go to several workers at the same time
 
 
@@ -67,7 +66,7 @@ class ClusterLike(Protocol):
 
     def check(self) -> None: ...
 
-    def wait_for_failure(self, limit_s: float) -> WorkerError | None: ...
+    def wait_for_failure(self) -> WorkerError | None: ...
 
     def close(self) -> None: ...
 
@@ -239,7 +238,7 @@ class RemoteSession:
         try:
             yield
         except (PeerGone, DataTimeout) as error:
-            self.cluster.wait_for_failure(_FAILURE_LIMIT_S)
+            self.cluster.wait_for_failure()
             try:
                 self.check()
             except (ClusterError, WorkerError) as failure:
