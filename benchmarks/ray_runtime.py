@@ -21,9 +21,9 @@ processes reduces by gloo there and by shared memory here.
 
 `piece_ms` is the processor time of a forward or backward piece, and is to be 50 ms or more.
 
-**Driver.** `call_ms` is the time in `step(…)` when there is room for another step, with the batch on
-the workers; `upload_call_ms` with a batch of NumPy arrays. `num_calls` are remote calls per step,
-`store_bytes` and `store_objects` what Ray's object store says was created per step.
+**Driver.** `call_ms` is the time in `step(…)` when there is room for another step, with the batch
+on the workers; `upload_call_ms` with a batch of NumPy arrays. `num_calls` are remote calls per
+step, `store_bytes` and `store_objects` what Ray's object store says was created per step.
 
 **Start.** From `autopar.init` to the end of the first step, in a process of its own: `cold` without
 Ray, `warm` with a Ray that runs, `again` by a second `init` in the same process. In parts: Ray
@@ -45,13 +45,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
-MAX_DEVICES = 4
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
-    f"--xla_force_host_platform_device_count={MAX_DEVICES} --xla_cpu_multi_thread_eigen=false",
+    "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false",
 )
 
 import jax
@@ -271,7 +271,7 @@ def start_once(case: Case) -> dict[str, float]:
     executable.wait()
     mark()
     names = ("ray_s", "planning_s", "workers_s", "compiling_s", "first_step_s")
-    parts = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    parts = [after - before for before, after in pairwise(marks)]
     return {**dict(zip(names, parts, strict=True)), "total_s": marks[-1] - marks[0]}
 
 
@@ -315,9 +315,9 @@ def show(name: str, row: dict[str, Any]) -> str:
         f"{name:36s} step {row['step_ms']:.0f} ms, here {row['here_ms']:.0f} ms, ratio "
         f"{row['ratio']:.3f} (fastest {row['quiet_ratio']:.3f}, processor {row['cpu_ratio']:.3f}); "
         f"a piece {row['piece_ms']:.0f} ms; driver {row['call_ms']:.1f} ms, with a batch "
-        f"{row['upload_call_ms']:.1f} ms; {row['num_calls']} calls to {row['num_workers']} workers, "
-        f"{row['uploaded_bytes']} bytes sent, {row['store_bytes']:.0f} in the object store; load "
-        f"{row['load'][0]:.1f} to {row['load'][1]:.1f}"
+        f"{row['upload_call_ms']:.1f} ms; {row['num_calls']} calls to {row['num_workers']} "
+        f"workers, {row['uploaded_bytes']} bytes sent, {row['store_bytes']:.0f} in the object "
+        f"store; load {row['load'][0]:.1f} to {row['load'][1]:.1f}"
     )
 
 
