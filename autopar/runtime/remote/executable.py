@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -93,9 +94,13 @@ class RemoteExecutable:
             tuple(place for place, r in enumerate(own) if _is_small(r.held))
             for own in self._results
         ]
-        self.meshes: list[RemoteMesh] = session.meshes(lowered.meshes)
+        platform = session.cluster.platform
+        with ThreadPoolExecutor(1, thread_name_prefix="autopar-start") as starter:
+            starting = starter.submit(session.meshes, lowered.meshes)
+            exported = [export_piece(lowered.name, piece, platform) for piece in lowered.pieces]
+            self.meshes: list[RemoteMesh] = starting.result()
         self.number = session.new_task()
-        self._load()
+        self._load(exported)
 
     # -- loading
 
@@ -130,13 +135,12 @@ class RemoteExecutable:
             )
         return tasks
 
-    def _load(self) -> None:
+    def _load(self, exported: Sequence[bytes]) -> None:
         lowered, session = self._lowered, self._session
-        platform = session.cluster.platform
-        exported = [export_piece(lowered.name, piece, platform) for piece in lowered.pieces]
         tasks = self._tasks()
         session.tasks[self.number] = lowered
         waiting: list[tuple[int, Any]] = []
+        announced: list[Any] = []
         for mesh, task in zip(self.meshes, tasks, strict=True):
             programs = [np.frombuffer(exported[number], np.uint8) for number in task.pieces]
             args = []
@@ -145,12 +149,12 @@ class RemoteExecutable:
                 with session.connected():
                     channel.send(key, programs)
                 args.append((task, key))
-            announced = mesh.group.submit("announce", args)
+            announced += mesh.group.submit("announce", args)
             for number in task.pieces:
                 replies = mesh.submit("compiled", self.number, number)
                 waiting += [(number, reply) for reply in replies]
-            for reply in announced:
-                reply.result(_COMPILE_LIMIT_S)
+        for reply in announced:
+            reply.result(_COMPILE_LIMIT_S)
         with _Progress(f"compiling {lowered.name}", len(waiting)) as progress:
             for number, reply in waiting:
                 self._piece_bytes[number] = reply.result(_COMPILE_LIMIT_S)
