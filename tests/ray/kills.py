@@ -48,7 +48,7 @@ METHODS = {
     "1 mesh of 4 processes": autopar.Zero3Parallel(),
 }
 
-_IN_STEPS = ("running", "sending", "receiving", "freeing", "between commands;")
+_IN_STEPS = ("taking", "running", "sending", "receiving", "freeing", "between commands;")
 
 optimizer = optax.adam(1e-3)
 

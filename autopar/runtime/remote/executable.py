@@ -404,8 +404,10 @@ class RemoteExecutable:
 
 
 def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[int | None, str]:
-    """(stage, words) of an instruction in a mesh's list."""
+    """(stage, words) of an instruction in a mesh's list; -1 is before the first."""
     instructions = lowered.programs.meshes[mesh].instructions
+    if place == -1:
+        return _stage_on(lowered, mesh), "taking the arguments of a step"
     if not 0 <= place < len(instructions):
         return None, ""
     match instructions[place]:

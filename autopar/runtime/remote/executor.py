@@ -129,6 +129,7 @@ class Executor:
 
     def step(self, call: StepCall) -> Later:
         start = time.perf_counter()
+        self._progress.at(call.task, -1, -1)
         self._place_all(call.puts)
         self.free(call.freed)
         loaded = self._tasks[call.task]
