@@ -1,7 +1,7 @@
 """What running a pipeline on Ray costs over the same plan in this process, and how long it takes to
 start. CPU meshes, a local Ray.
 
-    python -m benchmarks.ray_runtime [--rounds N] [--case NAME] [--no-start] [--json FILE]
+    python -m benchmarks.ray_runtime [--rounds N] [--case NAME] [--starts N] [--json FILE]
 
 **Steps.** A GPT is planned once. The plan runs on Ray, one worker process per device, and in this
 process on as many virtual devices, in turns: a step there, a step here, each waited for, with a
@@ -167,12 +167,16 @@ def step_figures(sides: Sides, rounds: int) -> dict[str, Any]:
     there_s, here_s, called_s, cpu_there_s, cpu_here_s = [], [], [], [], []
     loads = [os.getloadavg()[0]]
     own = [os.getpid()]
-    sides.run_there(), sides.run_here()
+    sides.run_there()
+    sides.run_here()
     for _ in range(rounds):
         seconds, cpu_s, called = timed(sides.run_there, [*sides.pids, *own])
-        there_s.append(seconds), cpu_there_s.append(cpu_s), called_s.append(called)
+        there_s.append(seconds)
+        cpu_there_s.append(cpu_s)
+        called_s.append(called)
         seconds, cpu_s, _ = timed(sides.run_here, own)
-        here_s.append(seconds), cpu_here_s.append(cpu_s)
+        here_s.append(seconds)
+        cpu_here_s.append(cpu_s)
         loads.append(os.getloadavg()[0])
     counts = sides.here.num_instructions()
     num_pieces = 2 * len(sides.here.meshes) * NUM_MICRO_BATCHES
@@ -286,7 +290,7 @@ def measure_start(kind: str) -> dict[str, float]:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ray.init(address="local", include_dashboard=False, logging_level="ERROR")
+            ray.init(address="local", include_dashboard=False)
     try:
         if kind == "again":
             start_once(case)
@@ -340,10 +344,10 @@ def write(path: str | None, rows: dict[str, Any], begun: dict[str, Any]) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case", help="only cases whose name contains this")
-    parser.add_argument("--no-start", action="store_true", help="measure steps only")
+    parser.add_argument("--starts", type=int, default=2, help="how often to start, each way")
     parser.add_argument("--start", choices=("cold", "warm", "again"), help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
@@ -356,8 +360,8 @@ def main() -> None:
             rows[case.name] = measure(case, options.rounds)
             print(show(case.name, rows[case.name]), flush=True)
             write(options.json, rows, {})
-    if not options.no_start:
-        write(options.json, rows, starts(times=2))
+    if options.starts:
+        write(options.json, rows, starts(options.starts))
 
 
 if __name__ == "__main__":
