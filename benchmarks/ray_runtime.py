@@ -21,7 +21,8 @@ turned off here (`RAY_worker_niceness=0`), as others on a busy machine would go 
 What stays different: arrays cross by TCP there and by a copy in memory here; a mesh of two
 processes reduces by gloo there and by shared memory here.
 
-`piece_ms` is the processor time of a forward or backward piece, and is to be 50 ms or more.
+`piece_ms` is a step's processor time here over the number of its forward and backward pieces, all
+devices of a mesh together: a mean, of which a forward piece has less. It is to be well over 50 ms.
 
 **Driver.** `call_ms` is the time in `step(…)` when there is room for another step, with the batch
 on the workers; `upload_call_ms` with a batch of NumPy arrays. `num_calls` are remote calls per
