@@ -25,12 +25,9 @@ UNEQUAL = ((1, 2), (1, 2), (2, 2))
 STAGES = ("1", "2", "4", "unequal")
 TRAINING = [name for name in SCHEDULES if name != "inference"]
 IN_DEFAULT_RUN = {
-    ("mlp-tiny", "1", "1f1b"),
     ("mlp-tiny", "2", "1f1b"),
-    ("mlp-tiny", "2", "zero_bubble"),
     ("mlp-tiny", "2", "interleaved_1f1b"),
     ("mlp-tiny", "unequal", "1f1b_eager"),
-    ("gpt-tiny", "2", "1f1b"),
 }
 
 
