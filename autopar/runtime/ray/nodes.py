@@ -103,6 +103,8 @@ def connect(address: str | None) -> bool:
     options: dict[str, Any] = {"address": address, "logging_level": "WARNING"}
     if address == "local":
         options["include_dashboard"] = False
+        # Ray would run workers behind everything else, the user's data loading among it.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         with warnings.catch_warnings():  # about Ray's own future
             warnings.simplefilter("ignore")
