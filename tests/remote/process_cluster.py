@@ -208,6 +208,7 @@ class ProcessCluster:
         if self._num_gpus is None:
             return env | {
                 "JAX_PLATFORMS": "cpu",
+                "PJRT_NPROC": "16",  # threads for tiles while collectives wait
                 "XLA_FLAGS": "--xla_backend_optimization_level=0",
             }
         gpus = [str(device % self._num_gpus) for device in place.devices]
