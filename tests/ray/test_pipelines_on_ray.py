@@ -20,6 +20,7 @@ from tests.equivalence.test_models import (
     batch_of,
     reference,
 )
+from tests.ray.kills import Nodes
 
 UNEQUAL = ((1, 2), (1, 2), (2, 2))
 STAGES = ("1", "2", "4", "unequal")
@@ -31,11 +32,21 @@ IN_DEFAULT_RUN = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    autopar.init(cluster="ray", num_hosts=4, devices_per_host=2)
-    yield
-    autopar.shutdown()
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=["one node", pytest.param("four nodes", marks=pytest.mark.slow)],
+)
+def _cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hosts that share a node of Ray, or a node each (all on this machine)."""
+    nodes = Nodes(num_nodes=4, cpus_per_node=2) if request.param == "four nodes" else None
+    try:
+        autopar.init(cluster="ray", num_hosts=4, devices_per_host=2)
+        yield
+    finally:
+        autopar.shutdown()
+        if nodes is not None:
+            nodes.close()
 
 
 def method_of(name: str, stages: str, schedule: str) -> Any:
