@@ -17,7 +17,7 @@ import autopar
 from autopar.checkpoints import write
 from autopar.ir.spec import all_layouts, to_partition_spec
 
-few = settings(deadline=None, max_examples=60)
+few = settings(deadline=None, max_examples=30)
 mesh_shapes = st.sampled_from(
     [s for s in product(range(1, 5), repeat=2) if prod(s) <= 8] + [(n,) for n in range(1, 9)]
 )

@@ -28,7 +28,7 @@ from autopar.runtime.remote.crossings import (
 from tests.properties.test_pipeline_programs import random_case
 from tests.properties.test_tiles import plans, shards_of
 
-few = settings(deadline=None, max_examples=100)
+few = settings(deadline=None, max_examples=40)
 FIRST_TARGET = 100  # number of the first worker of the target mesh
 
 
