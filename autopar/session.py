@@ -18,8 +18,8 @@ from autopar import _jax
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.lower.tiles import plan_tiles
-from autopar.runtime.remote.executable import describe_instruction
 from autopar.runtime.remote.session import RemoteSession
+from autopar.runtime.remote.words import describe_instruction
 from autopar.runtime.transports.choose import NAMES as TRANSPORTS
 
 CLUSTERS = ("local", "ray")

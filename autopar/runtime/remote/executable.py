@@ -6,7 +6,6 @@ handles at once; the workers carry out the step. A few steps may be on their way
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import numpy as np
 
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import Free, PipelinePrograms, Recv, Run, Send
+from autopar.ir.program import PipelinePrograms, Recv, Run, Send
 from autopar.ir.remote import Bound, Held, LoweredStep, MeshTask, PieceSpec, recv_order
 from autopar.ir.spec import num_shards
 from autopar.runtime.arguments import SignatureChanged, is_weak
@@ -31,6 +30,7 @@ from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
 from autopar.runtime.remote.exporting import export_piece
 from autopar.runtime.remote.moving import move
+from autopar.runtime.remote.progress_line import ProgressLine
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
 
 MAX_STEPS_AHEAD = 2
@@ -155,7 +155,7 @@ class RemoteExecutable:
                 waiting += [(number, reply) for reply in replies]
         for reply in announced:
             reply.result(_COMPILE_LIMIT_S)
-        with _Progress(f"compiling {lowered.name}", len(waiting)) as progress:
+        with ProgressLine(f"compiling {lowered.name}", len(waiting)) as progress:
             for number, reply in waiting:
                 self._piece_bytes[number] = reply.result(_COMPILE_LIMIT_S)
                 progress.step()
@@ -403,34 +403,6 @@ class RemoteExecutable:
         )
 
 
-def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[int | None, str]:
-    """(stage, words) of an instruction in a mesh's list; -1 is before the first."""
-    instructions = lowered.programs.meshes[mesh].instructions
-    if place == -1:
-        return _stage_on(lowered, mesh), "taking the arguments of a step"
-    if not 0 <= place < len(instructions):
-        return None, ""
-    match instructions[place]:
-        case Run(piece=number, micro_batch=micro_batch):
-            piece = lowered.pieces[number]
-            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-            return piece.stage, f"running {piece.name}{of}"
-        case Send(buffers=buffers, to_mesh=other, micro_batch=micro_batch):
-            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-            return _stage_on(lowered, mesh), f"sending {len(buffers)} arrays{of} to mesh {other}"
-        case Recv(buffers=buffers, from_mesh=other, micro_batch=micro_batch):
-            of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-            words = f"receiving {len(buffers)} arrays{of} from mesh {other}"
-            return _stage_on(lowered, mesh), words
-        case Free(buffers=buffers):
-            return _stage_on(lowered, mesh), f"freeing {len(buffers)} arrays"
-
-
-def _stage_on(lowered: LoweredStep, mesh: int) -> int | None:
-    stages = [stage for stage, own in enumerate(lowered.stage_mesh) if own == mesh]
-    return stages[0] if len(stages) == 1 else None
-
-
 def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, held: Held) -> int | None:
     """The number of the array's copy on a mesh, if it lies there as wanted."""
     for copy in leaf.copies:
@@ -456,30 +428,3 @@ def _is_small(held: Held) -> bool:
 def _bytes_on_one_device(held: Held) -> int:
     size = prod(held.shape) // num_shards(held.layout, held.mesh_shape)
     return size * np.dtype(held.dtype).itemsize
-
-
-class _Progress:
-    """How far compiling is, on a terminal; silent elsewhere."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        self._total = total
-        self._done = 0
-        self._shown = sys.stderr.isatty()
-
-    def __enter__(self) -> _Progress:
-        self._show()
-        return self
-
-    def step(self) -> None:
-        self._done += 1
-        self._show()
-
-    def _show(self) -> None:
-        if self._shown:
-            line = f"\rautopar: {self._what}: {self._done} of {self._total} programs"
-            print(line, end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: Any) -> None:
-        if self._shown:
-            print(file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.ir.program import Free, Recv, Run, Send
-from autopar.runtime.remote.executable import describe_instruction
+from autopar.runtime.remote.words import describe_instruction
 
 INSTRUCTIONS = (
     Recv(buffers=(3,), transfers=(0,), micro_batch=2, from_mesh=0, tag=0),
