@@ -510,30 +510,12 @@ def with_weak_type(array: jax.Array) -> jax.Array:
     return weak
 
 
-# -- groups of processes
-
-
-def tell_group(name: str, text: str) -> None:
-    """Give a text to all processes of the `jax.distributed` group, under a name used once."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    assert client is not None
-    client.key_value_set(name, text)
-
-
-def hear_group(name: str, timeout_s: float) -> str:
-    """The text that some process of the group gives under this name; waits for it."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    assert client is not None
-    return client.blocking_key_value_get(name, int(timeout_s * 1000))
-
-
 def is_traced(value: Any) -> bool:
     """Whether a value stands for one that is not there yet."""
     return isinstance(value, _core.Tracer)
+
+
+# -- groups of processes
 
 
 def store_set(key: str, value: bytes) -> None:

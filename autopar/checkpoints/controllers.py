@@ -40,6 +40,13 @@ class Controllers:
             return make()
         if not self.is_first:
             return _result(self._hear(topic, 0), 0)
+        return self._told(topic, make)
+
+    def to_first(self, topic: str, make: Callable[[], Any]) -> None:
+        """What `make` gives to this process is told to the first; if it fails, that is."""
+        self._told(topic, make)
+
+    def _told(self, topic: str, make: Callable[[], Any]) -> Any:
         try:
             result = make()
         except BaseException as error:
@@ -48,33 +55,22 @@ class Controllers:
         self._tell(topic, {"result": result})
         return result
 
-    def to_first(self, topic: str, make: Callable[[], Any]) -> None:
-        """What `make` gives to this process is told to the first; if it fails, that is."""
-        try:
-            result = make()
-        except BaseException as error:
-            self._tell(topic, {"error": str(error)})
-            raise
-        self._tell(topic, {"result": result})
-
     def heard_by_first(self, topic: str) -> list[Any]:
         """What the other processes have told; raises if it failed in one of them."""
         others = range(1, self.count)
         return [_result(self._hear(topic, process), process) for process in others]
 
     def _tell(self, topic: str, what: dict[str, Any]) -> None:
-        _jax.tell_group(f"{self._name}/{topic}/{self.process}", json.dumps(what))
+        _jax.store_set(f"{self._name}/{topic}/{self.process}", json.dumps(what).encode())
 
     def _hear(self, topic: str, process: int) -> dict[str, Any]:
-        name = f"{self._name}/{topic}/{process}"
-        try:
-            return json.loads(_jax.hear_group(name, WAIT_S))
-        except jax.errors.JaxRuntimeError as error:
+        told = _jax.store_get(f"{self._name}/{topic}/{process}", WAIT_S)
+        if told is None:
             raise CheckpointError(
                 f"saving a checkpoint: process {process} of {self.count} did not answer within "
-                f"{WAIT_S:.0f} s. Every process must call save_checkpoint, in the same order. "
-                f"({error})"
-            ) from error
+                f"{WAIT_S:.0f} s. Every process must call save_checkpoint, in the same order."
+            )
+        return json.loads(told)
 
 
 def _result(message: dict[str, Any], process: int) -> Any:

@@ -109,12 +109,6 @@ def test_arguments_that_cannot_be_sent_leave_the_numbers_of_commands_whole(group
     assert results(groups[0].submit("add", [None, (2, 2)])) == [4]
 
 
-def test_references_are_values_for_workers(cluster, groups):
-    reference = cluster.put(b"program" * 100_000)
-    lengths = groups[0].submit("length", [(reference,), (reference,)])
-    assert results(lengths) == [700_000] * 2
-
-
 def test_environment_of_workers(groups):
     replies = groups[0].submit("environment", [("TOY_GREETING",), ("JAX_PLATFORMS",)])
     assert results(replies) == ["hello", "cpu"]

@@ -117,12 +117,56 @@ def test_state_made_on_the_cluster_and_evaluated_there(pipelined: Any, wanted: A
 
 
 def test_state_goes_from_plan_to_plan(pipelined: Any, on_one_mesh: Any, wanted: Any) -> None:
-    """From two meshes to one of all devices, and back."""
+    """From two meshes to one of all devices, and back; nothing stays where it was."""
     state: Any = make_state(0)
     for index, step in enumerate([pipelined, on_one_mesh, on_one_mesh, pipelined]):
         state, results = step(state, batch_of(index))
         assert_equal(fetched(results), wanted[index][1], f"step {index}")
     assert_equal(fetched(state), wanted[3][0])
+    held = jax.tree.leaves((state, results))
+    for executable in (pipelined.last_executable, on_one_mesh.last_executable):
+        for mesh in executable.meshes:
+            own = sum(leaf.copies[0].mesh is mesh for leaf in held)
+            for reply in mesh.submit("free", mesh.take_released()):
+                reply.result(30)
+            counts = [reply.result(30)["num_arrays"] for reply in mesh.submit("stats")]
+            assert counts == [own] * len(mesh.places)
+            assert mesh.group.num_arrays == own
+
+
+def test_state_in_another_layout_on_the_same_mesh(wanted: Any) -> None:
+    """The old layout's buffers do not stay behind."""
+    steps = [
+        autopar.parallelize(train, method=method)
+        for method in (autopar.DataParallel(), autopar.Zero3Parallel())
+    ]
+    state: Any = make_state(0)
+    for index, step in enumerate([steps[0], steps[1], steps[0]]):
+        state, results = step(state, batch_of(index))
+        assert_equal(fetched(results), wanted[index][1], f"step {index}")
+    (mesh,) = steps[0].last_executable.meshes
+    assert mesh is steps[1].last_executable.meshes[0]
+    own = len(jax.tree.leaves((state, results)))
+    for reply in mesh.submit("free", mesh.take_released()):
+        reply.result(30)
+    assert {r.result(30)["num_arrays"] for r in mesh.submit("stats")} == {own}
+
+
+def test_programs_of_steps_that_are_gone_are_forgotten(on_one_mesh: Any) -> None:
+    on_one_mesh(make_state(0), batch_of(0))
+    (mesh,) = on_one_mesh.last_executable.meshes
+
+    def tasks() -> set[int]:
+        return {n for reply in mesh.submit("stats") for n in reply.result(30)["tasks"]}
+
+    other = autopar.parallelize(lambda x, batch: x + batch.sum(), method=ONE_MESH)
+    other(jnp.zeros(()), np.ones((8, 2), np.float32))
+    number = other.last_executable.number
+    assert number in tasks()
+    del other
+    gc.collect()
+    on_one_mesh(make_state(0), batch_of(0))
+    assert number not in tasks()
 
 
 def test_arrays_tell_what_they_are(pipelined: Any) -> None:

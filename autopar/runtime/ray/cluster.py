@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec, preset_of
@@ -125,12 +124,6 @@ class RayCluster:
         while self.failure is None and not self._closed and time.monotonic() < until_s:
             time.sleep(0.05)
         return self.failure
-
-    def put(self, value: Any) -> Any:
-        """A reference to a value that goes to several workers, as a top-level argument of
-        `MeshGroup.submit`; for programs, not for arrays."""
-        self.check()
-        return self._session.ray.put(value)
 
     def groups(self, meshes: Sequence[Sequence[int]]) -> list[MeshGroup]:
         """A running group for each mesh, given by the numbers of its devices. Those that run are

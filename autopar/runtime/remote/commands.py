@@ -45,4 +45,3 @@ class StepCall:
 @dataclass(frozen=True)
 class StepDone:
     values: dict[int, np.ndarray]  # by place among the outputs; of the mesh's first worker only
-    dispatch_s: float

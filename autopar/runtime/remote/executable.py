@@ -6,8 +6,9 @@ handles at once; the workers carry out the step. A few steps may be on their way
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -100,6 +101,7 @@ class RemoteExecutable:
             exported = [export_piece(lowered.name, piece, platform) for piece in lowered.pieces]
             self.meshes: list[RemoteMesh] = starting.result()
         self.number = session.new_task()
+        weakref.finalize(self, session.end_task, self.number, self.meshes).atexit = False
         self._load(exported)
 
     # -- loading
@@ -168,9 +170,9 @@ class RemoteExecutable:
         self._check_types(leaves)
         if _jax.is_tracing():
             return list(self._whole(*leaves))
+        self._session.check()
+        self._wait_for_room()
         with self._session.lock:
-            self._session.check()
-            self._wait_for_room()
             return self._submit(leaves)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -184,8 +186,11 @@ class RemoteExecutable:
 
     def _wait_for_room(self) -> None:
         """A step is sent when at most `MAX_STEPS_AHEAD` others are not done."""
-        while len(self._ahead) >= MAX_STEPS_AHEAD:
-            for reply in self._ahead.popleft():
+        with self._session.lock:
+            num_due = max(0, len(self._ahead) - MAX_STEPS_AHEAD + 1)
+            due = [self._ahead.popleft() for _ in range(num_due)]
+        for replies in due:  # others may send commands meanwhile, such as a data loader
+            for reply in replies:
                 reply.result()
 
     def _submit(self, leaves: Sequence[Any]) -> list[Any]:
@@ -198,7 +203,7 @@ class RemoteExecutable:
         uploaded_bytes = num_calls = 0
         outputs: list[list[int]] = []
         first_tag = session.new_tags(self._num_tags)
-        seen: set[int] = set()  # arrays that an argument which is used up has
+        seen: set[int] = set()  # numbers of the arrays that the step uses up
         for mesh, arguments, results, watched in zip(
             self.meshes, self._arguments, self._results, self._watched, strict=True
         ):
@@ -245,6 +250,10 @@ class RemoteExecutable:
             outputs.append([session.new_number(mesh) for _ in results])
             in_list = tuple(numbers[place] for place in range(len(arguments)))
             freed = mesh.take_released()
+            ended = mesh.take_ended()
+            if ended:
+                mesh.submit("unload", ended)
+                num_calls += len(mesh.places)
             mesh.group.num_arrays -= len(dropped) + sum(
                 a.position in lowered.donated for a in arguments
             )
@@ -269,16 +278,9 @@ class RemoteExecutable:
         ]
         num_calls += sum(map(len, calls))
         self.last_call = CallStats(num_calls, uploaded_bytes)
-        self._use_up(taken)
+        _use_up(taken, seen)
         self._ahead.append([reply for own in replies for reply in own])
         return self._handles(outputs, replies)
-
-    def _use_up(self, taken: Sequence[DistributedArray]) -> None:
-        """Handles whose buffers the step has: copies that it did not take are freed."""
-        for leaf in taken:
-            for copy in leaf.take():
-                if all(copy.mesh is not mesh for mesh in self.meshes):
-                    copy.mesh.release(copy.number)
 
     def _handles(self, outputs: Sequence[Sequence[int]], replies: Sequence[Any]) -> list[Any]:
         copies: dict[int, list[Copy]] = {}
@@ -401,6 +403,15 @@ class RemoteExecutable:
             mesh_memory_bytes=self.mesh_memory_bytes(),
             num_instructions=self.num_instructions(),
         )
+
+
+def _use_up(taken: Sequence[DistributedArray], used_up: Collection[int]) -> None:
+    """Empty the handles of arguments that a step uses up. What it has not taken itself, because it
+    wanted them elsewhere or in another layout, is freed."""
+    for leaf in taken:
+        for copy in leaf.take():
+            if copy.number not in used_up:
+                copy.mesh.release(copy.number)
 
 
 def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, held: Held) -> int | None:

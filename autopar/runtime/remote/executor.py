@@ -7,7 +7,6 @@ Arrays are numbered by the driver, which says when to let them go.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,19 +115,19 @@ class Executor:
         assert self._transport is not None
         self._transport.prepare(links)
 
-    def unload(self, task: int) -> None:
-        self._tasks.pop(task, None)
-        self._announced.pop(task, None)
-        self._compiling.pop(task, None)
+    def unload(self, tasks: Sequence[int]) -> None:
+        for task in tasks:
+            self._tasks.pop(task, None)
+            self._announced.pop(task, None)
+            self._compiling.pop(task, None)
 
     def hlo_texts(self, task: int) -> dict[int, str]:
         """XLA's optimized HLO of this mesh's pieces, by number."""
-        return {n: piece.as_text() for n, piece in self._tasks[task]._pieces.items()}
+        return {n: piece.as_text() for n, piece in self._tasks[task].pieces.items()}
 
     # -- steps
 
     def step(self, call: StepCall) -> Later:
-        start = time.perf_counter()
         self._progress.at(call.task, -1, -1)
         self._place_all(call.puts)
         self.free(call.freed)
@@ -150,7 +149,6 @@ class Executor:
         }
         last = [self._arrays[number] for number in call.outputs]
         smallest = min(last, key=lambda one: one.size) if last else None
-        elapsed = time.perf_counter() - start
         watched = shards if self._place.rank == 0 else {}
 
         def wait() -> StepDone:
@@ -163,7 +161,7 @@ class Executor:
                         raise
             if not values and smallest is not None and not smallest.is_deleted():
                 jax.block_until_ready(smallest)
-            return StepDone(values, elapsed)
+            return StepDone(values)
 
         return Later(wait)
 

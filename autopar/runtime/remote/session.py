@@ -90,6 +90,7 @@ class RemoteMesh:
             for device in range(len(place.devices))
         ]
         self._released: deque[int] = deque()
+        self._ended: deque[int] = deque()
 
     def release(self, number: int) -> None:
         self._released.append(number)
@@ -100,6 +101,16 @@ class RemoteMesh:
         while self._released:
             found.append(self._released.popleft())
         self.group.num_arrays -= len(found)
+        return tuple(found)
+
+    def end_task(self, number: int) -> None:
+        self._ended.append(number)
+
+    def take_ended(self) -> tuple[int, ...]:
+        """Steps that nobody can call any more."""
+        found = []
+        while self._ended:
+            found.append(self._ended.popleft())
         return tuple(found)
 
     def submit(self, command: str, *args: Any, fatal: bool = False) -> list[Any]:
@@ -182,6 +193,13 @@ class RemoteSession:
 
     def new_task(self) -> int:
         return next(self._tasks)
+
+    def end_task(self, number: int, meshes: Sequence[RemoteMesh]) -> None:
+        """A step's executable is gone: workers forget its programs when they are next called. Like
+        `release`, this may be called in any thread, at any time."""
+        self.tasks.pop(number, None)
+        for mesh in meshes:
+            mesh.end_task(number)
 
     def new_number(self, mesh: RemoteMesh) -> int:
         mesh.group.num_arrays += 1

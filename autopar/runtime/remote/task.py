@@ -72,7 +72,7 @@ class WorkerTask:
         runs_alone: bool,
     ) -> None:
         self.task = task
-        self._pieces = pieces
+        self.pieces = pieces
         self._devices = devices
         self._worker = worker
         self._transport = transport
@@ -122,7 +122,7 @@ class WorkerTask:
                 return self._free(instruction)
 
     def _run(self, run: Run) -> Operation:
-        program, spec = self._pieces[run.piece], self.task.pieces[run.piece]
+        program, spec = self.pieces[run.piece], self.task.pieces[run.piece]
         used_up = [run.reads[position] for position in spec.donated]
         local, runs_alone = self._local, self._runs_alone
 

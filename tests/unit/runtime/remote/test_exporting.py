@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from autopar.errors import CompileError
+from autopar.ir.remote import Held, LoweredPiece, PieceSpec
+from autopar.runtime.remote.exporting import compile_piece, export_piece
+
+HELD = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
+WHOLE = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))
+
+
+def piece_of(function: Any, **options: Any) -> LoweredPiece:
+    return LoweredPiece("step", 0, function, (HELD,), (HELD,), (), **options)
+
+
+def test_what_is_exported_on_no_devices_runs_on_devices() -> None:
+    piece = LoweredPiece("step", 0, lambda x: [2 * x, x], (HELD,), (HELD, WHOLE), (0,))
+    program = export_piece("train", piece, "cpu")
+    spec = PieceSpec("step", 0, piece.reads, piece.writes, piece.donated)
+    compiled = compile_piece("train_step", spec, program, jax.devices()[:4])
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    doubled, same = compiled(jax.device_put(x, compiled.input_shardings[0][0]))
+    np.testing.assert_array_equal(doubled, 2 * x)
+    np.testing.assert_array_equal(same, x)
+    assert {s.data.shape for s in doubled.addressable_shards} == {(4, 2)}
+    assert {s.data.shape for s in same.addressable_shards} == {(8, 4)}
+
+
+def test_custom_calls_without_guarantees_are_let_through() -> None:
+    def function(x: Any) -> list[Any]:
+        first = jax.ffi.ffi_call("one_of_mine", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return [jax.ffi.ffi_call("another", jax.ShapeDtypeStruct(x.shape, x.dtype))(first)]
+
+    program = export_piece("train", piece_of(function), "cpu")
+    text = export.deserialize(bytearray(program)).mlir_module()
+    assert "one_of_mine" in text and "another" in text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x.sum()),
+        lambda x: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((), jnp.float32), x.sum()),
+    ],
+)
+def test_callbacks_are_refused(call: Any) -> None:
+    def function(x: Any) -> list[Any]:
+        called = call(x)
+        return [x if called is None else x + called]
+
+    with pytest.raises(CompileError, match="step of train calls back into Python"):
+        export_piece("train", piece_of(function), "cpu")
