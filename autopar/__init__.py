@@ -1,5 +1,6 @@
 """autopar: a single-device JAX train step, run well on many devices, by itself."""
 
+from autopar import views as _views  # noqa: F401  # makes plans readable
 from autopar.api import (
     ParallelFunction,
     ShardingSolution,

@@ -28,7 +28,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
-from autopar.ir.table import format_bytes
+from autopar.ir.text import format_bytes
 from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import FlatCall, TracedStep

@@ -29,7 +29,7 @@ from autopar.ir.graph import check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.stages import PipelineChoice, SearchReport, Submesh
-from autopar.ir.table import format_bytes
+from autopar.ir.text import format_bytes
 from autopar.looped import (
     Loop,
     Looped,

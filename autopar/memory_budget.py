@@ -17,7 +17,7 @@ from autopar.cost.memory import Holding
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.table import format_bytes, name_pattern, name_skeleton
+from autopar.ir.text import format_bytes, name_pattern, name_skeleton
 from autopar.methods import DataParallel, ManualParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import TracedStep

@@ -14,6 +14,7 @@ from math import inf, prod
 from typing import Any
 
 from autopar.errors import ArgumentError, MeshError
+from autopar.ir.decode import decode
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
 AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that others can replace
@@ -159,6 +160,14 @@ class ClusterSpec:
         rings = max(1, self.devices_per_host // ranks_per_host)
         beta = max(1 / device.intra_host_bandwidth, rings / device.host_bandwidth)
         return device.inter_host_alpha_s, beta
+
+
+def decode_cluster(body: dict[str, Any]) -> ClusterSpec:
+    """A cluster from a plan file; wrong figures are an `ArgumentError` or a ValueError."""
+    device = body.get("device")
+    own = device if isinstance(device, str) else decode(DeviceSpec, device)
+    rest = {name: value for name, value in body.items() if name != "device"}
+    return ClusterSpec(device=own, **rest)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+from autopar.ir.decode import decode
+from autopar.ir.details import PlanDetails
+from autopar.ir.mesh import ClusterSpec, decode_cluster
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, to_partition_spec
 from autopar.ir.stages import SearchReport, decode_search
+from autopar.ir.timeline import PipelineTimes, Timeline
+from autopar.ir.views import views
 
 FORMAT = "autopar-plan"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 FOLLOWING = "following "  # before the layering of a step that follows another
 HELD = "held"  # layers are what each stage does with the arguments that it has
@@ -180,8 +186,15 @@ class ParallelPlan:
     layering: str = ""  # how they were found: "auto", "manual", their number, `HELD` or `MADE`
     schedule: str = ""  # of a pipeline; none if its stages are `MADE`
     search: SearchReport | None = None  # what the stage search considered, if there was one
+    cluster: ClusterSpec | None = None  # what it was planned for
+    details: PlanDetails | None = (
+        None  # of a plan on one mesh; those of a pipeline's are its stages'
+    )
+    times: PipelineTimes | None = None  # of a pipeline
+    pinned: tuple[tuple[str, str], ...] = ()  # what `with_pins` asked for: pattern, spec as text
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
+    origin: Any = field(default=None, compare=False, repr=False)  # what re-solves it, if known
 
     @property
     def num_stages(self) -> int:
@@ -230,17 +243,24 @@ class ParallelPlan:
         build, args = tree
         return build(args, [of(t) for t in tensors])
 
-    def explain(self) -> str:
-        """The plan as a table, in the names of the user's own modules."""
-        from autopar.ir.pipeline_table import explain_pipeline
-        from autopar.ir.table import explain_plan
+    def explain(self, path: str | None = None, *, depth: int | None = None) -> str:
+        """The plan in words, in the names of the user's own modules, down to `depth` levels of
+        them. With a path (of an input, an output or a named value): why that is sharded so."""
+        return views().explain(self, path, depth)
 
-        return explain_pipeline(self) if self.is_pipeline else explain_plan(self)
+    def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
+        """Write the plan as one HTML page that needs no network; `measured` is drawn beside the
+        predicted timeline."""
+        views().report(self, target, measured)
+
+    def with_pins(self, pins: Mapping[str, Any]) -> ParallelPlan:
+        """The best plan with these arrays pinned to specs, on the same meshes and stages."""
+        return views().with_pins(self, pins)
 
     # -- files
 
     def to_json(self) -> str:
-        body = _encode(replace(self, in_tree=None, out_tree=None))
+        body = _encode(self)
         document = {"format": FORMAT, "version": FORMAT_VERSION, "plan": body}
         document["sha256"] = _digest(body)
         return json.dumps(document, indent=None, separators=(",", ":"))
@@ -274,9 +294,11 @@ class ParallelPlan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlanError(f"{where}: not an autopar plan. Give a file written by plan.save().")
         if document.get("version") != FORMAT_VERSION:
+            found = document.get("version")
+            newer = isinstance(found, int) and found > FORMAT_VERSION
+            remedy = "Use the autopar that wrote it, or a newer one" if newer else "Plan again"
             raise PlanError(
-                f"{where}: plan format {document.get('version')!r}, this autopar reads "
-                f"{FORMAT_VERSION}. Plan again with this version."
+                f"{where}: plan format {found!r}, this autopar reads {FORMAT_VERSION}. {remedy}."
             )
         body: Any = document.get("plan")
         if document.get("sha256") != _digest(body):
@@ -411,7 +433,7 @@ def _digest(body: Any) -> str:
 
 def _encode(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
-        skip = ("in_tree", "out_tree")
+        skip = ("in_tree", "out_tree", "origin")
         names = [n for n in value.__dataclass_fields__ if n not in skip]
         return {n: _encode(getattr(value, n)) for n in names}
     if isinstance(value, (tuple, list)):
@@ -565,4 +587,8 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         layering=str(body["layering"]),
         schedule=str(body["schedule"]),
         search=None if body["search"] is None else decode_search(body["search"]),
+        cluster=None if body["cluster"] is None else decode_cluster(body["cluster"]),
+        details=decode(PlanDetails | None, body["details"]),
+        times=decode(PipelineTimes | None, body["times"]),
+        pinned=decode(tuple[tuple[str, str], ...], body["pinned"]),
     )

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice, Submesh
-from autopar.ir.table import format_bytes
+from autopar.ir.text import format_bytes
 from autopar.stages.least_sums import SAME, LeastSums, Piece
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.schedules import in_flight_bound

@@ -125,6 +125,7 @@ ALLOWED_IMPORTS = {
         *BELOW_PASSES,
         *EVERYONE,
     },
+    "views": {*BESIDE_COMPILER, "inspect", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "session": {"runtime", "lower", "ir", *EVERYONE},
     "api": {"session", "multi_controller", "worker_step", *BELOW_API, *EVERYONE},
     "loading": {"api", *BELOW_API, *EVERYONE},
@@ -140,6 +141,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "__init__": {
+        "views",
         "api",
         "checkpoints",
         "loading",

@@ -10,22 +10,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from math import inf, prod
-from typing import TYPE_CHECKING
 
-from autopar.ir.table import (
+from autopar.inspect.table import module_table, tensor_table
+from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
+from autopar.ir.stages import PipelineChoice, SearchReport
+from autopar.ir.text import (
     format_bytes,
     format_seconds,
     layer_names,
-    module_table,
     name_pattern,
     name_skeleton,
     rows_of,
-    tensor_table,
 )
-
-if TYPE_CHECKING:
-    from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
-    from autopar.ir.stages import PipelineChoice, SearchReport
 
 WIDTH = 100
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.pipeline_table import (
+from autopar.inspect.pipeline_table import (
     WIDTH,
     bubble_share,
     explain_pipeline,

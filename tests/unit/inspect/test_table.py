@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autopar.inspect.table import explain_plan
 from autopar.ir.plan import (
     Fingerprint,
     ModuleCost,
@@ -15,7 +16,7 @@ from autopar.ir.plan import (
     Tensor,
 )
 from autopar.ir.spec import WHOLE, Layout
-from autopar.ir.table import explain_plan, format_bytes, format_seconds
+from autopar.ir.text import format_bytes, format_seconds
 
 
 def tensor(path: str, layout: Layout = (WHOLE, WHOLE), role: str = "state") -> Tensor:

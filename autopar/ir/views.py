@@ -1,0 +1,30 @@
+"""Ways to look at a plan that need more than the plan: layers above provide them.
+
+`ParallelPlan.explain`, `report` and `with_pins` are methods of data that knows nothing of text,
+pages or solvers. Whoever can do these things says so here when autopar is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class PlanViews(Protocol):
+    def explain(self, plan: Any, path: str | None, depth: int | None) -> str: ...
+
+    def report(self, plan: Any, target: str | Path, measured: Any) -> None: ...
+
+    def with_pins(self, plan: Any, pins: Any) -> Any: ...
+
+
+_known: list[PlanViews] = []
+
+
+def provide(views: PlanViews) -> None:
+    _known[:] = [views]
+
+
+def views() -> PlanViews:
+    assert _known, "autopar was imported in part: `import autopar` makes plans readable"
+    return _known[0]

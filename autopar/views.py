@@ -1,0 +1,29 @@
+"""The methods of a plan that need the whole of autopar: `explain`, `report`, `with_pins`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.inspect.pipeline_table import explain_pipeline
+from autopar.inspect.table import explain_plan
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.timeline import Timeline
+from autopar.ir.views import provide
+
+
+class Views:
+    def explain(self, plan: ParallelPlan, path: str | None, depth: int | None) -> str:
+        if path is not None:
+            raise PlanError(f"explain({path!r}): not there yet.")
+        return explain_pipeline(plan) if plan.is_pipeline else explain_plan(plan)
+
+    def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
+        raise PlanError(f"report({str(target)!r}): not there yet.")
+
+    def with_pins(self, plan: ParallelPlan, pins: Any) -> ParallelPlan:
+        raise PlanError("with_pins: not there yet.")
+
+
+provide(Views())
