@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.inspect.pipeline_table import explain_pipeline
+from autopar.inspect.report import write_report
 from autopar.inspect.table import explain_plan
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
@@ -20,7 +21,7 @@ class Views:
         return explain_pipeline(plan) if plan.is_pipeline else explain_plan(plan)
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
-        raise PlanError(f"report({str(target)!r}): not there yet.")
+        write_report(plan, target, measured)
 
     def with_pins(self, plan: ParallelPlan, pins: Any) -> ParallelPlan:
         raise PlanError("with_pins: not there yet.")

@@ -1,0 +1,163 @@
+// The model tree on the page: opened by click or keys, searched by typing, rendered as far as it is open.
+
+const FIRST_CHILDREN = 100;
+const MOST_ROWS = 3000;
+
+function treeSection() {
+  const model = DATA.model;
+  const tree = buildTree(model, DATA.texts);
+  const total = tree.root.compute + tree.root.communication;
+  const state = { open: new Set([""]), limits: new Map(), first: FIRST_CHILDREN, most: MOST_ROWS, hits: null, query: "", focus: "m" };
+  openFirst(tree.root, state);
+
+  const body = make("tbody");
+  const found = make("span", { class: "soft", role: "status", "aria-live": "polite" });
+  const input = make("input", { type: "search", id: "search", placeholder: "Search modules, parameters, operators, specs …", "aria-label": "Search the model" });
+  const heads = [["Module, parameter or operator"], ["Parallelism"], ["Array and spec"], ["Compute", "seconds of a device per step"], ["Communication", "seconds of a device per step"], ["Sent", "bytes that a device sends per step"], ["Share", "of all work: computing and communication"]];
+  const table = make("table", { class: "tree", role: "treegrid", "aria-label": "Model tree" },
+    make("thead", {}, make("tr", {}, heads.map(([name, words], index) => make("th", { scope: "col", class: index >= 3 && index <= 5 ? "num" : null, "data-tip": words }, name)))), body);
+
+  function render(keepFocus) {
+    const rows = visibleRows(tree, model, state);
+    if (!rows.some((row) => row.key === state.focus)) state.focus = rows[0].key;
+    body.replaceChildren(...rows.map((row) => treeRow(row, model, total, state)));
+    if (keepFocus) focusRow(state.focus);
+  }
+
+  function focusRow(key) {
+    const row = [...body.rows].find((one) => one.dataset.key === key);
+    if (!row) return;
+    [...body.rows].forEach((one) => { one.tabIndex = -1; });
+    row.tabIndex = 0;
+    row.focus({ preventScroll: false });
+    state.focus = key;
+  }
+
+  function toggle(path, want) {
+    const opened = state.open.has(path);
+    const node = tree.modules.get(path);
+    if (want !== undefined ? want === opened : false) return;
+    if (opened) state.open.delete(path); else state.open.add(path);
+    if (opened && state.hits) state.hits.open.delete(node);
+    render(true);
+  }
+
+  function activate(row) {
+    state.focus = row.dataset.key;
+    if (row.dataset.list) {
+      state.limits.set(row.dataset.list, (state.limits.get(row.dataset.list) || FIRST_CHILDREN) + 5 * FIRST_CHILDREN);
+      render(true);
+    } else if (row.dataset.path !== undefined && row.hasAttribute("aria-expanded")) {
+      const open = row.getAttribute("aria-expanded") === "true";
+      if (open && state.hits && !state.open.has(row.dataset.path)) { state.hits.open.delete(tree.modules.get(row.dataset.path)); render(true); } else toggle(row.dataset.path);
+    }
+  }
+
+  body.addEventListener("click", (event) => {
+    const row = event.target.closest("tr");
+    if (row && !window.getSelection().toString()) activate(row);
+  });
+  body.addEventListener("keydown", (event) => {
+    const row = event.target.closest("tr");
+    if (!row) return;
+    const rows = [...body.rows];
+    const at = rows.indexOf(row);
+    const expanded = row.getAttribute("aria-expanded");
+    const go = (index) => { if (rows[index]) focusRow(rows[index].dataset.key); };
+    const parentAt = () => { let up = at; while (up > 0 && rows[up].getAttribute("aria-level") >= row.getAttribute("aria-level")) up -= 1; return up; };
+    const keys = {
+      ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(rows.length - 1),
+      ArrowRight: () => (expanded === "false" ? activate(row) : go(at + 1)),
+      ArrowLeft: () => (expanded === "true" ? activate(row) : go(parentAt())),
+      Enter: () => activate(row), " ": () => activate(row),
+    };
+    if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+  });
+
+  let timer = 0;
+  input.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      state.query = input.value.trim();
+      state.hits = state.query ? searchTree(tree, model, DATA.texts, state.query) : null;
+      if (state.hits) { state.open.clear(); state.limits.clear(); } else openFirst(tree.root, state);
+      found.textContent = state.hits ? `${count(state.hits.modules.size, "module")}, ${count(state.hits.params.size, "parameter")}, ${count(state.hits.numOps, "operator")} match` : "";
+      render(false);
+    }, 120);
+  });
+
+  render(false);
+  return section("model", "Model", `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.`,
+    make("div", { class: "tools" }, input,
+      make("button", { type: "button", onclick: () => { state.open = new Set([""]); state.limits.clear(); render(false); } }, "Close all"), found),
+    legend([["compute", 0], ["communication", 3]]),
+    make("div", { class: "scroll tall" }, table));
+}
+
+// Open what would otherwise be a single line, and the first level that has a choice.
+function openFirst(root, state) {
+  state.open = new Set([""]);
+  let node = root;
+  while (node.children.size === 1) { node = node.children.values().next().value; state.open.add(node.path); }
+}
+
+function marked(words, query) {
+  const first = query ? query.split(/\s+/)[0].toLowerCase() : "";
+  const at = first ? words.toLowerCase().indexOf(first) : -1;
+  if (at < 0) return words;
+  return [words.slice(0, at), make("mark", {}, words.slice(at, at + first.length)), words.slice(at + first.length)];
+}
+
+function treeRow(row, model, total, state) {
+  const cells = { module: moduleCells, op: opCells, param: paramCells, more: moreCells }[row.kind](row, model, total, state);
+  const tr = make("tr", { class: row.kind, role: "row", "aria-level": row.level, tabindex: row.key === state.focus ? 0 : -1,
+    "aria-expanded": row.kind === "module" && row.open !== null ? String(row.open) : null },
+  cells.map(([content, style], index) => make("td", { role: "gridcell", class: style, style: index === 0 ? `padding-left:${6 + 16 * (row.level - 1)}px` : null }, content)));
+  tr.dataset.key = row.key;
+  if (row.kind === "module") tr.dataset.path = row.node.path;
+  if (row.kind === "more") tr.dataset.list = row.list;
+  return tr;
+}
+
+const timeCell = (value) => [value ? seconds(value) : "–", "num"];
+const sentCell = (value) => [value ? bytes(value) : "–", "num"];
+const shareCell = (compute, communication, total) => [total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
+
+function moduleCells(row, model, total, state) {
+  const { node } = row;
+  const main = mainWords(node);
+  const words = main ? `${text(main.words)}${main.share < 0.995 ? ` (${percent(main.share)})` : ""}` : "";
+  const stages = DATA.head.pipeline && node.stages.size ? make("span", { class: "tag" }, node.stages.size === 1 ? `stage ${[...node.stages][0]}` : `${node.stages.size} stages`) : null;
+  const held = node.held ? `${bytes(node.held)} of parameters` : "";
+  return [
+    [[make("span", { class: "twist", "aria-hidden": "true" }, row.open === null ? "" : row.open ? "▾" : "▸"), marked(node.name || "(no name)", state.query), stages], ""],
+    [words, "words"], [make("span", { class: "soft" }, held), "spec"], timeCell(node.compute), timeCell(node.communication), sentCell(node.bytes), shareCell(node.compute, node.communication, total),
+  ];
+}
+
+function opCells(row, model, total, state) {
+  const [number, stage] = row.item;
+  const figures = model.rows[number];
+  const of = (column) => text(figures[column]);
+  const runs = figures[ROW.runs] > 1 ? ` × ${figures[ROW.runs]}` : "";
+  const about = [of(ROW.source), figures[ROW.flops] ? `${scaled(figures[ROW.flops], "FLOP")} on each device` : "", DATA.head.pipeline ? `stage ${stage}` : ""].filter(Boolean).join("\n");
+  return [
+    [[make("span", { class: "twist", "aria-hidden": "true" }, "·"), make("span", { class: "opname code", "data-tip": about }, marked(of(ROW.name), state.query)), runs, make("span", { class: "tag" }, of(ROW.region) || "–")], ""],
+    [marked(of(ROW.words), state.query), "words"], [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
+    timeCell(figures[ROW.compute]), timeCell(figures[ROW.communication]), sentCell(figures[ROW.bytes]), shareCell(figures[ROW.compute], figures[ROW.communication], total),
+  ];
+}
+
+function paramCells(row, model, total, state) {
+  const param = model.params[row.item];
+  return [
+    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": text(param[PARAM.reason]) }, marked(param[PARAM.path], state.query)), make("span", { class: "tag" }, "parameter")], ""],
+    [marked(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
+    ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
+  ];
+}
+
+function moreCells(row) {
+  const blank = ["", ""];
+  return [[`… ${row.left.toLocaleString("en")} more ${row.what}: click to show some`, ""], blank, blank, blank, blank, blank, blank];
+}

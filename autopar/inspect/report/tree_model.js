@@ -1,0 +1,117 @@
+// The model as a tree of the user's modules, with sums, and the search in it. Nothing here touches the page.
+
+const ROW = { name: 0, region: 1, array: 2, spec: 3, words: 4, source: 5, runs: 6, flops: 7, compute: 8, communication: 9, bytes: 10 };
+const PARAM = { path: 0, module: 1, stage: 2, array: 3, spec: 4, words: 5, reason: 6, bytes: 7 };
+
+function newModule(name, path, parent) {
+  return { name, path, parent, children: new Map(), ops: [], params: [], compute: 0, communication: 0, bytes: 0, held: 0, numOps: 0, words: new Map(), stages: new Set() };
+}
+
+function buildTree(model, texts) {
+  const root = newModule("whole step", "", null);
+  const modules = new Map([["", root]]);
+
+  function find(path) {
+    const known = modules.get(path);
+    if (known) return known;
+    const at = path.lastIndexOf("/");
+    const parent = at < 0 ? root : find(path.slice(0, at));
+    const node = newModule(path.slice(at + 1), path, parent);
+    parent.children.set(node.name, node);
+    modules.set(path, node);
+    return node;
+  }
+
+  model.ops.forEach(([rows, places], stage) => rows.forEach((row, index) => {
+    const node = find(texts[places[index]]);
+    const figures = model.rows[row];
+    node.ops.push([row, stage]);
+    node.compute += figures[ROW.compute];
+    node.communication += figures[ROW.communication];
+    node.bytes += figures[ROW.bytes];
+    node.stages.add(stage);
+    const weight = figures[ROW.flops] || 1e-3 * figures[ROW.compute];
+    if (figures[ROW.words] !== undefined && texts[figures[ROW.words]]) node.words.set(figures[ROW.words], (node.words.get(figures[ROW.words]) || 0) + weight);
+  }));
+  model.params.forEach((param, index) => {
+    const node = find(texts[param[PARAM.module]]);
+    node.params.push(index);
+    node.held += param[PARAM.bytes];
+    node.stages.add(param[PARAM.stage]);
+  });
+  addUp(root);
+  return { root, modules };
+}
+
+function addUp(node) {
+  node.numOps = node.ops.length;
+  for (const child of node.children.values()) {
+    addUp(child);
+    node.compute += child.compute;
+    node.communication += child.communication;
+    node.bytes += child.bytes;
+    node.held += child.held;
+    node.numOps += child.numOps;
+    child.stages.forEach((stage) => node.stages.add(stage));
+    child.words.forEach((weight, words) => node.words.set(words, (node.words.get(words) || 0) + weight));
+  }
+}
+
+// The word that most of a module's work is done by, with how much of it.
+function mainWords(node) {
+  let best = null;
+  let most = 0;
+  let total = 0;
+  node.words.forEach((weight, words) => { total += weight; if (weight > most) { most = weight; best = words; } });
+  return best === null ? null : { words: best, share: total ? most / total : 1 };
+}
+
+// What matches: sets of modules, of (module, op) and of parameters, and the modules above them.
+function searchTree(tree, model, texts, query) {
+  const wanted = query.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  const has = (words) => { const low = words.toLowerCase(); return wanted.every((one) => low.includes(one)); };
+  const rowMatches = model.rows.map((row) => has([ROW.name, ROW.region, ROW.array, ROW.spec, ROW.words, ROW.source].map((column) => texts[row[column]]).join(" ")));
+  const hits = { modules: new Set(), ops: new Map(), params: new Set(), open: new Set(), numOps: 0 };
+  const openAbove = (node) => { for (let at = node; at && !hits.open.has(at); at = at.parent) hits.open.add(at); };
+  for (const node of tree.modules.values()) {
+    if (node.parent && has(node.path)) { hits.modules.add(node); openAbove(node.parent); }
+    const ops = node.ops.filter(([row]) => rowMatches[row]);
+    if (ops.length) { hits.ops.set(node, ops); hits.numOps += ops.length; openAbove(node); }
+    for (const index of node.params) {
+      const param = model.params[index];
+      const about = [param[PARAM.path], texts[param[PARAM.array]], texts[param[PARAM.spec]], texts[param[PARAM.words]]].join(" ");
+      if (has(about)) { hits.params.add(index); openAbove(node); }
+    }
+  }
+  return hits;
+}
+
+// The rows to show, in order: {kind, node | op | param, level, key}. Long lists begin with `limit(key)` entries.
+function visibleRows(tree, model, state) {
+  const rows = [];
+  const { hits } = state;
+
+  function visit(node, level) {
+    if (rows.length >= state.most) return;
+    const inner = node.children.size + node.params.length + node.ops.length > 0;
+    const open = hits ? hits.open.has(node) || state.open.has(node.path) : state.open.has(node.path);
+    rows.push({ kind: "module", node, level, key: `m${node.path}`, open: inner ? open : null });
+    if (!open) return;
+    const whole = !hits || (!hits.open.has(node) && state.open.has(node.path)) || state.open.has(node.path);
+    for (const child of node.children.values()) {
+      if (whole || hits.modules.has(child) || hits.open.has(child)) visit(child, level + 1);
+    }
+    listed(node, level, "param", whole ? node.params : node.params.filter((index) => hits.params.has(index)));
+    listed(node, level, "op", whole ? node.ops : hits.ops.get(node) || []);
+  }
+
+  function listed(node, level, kind, all) {
+    const key = `${kind}${node.path}`;
+    const limit = state.limits.get(key) || state.first;
+    all.slice(0, limit).forEach((item, index) => rows.push({ kind, item, level: level + 1, key: `${key}#${index}` }));
+    if (all.length > limit) rows.push({ kind: "more", level: level + 1, key: `${key}+`, list: key, left: all.length - limit, what: kind === "op" ? "operators" : "parameters" });
+  }
+
+  visit(tree.root, 1);
+  return rows;
+}
