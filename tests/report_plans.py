@@ -39,14 +39,14 @@ REGIONS = ("forward", "backward", "update")
 GIB = 2.0**30
 
 
-def op_rows(layers: range, ops_per_region: int, prefix: str = "GPT") -> list[OpRow]:
+def op_rows(layers: range, ops_per_region: int, runs: int = 1) -> list[OpRow]:
     rows = []
     for region in REGIONS[:2]:
         for layer in layers:
             for number in range(ops_per_region):
                 product = number % 4 == 0
                 part = ("attention/qkv", "attention/out", "ffn/up", "ffn/down")[number // 4 % 4]
-                module = f"{prefix}/layer_{layer}/{part}" if product else f"{prefix}/layer_{layer}"
+                module = f"GPT/layer_{layer}/{part}" if product else f"GPT/layer_{layer}"
                 rows.append(
                     OpRow(
                         "dot_general" if product else ("add", "mul", "exp")[number % 3],
@@ -56,10 +56,10 @@ def op_rows(layers: range, ops_per_region: int, prefix: str = "GPT") -> list[OpR
                         "P('x', None, 'y')" if product else "P('x',)",
                         f"x: {DATA}, y: {COLUMN if 'qkv' in part or 'up' in part else ROW}",
                         f"model.py:{10 + number}",
-                        1,
-                        2e9 if product else 0.0,
-                        (3e-5 if product else 2e-6) * (2 if region == "backward" else 1),
-                        1e-5 if part.endswith(("out", "down")) and product else 0.0,
+                        runs,
+                        2e10 * runs if product else 0.0,
+                        runs * (1e-4 if product else 2e-6) * (2 if region == "backward" else 1),
+                        5e-5 * runs if part.endswith(("out", "down")) and product else 0.0,
                         2**20 if part.endswith(("out", "down")) and product else 0.0,
                     )
                 )
@@ -109,7 +109,7 @@ def details_of(rows: list[OpRow], layers: range) -> PlanDetails:
                     1,
                     2.0**20,
                     seconds,
-                )  # fmt: skip
+                )
             )
     parallelism = tuple(
         Parallelism(
@@ -193,7 +193,7 @@ def pipeline(
     stages, inputs = [], []
     for number in range(num_stages):
         layers = range(number * layers_per_stage, (number + 1) * layers_per_stage)
-        rows = op_rows(layers, ops_per_region)
+        rows = op_rows(layers, ops_per_region, num_micro_batches)
         own = one_mesh(
             shape=shape,
             inputs=params_of(layers),
@@ -222,7 +222,7 @@ def pipeline(
                 1e-4,
                 5e-5,
                 number == 0,
-            )  # fmt: skip
+            )
         )
     inputs.append(Tensor("batch['tokens']", (64, 1024), "int32", (0, WHOLE), "batch", (0,)))
     choices = tuple(
@@ -268,7 +268,7 @@ def pipeline(
             ((0.033, 0.0334),),
             0.05,
             ("Submeshes of 3 devices were left out.",),
-        ),  # fmt: skip
+        ),
         cluster=ClusterSpec(num_stages * size // 8, 8, "h100-sxm"),
         times=PipelineTimes(
             (0.001,) * num_stages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 from autopar.inspect.report.encode import Texts, run_text, short, shorts
@@ -162,7 +162,7 @@ def breakdown(plan: ParallelPlan, predicted: Timeline | None) -> dict[str, Any]:
     busy_s = predicted.busy_s() if predicted is not None and plan.is_pipeline else None
     rows = []
     for mesh in sorted(stages):
-        spent: Counter[str] = Counter()
+        spent = dict.fromkeys(PARTS, 0.0)
         for number in stages[mesh]:
             for cost in (plan.stages[number].plan or plan).modules:
                 part = cost.region if cost.region in PARTS[:3] else "forward"

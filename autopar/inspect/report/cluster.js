@@ -79,7 +79,7 @@ function hostCell(host, perHost, stageOf) {
     lines.push(stage === null ? "not used" : hostLine(held, stageOf[first + end - 1]));
     slot = end;
   }
-  return make("div", { class: "host bar", style: `background:linear-gradient(to right,${parts.join(",")})`, "data-tip": `host ${host}, devices ${first} to ${first + perHost - 1}\n${lines.join("\n")}` });
+  return make("div", { class: "host whole", style: `background:linear-gradient(to right,${parts.join(",")})`, "data-tip": `host ${host}, devices ${first} to ${first + perHost - 1}\n${lines.join("\n")}` });
 }
 
 function hostLine(held, last) {

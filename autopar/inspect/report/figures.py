@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.ir.plan import ParallelPlan
@@ -14,7 +14,7 @@ from autopar.ir.timeline import Timeline
 class Figures:
     """`batch_rows`: leading dimension of the batch, None if arrays disagree. `peak_flops`: a
     device's vendor rate for the precision that most of the work is in, 0 if unknown. `bubble`: the
-    share of the step in which devices wait. `limits`: what the step's time goes to, in sentences."""
+    share of the step in which devices wait. `limits`: what limits the step, in sentences."""
 
     num_devices: int
     batch_rows: int | None
@@ -57,7 +57,7 @@ def _peak_flops(plan: ParallelPlan) -> float:
     """Of one device, in the precision of most floating point operations."""
     if plan.cluster is None:
         return 0.0
-    flops: Counter[bool] = Counter()
+    flops = {True: 0.0, False: 0.0}
     for own in own_plans(plan):
         if own.details is not None:
             ops = own.details.ops
@@ -119,13 +119,13 @@ def _shares(plan: ParallelPlan, predicted: Timeline | None) -> dict[str, float]:
 
 
 def _largest_collective(plan: ParallelPlan) -> list[str]:
-    seconds: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    seconds: dict[tuple[str, tuple[str, ...], str], float] = defaultdict(float)
     for own in own_plans(plan):
         for found in own.details.collectives if own.details is not None else ():
             seconds[found.kind, found.axes, found.cause] += found.seconds * own.num_devices
     if not seconds:
         return []
-    (kind, axes, cause), largest = seconds.most_common(1)[0]
+    (kind, axes, cause), largest = max(seconds.items(), key=lambda item: item[1])
     part = largest / sum(seconds.values())
     along = " and ".join(axes)
     return [f"Of communication, {part:.0%} is {kind} along {along}, because of {cause}."]

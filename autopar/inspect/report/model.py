@@ -16,7 +16,7 @@ from autopar.inspect.report.encode import Texts, run_text, short
 from autopar.inspect.report.figures import own_plans
 from autopar.ir.details import OpRow
 from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.spec import num_shards
+from autopar.ir.spec import num_shards, to_partition_spec
 from autopar.ir.text import name_pattern, name_skeleton
 
 
@@ -44,15 +44,18 @@ def _operators(own: ParallelPlan) -> list[OpRow]:
         return list(own.details.ops.rows())
     return [  # of a plan without details, sums are known
         OpRow(
-            "all operators",
-            cost.module,
-            cost.region,
-            *("",) * 4,
-            1,
-            0,
-            cost.compute_s,
-            cost.communication_s,
-            cost.communication_bytes,
+            name="all operators",
+            module=cost.module,
+            region=cost.region,
+            array="",
+            spec="",
+            words="",
+            source="",
+            runs=1,
+            flops=0,
+            compute_s=cost.compute_s,
+            communication_s=cost.communication_s,
+            communication_bytes=cost.communication_bytes,
         )
         for cost in own.modules
     ]
@@ -117,8 +120,6 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
 
 
 def plan_spec(own: ParallelPlan, tensor: Tensor) -> Any:
-    from autopar.ir.spec import to_partition_spec
-
     return to_partition_spec(tensor.layout, len(tensor.shape), own.axis_names)
 
 

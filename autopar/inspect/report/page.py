@@ -51,4 +51,4 @@ def embedded_json(data: Any) -> str:
 
 @cache
 def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files("autopar.inspect.report").joinpath(name).read_text(encoding="utf-8")
