@@ -60,7 +60,7 @@ function deviceCell(number, host, stageOf) {
     return `${DATA.head.pipeline ? `stage ${stage}: ` : ""}${coordinates(position, shape, axes)}`;
   });
   const stages = held.map(([stage]) => stage);
-  return make("div", { class: "cell", style: `background:${colour(DATA.stages[stages[0]].mesh)}`, "data-tip": `device ${number}, host ${host}\n${lines.join("\n")}` },
+  return make("div", { class: "cell", style: `background:${colour(DATA.stages[stages[0]].mesh)};color:${onColour(DATA.stages[stages[0]].mesh)}`, "data-tip": `device ${number}, host ${host}\n${lines.join("\n")}` },
     DATA.head.pipeline ? stages.join(",") : String(number));
 }
 

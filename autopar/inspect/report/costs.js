@@ -42,7 +42,7 @@ function collectivesSection() {
   ], bars, { by: 2, label: "Collectives by kind and axis", caption: pipeline ? "Per device, on average over all devices" : null });
   const of = (row, column) => text(row[COLLECTIVE[column]]);
   const all = sortable([
-    { name: "Kind", of: (row) => of(row, "kind") }, { name: "Axes", of: (row) => of(row, "axes") }, { name: "Cause", of: (row) => of(row, "cause"), tip: "why it is there" },
+    { name: "Kind", of: (row) => of(row, "kind"), class: "array" }, { name: "Axes", of: (row) => of(row, "axes") }, { name: "Cause", of: (row) => of(row, "cause"), tip: "why it is there", class: "array" },
     { name: "What", of: (row) => of(row, "value"), show: (row) => [make("span", { class: "code" }, of(row, "value")), make("div", { class: "soft" }, `${of(row, "before")} → ${of(row, "after")}`)], class: "wrap" },
     { name: "Between", of: (row) => of(row, "producer"), show: (row) => [make("div", {}, `from ${of(row, "producer") || "–"}`), make("div", { class: "soft" }, `to ${of(row, "consumer") || "–"}`)], class: "wrap" },
     { name: "Module", of: (row) => of(row, "module"), show: (row) => `${of(row, "module") || "(none)"}, ${of(row, "region")}${row[COLLECTIVE.places] > 1 ? ` (${row[COLLECTIVE.places]} places)` : ""}`, class: "wrap" },

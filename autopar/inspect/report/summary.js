@@ -37,7 +37,7 @@ function summaryCards() {
   }
   if (head.peak_bytes) {
     const share = head.budget_bytes ? head.peak_bytes / head.budget_bytes : null;
-    cards.push(card("Peak memory per device", bytes(head.peak_bytes), share === null ? "no budget was set" : `${percent(share)} of the budget of ${bytes(head.budget_bytes)}`,
+    cards.push(card("Peak memory", bytes(head.peak_bytes), share === null ? "per device; no budget was set" : `${percent(share)} of a device's budget of ${bytes(head.budget_bytes)}`,
       share === null ? null : meter(share, true)));
   }
   cards.push(card("Sent by each device", bytes(head.communication_bytes), head.pipeline ? "per step, at most, within its stage" : "per step"));

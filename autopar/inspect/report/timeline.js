@@ -180,6 +180,8 @@ function paintTimeline(chart) {
   const pen = canvas.getContext("2d");
   const ink = { paper: named("--paper"), ink: named("--ink"), soft: named("--soft"), line: named("--line"), panel: named("--panel") };
   const fills = Object.fromEntries(Object.entries(PHASE_COLOURS).map(([name, number]) => [name, named(`--c${number}`)]));
+  const onDark = named("--on-dark-fill");
+  fills.on = (number) => (onColour(number).startsWith("var") ? onDark : onColour(number));
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.fillStyle = ink.paper;
   pen.fillRect(0, 0, width, height);
@@ -237,12 +239,13 @@ function paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills) {
     if (b < LABEL_WIDTH || (b - a < 1 && b <= drawnTo[lane])) return;
     const wide = Math.max(1, b - a - (b - a > 3 ? 1 : 0));
     drawnTo[lane] = Math.max(drawnTo[lane], Math.ceil(a + wide));
-    pen.fillStyle = fills[phaseOf(text(kind[KIND.kind]), text(kind[KIND.phase]))];
+    const phase = phaseOf(text(kind[KIND.kind]), text(kind[KIND.phase]));
+    pen.fillStyle = fills[phase];
     const y = lane ? top + work + 1 : top + 1;
     pen.fillRect(a, y, wide, lane ? thin : work - 1);
     if (!lane && wide > 16 && work >= 11) {
       const label = mesh.microBatch[index] >= 0 ? String(mesh.microBatch[index]) : text(kind[KIND.phase]) || text(kind[KIND.kind]);
-      if (pen.measureText(label).width < wide - 4) { pen.fillStyle = "#101418"; pen.fillText(label, (a + b) / 2, y + work / 2); }
+      if (pen.measureText(label).width < wide - 4) { pen.fillStyle = fills.on(PHASE_COLOURS[phase]); pen.fillText(label, (a + b) / 2, y + work / 2); }
     }
     const { hover } = view;
     if (hover && hover.timeline === timeline && hover.mesh === number && hover.index === index) {

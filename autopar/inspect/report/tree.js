@@ -87,7 +87,7 @@ function treeSection() {
   });
 
   render(false);
-  return section("model", "Model", `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.`,
+  return section("model", "Model", `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.${DATA.head.pipeline ? " Figures are of a device of the stage; of several stages, their sum." : ""}`,
     make("div", { class: "tools" }, input,
       make("button", { type: "button", onclick: () => { state.open = new Set([""]); state.limits.clear(); render(false); } }, "Close all"), found),
     legend([["compute", 0], ["communication", 3]]),
