@@ -48,10 +48,12 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.proof.report import VerifyReport
 from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import init, shutdown
 from autopar.training import run_training
+from autopar.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -90,6 +92,7 @@ __all__ = [
     "SpecError",
     "TraceError",
     "UniformStages",
+    "VerifyReport",
     "WorkerError",
     "Zero2Parallel",
     "Zero3Parallel",
@@ -108,4 +111,5 @@ __all__ = [
     "save_checkpoint",
     "shutdown",
     "solve_sharding",
+    "verify",
 ]

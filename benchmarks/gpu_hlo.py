@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 import autopar
 from autopar import _jax
+from autopar.proof.targets import load_target
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from benchmarks.handwritten import (
     data_parallel,
@@ -78,7 +79,7 @@ def cases() -> dict[str, tuple[Any, list[Any]]]:
 
 
 def h100_devices(num_devices: int = NUM_DEVICES) -> list[Any]:
-    config = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+    config = load_target("h100-80gb").config
     hosts = max(1, num_devices // 8)
     return _jax.gpu_topology_devices(hosts, num_devices // hosts, config)
 

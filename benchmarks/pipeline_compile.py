@@ -37,6 +37,7 @@ from autopar import _jax
 from autopar.api import make_executable
 from autopar.compiler import plan_step
 from autopar.ir.program import PER_MICRO_BATCH
+from autopar.proof.targets import load_target
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.pieces import program_bytes
 from autopar.runtime.pipeline import PipelineExecutable
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=list(methods()))
     parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
-    config = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+    config = load_target("h100-80gb").config
     devices = _jax.gpu_topology_devices(HOSTS, DEVICES_PER_HOST, config)
     rows = {}
     for name, method in methods().items():

@@ -204,12 +204,18 @@ _CONVOLUTION = re.compile(
     r".*window=\{size=(?P<window>[\dx]+).*dim_labels=\w+_(?P<kernel>\w+)->"
     r".*custom_call_target=\"__cudnn\$conv(?P<kind>\w+)\""
 )
+_MATMUL = re.compile(
+    r"= \(?\w+\[(?P<result>[\d,]*)\].* custom-call\(\s*"
+    r"(?:[a-z]\w*\[[^\]]*\]\S*\s+)?%?(?P<lhs>[\w.\-]+)"
+    r".*custom_call_target=\"__cublas\$(?:gemm|lt\$matmul)"
+    r".*\"lhs_contracting_dimensions\":\[(?P<contracting>[\d\",]*)\]"
+)
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def read_dot_flops(hlo_text: str) -> float:
-    """Flops of all matrix products, and of cuDNN's convolutions, of an HLO module on one device,
-    loops counted by trips."""
+    """Flops of all matrix products, those of cuBLAS too, and of cuDNN's convolutions, of an HLO
+    module on one device, loops counted by trips."""
     trips = _trip_counts(hlo_text)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     computation, total = "", 0.0
@@ -224,6 +230,11 @@ def read_dot_flops(hlo_text: str) -> float:
             flops = _convolution_flops(convolution, [shapes[computation, n] for n in names])
             total += flops * trips.get(computation, 1)
             continue
+        matmul = _MATMUL.search(line)
+        if matmul is not None:
+            depth = re.findall(r"\d+", matmul["contracting"])
+            flops = _matmul_flops(matmul["result"], shapes[computation, matmul["lhs"]], depth)
+            total += flops * trips.get(computation, 1)
         own = _INSTRUCTION.match(line)
         if own is None:
             continue
@@ -234,13 +245,15 @@ def read_dot_flops(hlo_text: str) -> float:
             continue
         lhs = shapes[computation, dot[1]]
         contracting = _CONTRACTING.search(line)
-        depth = (
-            _product(tuple(lhs[int(d)] for d in contracting[1].split(",") if d))
-            if contracting
-            else 1
-        )
-        total += 2.0 * _product(shape) * depth * trips.get(computation, 1)
+        depth = re.findall(r"\d+", contracting[1]) if contracting else []
+        total += _matmul_flops(own[2], lhs, depth) * trips.get(computation, 1)
     return total
+
+
+def _matmul_flops(result: str, lhs: tuple[int, ...], contracting: Sequence[str]) -> float:
+    """Two per multiply-add: for every element of the result, as many as are summed over."""
+    shape = tuple(int(d) for d in result.split(",") if d)
+    return 2.0 * _product(shape) * _product(tuple(lhs[int(d)] for d in contracting))
 
 
 def _convolution_flops(found: re.Match[str], operands: Sequence[tuple[int, ...]]) -> float:

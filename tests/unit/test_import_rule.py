@@ -140,8 +140,12 @@ ALLOWED_IMPORTS = {
         *BELOW_API,
         *EVERYONE,
     },
+    "proof": {"runtime", "ir", *EVERYONE},
+    "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "__init__": {
         "views",
+        "proof",
+        "verifying",
         "api",
         "checkpoints",
         "loading",

@@ -36,11 +36,25 @@ def struct_of(held: Held, devices: list[Any] | None = None) -> jax.ShapeDtypeStr
 
 def export_piece(step_name: str, piece: LoweredPiece, platform: str) -> bytes:
     """The piece's program as bytes, with what it says of shardings."""
+    try:
+        return bytes(exported_piece(step_name, piece, platform).serialize())
+    except ImportError as error:
+        raise ClusterError(
+            "programs cannot be sent to workers, because the package flatbuffers is not installed. "
+            "Install it with: pip install 'autopar[ray]'."
+        ) from error
+
+
+def exported_piece(
+    step_name: str, piece: LoweredPiece, platform: str, function_name: str = ""
+) -> export.Exported:
+    """The piece's program, lowered for devices that need not be here. Its module is called after
+    step and piece, or as is said."""
 
     def run(*values: Any) -> tuple[Any, ...]:
         return tuple(piece.function(*values))
 
-    run.__name__ = run.__qualname__ = f"{step_name}_{piece.name}"
+    run.__name__ = run.__qualname__ = function_name or f"{step_name}_{piece.name}"
     reads, writes = list(map(struct_of, piece.reads)), list(map(struct_of, piece.writes))
     jitted = jax.jit(
         run,
@@ -48,15 +62,7 @@ def export_piece(step_name: str, piece: LoweredPiece, platform: str) -> bytes:
         out_shardings=tuple(write.sharding for write in writes),
         keep_unused=True,
     )
-    name = f"{piece.name} of {step_name}"
-    try:
-        exported = _exported(jitted, reads, _EXPORT_PLATFORM[platform], name)
-        return bytes(exported.serialize())
-    except ImportError as error:
-        raise ClusterError(
-            "programs cannot be sent to workers, because the package flatbuffers is not installed. "
-            "Install it with: pip install 'autopar[ray]'."
-        ) from error
+    return _exported(jitted, reads, _EXPORT_PLATFORM[platform], f"{piece.name} of {step_name}")
 
 
 def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export.Exported:

@@ -1,0 +1,314 @@
+"""`autopar.verify`: a plan proved by compiling it, from a step and its plan to a `VerifyReport`.
+
+Every program of the plan is lowered for GPUs that need not exist and compiled by XLA's GPU compiler
+in processes of their own (`proof/`). What XLA says of memory, collectives and flops is put beside
+what the plan predicted. Pieces of a pipeline with the same text are compiled once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from math import inf, isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.api import ParallelFunction
+from autopar.compiler import OtherDevices, StepOptions, plan_step
+from autopar.errors import ArgumentError, ClusterError
+from autopar.ir.mesh import DEVICES, ClusterSpec
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program import Recv, Run
+from autopar.ir.remote import Held, LoweredPiece, LoweredStep, PieceSpec
+from autopar.ir.tiles import shard_box
+from autopar.memory_budget import RESERVE_SHARE
+from autopar.proof.compiling import compile_all
+from autopar.proof.jobs import Collectives, Job, ProgramFigures
+from autopar.proof.report import (
+    Compared,
+    VerifiedMesh,
+    VerifiedProgram,
+    VerifyReport,
+    compared_collectives,
+)
+from autopar.proof.targets import Target, cuda_version, load_target, target_of
+from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
+from autopar.runtime.remote.exporting import exported_piece
+from autopar.worker_step import lower_for_workers
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_XLA_KIND = {"shift": "collective-permute"}
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    plan: ParallelPlan,
+    target: str | Path | None = None,
+    time_limit_s: float = 3600.0,
+    hlo_folder: str | Path | None = None,
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] = (1,),
+    **kwargs: Any,
+) -> VerifyReport:
+    """Compile every program of a plan for the GPU it was made for, without having one, and report
+    XLA's own memory, collectives and flops beside the predicted ones. `report.fits` says whether
+    it fits; arguments may be `jax.ShapeDtypeStruct`s. JAX's CUDA plugin is needed: `pip install
+    'autopar[verify]'`.
+
+    target:       the GPU: a name such as "h100-80gb", or the path of a description. Default: the
+                  device that the plan is for.
+    time_limit_s: seconds that XLA may take for one program.
+    hlo_folder:   where to write XLA's optimized HLO, a file per program.
+    """
+    started = time.perf_counter()
+    if not isinstance(plan, ParallelPlan):
+        raise ArgumentError(
+            f"verify(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "
+            "one with autopar.ParallelPlan.load(path)."
+        )
+    if not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
+        raise ArgumentError(f"verify(time_limit_s={time_limit_s!r}): needs seconds > 0.")
+    gpu = target_of(*_device(plan)) if target is None else load_target(target)
+    cuda = cuda_version(gpu)
+    step, options = _unwrap(fn, static_argnums, batch_argnums)
+    cluster = plan.cluster or ClusterSpec(1, plan.num_devices, DEVICES.get(plan.device, "cpu"))
+    planned = plan_step(step, args, kwargs, cluster=cluster, method=plan, options=options)
+    lowered = lower_for_workers(planned, OtherDevices(plan.num_devices, "gpu"))
+    folder = None if hlo_folder is None else Path(hlo_folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    jobs, job_of_piece = _jobs(lowered, cluster, gpu, folder)
+    figures = compile_all(jobs, time_limit_s)
+    limit = _limit_bytes(plan, gpu, given=target is not None)
+    return VerifyReport(
+        name=plan.name,
+        target=gpu.name,
+        device=gpu.description,
+        versions=(*_versions(), ("CUDA", str(cuda))),
+        is_pipeline=plan.is_pipeline,
+        num_micro_batches=plan.num_micro_batches,
+        programs=_programs(lowered, jobs, job_of_piece, figures),
+        meshes=_meshes(plan, lowered, jobs, job_of_piece, figures, limit),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _unwrap(
+    fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
+) -> tuple[Callable[..., Any], StepOptions]:
+    if isinstance(fn, ParallelFunction):
+        return fn.__wrapped__, fn.options  # type: ignore[attr-defined]
+    if not callable(fn):
+        raise ArgumentError(f"verify({fn!r}): the first argument is the train step, a function.")
+
+    def positions(given: int | Sequence[int]) -> tuple[int, ...]:
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    return fn, StepOptions(positions(static_argnums), "auto", positions(batch_argnums))
+
+
+def _device(plan: ParallelPlan) -> tuple[str, float | None]:
+    """Name and memory of the device that a plan is for."""
+    if plan.cluster is not None:
+        return plan.cluster.spec.name, plan.cluster.spec.memory_bytes
+    preset = DEVICES.get(plan.device)
+    return plan.device, preset.memory_bytes if preset else None
+
+
+def _limit_bytes(plan: ParallelPlan, target: Target, given: bool) -> float:
+    """What a step may use of a device: its memory less a reserve, or more if the plan's own budget
+    is more. Memory is what the plan was made for, or else what the target has."""
+    _, planned = _device(plan)
+    memory = target.memory_bytes if given or planned is None else planned
+    limit = (1 - RESERVE_SHARE) * memory
+    budget = plan.memory_budget_bytes
+    return max(limit, min(budget, memory)) if isfinite(budget) else limit
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for package in ("jax", "jaxlib"):
+        try:
+            found.append((package, version(package)))
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# -- programs
+
+
+def _jobs(
+    lowered: LoweredStep, cluster: ClusterSpec, target: Target, hlo_folder: Path | None
+) -> tuple[list[Job], list[int]]:
+    """The distinct programs to compile, and which of them each piece is."""
+    jobs: list[Job] = []
+    known: dict[str, int] = {}
+    job_of_piece = []
+    for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
+        topology = _topology(lowered.meshes[mesh], cluster)
+        # One name for all, so that equal pieces have equal text.
+        exported = exported_piece(lowered.name, piece, "gpu", function_name="piece")
+        key = _digest(exported.mlir_module(), piece, topology)
+        if key not in known:
+            known[key] = len(jobs)
+            name = f"{lowered.name}_{piece.name}"
+            spec = PieceSpec(piece.name, piece.stage, piece.reads, piece.writes, piece.donated)
+            hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
+            program = _serialized(exported)
+            jobs.append(Job(name, spec, program, topology, target.config, hlo))
+        job_of_piece.append(known[key])
+    return jobs, job_of_piece
+
+
+def _serialized(exported: Any) -> bytes:
+    try:
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise ClusterError(
+            "verify: programs cannot be handed to the compiler, because the package flatbuffers is "
+            "not installed. Install it with: pip install 'autopar[verify]'."
+        ) from error
+
+
+def _digest(text: str, piece: LoweredPiece, topology: tuple[int, int]) -> str:
+    places = repr((piece.reads, piece.writes, piece.donated, topology))
+    return hashlib.sha256((text + places).encode()).hexdigest()
+
+
+def _topology(devices: Sequence[int], cluster: ClusterSpec) -> tuple[int, int]:
+    """(hosts, devices per host) of some of a cluster's devices, by number."""
+    hosts = Counter(device // cluster.devices_per_host for device in devices)
+    if len(set(hosts.values())) != 1:
+        return 1, len(devices)
+    return len(hosts), next(iter(hosts.values()))
+
+
+def _programs(
+    lowered: LoweredStep,
+    jobs: Sequence[Job],
+    job_of_piece: Sequence[int],
+    figures: Sequence[ProgramFigures],
+) -> tuple[VerifiedProgram, ...]:
+    runs = _runs(lowered)
+    found = []
+    for number, (job, own) in enumerate(zip(jobs, figures, strict=True)):
+        pieces = [p for p, j in enumerate(job_of_piece) if j == number]
+        names = tuple(lowered.pieces[p].name for p in pieces)
+        found.append(VerifiedProgram(names, tuple(runs[p] for p in pieces), job.topology, own))
+    return tuple(found)
+
+
+def _runs(lowered: LoweredStep) -> Counter[int]:
+    """How often each piece runs in a step."""
+    lists = (mesh.instructions for mesh in lowered.programs.meshes)
+    return Counter(i.piece for own in lists for i in own if isinstance(i, Run))
+
+
+# -- meshes
+
+
+def _meshes(
+    plan: ParallelPlan,
+    lowered: LoweredStep,
+    jobs: Sequence[Job],
+    job_of_piece: Sequence[int],
+    figures: Sequence[ProgramFigures],
+    limit_bytes: float,
+) -> tuple[VerifiedMesh, ...]:
+    programs, runs = lowered.programs, _runs(lowered)
+    size_of = _buffer_sizes(lowered).__getitem__
+    order = interleave(programs)
+    own_bytes = [figures[job].peak_bytes for job in job_of_piece]
+    peaks = peak_bytes(order, programs, size_of, own_bytes)
+    between = peak_live_bytes(order, programs, size_of)
+    found = []
+    for mesh in range(len(lowered.meshes)):
+        stages = tuple(s for s, own in enumerate(lowered.stage_mesh) if own == mesh)
+        pieces = [p for p, own in enumerate(lowered.piece_mesh) if own == mesh]
+        plans = [plan.stages[s].plan or plan for s in stages]
+        budget = min(own.memory_budget_bytes for own in plans)
+        found.append(
+            VerifiedMesh(
+                mesh=mesh,
+                stages=stages,
+                topology=jobs[job_of_piece[pieces[0]]].topology,
+                mesh_shape=plans[0].mesh_shape,
+                # Stages that share a mesh hold what they hold at the same time.
+                peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
+                buffer_bytes=between[mesh],
+                limit_bytes=limit_bytes,
+                budget_bytes=budget if budget < inf else None,
+                dot_flops=Compared(
+                    sum(runs[p] * figures[job_of_piece[p]].dot_flops for p in pieces),
+                    _predicted_flops(plans),
+                ),
+                collectives=compared_collectives(
+                    _added(
+                        Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
+                        for p in pieces
+                        for one in figures[job_of_piece[p]].collectives
+                    ),
+                    _predicted_collectives(plans),
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
+    """Bytes of every buffer on one device of its mesh."""
+    held: dict[tuple[int, int], Held] = {
+        (bound.mesh, bound.buffer): bound.held for bound in (*lowered.arguments, *lowered.results)
+    }
+    for mesh, program in enumerate(lowered.programs.meshes):
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                writes = lowered.pieces[instruction.piece].writes
+                held.update(zip(((mesh, b) for b in instruction.writes), writes, strict=True))
+            elif isinstance(instruction, Recv):
+                targets = [lowered.crossings[t].target for t in instruction.transfers]
+                held.update(zip(((mesh, b) for b in instruction.buffers), targets, strict=True))
+    sizes = {one: _bytes_on_one_device(one) for one in set(held.values())}
+    return {buffer: sizes[one] for buffer, one in held.items()}
+
+
+def _bytes_on_one_device(held: Held) -> int:
+    box = shard_box(held.shape, held.layout, held.mesh_shape, 0)
+    return prod(end - start for start, end in box) * np.dtype(held.dtype).itemsize
+
+
+def _predicted_flops(plans: Sequence[ParallelPlan]) -> float | None:
+    total = 0.0
+    for plan in plans:
+        if plan.details is None:
+            return None
+        total += sum(row.flops for row in plan.details.ops.rows() if row.name in _PRODUCTS)
+    return total
+
+
+def _predicted_collectives(plans: Sequence[ParallelPlan]) -> tuple[Collectives, ...] | None:
+    if any(plan.details is None for plan in plans):
+        return None
+    return _added(
+        Collectives(_XLA_KIND.get(one.kind, one.kind), one.count, one.num_bytes)
+        for plan in plans
+        if plan.details is not None
+        for one in plan.details.collectives
+    )
+
+
+def _added(parts: Any) -> tuple[Collectives, ...]:
+    """All of one kind as one."""
+    counts: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
+    for one in parts:
+        counts[one.kind] += one.count
+        sent[one.kind] += one.sent_bytes
+    return tuple(Collectives(kind, counts[kind], sent[kind]) for kind in sorted(counts))
