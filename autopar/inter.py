@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec
 
 from autopar.assemble import bind_plan, pipeline_plan
 from autopar.constraints import asked_by, solver_constraints
-from autopar.cost.pipeline import simulate
-from autopar.cost.pipeline_links import boundary_s
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
 from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
 from autopar.ir.graph import check_graph
@@ -54,6 +52,7 @@ from autopar.methods import (
     ShardParallel,
     UniformStages,
 )
+from autopar.prediction import mesh_hosts, predicted_s, stage_times
 from autopar.stage_plans import SolvedStage, StageSolver, StageTask, StageTooLarge
 from autopar.stage_tables import node_places, stage_tables
 from autopar.stages.given import check_layer_ids
@@ -459,47 +458,46 @@ class _Planner:
         stage_mesh: Sequence[int],
         report: SearchReport | None,
     ) -> ParallelPlan:
-        number, launch = step.num_micro_batches, launch_s(self.cluster)
-        crossing = boundary_bytes(looped.body, looped.attached)
-        hops = []
-        for (one, two), (mine, yours) in zip(pairwise(specs), pairwise(devices), strict=True):
-            per_host = self.cluster.devices_per_host
-            hosts = {d // per_host for d in (*mine, *yours)}
-            size = crossing[two.layers[0] - 1]
-            sizes = prod(one.submesh), prod(two.submesh)
-            hops.append(boundary_s(size, *sizes, len(hosts) == 1, self.cluster))
-        stages, forward_s, backward_s, once_s = [], [], [], []
-        both_ways = 2 if looped.has_backward else 1
+        number = step.num_micro_batches
+        with self.timer("simulate"):
+            times = stage_times(
+                sliced,
+                solved,
+                devices=[devices[k][: own.plan.num_devices] for k, own in enumerate(solved)],
+                stage_mesh=stage_mesh,
+                schedule=self.method.schedule,
+                num_micro_batches=number,
+                cluster=self.cluster,
+                launch_s=launch_s(self.cluster),
+            )
+            schedule = make_schedule(
+                self.method.schedule, len(specs), number, stage_mesh=stage_mesh
+            )
+            hosts = mesh_hosts(devices, stage_mesh, self.cluster.devices_per_host)
+            step_s = predicted_s(times, schedule, hosts)
+        stages = []
         for k, (spec, own) in enumerate(zip(specs, solved, strict=True)):
-            table = own.figures
-            forward_s.append(float(table.forward_s[0]) + launch)
-            rest_s = float(table.latency_s[0] - table.forward_s[0])
-            backward_s.append(rest_s + launch if looped.has_backward else 0.0)
-            once_s.append(float(table.once_s[0]))
-            waits = hops[k - 1] if k else 0.0
-            waits += hops[k] if both_ways == 2 and k < len(hops) else 0.0
+            forward_s, backward_s = times.forward_s[k], times.backward_s[k]
+            if times.weights_s:
+                backward_s += times.weights_s[k]
+            once_s = float(own.figures.once_s[0])
+            waits = sum(c.seconds for c in times.crossings if c.target == k and c.phase)
             stages.append(
                 StagePlan(
                     spec.layers,
                     spec.submesh,
                     own.plan.mesh_shape,
-                    forward_s[-1] + backward_s[-1] + waits + once_s[-1] / number,
+                    forward_s + backward_s + waits + once_s / number,
                     own.plan,
                     devices[k][: own.plan.num_devices],
                     stage_mesh[k],
-                    forward_s[-1],
-                    backward_s[-1],
-                    once_s[-1],
+                    forward_s,
+                    backward_s,
+                    once_s,
                     waits,
                     spec.remat,
                 )
             )
-        schedule = make_schedule(self.method.schedule, len(specs), number, stage_mesh=stage_mesh)
-        weights_s = None
-        if self.method.schedule == "zero_bubble":
-            weights_s = [b / 2 for b in backward_s]
-            backward_s = list(weights_s)
-        timed = simulate(schedule, forward_s, backward_s, weights_s, hops, once_s)
         layering = "manual" if self.lying is None else self.lying.layering
         if self.lying is None and isinstance(self.method.layers, AutoLayers):
             natural = self.method.layers.num_layers == "auto" and not isinstance(
@@ -509,7 +507,7 @@ class _Planner:
                 looped.layers
             )
             layering = "auto" if same else str(len(looped.layers))
-        return pipeline_plan(
+        plan = pipeline_plan(
             looped.step,
             step,
             sliced,
@@ -518,8 +516,9 @@ class _Planner:
             layers=tuple(layer.name for layer in looped.layers),
             layering=layering,
             schedule=self.method.schedule,
-            step_s=timed.step_s,
-            sent_bytes=sum(crossing[s.layers[0] - 1] for s in specs[1:]) * both_ways * number,
+            step_s=step_s,
+            sent_bytes=sum(c.num_bytes * (number if c.phase else 1) for c in times.crossings),
             seconds=dict(self.timer.seconds),
             search=report,
         )
+        return replace(plan, cluster=self.cluster, times=times)

@@ -35,10 +35,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import autopar
-from autopar.cost.pipeline import simulate
-from autopar.ir.program import Phase, Piece
+from autopar.cost.events import TransferTime, program_work, simulate
+from autopar.ir.program import Piece, Pipeline, PipelinePrograms
 from autopar.runtime.pipeline import PipelineExecutable
-from autopar.stages.schedules import make_schedule
 from benchmarks.pipeline_rows import machine
 from examples.models import Example, build
 
@@ -97,7 +96,7 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
         own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
         timed = executable.time_pieces(own)
         pieces_s.append(sum(seconds for _, _, seconds in timed))
-        schedule_s.append(in_schedule_order(timed, case))
+        schedule_s.append(in_schedule_order(timed, executable.pipeline, executable.programs))
         ratios.append(step_s[-1] / pieces_s[-1])
     own = jax.block_until_ready(jax.device_put(jax.tree.leaves((state, batch)), places))
     _, stats = executable.run_tracked(own)
@@ -116,28 +115,16 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
     }
 
 
-def in_schedule_order(timed: Sequence[TimedPiece], case: Case) -> float:
+def in_schedule_order(
+    timed: Sequence[TimedPiece], pipeline: Pipeline, programs: PipelinePrograms
+) -> float:
     """Seconds of a step whose pieces take their median times and whose transfers take none."""
-    schedule = make_schedule(case.schedule, case.num_stages, case.num_micro_batches)
-    seconds = {phase: [0.0] * case.num_stages for phase in Phase}
-    for stage in range(case.num_stages):
-        for phase in Phase:
-            own = [s for piece, _, s in timed if (piece.stage, piece.phase) == (stage, phase)]
-            if own and phase in (Phase.PREPARE, Phase.UPDATE):
-                seconds[phase][stage] = sum(own)
-            elif own:
-                seconds[phase][stage] = statistics.median(own)
-    once = [
-        before + after
-        for before, after in zip(seconds[Phase.PREPARE], seconds[Phase.UPDATE], strict=True)
+    piece_s = [
+        statistics.median(seconds for piece, _, seconds in timed if piece == own)
+        for own in pipeline.pieces
     ]
-    return simulate(
-        schedule,
-        seconds[Phase.FORWARD],
-        seconds[Phase.BACKWARD],
-        seconds[Phase.WEIGHTS],
-        update_s=once,
-    ).step_s
+    free = [TransferTime(0.0, 0.0)] * len(pipeline.transfers)
+    return simulate(program_work(pipeline, programs, piece_s, free)).step_s
 
 
 def show(name: str, row: dict[str, Any]) -> str:

@@ -1,17 +1,21 @@
 """What it costs to take an array from one mesh to another.
 
-`transfer_s` prices a plan; `boundary_s` is the closed form that the stage search uses before there
-are any layouts: all bytes cross once, over all the links that the two submeshes have between them.
+`transfer_s` prices a plan on one kind of link, `crossing_time` on those of a cluster, where what
+leaves a host shares its network. `boundary_s` is the closed form that the stage search uses before
+there are any layouts: all bytes cross once, over all the links that the two submeshes have between
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, prod
 
 from autopar.cost.collectives import all_gather_s
+from autopar.cost.events import TransferTime
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.spec import WHOLE, num_shards
-from autopar.ir.tiles import TilePlan
+from autopar.ir.tiles import TilePlan, num_elements
 
 
 def transfer_s(plan: TilePlan, alpha: float, beta: float, target_mesh: LogicalMesh) -> float:
@@ -20,6 +24,41 @@ def transfer_s(plan: TilePlan, alpha: float, beta: float, target_mesh: LogicalMe
     if prod(plan.shape) == 0:
         return 0.0
     seconds = alpha + beta * max(plan.max_sender_bytes, plan.max_receiver_bytes)
+    return seconds + _gather_s(plan, target_mesh)
+
+
+def crossing_time(
+    plan: TilePlan,
+    source_hosts: Sequence[int],
+    target_hosts: Sequence[int],
+    cluster: ClusterSpec,
+    target_mesh: LogicalMesh,
+) -> TransferTime:
+    """Bytes that cross, and seconds: those of the busiest device's link or host's network, and of
+    what the target's devices then send each other. Hosts are those of each place in a mesh."""
+    if prod(plan.shape) == 0:
+        return TransferTime(0.0, 0.0)
+    device = cluster.spec
+    on_device: dict[tuple[bool, int], int] = {}
+    on_network: dict[tuple[bool, int], int] = {}
+    for tile in plan.tiles:
+        size = plan.itemsize * num_elements(tile.box)
+        hosts = source_hosts[tile.source], target_hosts[tile.target]
+        for is_target, place in ((False, tile.source), (True, tile.target)):
+            on_device[is_target, place] = on_device.get((is_target, place), 0) + size
+            if hosts[0] != hosts[1]:
+                own = is_target, hosts[is_target]
+                on_network[own] = on_network.get(own, 0) + size
+    latency_s = device.inter_host_alpha_s if on_network else device.intra_host_alpha_s
+    rest_s = max(on_device.values(), default=0) / device.intra_host_bandwidth
+    rest_s = max(rest_s, max(on_network.values(), default=0) / device.host_bandwidth)
+    rest_s += _gather_s(plan, target_mesh)
+    return TransferTime(float(plan.link_bytes), latency_s + rest_s, latency_s)
+
+
+def _gather_s(plan: TilePlan, target_mesh: LogicalMesh) -> float:
+    """What the devices of the target mesh send each other."""
+    seconds = 0.0
     shard_bytes = plan.lower_bound_bytes / num_shards(plan.target_layout, plan.target_mesh)
     cut = tuple(axis for axis, dim in enumerate(plan.landing) if dim != WHOLE)
     copied = tuple(

@@ -27,9 +27,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
+    """`memory`: per mesh, (seconds, bytes on one device from then on); empty if not known."""
+
     events: tuple[Event, ...]
     step_s: float
     num_meshes: int
+    memory: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def busy_s(self) -> tuple[float, ...]:
         """Seconds in which each mesh computes."""
@@ -47,25 +50,61 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class PieceTime:
+    """A piece of a pipeline and what one run of it takes; `phase` is the value of a `Phase`."""
+
+    stage: int
+    phase: str
+    part: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class CrossingTime:
-    """What goes from stage to stage after a phase, for each micro-batch (`phase` "forward" or
-    "backward") or once in a step (""): bytes of all arrays together, and seconds on the link."""
+    """Arrays that go from stage to stage together, for each micro-batch (`phase` "forward",
+    "backward" …, that of the piece which makes them) or once in a step (""): bytes of all arrays
+    together, and seconds on the link, of which `latency_s` is paid once for all that is sent at a
+    time.
+
+    value:       equal for arrays that go to several stages, or on from one to the next.
+    micro_batch: None for what there is once, −1 for one of each, or a micro-batch's number.
+    writers, readers: the pieces (numbers in `PipelineTimes.pieces`) that write it anywhere and read
+                 it anywhere, and the micro-batch's array that they touch, as above (−1 for a piece
+                 that runs once: all of them).
+    is_result:   it is a result of the step on the stage that it goes to.
+    """
 
     source: int
     target: int
     phase: str
     num_bytes: float
     seconds: float
+    latency_s: float = 0.0
+    value: int = 0
+    micro_batch: int | None = None
+    writers: tuple[tuple[int, int | None], ...] = ()
+    readers: tuple[tuple[int, int | None], ...] = ()
+    is_result: bool = False
 
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """Seconds per stage (of one micro-batch; `update_s` once per step), starting a piece included,
-    and of what crosses between stages. `weights_s`: gradients of weights where they are pieces of
-    their own, else empty."""
+    """Seconds per stage (of one micro-batch; `update_s` once per step, what is prepared included),
+    starting a piece included, and of what crosses between stages. `weights_s`: gradients of weights
+    where they are pieces of their own, else empty.
+
+    pieces:     every piece by itself, from which the step can be simulated.
+    held_bytes: per stage, on one device: held all the time.
+    kept_bytes: per stage, on one device: kept of each micro-batch until its last phase.
+    working_bytes: per stage, on one device: held besides while a piece runs.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weights_s: tuple[float, ...]
     update_s: tuple[float, ...]
     crossings: tuple[CrossingTime, ...]
+    pieces: tuple[PieceTime, ...] = ()
+    held_bytes: tuple[float, ...] = ()
+    kept_bytes: tuple[float, ...] = ()
+    working_bytes: tuple[float, ...] = ()

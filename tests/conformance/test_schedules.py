@@ -6,12 +6,20 @@ from itertools import product
 
 import pytest
 
-from autopar.cost.pipeline import simulate
 from autopar.ir.program import Phase
 from autopar.ir.schedule import Schedule
+from autopar.prediction import predicted_s
 from autopar.stages.schedules import in_flight, in_flight_bound, make_schedule
+from tests.properties.clock_by_clock import chain_times
 
 SIZES = list(product(range(1, 6), range(1, 9)))  # stages b, micro-batches m
+
+
+def simulated_s(schedule: Schedule, crossing_s: float = 0, **phases_s: float) -> float:
+    """Seconds of a step whose stages are equal and send to their neighbours."""
+    num_stages = len(schedule.stage_mesh)
+    seconds = {Phase(name): [took_s] * num_stages for name, took_s in phases_s.items()}
+    return predicted_s(chain_times(seconds, [crossing_s] * (num_stages - 1)), schedule)
 
 
 def idle_clocks(schedule: Schedule) -> int:
@@ -26,12 +34,15 @@ def idle_clocks(schedule: Schedule) -> int:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b_eager"])
 def test_clocks_of_training(name: str):
     for b, m in SIZES:
-        assert len(make_schedule(name, b, m).clocks) == 2 * (m + b - 1) + 1
+        schedule = make_schedule(name, b, m)
+        assert len(schedule.clocks) == 2 * (m + b - 1) + 1
+        assert simulated_s(schedule, forward=1, backward=1) == 2 * (m + b - 1)
 
 
 def test_clocks_of_inference():
     for b, m in SIZES:
-        assert len(make_schedule("inference", b, m).clocks) == m + b - 1
+        schedule = make_schedule("inference", b, m)
+        assert len(schedule.clocks) == m + b - 1 == simulated_s(schedule, forward=1)
 
 
 def test_clocks_of_zero_bubble_and_its_idle_ones():
@@ -40,11 +51,10 @@ def test_clocks_of_zero_bubble_and_its_idle_ones():
         assert len(schedule.clocks) == 3 * m + 2 * (b - 1) + 1
         assert idle_clocks(schedule) == 2 * b * (b - 1)
         # 1F1B with a backward pass of two clocks, one for inputs and one for weights
-        fused = simulate(make_schedule("1f1b", b, m), [1] * b, [2] * b)
-        apart = simulate(schedule, [1] * b, [1] * b, [1] * b)
-        assert fused.step_s == 3 * (m + b - 1)
-        assert apart.step_s == 3 * m + 2 * (b - 1)
-        assert (apart.bubble < fused.bubble) == (b > 1)
+        fused_s = simulated_s(make_schedule("1f1b", b, m), forward=1, backward=2)
+        apart_s = simulated_s(schedule, forward=1, backward=1, weights=1)
+        assert fused_s == 3 * (m + b - 1)
+        assert apart_s == 3 * m + 2 * (b - 1)
 
 
 def test_clocks_of_interleaved():
@@ -62,12 +72,11 @@ def test_clocks_of_interleaved():
 
 def test_interleaved_waits_less_than_1f1b():
     b, m, stages_each = 4, 8, 2
-    plain = simulate(make_schedule("1f1b", b, m), [1] * b, [2] * b)
-    half = [0.5] * (b * stages_each)
+    plain_s = simulated_s(make_schedule("1f1b", b, m), forward=1, backward=2)
     schedule = make_schedule("interleaved_1f1b", b * stages_each, m, num_meshes=b)
-    interleaved = simulate(schedule, half, [1] * len(half))
-    assert plain.step_s == 3 * (m + b - 1)
-    assert interleaved.step_s == 3 * m + 3 * (b - 1) / stages_each
+    interleaved_s = simulated_s(schedule, forward=0.5, backward=1)
+    assert plain_s == 3 * (m + b - 1)
+    assert interleaved_s == 3 * m + 3 * (b - 1) / stages_each
 
 
 def test_micro_batches_in_flight():
@@ -99,10 +108,13 @@ def test_micro_batches_in_flight_interleaved():
 
 
 def test_transfers_are_hidden_by_eager_schedules():
-    """Three stages, forward 2, backward 2, transfers 1: eager, only the first round trip shows."""
+    """Three stages, forward 2, backward 2, transfers 1. If all but those of the first round trip
+    were hidden, a step would take 60. But a mesh receives after the run that it is in, so that some
+    of them show; in 1F1B all of them do, in every round."""
     b, m = 3, 12
-    times = dict(forward_s=[2] * b, backward_s=[2] * b, transfer_s=[1] * (b - 1))
-    plain = simulate(make_schedule("1f1b", b, m), **times)
-    eager = simulate(make_schedule("1f1b_eager", b, m), **times)
-    hidden = 4 * (m + b - 1) + 2 * (b - 1)
-    assert eager.step_s == hidden < plain.step_s
+    plain_s, eager_s = (
+        simulated_s(make_schedule(name, b, m), crossing_s=1, forward=2, backward=2)
+        for name in ("1f1b", "1f1b_eager")
+    )
+    assert 4 * (m + b - 1) + 2 * (b - 1) == 60
+    assert (eager_s, plain_s) == (68, 81)

@@ -29,6 +29,7 @@ BESIDE_COMPILER = {
     "intra",
     "looped",
     "inter",
+    "prediction",
     "auto",
     "pipeline_following",
 }
@@ -75,8 +76,10 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "looped": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "prediction": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "inter": {
         "looped",
+        "prediction",
         "stage_plans",
         "stage_tables",
         "intra",

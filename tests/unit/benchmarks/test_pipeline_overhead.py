@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.program import Phase, Piece
+from autopar.cost.times import pipeline_of_times
+from autopar.ir.program import Phase
+from autopar.lower.instructions import emit_programs
 from autopar.runtime.hlo import CollectiveOp
+from autopar.stages.schedules import make_schedule
 from benchmarks import pipeline_compile
-from benchmarks.pipeline_overhead import Case, in_schedule_order
+from benchmarks.pipeline_overhead import in_schedule_order
+from tests.properties.clock_by_clock import chain_times
 
 
-def timed(stage: int, phase: Phase, number: int | None, seconds: float):
-    return Piece(stage, phase, (), ()), number, seconds
+def neighbours(name: str, num_micro_batches: int, seconds: dict[Phase, list[float]]):
+    """A pipeline of stages that send to their neighbours, and its lists."""
+    stages = range(len(seconds[Phase.FORWARD]))
+    times = chain_times(seconds, [0.0] * (len(stages) - 1))
+    pipeline, _, _ = pipeline_of_times(times, stages, num_micro_batches)
+    schedule = make_schedule(name, len(stages), num_micro_batches)
+    return pipeline, emit_programs(pipeline, schedule)
 
 
 def test_stages_work_side_by_side_on_paper() -> None:
     """Two stages, two micro-batches, forward 1 s, backward 2 s: F0 F1 | F0 B0 F1 B1 | … is 9 s on
     paper, and 12 s one after another."""
-    runs = [
-        timed(stage, phase, number, seconds)
-        for stage in (0, 1)
-        for phase, seconds in ((Phase.FORWARD, 1.0), (Phase.BACKWARD, 2.0))
-        for number in (0, 1)
+    seconds = {Phase.FORWARD: [1.0, 1.0], Phase.BACKWARD: [2.0, 2.0], Phase.UPDATE: [0.75, 0.0]}
+    pipeline, programs = neighbours("1f1b", 2, seconds)
+    timed = [
+        (piece, None, seconds[piece.phase][piece.stage])
+        for piece in pipeline.pieces
+        for _ in range(1 if piece.phase is Phase.UPDATE else 2)
     ]
-    case = Case(2, "1f1b", 2)
-    assert in_schedule_order(runs, case) == pytest.approx(9.0)
-    once = [timed(0, Phase.PREPARE, None, 0.25), timed(0, Phase.UPDATE, None, 0.5)]
-    assert in_schedule_order([*runs, *once], case) == pytest.approx(9.75)
+    assert in_schedule_order(timed, pipeline, programs) == pytest.approx(9.75)
 
 
 def test_one_slow_run_does_not_count() -> None:
-    runs = [timed(0, Phase.FORWARD, number, 1.0) for number in range(3)]
-    slow = [timed(0, Phase.BACKWARD, number, s) for number, s in enumerate((1.0, 1.0, 50.0))]
-    assert in_schedule_order([*runs, *slow], Case(1, "1f1b", 3)) == pytest.approx(6.0)
+    pipeline, programs = neighbours("1f1b", 3, {Phase.FORWARD: [1.0], Phase.BACKWARD: [1.0]})
+    forward, backward = pipeline.pieces
+    timed = [(forward, n, 1.0) for n in range(3)]
+    timed += ((backward, n, s) for n, s in enumerate((1.0, 1.0, 50.0)))
+    assert in_schedule_order(timed, pipeline, programs) == pytest.approx(6.0)
 
 
 def test_reductions_of_gradients_are_told_from_those_of_rows() -> None:
