@@ -12,6 +12,7 @@ from autopar.inspect.table import explain_plan
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.ir.views import provide
+from autopar.prediction import predicted_timeline
 
 
 class Views:
@@ -22,6 +23,9 @@ class Views:
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
         write_report(plan, target, measured)
+
+    def timeline(self, plan: ParallelPlan) -> Timeline:
+        return predicted_timeline(plan)
 
     def with_pins(self, plan: ParallelPlan, pins: Any) -> ParallelPlan:
         raise PlanError("with_pins: not there yet.")

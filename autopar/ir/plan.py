@@ -253,6 +253,10 @@ class ParallelPlan:
         predicted timeline."""
         views().report(self, target, measured)
 
+    def timeline(self) -> Timeline:
+        """When what is predicted to run in a step, on each mesh."""
+        return views().timeline(self)
+
     def with_pins(self, pins: Mapping[str, Any]) -> ParallelPlan:
         """The best plan with these arrays pinned to specs, on the same meshes and stages."""
         return views().with_pins(self, pins)

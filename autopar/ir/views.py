@@ -1,7 +1,8 @@
 """Ways to look at a plan that need more than the plan: layers above provide them.
 
-`ParallelPlan.explain`, `report` and `with_pins` are methods of data that knows nothing of text,
-pages or solvers. Whoever can do these things says so here when autopar is imported.
+`ParallelPlan.explain`, `report`, `timeline` and `with_pins` are methods of data that knows nothing
+of text, pages, schedules or solvers. Whoever can do these things says so here when autopar is
+imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ class PlanViews(Protocol):
     def explain(self, plan: Any, path: str | None, depth: int | None) -> str: ...
 
     def report(self, plan: Any, target: str | Path, measured: Any) -> None: ...
+
+    def timeline(self, plan: Any) -> Any: ...
 
     def with_pins(self, plan: Any, pins: Any) -> Any: ...
 

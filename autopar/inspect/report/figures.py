@@ -50,7 +50,7 @@ def figures_of(plan: ParallelPlan) -> Figures:
 
 
 def _predicted(plan: ParallelPlan) -> Timeline | None:
-    return None
+    return plan.timeline()
 
 
 def _peak_flops(plan: ParallelPlan) -> float:
