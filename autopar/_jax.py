@@ -158,6 +158,20 @@ def source_line(source_info: Any) -> str:
     return _source_info.summarize(source_info)
 
 
+def line_of_user(tracebacks: tuple[Any, ...]) -> str:
+    """`models/gpt.py:12 (Block.__call__)`: the innermost frame that is not an installed package's,
+    or else the innermost; "" if there is none. Tracebacks of an equation and the calls around it,
+    the innermost first."""
+    frames = [f for own in tracebacks if own is not None for f in _source_info.user_frames(own)]
+    if not frames:
+        return ""
+    installed = ("site-packages", "dist-packages")
+    own = (f for f in frames if not any(part in f.file_name for part in installed))
+    frame = next(own, frames[0])
+    file = "/".join(frame.file_name.replace("\\", "/").split("/")[-2:])
+    return f"{file}:{frame.start_line} ({frame.function_name.replace('.<locals>', '')})"
+
+
 def is_extended_dtype(dtype: Any) -> bool:
     """True for PRNG keys and other dtypes that have no numpy equivalent."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

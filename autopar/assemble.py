@@ -12,8 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.cost.report import CostReport
+from autopar.cost.details import plan_details, whole_on_one_device
+from autopar.cost.memory import memory_profile
+from autopar.cost.report import CostReport, cost_report
 from autopar.errors import PlanError
+from autopar.ir.details import PlanDetails
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import (
@@ -32,6 +35,7 @@ from autopar.ir.text import format_bytes
 from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
 from autopar.trace.flatten import FlatCall, TracedStep
+from autopar.trace.lines import equation_lines
 from autopar.trace.program import Program
 from autopar.trace.slices import SlicedStep
 
@@ -154,8 +158,24 @@ def make_plan(
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
         warnings=(*_warnings(graph, mesh, sharding.memory.peak_bytes), *traced.notes),
         named=_named(traced, lambda value: _made_in(graph, sharding, value)),
+        cluster=cluster,
+        details=_details(traced, graph, sharding),
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
+    )
+
+
+def _details(traced: TracedStep, graph: Graph, sharding: GraphSharding) -> PlanDetails:
+    lines = equation_lines(traced.program)
+    factors = [strategy.factors for strategy in sharding.strategies]
+    return plan_details(
+        graph,
+        sharding.mesh,
+        sharding.layouts,
+        factors,
+        sharding.memory,
+        lines.sources,
+        lines.recomputed,
     )
 
 
@@ -173,6 +193,7 @@ def pipeline_plan(
     sent_bytes: float,
     seconds: dict[str, float],
     search: SearchReport | None,
+    cluster: ClusterSpec,
 ) -> ParallelPlan:
     """The plan of a pipeline, its stages' plans put together. `whole` is the step as it was before
     layers were recomputed, `sent_bytes` what goes from stage to stage."""
@@ -228,6 +249,7 @@ def pipeline_plan(
         layering=layering,
         schedule=schedule,
         search=search,
+        cluster=cluster,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
     )
@@ -239,6 +261,7 @@ def made_plan(
     stages: Sequence[StagePlan],
     owners: Sequence[int],
     seconds: dict[str, float],
+    cluster: ClusterSpec,
 ) -> ParallelPlan:
     """The plan of a function of which each stage makes its own results, given the stages' plans and
     the stage of every result. `stages` are those of the pipeline that wants them."""
@@ -284,6 +307,7 @@ def made_plan(
         warnings=tuple(dict.fromkeys(w for own in plans for w in own.warnings)),
         layers=tuple(f"results of stage {number}" for number in range(len(plans))),
         layering=MADE,
+        cluster=cluster,
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
     )
@@ -358,18 +382,28 @@ def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tup
 
 def _warnings(graph: Graph, mesh: LogicalMesh, peak_bytes: float) -> tuple[str, ...]:
     found = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
+    return (*found, *_too_large(mesh, peak_bytes))
+
+
+def _too_large(mesh: LogicalMesh, peak_bytes: float) -> list[str]:
     if mesh.memory_bytes is not None and peak_bytes > mesh.memory_bytes:
-        found.append(
+        return [
             f"the estimated peak of {peak_bytes / 2**30:.1f} GiB per device is more than the "
             f"device's {mesh.memory_bytes / 2**30:.1f} GiB"
-        )
-    return tuple(found)
+        ]
+    return []
 
 
 def replicated_plan(
-    traced: TracedStep, mesh: LogicalMesh, method: Any, seconds: dict[str, float]
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    method: Any,
+    seconds: dict[str, float],
+    graph: Graph | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> ParallelPlan:
-    """One device: nothing to search, nothing to annotate."""
+    """One device: nothing to search, nothing to annotate. Times, memory and details are told if
+    the graph is given."""
     whole = (WHOLE,) * len(mesh.shape)
 
     def untouched(program: Program) -> ProgramSharding:
@@ -388,7 +422,7 @@ def replicated_plan(
 
     roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
     out_roles = {o: "state" for _, o in traced.state}
-    return ParallelPlan(
+    plan = ParallelPlan(
         name=traced.name,
         method=_describe(method),
         mesh_shape=mesh.shape,
@@ -412,8 +446,33 @@ def replicated_plan(
         fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
         warnings=traced.notes,
         named=_named(traced, lambda _: whole),
+        cluster=cluster,
         in_tree=_in_tree(traced),
         out_tree=_out_tree(traced),
+    )
+    return plan if graph is None else _with_figures(plan, traced, graph, mesh)
+
+
+def _with_figures(
+    plan: ParallelPlan, traced: TracedStep, graph: Graph, mesh: LogicalMesh
+) -> ParallelPlan:
+    """A plan for one device with what the program costs there."""
+    layouts, factors = whole_on_one_device(graph, len(mesh.shape))
+    memory = memory_profile(graph, mesh, layouts)
+    lines = equation_lines(traced.program)
+    report = cost_report(graph, mesh, layouts)
+    step_s = report.compute_s
+    return replace(
+        plan,
+        stages=(replace(plan.stages[0], cost=step_s),),
+        estimated_step_s=step_s,
+        estimated_peak_bytes=memory.peak_bytes,
+        modules=report.modules,
+        solver=replace(plan.solver, objective=step_s, lower_bound=step_s),
+        warnings=(*_too_large(mesh, memory.peak_bytes), *plan.warnings),
+        details=plan_details(
+            graph, mesh, layouts, factors, memory, lines.sources, lines.recomputed
+        ),
     )
 
 

@@ -520,5 +520,6 @@ class _Planner:
             sent_bytes=sum(c.num_bytes * (number if c.phase else 1) for c in times.crossings),
             seconds=dict(self.timer.seconds),
             search=report,
+            cluster=self.cluster,
         )
         return replace(plan, cluster=self.cluster, times=times)

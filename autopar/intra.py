@@ -86,17 +86,18 @@ def plan_traced(
         meshes = [m for m in meshes if m.shape[0] >= m.shape[-1]] or meshes
     asked = asked_by(traced, method)
     traced = without_moved_state(traced, asked)
-    if meshes[0].num_devices == 1:
-        return PlannedStep(traced, replicated_plan(traced, meshes[0], method, timer.seconds))
     with paused_garbage_collector():
         with timer("graph"):
             graph = with_output_nodes(build_graph(traced), asked)
             check_graph(graph)
+        if meshes[0].num_devices == 1:
+            plan = replicated_plan(traced, meshes[0], method, timer.seconds, graph, cluster)
+            return PlannedStep(traced, plan)
         num_devices = meshes[0].num_devices
         meshes = divisible_meshes(graph, meshes, method, cluster)
         warnings = unused_devices(num_devices, meshes[0].num_devices)
         if meshes[0].num_devices == 1:
-            plan = replicated_plan(traced, meshes[0], method, timer.seconds)
+            plan = replicated_plan(traced, meshes[0], method, timer.seconds, graph, cluster)
             return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
         with timer("shard"):
             best = shard_on_best(graph, traced, meshes, method, asked, in_full)

@@ -157,7 +157,7 @@ def make_on_stages(
         parts.append(plan_traced(part, cluster=cluster, method=method, timer=timer))
         stages.append(stage)
     owners = [used.index(tensor.stages[0]) for tensor in tensors]
-    whole = made_plan(traced, [p.plan for p in parts], stages, owners, dict(timer.seconds))
+    whole = made_plan(traced, [p.plan for p in parts], stages, owners, dict(timer.seconds), cluster)
     return PlannedStep(traced, whole, made=tuple(parts))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.cost.compute import compute_s
 from autopar.cost.halo import halo_steps
@@ -66,6 +67,66 @@ def describe_step(mesh: LogicalMesh, before: Layout, after: Layout, num_bytes: f
     return Step("all-to-all", axes, ring * local)
 
 
+class Move(NamedTuple):
+    """A value that one node makes in a layout and another reads in another, or state that returns
+    to where it is kept (`to_state`). `weight` is how often, `seconds` what it takes each time."""
+
+    producer: int
+    consumer: int
+    value: int
+    source: Layout
+    target: Layout
+    to_state: bool
+    weight: float
+    seconds: float
+    steps: tuple[TimedStep, ...]
+
+
+class TimedStep(NamedTuple):
+    """A collective on the way from one layout to another; slices, which cost nothing, are none."""
+
+    step: Step
+    before: Layout
+    after: Layout
+    seconds: float
+
+
+def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> Iterator[Move]:
+    """Everything that is moved between devices, but for the rows of split windows."""
+    ways: dict[tuple, tuple[float, tuple[TimedStep, ...]]] = {}
+    for u, v, value, source, target, deferred in _edges(graph, layouts):
+        if source == target:
+            continue
+        info = graph.values[value]
+        key = (info.shape, info.num_bytes, deferred, source, target)
+        if key not in ways:
+            share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
+            ways[key] = _way(mesh, info.shape, float(info.num_bytes), share, source, target)
+        seconds, steps = ways[key]
+        to_state = graph.nodes[v].kind is NodeKind.INPUT
+        weight = 1.0 if to_state else edge_weight(graph.nodes[u], graph.nodes[v])
+        yield Move(u, v, value, source, target, to_state, weight, seconds, steps)
+
+
+def _way(
+    mesh: LogicalMesh,
+    shape: tuple[int, ...],
+    num_bytes: float,
+    share: float,
+    source: Layout,
+    target: Layout,
+) -> tuple[float, tuple[TimedStep, ...]]:
+    partial = PARTIAL in source or PARTIAL in target
+    table = reshard_table(mesh, shape, num_bytes, partial, share)
+    steps, here = [], source
+    for layout in table.path(source, target):
+        step = describe_step(mesh, here, layout, num_bytes)
+        if step.kind != "slice":
+            steps.append(TimedStep(step, here, layout, table.cost(here, layout)))
+        here = layout
+    return table.cost(source, target), tuple(steps)
+
+
 def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> CostReport:
     compute: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
@@ -73,33 +134,23 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for node, own in zip(graph.nodes, layouts, strict=True):
         key = (node.module, node.region)
-        compute[key] += _compute(graph, mesh, node, own)
+        compute[key] += node_compute_s(graph, mesh, node, own)
         for axes, shift_s, sent_bytes, shifts in halo_steps(node, graph.values, mesh, own[0]):
             seconds[key] += node.weight * shift_s
             sent[key] += node.weight * sent_bytes
             names = ",".join(mesh.axis_names[a] for a in axes)
             kinds[key][f"shift({names})"] += int(node.weight) * shifts
     owners = _owners(graph)
-    for u, v, value, source, target, deferred in _edges(graph, layouts):
-        if source == target:
-            continue
-        producer, consumer = graph.nodes[u], graph.nodes[v]
-        info = graph.values[value]
-        owner = graph.nodes[owners[v]] if consumer.kind is not NodeKind.INPUT else producer
+    for move in moves(graph, mesh, layouts):
+        owner = graph.nodes[move.producer if move.to_state else owners[move.consumer]]
         key = (owner.module, owner.region)
-        share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
-        partial = PARTIAL in source or PARTIAL in target
-        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
-        weight = edge_weight(producer, consumer) if consumer.kind is not NodeKind.INPUT else 1.0
-        seconds[key] += weight * table.cost(source, target)
-        here = source
-        for layout in table.path(source, target):
-            step = describe_step(mesh, here, layout, float(info.num_bytes))
-            here = layout
-            if step.kind != "slice" and info.shape:
-                names = ",".join(mesh.axis_names[a] for a in step.axes)
-                kinds[key][f"{step.kind}({names})"] += int(weight)
-                sent[key] += weight * step.sent_bytes
+        seconds[key] += move.weight * move.seconds
+        if not graph.values[move.value].shape:
+            continue
+        for step, *_ in move.steps:
+            names = ",".join(mesh.axis_names[a] for a in step.axes)
+            kinds[key][f"{step.kind}({names})"] += int(move.weight)
+            sent[key] += move.weight * step.sent_bytes
     keys = [k for k in dict.fromkeys([*compute, *seconds]) if compute[k] or seconds[k]]
     modules = tuple(
         ModuleCost(
@@ -137,7 +188,8 @@ def _owners(graph: Graph) -> list[int]:
     return owners
 
 
-def _compute(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts) -> float:
+def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts) -> float:
+    """Seconds of all runs of a node in a step; 0 on a mesh that prices no compute."""
     if mesh.device is None or node.kind is not NodeKind.OP:
         return 0.0
     values = (*node.operands, *node.results)

@@ -26,10 +26,12 @@ MEMORY_CATEGORIES = (
 DATA = "data"
 COLUMN = "tensor, column"
 ROW = "tensor, row"
+TENSOR = "tensor"  # features of activations, between a product by columns and one by rows
 EXPERT = "expert"
 SEQUENCE = "sequence"
 ZERO = "ZeRO"
 REPLICATED = "replicated"
+ADDENDS = "partial sums"  # of an operator that adds what is not yet summed over the axis
 
 # Why a collective is there.
 PARTIAL_SUMS = "partial sums"  # a reduction dimension was split, so addends are summed

@@ -14,7 +14,7 @@ from typing import Any
 from autopar import _jax
 from autopar.trace.program import Equation, Operand, Program
 
-_MARK = "rematted_computation"
+MARK = "rematted_computation"  # JAX writes it too, for `jax.checkpoint`
 
 
 class Copier:
@@ -38,8 +38,8 @@ class Copier:
             operands=operands,
             results=results,
             bodies=bodies,
-            scope=f"transpose({_MARK})/{equation.scope}",
-            name_stack=_jax.below_name(_MARK, equation.name_stack),
+            scope=f"transpose({MARK})/{equation.scope}",
+            name_stack=_jax.below_name(MARK, equation.name_stack),
         )
 
     def body(self, body: Program) -> Program:
@@ -64,8 +64,8 @@ class Copier:
             params={},
             operands=operands,
             results=results,
-            scope=f"transpose({_MARK})/{like.scope}",
-            name_stack=_jax.below_name(_MARK, like.name_stack),
+            scope=f"transpose({MARK})/{like.scope}",
+            name_stack=_jax.below_name(MARK, like.name_stack),
             source_info=like.source_info,
             context=like.context,
             callers=like.callers,

@@ -1,0 +1,359 @@
+"""What values and dimensions of a graph are for: from `Graph` to `Roles`.
+
+A dimension keeps its identity from value to value as long as rules give it one factor, so that all
+dimensions of a graph fall into classes (a union-find). What a class is for is told where it meets a
+parameter or the batch:
+
+    batch     the first dimension of a batch input
+    expert    a dimension that a product's parameter and activation both keep
+    feature   a dimension that a product sums over with a parameter, or gets from one
+    sequence  any other
+
+A *parameter* is an input, not of the batch, that ops outside of the update read. Its *readers* are
+the forward ops behind its casts and transposes; its *gradients* are what the update of it reads,
+back to the product that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from autopar import _jax
+from autopar.ir.graph import Graph, Node, NodeKind
+
+BATCH, EXPERTS, FEATURE, OTHER = "batch", "expert", "feature", "sequence"
+INNER, OUTER = "in", "out"  # features of a parameter: those a product sums over, those it makes
+
+UPDATE = "update"
+# What takes a value to its use, or a gradient to the update, without making anything new of it.
+_CARRYING = {
+    "broadcast_in_dim", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims",
+    "copy", "copy_p", "stop_gradient", "optimization_barrier", "scan_slice", "scan_stack",
+    _jax.CONSTRAIN,
+}  # fmt: skip
+_ADDING = {"add", "add_any"}
+_FLOATS = ("float", "bfloat", "complex")
+
+Dims = tuple[int | None, ...]  # of a value, which dimension of its parameter each is
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A node that reads a parameter, as which operand, and the parameter's dimensions there."""
+
+    node: int
+    operand: int
+    dims: Dims
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    """Values by their numbers, nodes by their positions.
+
+    parameters:  inputs that are parameters.
+    readers:     parameter -> the forward ops that use it, products first.
+    made_of:     value -> (parameter, dimensions): the parameter itself, its uses and casts.
+    gradient_of: value -> (parameter, dimensions).
+    update_of:   node of the update -> the parameter whose new value it helps to make.
+    moments:     parameter -> state of its size that its update reads beside it.
+    classes:     parameter -> dimension -> `INNER`, `OUTER` or `EXPERTS`, by its main reader.
+    """
+
+    parameters: frozenset[int]
+    readers: dict[int, list[Reader]]
+    made_of: dict[int, tuple[int, Dims]]
+    gradient_of: dict[int, tuple[int, Dims]]
+    update_of: dict[int, int]
+    moments: dict[int, tuple[int, ...]]
+    classes: dict[int, dict[int, str]]
+    factors: list[dict[int, int]] = field(repr=False)  # node -> factor -> class of dimensions
+    kinds: _Kinds = field(repr=False)
+
+    def text(self, graph: Graph, value: int) -> str:
+        """What a user knows a value by: the path of an input, or what it has to do with a
+        parameter; else its array type."""
+        info = graph.values[value]
+        if info.path is not None:
+            return info.path
+        if own := self.made_of.get(value):
+            whole = graph.values[own[0]]
+            return f"{whole.path} as {info.dtype}" if whole.dtype != info.dtype else f"{whole.path}"
+        if own := self.gradient_of.get(value):
+            return f"gradient of {graph.values[own[0]].path}"
+        return f"{info.dtype}[{','.join(map(str, info.shape))}]"
+
+    def kind(self, node: int, factor: int) -> str:
+        """What the dimensions that have this factor are for."""
+        return self.kinds.of(self.factors[node].get(factor))
+
+
+def find_roles(graph: Graph, recomputed: Collection[int] = ()) -> Roles:
+    """`recomputed`: equations that are computed a second time, in the backward pass."""
+    forward = [_is_forward(node, recomputed) for node in graph.nodes]
+    made_of = _made_of_parameters(graph)
+    readers = _readers(graph, made_of, forward)
+    parameters = frozenset(readers)
+    made_of = {v: own for v, own in made_of.items() if own[0] in parameters}
+    gradient_of: dict[int, tuple[int, Dims]] = {}
+    update_of: dict[int, int] = {}
+    moments = {}
+    for i, o in graph.state:
+        value, new = graph.inputs[i], graph.outputs[o]
+        if value in parameters and new is not None:
+            found = _update(graph, value, new, update_of, gradient_of)
+            moments[value] = found
+    kinds = _Kinds()
+    factors = _classes_of_dimensions(graph, kinds)
+    for index, node in enumerate(graph.nodes):
+        if forward[index] and node.is_heavy:
+            _mark_product(node, factors[index], made_of, kinds)
+    classes = {p: _parameter_classes(graph, own[0]) for p, own in readers.items()}
+    return Roles(
+        parameters, readers, made_of, gradient_of, update_of, moments, classes, factors, kinds
+    )
+
+
+def _is_forward(node: Node, recomputed: Collection[int]) -> bool:
+    return node.kind is NodeKind.OP and (node.region == "forward" or node.equation in recomputed)
+
+
+# -- parameters and gradients
+
+
+def _made_of_parameters(graph: Graph) -> dict[int, tuple[int, Dims]]:
+    batch = {graph.inputs[i] for i in graph.batch}
+    made: dict[int, tuple[int, Dims]] = {}
+    for value in graph.inputs:
+        info = graph.values[value]
+        if value not in batch and info.shape and info.dtype.startswith(_FLOATS):
+            made[value] = (value, tuple(range(len(info.shape))))
+    for node in graph.nodes:
+        carries = node.kind is NodeKind.USE or (
+            node.kind is NodeKind.OP and node.name in _CARRYING and node.region != UPDATE
+        )
+        if carries and len(node.operands) == 1 and (own := made.get(node.operands[0])):
+            dims = _carried(node.rule.operands[0], own[1], node.rule.results[0])
+            made[node.results[0]] = (own[0], dims)
+    return made
+
+
+def _carried(source: Iterable[tuple[int, ...]], dims: Dims, target: Iterable) -> Dims:
+    """The parameter's dimensions on the other side of a node, by the factors they share."""
+    by_factor = {f: dim for factors, dim in zip(source, dims, strict=True) for f in factors}
+    return tuple(next((by_factor.get(f) for f in factors), None) for factors in target)
+
+
+def _readers(
+    graph: Graph, made_of: dict[int, tuple[int, Dims]], forward: list[bool]
+) -> dict[int, list[Reader]]:
+    found: dict[int, list[tuple[tuple, Reader]]] = {}
+    others: dict[int, list[tuple[tuple, Reader]]] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.kind is not NodeKind.OP or node.region == UPDATE or node.results[0] in made_of:
+            continue
+        for position, value in enumerate(node.operands):
+            own = made_of.get(value)
+            if own is not None:
+                rank = (not node.is_heavy, node.name != "gather", index)
+                into = found if forward[index] and node.region == "forward" else others
+                reader = (rank, Reader(index, position, own[1]))
+                into.setdefault(own[0], []).append(reader)
+    for value, own in others.items():
+        found.setdefault(value, own)
+    return {p: [reader for _, reader in sorted(own, key=_rank)] for p, own in found.items()}
+
+
+def _rank(entry: tuple[tuple, Reader]) -> tuple:
+    return entry[0]
+
+
+def _update(
+    graph: Graph,
+    parameter: int,
+    new: int,
+    update_of: dict[int, int],
+    gradient_of: dict[int, tuple[int, Dims]],
+) -> tuple[int, ...]:
+    """Walk back from a parameter's new value; its moments are returned."""
+    info = graph.values[parameter]
+    size = _size(info.shape)
+    same = tuple(range(len(info.shape)))
+    pending: list[tuple[int, Dims, bool]] = [(new, same, False)]
+    seen = {parameter}
+    moments = []
+    while pending:
+        value, dims, is_gradient = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        index, position = graph.producer[value]
+        node = graph.nodes[index]
+        if node.kind is NodeKind.INPUT:
+            if value != parameter and not is_gradient and graph.values[value].path is not None:
+                moments.append(value)
+            continue
+        updates = node.kind is NodeKind.OP and node.region == UPDATE
+        if updates and not is_gradient:
+            update_of.setdefault(index, parameter)
+        else:
+            is_gradient = True
+            gradient_of.setdefault(value, (parameter, dims))
+            light = node.name in _CARRYING or node.name in _ADDING
+            if node.kind is NodeKind.OP and not light:
+                continue
+        stacks = node.name in ("scan_slice", "scan_stack")
+        for operand, factors in zip(node.operands, node.rule.operands, strict=True):
+            if stacks or _size(graph.values[operand].shape) == size:
+                own = _carried(node.rule.results[position], dims, factors)
+                pending.append((operand, own, is_gradient))
+    return tuple(moments)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _parameter_classes(graph: Graph, reader: Reader) -> dict[int, str]:
+    """What a parameter's dimensions are to the op that uses it."""
+    node = graph.nodes[reader.node]
+    rule = node.rule
+    made = {f for dims in rule.results for factors in dims for f in factors}
+    others = {
+        f
+        for position, dims in enumerate(rule.operands)
+        if position != reader.operand
+        for factors in dims
+        for f in factors
+    }
+    found = {}
+    for dim, factors in zip(reader.dims, rule.operands[reader.operand], strict=True):
+        for f in factors:
+            if dim is None:
+                continue
+            if f not in made:
+                found[dim] = INNER
+            elif f not in others or not node.is_heavy:
+                found[dim] = OUTER
+            else:
+                found[dim] = EXPERTS
+    return found
+
+
+# -- dimensions
+
+
+class _Kinds:
+    """Classes of dimensions and what they are for."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.whole: list[int | None] = []  # the class of which it is the minor part
+        self.marks: list[str] = []
+
+    def new(self, whole: int | None = None, mark: str = "") -> int:
+        self.parent.append(len(self.parent))
+        self.whole.append(whole)
+        self.marks.append(mark)
+        return len(self.parent) - 1
+
+    def find(self, one: int) -> int:
+        parent = self.parent
+        while parent[one] != one:
+            parent[one] = parent[parent[one]]
+            one = parent[one]
+        return one
+
+    def join(self, one: int, two: int) -> None:
+        one, two = self.find(one), self.find(two)
+        if one != two:
+            self.parent[two] = one
+            self.marks[one] = _stronger(self.marks[one], self.marks[two])
+            if self.whole[one] is None:
+                self.whole[one] = self.whole[two]
+
+    def mark(self, one: int, mark: str) -> None:
+        one = self.find(one)
+        self.marks[one] = _stronger(self.marks[one], mark)
+
+    def of(self, one: int | None) -> str:
+        seen = set()
+        minor = False
+        while one is not None:
+            one = self.find(one)
+            if self.marks[one] or one in seen:
+                break
+            seen.add(one)
+            one, minor = self.whole[one], True
+        mark = self.marks[one] if one is not None else ""
+        if minor and mark == BATCH:  # tokens of a batch that was flattened
+            return OTHER
+        return mark or OTHER
+
+
+_STRENGTH = ("", OTHER, FEATURE, EXPERTS, BATCH)
+
+
+def _stronger(one: str, two: str) -> str:
+    return max(one, two, key=_STRENGTH.index)
+
+
+def _classes_of_dimensions(graph: Graph, kinds: _Kinds) -> list[dict[int, int]]:
+    """For every node, the class of each of its factors."""
+    batch = {graph.inputs[i] for i in graph.batch}
+    classes: dict[int, tuple[int | None, ...]] = {}  # value -> dimension -> class
+    found = []
+    for node in graph.nodes:
+        factors: dict[int, int] = {}
+        for value, dims in zip(node.operands, node.rule.operands, strict=True):
+            own = classes.get(value)
+            if own is None:  # what comes round a loop
+                continue
+            for one, parts in zip(own, dims, strict=True):
+                if one is None:
+                    continue
+                for f, whole in _parts(parts):
+                    if f not in factors:
+                        factors[f] = one if not whole else kinds.new(one)
+                    elif not whole and factors[f] != one:
+                        kinds.join(factors[f], one)
+        for value, dims in zip(node.results, node.rule.results, strict=True):
+            own = []
+            for parts in dims:
+                if not parts:
+                    own.append(None)
+                    continue
+                if parts[0] not in factors:
+                    factors[parts[0]] = kinds.new()
+                own.append(factors[parts[0]])
+            if node.kind is NodeKind.INPUT and value in batch and own and own[0] is not None:
+                kinds.mark(own[0], BATCH)
+            classes[value] = tuple(own)
+        found.append(factors)
+    return found
+
+
+def _parts(factors: tuple[int, ...]) -> Iterator[tuple[int, bool]]:
+    """Factors of a dimension, and whether each is a minor part of it."""
+    for position, factor in enumerate(factors):
+        yield factor, position > 0
+
+
+def _mark_product(
+    node: Node, factors: dict[int, int], made_of: dict[int, tuple[int, Dims]], kinds: _Kinds
+) -> None:
+    own = [value in made_of for value in node.operands]
+    if len(own) != 2 or own[0] == own[1]:
+        return
+    rule = node.rule
+    mine, theirs = (
+        {f for parts in dims for f in parts}
+        for dims in (rule.operands[own.index(True)], rule.operands[own.index(False)])
+    )
+    made = {f for parts in rule.results[0] for f in parts}
+    for f in mine:
+        if f in factors:
+            kinds.mark(factors[f], EXPERTS if f in theirs and f in made else FEATURE)

@@ -1,0 +1,203 @@
+"""How operators and parameters are parallel, in words: from `Roles` and layouts to `Parallelism`.
+
+A mesh axis on a factor of an operator means, by what the factor's dimensions are for:
+
+    batch                                                     data
+    features of a parameter that a product makes / sums over  tensor, column / tensor, row
+    experts                                                   expert
+    other dimensions                                          sequence
+
+The backward pass and the update of a parameter go by the words of its forward use, so that a layer
+is column parallel in all its passes. An axis on which a parameter, or its moments, are kept split
+while its use has it whole is ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.roles import BATCH, EXPERTS, FEATURE, INNER, OUTER, Reader, Roles
+from autopar.ir.details import (
+    ADDENDS,
+    COLUMN,
+    DATA,
+    EXPERT,
+    REPLICATED,
+    ROW,
+    SEQUENCE,
+    TENSOR,
+    ZERO,
+    Parallelism,
+)
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import WHOLE, Layout
+
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+Factors = tuple[int, ...]  # of a node: the factor on each mesh axis, −1 none, −2 partial sums
+
+_BY_CLASS = {INNER: ROW, OUTER: COLUMN, EXPERTS: EXPERT}
+_BY_KIND = {BATCH: DATA, EXPERTS: EXPERT, FEATURE: TENSOR}
+_SPLITS = {
+    DATA: "the batch",
+    COLUMN: "the output features",
+    ROW: "the input features",
+    EXPERT: "the experts",
+    SEQUENCE: "another dimension of the activations",
+    TENSOR: "the features",
+}
+
+
+@dataclass(eq=False)
+class Words:
+    """`factors`, `layouts`: of every node. `recomputed`: equations of the backward pass that repeat
+    the forward pass."""
+
+    graph: Graph
+    mesh: LogicalMesh
+    layouts: Sequence[NodeLayouts]
+    factors: Sequence[Factors]
+    roles: Roles
+    recomputed: Collection[int] = ()
+    _of_parameter: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def of_node(self, index: int) -> str:
+        """`x: data, y: tensor, column`; nothing on one device."""
+        return ", ".join(
+            f"{name}: {self.word(index, axis)}"
+            for axis, (name, size) in enumerate(
+                zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+            )
+            if size > 1
+        )
+
+    def word(self, index: int, axis: int) -> str:
+        factor = self.factors[index][axis]
+        if factor == -1 or self.mesh.shape[axis] == 1:
+            return REPLICATED
+        if factor < 0:
+            return ADDENDS
+        roles, node = self.roles, self.graph.nodes[index]
+        kind = roles.kind(index, factor)
+        if kind == BATCH or factor == node.batch_factor:
+            return DATA
+        owner = roles.update_of.get(index)
+        if owner is None and not node.is_heavy:
+            own = roles.made_of.get(node.results[0]) or roles.gradient_of.get(node.results[0])
+            owner = own[0] if own else None
+        if owner is not None:
+            return self._kept_word(owner, axis)
+        found = None
+        if node.is_heavy or node.name == "gather":
+            found = self._product_word(node, factor)
+        return found or _BY_KIND.get(kind, SEQUENCE)
+
+    def _product_word(self, node: Node, factor: int) -> str | None:
+        """By the parameter that a product reads, or whose gradient it makes."""
+        roles, rule = self.roles, node.rule
+        for position, value in enumerate(node.operands):
+            own = roles.made_of.get(value)
+            if own is None or not any(factor in parts for parts in rule.operands[position]):
+                continue
+            if node.region == "forward" or node.equation in self.recomputed:
+                return _forward_word(node, position, factor)
+            return self._class_word(own, rule.operands[position], factor)
+        own = roles.gradient_of.get(node.results[0])
+        return None if own is None else self._class_word(own, rule.results[0], factor)
+
+    def _class_word(
+        self, own: tuple[int, tuple[int | None, ...]], dims: Sequence[tuple[int, ...]], factor: int
+    ) -> str | None:
+        parameter, of_parameter = own
+        for dim, parts in zip(of_parameter, dims, strict=True):
+            if factor in parts and dim is not None:
+                return _BY_CLASS.get(self.roles.classes[parameter].get(dim, ""))
+        return None
+
+    # -- parameters
+
+    def of_parameter(self, parameter: int) -> tuple[str, ...]:
+        """A word for every axis of the mesh."""
+        if parameter not in self._of_parameter:
+            axes = range(len(self.mesh.shape))
+            self._of_parameter[parameter] = tuple(self._parameter_word(parameter, a) for a in axes)
+        return self._of_parameter[parameter]
+
+    def _parameter_word(self, parameter: int, axis: int) -> str:
+        if self.mesh.shape[axis] == 1:
+            return REPLICATED
+        reader = self.roles.readers[parameter][0]
+        word = self._used(reader, axis)
+        if not self._zero(parameter, axis):
+            return word
+        return ZERO if word == REPLICATED else f"{word} + {ZERO}"
+
+    def _used(self, reader: Reader, axis: int) -> str:
+        """How its reader uses an axis; a bias or scale is split as the features it belongs to."""
+        word = self.word(reader.node, axis)
+        whole = self.layouts[reader.node][0][reader.operand][axis] < 0
+        return word if whole or word != TENSOR else COLUMN
+
+    def _zero(self, parameter: int, axis: int) -> bool:
+        reader = self.roles.readers[parameter][0]
+        if self.layouts[reader.node][0][reader.operand][axis] != WHOLE:
+            return False
+        kept = (parameter, *self.roles.moments.get(parameter, ()))
+        return any(self._kept(value)[axis] >= 0 for value in kept)
+
+    def _kept(self, value: int) -> Layout:
+        node, position = self.graph.producer[value]
+        return self.layouts[node][1][position]
+
+    def _kept_word(self, parameter: int, axis: int) -> str:
+        """Of what is done to the parameter itself where the axis splits it."""
+        word = self.of_parameter(parameter)[axis]
+        return word if word in (COLUMN, ROW, EXPERT) else ZERO
+
+    def parallelism(self) -> tuple[Parallelism, ...]:
+        """Of all parameters, in the order of the inputs."""
+        found = []
+        for value in self.graph.inputs:
+            path = self.graph.values[value].path
+            if value not in self.roles.parameters or path is None:
+                continue
+            words = self.of_parameter(value)
+            node = self.graph.nodes[self.roles.readers[value][0].node]
+            named = tuple(zip(self.mesh.axis_names, words, strict=True))
+            found.append(Parallelism(path, node.module, named, self._reason(value, node)))
+        return tuple(found)
+
+    def _reason(self, parameter: int, node: Node) -> str:
+        """`dot_general of Block_0/Dense_0: x splits the batch, y splits the output features`."""
+        used: dict[str, list[str]] = {}
+        kept: dict[str, list[str]] = {}
+        for axis, word in enumerate(self.of_parameter(parameter)):
+            name = self.mesh.axis_names[axis]
+            if word.endswith(ZERO):
+                what = "it is" if self._kept(parameter)[axis] >= 0 else "its moments are"
+                kept.setdefault(what, []).append(name)
+            base = word.removesuffix(f" + {ZERO}")
+            if base in _SPLITS:
+                used.setdefault(_SPLITS[base], []).append(name)
+        parts = [f"{_axes(names, 'splits', 'split')} {what}" for what, names in used.items()]
+        text = f"{op_name(node)}: {', '.join(parts) or 'used whole on every device'}"
+        zero = (f"{what} kept split along {' and '.join(names)}" for what, names in kept.items())
+        return "; ".join((text, *zero))
+
+
+def _axes(names: list[str], one: str, many: str) -> str:
+    return f"{' and '.join(names)} {one if len(names) == 1 else many}"
+
+
+def _forward_word(node: Node, position: int, factor: int) -> str | None:
+    rule = node.rule
+    if not any(factor in parts for dims in rule.results for parts in dims):
+        return ROW
+    others = (dims for p, dims in enumerate(rule.operands) if p != position)
+    shared = any(factor in parts for dims in others for parts in dims)
+    return EXPERT if shared and node.is_heavy else COLUMN
+
+
+def op_name(node: Node) -> str:
+    return f"{node.name} of {node.module}" if node.module else node.name
