@@ -176,6 +176,7 @@ def _details(traced: TracedStep, graph: Graph, sharding: GraphSharding) -> PlanD
         sharding.memory,
         lines.sources,
         lines.recomputed,
+        sharding.problem.classes,
     )
 
 

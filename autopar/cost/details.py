@@ -41,35 +41,38 @@ def plan_details(
     memory: MemoryProfile,
     sources: Sequence[str],
     recomputed: Collection[int] = (),
+    alike: Sequence[int] | None = None,
 ) -> PlanDetails:
     """`factors`: on each axis, of every node. `sources`: the user's line of every equation, by the
-    number that nodes have; `recomputed`: equations that are computed a second time."""
-    roles = find_roles(graph, recomputed)
+    number that nodes have; `recomputed`: equations that are computed a second time. `alike`: a
+    class for every node; nodes of one class are sharded alike."""
+    roles = find_roles(graph, recomputed, alike)
     words = Words(graph, mesh, layouts, factors, roles, recomputed)
     charges = _Charges(graph, mesh, layouts, roles)
     rows = []
     seconds = [0.0] * len(graph.nodes)
     flops = 0.0
+    known: dict[tuple, tuple] = {}
     for index, node in enumerate(graph.nodes):
         moved_s, moved_bytes = charges.of_node.get(index, (0.0, 0.0))
         if node.kind is not NodeKind.OP and not moved_s:
             continue
-        own = layouts[index]
-        compute_s = node_compute_s(graph, mesh, node, own)
-        own_flops = node.weight * node.flops / parallelism(node, own, mesh)
+        key = (roles.alike[index], node.touched_bytes)
+        if key not in known:
+            known[key] = _figures(graph, mesh, node, layouts[index])
+        compute_s, own_flops, array, spec, runs = known[key]
         flops += own_flops
         seconds[index] = compute_s + moved_s
-        result = graph.values[node.results[0]]
         rows.append(
             OpRow(
                 node.name,
                 node.module,
                 node.region,
-                f"{result.dtype}[{','.join(map(str, result.shape))}]",
-                spec_text(own[1][0], len(result.shape), mesh.axis_names),
+                array,
+                spec,
                 words.of_node(index),
                 "" if node.equation is None else sources[node.equation],
-                rounded(node.weight),
+                runs,
                 rounded(own_flops),
                 rounded(compute_s),
                 rounded(moved_s),
@@ -86,6 +89,20 @@ def plan_details(
     )
 
 
+def _figures(
+    graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts
+) -> tuple[float, float, str, str, float]:
+    """Seconds and flops of an op, its first result and the spec of it as text, and its runs."""
+    result = graph.values[node.results[0]]
+    return (
+        node_compute_s(graph, mesh, node, own),
+        node.weight * node.flops / parallelism(node, own, mesh),
+        f"{result.dtype}[{','.join(map(str, result.shape))}]",
+        spec_text(own[1][0], len(result.shape), mesh.axis_names),
+        rounded(node.weight),
+    )
+
+
 def whole_on_one_device(graph: Graph, num_axes: int) -> tuple[list[NodeLayouts], list[Factors]]:
     """Layouts and factors of a graph on a mesh of a single device."""
     one = ((WHOLE,) * num_axes,)
@@ -93,6 +110,7 @@ def whole_on_one_device(graph: Graph, num_axes: int) -> tuple[list[NodeLayouts],
     return layouts, [(-1,) * num_axes] * len(graph.nodes)
 
 
+@lru_cache(maxsize=65536)
 def rounded(value: float) -> float:
     """To four digits, which is more than a prediction is worth."""
     return float(f"{value:.3e}") if value else 0.0

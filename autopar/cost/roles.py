@@ -16,7 +16,7 @@ back to the product that made it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar import _jax
@@ -67,8 +67,9 @@ class Roles:
     update_of: dict[int, int]
     moments: dict[int, tuple[int, ...]]
     classes: dict[int, dict[int, str]]
-    factors: list[dict[int, int]] = field(repr=False)  # node -> factor -> class of dimensions
+    factors: dict[int, dict[int, int]] = field(repr=False)  # class of nodes -> factor -> dimension
     kinds: _Kinds = field(repr=False)
+    alike: Sequence[int] = field(repr=False)  # node -> its class
 
     def text(self, graph: Graph, value: int) -> str:
         """What a user knows a value by: the path of an input, or what it has to do with a
@@ -85,11 +86,15 @@ class Roles:
 
     def kind(self, node: int, factor: int) -> str:
         """What the dimensions that have this factor are for."""
-        return self.kinds.of(self.factors[node].get(factor))
+        return self.kinds.of(self.factors[self.alike[node]].get(factor))
 
 
-def find_roles(graph: Graph, recomputed: Collection[int] = ()) -> Roles:
-    """`recomputed`: equations that are computed a second time, in the backward pass."""
+def find_roles(
+    graph: Graph, recomputed: Collection[int] = (), alike: Sequence[int] | None = None
+) -> Roles:
+    """`recomputed`: equations that are computed a second time, in the backward pass. `alike`: a
+    class for every node, equal ones for nodes that are the same part of equal layers."""
+    alike = range(len(graph.nodes)) if alike is None else alike
     forward = [_is_forward(node, recomputed) for node in graph.nodes]
     made_of = _made_of_parameters(graph)
     readers = _readers(graph, made_of, forward)
@@ -104,13 +109,22 @@ def find_roles(graph: Graph, recomputed: Collection[int] = ()) -> Roles:
             found = _update(graph, value, new, update_of, gradient_of)
             moments[value] = found
     kinds = _Kinds()
-    factors = _classes_of_dimensions(graph, kinds)
+    factors = _classes_of_dimensions(graph, kinds, alike)
     for index, node in enumerate(graph.nodes):
         if forward[index] and node.is_heavy:
-            _mark_product(node, factors[index], made_of, kinds)
+            _mark_product(node, factors[alike[index]], made_of, kinds)
     classes = {p: _parameter_classes(graph, own[0]) for p, own in readers.items()}
     return Roles(
-        parameters, readers, made_of, gradient_of, update_of, moments, classes, factors, kinds
+        parameters,
+        readers,
+        made_of,
+        gradient_of,
+        update_of,
+        moments,
+        classes,
+        factors,
+        kinds,
+        alike,
     )
 
 
@@ -301,38 +315,43 @@ def _stronger(one: str, two: str) -> str:
     return max(one, two, key=_STRENGTH.index)
 
 
-def _classes_of_dimensions(graph: Graph, kinds: _Kinds) -> list[dict[int, int]]:
-    """For every node, the class of each of its factors."""
+def _classes_of_dimensions(
+    graph: Graph, kinds: _Kinds, alike: Sequence[int]
+) -> dict[int, dict[int, int]]:
+    """For every class of nodes, the class of dimensions that each factor stands for. Of equal nodes
+    only the first is looked at: what it reads was made before it, or by one that is equal."""
     batch = {graph.inputs[i] for i in graph.batch}
-    classes: dict[int, tuple[int | None, ...]] = {}  # value -> dimension -> class
-    found = []
-    for node in graph.nodes:
+    dims_of: dict[tuple[int, int], list[int | None]] = {}  # class of nodes, result -> dimensions
+    found: dict[int, dict[int, int]] = {}
+    producer = graph.producer
+    for index, node in enumerate(graph.nodes):
+        if alike[index] in found:
+            continue
         factors: dict[int, int] = {}
         for value, dims in zip(node.operands, node.rule.operands, strict=True):
-            own = classes.get(value)
+            maker, position = producer[value]
+            own = dims_of.get((alike[maker], position))
             if own is None:  # what comes round a loop
                 continue
             for one, parts in zip(own, dims, strict=True):
                 if one is None:
                     continue
-                for f, whole in _parts(parts):
+                for f, is_minor in _parts(parts):
                     if f not in factors:
-                        factors[f] = one if not whole else kinds.new(one)
-                    elif not whole and factors[f] != one:
+                        factors[f] = kinds.new(one) if is_minor else one
+                    elif not is_minor and factors[f] != one:
                         kinds.join(factors[f], one)
-        for value, dims in zip(node.results, node.rule.results, strict=True):
-            own = []
+        for position, dims in enumerate(node.rule.results):
+            made: list[int | None] = []
             for parts in dims:
-                if not parts:
-                    own.append(None)
-                    continue
-                if parts[0] not in factors:
+                if parts and parts[0] not in factors:
                     factors[parts[0]] = kinds.new()
-                own.append(factors[parts[0]])
-            if node.kind is NodeKind.INPUT and value in batch and own and own[0] is not None:
-                kinds.mark(own[0], BATCH)
-            classes[value] = tuple(own)
-        found.append(factors)
+                made.append(factors[parts[0]] if parts else None)
+            is_batch = node.kind is NodeKind.INPUT and node.results[position] in batch
+            if is_batch and made and made[0] is not None:
+                kinds.mark(made[0], BATCH)
+            dims_of[alike[index], position] = made
+        found[alike[index]] = factors
     return found
 
 

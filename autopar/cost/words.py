@@ -61,9 +61,17 @@ class Words:
     roles: Roles
     recomputed: Collection[int] = ()
     _of_parameter: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _of_class: dict[int, str] = field(default_factory=dict)
 
     def of_node(self, index: int) -> str:
-        """`x: data, y: tensor, column`; nothing on one device."""
+        """`x: data, y: tensor, column`; nothing on one device. Equal parts of equal layers have
+        equal words."""
+        alike = self.roles.alike[index]
+        if alike not in self._of_class:
+            self._of_class[alike] = self._text(index)
+        return self._of_class[alike]
+
+    def _text(self, index: int) -> str:
         return ", ".join(
             f"{name}: {self.word(index, axis)}"
             for axis, (name, size) in enumerate(
@@ -73,21 +81,26 @@ class Words:
         )
 
     def word(self, index: int, axis: int) -> str:
-        factor = self.factors[index][axis]
-        if factor == -1 or self.mesh.shape[axis] == 1:
-            return REPLICATED
-        if factor < 0:
-            return ADDENDS
         roles, node = self.roles, self.graph.nodes[index]
-        kind = roles.kind(index, factor)
-        if kind == BATCH or factor == node.batch_factor:
-            return DATA
         owner = roles.update_of.get(index)
         if owner is None and not node.is_heavy:
             own = roles.made_of.get(node.results[0]) or roles.gradient_of.get(node.results[0])
             owner = own[0] if own else None
-        if owner is not None:
-            return self._kept_word(owner, axis)
+        word = self._word_of_op(index, axis)
+        if owner is None or word in (DATA, REPLICATED, ADDENDS):
+            return word
+        return self._kept_word(owner, axis)
+
+    def _word_of_op(self, index: int, axis: int) -> str:
+        """By what the op does alone, whatever it is done to."""
+        node, factor = self.graph.nodes[index], self.factors[index][axis]
+        if factor == -1 or self.mesh.shape[axis] == 1:
+            return REPLICATED
+        if factor < 0:
+            return ADDENDS
+        kind = self.roles.kind(index, factor)
+        if kind == BATCH or factor == node.batch_factor:
+            return DATA
         found = None
         if node.is_heavy or node.name == "gather":
             found = self._product_word(node, factor)
@@ -135,7 +148,7 @@ class Words:
 
     def _used(self, reader: Reader, axis: int) -> str:
         """How its reader uses an axis; a bias or scale is split as the features it belongs to."""
-        word = self.word(reader.node, axis)
+        word = self._word_of_op(reader.node, axis)
         whole = self.layouts[reader.node][0][reader.operand][axis] < 0
         return word if whole or word != TENSOR else COLUMN
 

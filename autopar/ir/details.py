@@ -102,14 +102,12 @@ class OpTable:
 def op_table(rows: list[OpRow]) -> OpTable:
     """Rows as columns."""
     strings: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return strings.setdefault(text, len(strings))
-
     if not rows:
         return OpTable()
     columns = list(zip(*rows, strict=True))
-    texts = [tuple(map(number, column)) for column in columns[:7]]
+    texts = [
+        tuple([strings.setdefault(text, len(strings)) for text in column]) for column in columns[:7]
+    ]
     return OpTable(tuple(strings), *texts, *columns[7:])
 
 

@@ -171,8 +171,10 @@ def test_plan_on_one_device_replicates_everything() -> None:
     assert plan.input_specs == ({"v": P(), "w": P()}, {"x": P()})
     assert plan.output_specs == ({"v": P(), "w": P()}, P())
     assert (plan.num_devices, plan.num_stages, plan.solver.gap) == (1, 1, 0)
-    assert (plan.solver.objective, plan.communication_bytes) == (0, 0)
-    assert plan.estimated_peak_bytes == 4 * (8 * 16 + 16 * 8 + 32 * 8)
+    assert plan.solver.objective == plan.estimated_step_s > 0
+    assert plan.communication_bytes == 0
+    assert plan.estimated_peak_bytes >= 4 * (8 * 16 + 16 * 8 + 32 * 8)
+    assert plan.details is not None and plan.details.flops > plan.details.model_flops > 0
     assert [t.role for t in plan.inputs] == ["state", "state", "batch"]
     function, _ = annotate(planned, jax.devices()[:1])
     leaves = [np.full(t.shape, 0.5, np.float32) for t in plan.inputs]
