@@ -8,6 +8,7 @@ them, and state on its way back to where it is kept to the operator that made it
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.cost.halo import halo_steps
@@ -30,6 +31,7 @@ from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 
+_NO_FIGURES = (0, 0.0, 0.0)  # count, bytes, seconds
 _PRODUCTS = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
 
@@ -146,7 +148,8 @@ class _Charges:
             for value in node.operands:
                 self.first_reader.setdefault(value, index)
         self.of_node: dict[int, tuple[float, float]] = {}
-        self.found: dict[tuple, list[float]] = {}  # what tells them apart -> count, bytes, seconds
+        # what tells collectives apart, without figures -> count, bytes, seconds
+        self.found: dict[CollectiveCost, list[float]] = {}
         for index, node in enumerate(graph.nodes):
             if node.rule.halos:
                 self._windows(index, node, layouts[index])
@@ -156,16 +159,16 @@ class _Charges:
 
     def collectives(self) -> tuple[CollectiveCost, ...]:
         return tuple(
-            CollectiveCost(*key, int(count), rounded(num_bytes), rounded(seconds))
-            for key, (count, num_bytes, seconds) in self.found.items()
+            replace(what, count=int(count), num_bytes=rounded(sent), seconds=rounded(seconds))
+            for what, (count, sent, seconds) in self.found.items()
         )
 
     def _charge(self, index: int, num_bytes: float, seconds: float) -> None:
         before_s, before_bytes = self.of_node.get(index, (0.0, 0.0))
         self.of_node[index] = (before_s + seconds, before_bytes + num_bytes)
 
-    def _add(self, key: tuple, count: float, num_bytes: float, seconds: float) -> None:
-        own = self.found.setdefault(key, [0.0, 0.0, 0.0])
+    def _add(self, what: CollectiveCost, count: float, num_bytes: float, seconds: float) -> None:
+        own = self.found.setdefault(what, [0.0, 0.0, 0.0])
         own[0] += count
         own[1] += num_bytes
         own[2] += seconds
@@ -179,9 +182,20 @@ class _Charges:
             spec = self._spec(own[0][node.rule.halos[0].operand], value)
             producer = self._name(self._maker(graph.producer[value][0]))
             names = tuple(mesh.axis_names[a] for a in axes)
-            where = (WINDOWS, node.module, node.region, self.roles.text(graph, value), producer)
-            key = ("shift", names, *where, op_name(node), spec, spec)
-            self._add(key, weight * shifts, weight * num_bytes, weight * seconds)
+            what = CollectiveCost(
+                "shift",
+                names,
+                WINDOWS,
+                node.module,
+                node.region,
+                self.roles.text(graph, value),
+                producer,
+                op_name(node),
+                spec,
+                spec,
+                *_NO_FIGURES,
+            )
+            self._add(what, weight * shifts, weight * num_bytes, weight * seconds)
 
     def _move(self, move: Move) -> None:
         graph = self.graph
@@ -200,11 +214,20 @@ class _Charges:
             partial = any(before[a] == PARTIAL for a in step.axes)
             cause = PARTIAL_SUMS if partial else STATE if move.to_state else OTHER_LAYOUT
             names = tuple(self.mesh.axis_names[a] for a in step.axes)
-            specs = (self._spec(before, move.value), self._spec(after, move.value))
-            where = (cause, node.module, node.region, self.roles.text(graph, move.value))
-            key = (step.kind, names, *where, *ends, *specs)
+            what = CollectiveCost(
+                step.kind,
+                names,
+                cause,
+                node.module,
+                node.region,
+                self.roles.text(graph, move.value),
+                *ends,
+                self._spec(before, move.value),
+                self._spec(after, move.value),
+                *_NO_FIGURES,
+            )
             weight = move.weight
-            self._add(key, weight, weight * step.sent_bytes, weight * seconds)
+            self._add(what, weight, weight * step.sent_bytes, weight * seconds)
             self._charge(owner, weight * step.sent_bytes, weight * seconds)
 
     def _maker(self, index: int) -> int:
