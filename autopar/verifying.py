@@ -8,6 +8,7 @@ what the plan predicted. Pieces of a pipeline with the same text are compiled on
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 
 from autopar.api import ParallelFunction
 from autopar.compiler import OtherDevices, StepOptions, plan_step
-from autopar.errors import ArgumentError, ClusterError
+from autopar.errors import ArgumentError, ClusterError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Recv, Run
@@ -38,10 +39,12 @@ from autopar.proof.report import (
 )
 from autopar.proof.targets import Target, cuda_version, load_target, target_of
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
-from autopar.runtime.remote.exporting import exported_piece
+from autopar.runtime.remote.exporting import CallsBackError, exported_piece
 from autopar.worker_step import lower_for_workers
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
+_LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*")*\)')
 _XLA_KIND = {"shift": "collective-permute"}
 
 
@@ -122,12 +125,12 @@ def _device(plan: ParallelPlan) -> tuple[str, float | None]:
 
 
 def _limit_bytes(plan: ParallelPlan, target: Target, given: bool) -> float:
-    """What a step may use of a device: its memory less a reserve, or more if the plan's own budget
-    is more. Memory is what the plan was made for, or else what the target has."""
-    _, planned = _device(plan)
-    memory = target.memory_bytes if given or planned is None else planned
-    limit = (1 - RESERVE_SHARE) * memory
-    budget = plan.memory_budget_bytes
+    """What a step may use of a device: its memory less a reserve. Of the device that the plan was
+    made for it may use more, if the plan's own budget is more."""
+    _, memory = _device(plan)
+    if given or memory is None:
+        return (1 - RESERVE_SHARE) * target.memory_bytes
+    limit, budget = (1 - RESERVE_SHARE) * memory, plan.memory_budget_bytes
     return max(limit, min(budget, memory)) if isfinite(budget) else limit
 
 
@@ -153,8 +156,7 @@ def _jobs(
     job_of_piece = []
     for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
         topology = _topology(lowered.meshes[mesh], cluster)
-        # One name for all, so that equal pieces have equal text.
-        exported = exported_piece(lowered.name, piece, "gpu", function_name="piece")
+        exported = _exported(lowered.name, piece)
         key = _digest(exported.mlir_module(), piece, topology)
         if key not in known:
             known[key] = len(jobs)
@@ -165,6 +167,18 @@ def _jobs(
             jobs.append(Job(name, spec, program, topology, target.config, hlo))
         job_of_piece.append(known[key])
     return jobs, job_of_piece
+
+
+def _exported(step_name: str, piece: LoweredPiece) -> Any:
+    """The piece's program, by a name that is the same for all, so that equal ones are equal."""
+    try:
+        return exported_piece(step_name, piece, "gpu", function_name="piece")
+    except CallsBackError as error:
+        raise CompileError(
+            f"verify: {piece.name} of {step_name} calls back into Python (jax.debug.print, "
+            "jax.pure_callback or jax.experimental.io_callback), which a compiler in another "
+            "process cannot take. Verify the step without the call."
+        ) from error
 
 
 def _serialized(exported: Any) -> bytes:
@@ -178,6 +192,8 @@ def _serialized(exported: Any) -> bytes:
 
 
 def _digest(text: str, piece: LoweredPiece, topology: tuple[int, int]) -> str:
+    """Equal for programs that are the same but for the lines of code they come from."""
+    text = _LOCATION.sub("", _LOCATION_LINE.sub("", text))
     places = repr((piece.reads, piece.writes, piece.donated, topology))
     return hashlib.sha256((text + places).encode()).hexdigest()
 

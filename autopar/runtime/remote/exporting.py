@@ -17,6 +17,12 @@ from autopar.ir.remote import Held, LoweredPiece, PieceSpec
 from autopar.ir.spec import to_partition_spec
 
 _EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
+# What JAX says of callbacks that it cannot lower for devices elsewhere.
+_NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
+
+
+class CallsBackError(CompileError):
+    """A program that calls into the Python process it was made in cannot leave it."""
 
 
 def sharding_of(held: Held, devices: list[Any] | None = None) -> NamedSharding:
@@ -75,7 +81,7 @@ def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export
         except ValueError as error:
             found = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
             found |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
-            needs_devices = "require devices to be present" in str(error)
+            needs_devices = any(words in str(error) for words in _NEEDS_DEVICES)
             if needs_devices or any("callback" in target for target in found):
                 raise _calls_back(name) from error
             if not found - known:
@@ -87,8 +93,8 @@ def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export
             raise _calls_back(name) from error
 
 
-def _calls_back(name: str) -> CompileError:
-    return CompileError(
+def _calls_back(name: str) -> CallsBackError:
+    return CallsBackError(
         f"{name} calls back into Python (jax.debug.print, jax.pure_callback or "
         "jax.experimental.io_callback), which a worker process cannot do. Take the call out of the "
         "step, or run with autopar.init(cluster='local')."

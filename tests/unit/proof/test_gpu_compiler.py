@@ -1,0 +1,103 @@
+"""XLA's GPU compiler, without a GPU: needs JAX's CUDA plugin, which the default run does not have.
+
+With CUDA 13 everything but V100s is compiled for, with CUDA 12 everything.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import ClusterSpec, PipeshardParallel, ShardParallel, UniformStages
+from autopar.errors import CompileError
+from autopar.proof.targets import cuda_version, load_target, target_names
+
+pytestmark = pytest.mark.slow
+
+WIDTH, ROWS = 256, 512
+
+
+def plugin_for(target: str) -> int:
+    try:
+        return cuda_version(load_target(target))
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+def arguments():
+    state = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
+    return state, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        x = batch
+        for number, w in enumerate(params):
+            with jax.named_scope(f"layer_{number}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+# Two products forward; backward, two for weights and one for the activations between.
+FLOPS = 5 * 2 * ROWS * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_a_data_parallel_step_on_every_target(name: str):
+    plugin_for(name)
+    args = arguments()
+    device = autopar.DeviceSpec(name, 1e14, 1e13, load_target(name).memory_bytes, 1e12, 1e11, 1e10)
+    plan = autopar.plan(
+        train_step, *args, cluster=ClusterSpec(1, 8, device), method=autopar.DataParallel()
+    )
+    report = autopar.verify(train_step, *args, plan=plan, target=name, time_limit_s=300)
+    (program,), (mesh,) = report.programs, report.meshes
+    weights = 2 * WIDTH * WIDTH * 4
+    assert program.figures.argument_bytes == weights + ROWS // 8 * WIDTH * 4
+    assert program.figures.alias_bytes == weights
+    assert mesh.dot_flops.xla == FLOPS / 8
+    # The gradients and the loss are reduced, and nothing else is sent.
+    (reduced,) = mesh.collectives
+    assert reduced.kind == "all-reduce"
+    assert reduced.sent_bytes.xla == 2 * 7 / 8 * (weights + 4)
+    assert report.fits
+
+
+def test_a_pipeline():
+    plugin_for("h100-80gb")
+    args = arguments()
+    method = PipeshardParallel(4, stages=UniformStages(2))
+    plan = autopar.plan(train_step, *args, cluster=ClusterSpec(2, 2, "h100-sxm"), method=method)
+    report = autopar.verify(train_step, *args, plan=plan, time_limit_s=300)
+    assert report.fits
+    assert sum(mesh.dot_flops.xla * 2 for mesh in report.meshes) == FLOPS
+    assert [mesh.topology for mesh in report.meshes] == [(1, 2), (1, 2)]
+
+
+def test_a_program_that_does_not_fit(tmp_path):
+    plugin_for("h100-80gb")
+    args = arguments()
+    plan = autopar.plan(
+        train_step, *args, cluster=ClusterSpec(1, 2, "h100-sxm"), method=ShardParallel()
+    )
+    small = tmp_path / "small.txtpb"
+    config = load_target("h100-80gb").config
+    small.write_text(config.replace("84942979072", "1000000"))
+    report = autopar.verify(train_step, *args, plan=plan, target=small, time_limit_s=300)
+    assert not report.fits
+    assert "of small" in (report.problem() or "")
+
+
+def test_the_time_limit_ends_the_compiler():
+    plugin_for("h100-80gb")
+    args = arguments()
+    plan = autopar.plan(
+        train_step, *args, cluster=ClusterSpec(1, 2, "h100-sxm"), method=ShardParallel()
+    )
+    with pytest.raises(CompileError, match=r"train_step_step within 0\.5 s"):
+        autopar.verify(train_step, *args, plan=plan, time_limit_s=0.5)
