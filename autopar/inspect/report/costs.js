@@ -66,7 +66,7 @@ function arraysSection() {
 
 function searchSection() {
   const { search, solver } = DATA;
-  const node = section("search", "Plans considered", null);
+  const node = section("plans", "Plans considered", null);
   if (search && search.rows.length) {
     const slowest = Math.max(...search.rows.map((row) => row.step_s));
     node.append(make("p", { class: "lead" }, "Step times as the search's tables predict them; the best few are then solved exactly."), sortable([

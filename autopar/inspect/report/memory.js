@@ -39,7 +39,8 @@ function memoryView(number) {
 }
 
 function memoryChart(number, chart, held, present, peak) {
-  const [width, height, left, right, top, bottom] = [1100, 300, 74, 14, 16, 28];
+  const width = Math.max(320, Math.min(1200, document.documentElement.clientWidth - 40));
+  const [height, left, right, top, bottom] = [300, 74, 14, 16, 28];
   const budget = DATA.stages[number].budget_bytes;
   const highest = Math.max(peak, ...chart.seconds.map((_, point) => sum(held.map((column) => column[point]))));
   const shown = budget && budget < 3 * highest ? Math.max(budget, highest) : highest;
@@ -61,7 +62,7 @@ function memoryChart(number, chart, held, present, peak) {
     const outline = [...steps(below), ...steps(lower).reverse()].map((pair) => pair.join(" ")).join("L");
     svg.append(make("path", { d: `M${outline}Z`, fill: colour(MEMORY_COLOURS[index]), "data-tip": `${name}\n${bytes(chart.at_peak[index])} at the peak` }));
   });
-  axisSteps(0, last, 6).forEach((tick) => svg.append(make("text", { x: Math.min(x(tick), width - 30), y: height - 8, "text-anchor": "middle" }, seconds(Number(tick.toPrecision(6))))));
+  axisSteps(0, last, width / 170).forEach((tick) => svg.append(make("text", { x: Math.min(x(tick), width - 30), y: height - 8, "text-anchor": "middle" }, seconds(Number(tick.toPrecision(6))))));
   const turn = x(chart.peak_s) > width * 0.7;
   svg.append(make("line", { class: "peak", x1: x(chart.peak_s), x2: x(chart.peak_s), y1: y(peak) - 4, y2: height - bottom }),
     make("text", { class: "peak-text", x: x(chart.peak_s) + (turn ? -6 : 6), y: Math.max(12, y(peak) - 6), "text-anchor": turn ? "end" : "start" }, `peak ${bytes(peak)}`));

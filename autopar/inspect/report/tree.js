@@ -1,6 +1,8 @@
 // The model tree on the page: opened by click or keys, searched by typing, rendered as far as it is open.
 
 const FIRST_CHILDREN = 100;
+const FIRST_MATCHES = 20; // of one module
+const MOST_MATCHES = 400;
 const MOST_ROWS = 3000;
 
 function treeSection() {
@@ -80,6 +82,8 @@ function treeSection() {
     timer = setTimeout(() => {
       state.query = input.value.trim();
       state.hits = state.query ? searchTree(tree, model, DATA.texts, state.query) : null;
+      state.first = state.hits ? FIRST_MATCHES : FIRST_CHILDREN;
+      state.most = state.hits ? MOST_MATCHES : MOST_ROWS;
       if (state.hits) { state.open.clear(); state.limits.clear(); } else openFirst(tree.root, state);
       found.textContent = state.hits ? `${count(state.hits.modules.size, "module")}, ${count(state.hits.params.size, "parameter")}, ${count(state.hits.numOps, "operator")} match` : "";
       render(false);
@@ -109,7 +113,7 @@ function marked(words, query) {
 }
 
 function treeRow(row, model, total, state) {
-  const cells = { module: moduleCells, op: opCells, param: paramCells, more: moreCells }[row.kind](row, model, total, state);
+  const cells = { module: moduleCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
   const tr = make("tr", { class: row.kind, role: "row", "aria-level": row.level, tabindex: row.key === state.focus ? 0 : -1,
     "aria-expanded": row.kind === "module" && row.open !== null ? String(row.open) : null },
   cells.map(([content, style], index) => make("td", { role: "gridcell", class: style, style: index === 0 ? `padding-left:${6 + 16 * (row.level - 1)}px` : null }, content)));
@@ -157,7 +161,12 @@ function paramCells(row, model, total, state) {
   ];
 }
 
+const blank = ["", ""];
+
+function cutCells(row, model, total, state) {
+  return [[state.hits ? "… and more matches: type more of the name" : "… and more: close some modules to see them", "soft"], blank, blank, blank, blank, blank, blank];
+}
+
 function moreCells(row) {
-  const blank = ["", ""];
   return [[`… ${row.left.toLocaleString("en")} more ${row.what}: click to show some`, ""], blank, blank, blank, blank, blank, blank];
 }

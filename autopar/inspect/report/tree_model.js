@@ -90,9 +90,10 @@ function searchTree(tree, model, texts, query) {
 function visibleRows(tree, model, state) {
   const rows = [];
   const { hits } = state;
+  let cut = false;
 
   function visit(node, level) {
-    if (rows.length >= state.most) return;
+    if (rows.length >= state.most) { cut = true; return; }
     const inner = node.children.size + node.params.length + node.ops.length > 0;
     const open = hits ? hits.open.has(node) || state.open.has(node.path) : state.open.has(node.path);
     rows.push({ kind: "module", node, level, key: `m${node.path}`, open: inner ? open : null });
@@ -107,11 +108,12 @@ function visibleRows(tree, model, state) {
 
   function listed(node, level, kind, all) {
     const key = `${kind}${node.path}`;
-    const limit = state.limits.get(key) || state.first;
+    const limit = Math.min(state.limits.get(key) || state.first, Math.max(1, state.most - rows.length));
     all.slice(0, limit).forEach((item, index) => rows.push({ kind, item, level: level + 1, key: `${key}#${index}` }));
     if (all.length > limit) rows.push({ kind: "more", level: level + 1, key: `${key}+`, list: key, left: all.length - limit, what: kind === "op" ? "operators" : "parameters" });
   }
 
   visit(tree.root, 1);
+  if (cut) rows.push({ kind: "cut", level: 1, key: "cut" });
   return rows;
 }
