@@ -58,10 +58,8 @@ def test_equal_layers_cost_little_room() -> None:
         len(embedded_json(page_data(one_mesh(num_layers=n, ops_per_region=128)))) for n in (4, 40)
     )
     assert (many - few) / (36 * 256) < 20
-    few, many = (
-        len(model_data(one_mesh(num_layers=n, ops_per_region=128), Texts())["rows"])
-        for n in (4, 40)
-    )
+    plans = (one_mesh(num_layers=n, ops_per_region=128) for n in (4, 40))
+    few, many = (len(model_data(plan, Texts())["rows"]) for plan in plans)
     assert few == many
 
 

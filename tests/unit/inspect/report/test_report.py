@@ -116,7 +116,7 @@ def test_a_target_that_cannot_be_written_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(PlanError, match="No space left on device.*Choose a file"):
+    with pytest.raises(PlanError, match=r"No space left on device.*Choose a file"):
         write_report(one_mesh(), target)
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.html"]
