@@ -288,5 +288,5 @@ def _one_mesh_memory(plan: ParallelPlan) -> tuple[tuple[tuple[float, float], ...
     memory = None if plan.details is None else plan.details.memory
     if memory is None:
         return ()
-    at_points = [sum(column) for column in zip(*memory.held, strict=True)]
+    at_points = map(sum, memory.held)
     return (tuple(zip(memory.seconds, at_points, strict=True)),)
