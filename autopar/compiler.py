@@ -108,8 +108,8 @@ def plan_step(
     if isinstance(method, ParallelPlan) and method.is_pipeline:
         check_same_inputs(method, traced)
         if method.layering == MADE:
-            return bind_made(method, traced)
-        return bind_pipeline(method, loop, timer)
+            return bind_made(method, traced, cluster)
+        return bind_pipeline(method, loop, timer, cluster)
     if isinstance(method, (CreateStateParallel, FollowParallel)):
         if options.donate_argnums == "auto":  # the train step still needs what it is given
             traced = replace(traced, donated=())

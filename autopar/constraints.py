@@ -141,9 +141,11 @@ def solver_constraints(
     graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
+    own = allowed_layouts(graph, traced, mesh, asked, options_of(method))
     if isinstance(method, DataParallel):
-        return _data_parallel(graph, traced, mesh, method)
-    return allowed_layouts(graph, traced, mesh, asked, options_of(method)), None
+        allowed, keep = _data_parallel(graph, traced, mesh, method)
+        return {**allowed, **own}, keep
+    return own, None
 
 
 def _data_parallel(

@@ -49,12 +49,21 @@ from autopar.methods import (
     ManualLayers,
     ManualStages,
     PipeshardParallel,
+    ShardingOptions,
     ShardParallel,
     UniformStages,
 )
+from autopar.origin import Pins, bound_origin, pins_of
 from autopar.prediction import mesh_hosts, predicted_s, stage_times
-from autopar.stage_plans import SolvedStage, StageSolver, StageTask, StageTooLarge
-from autopar.stage_tables import node_places, stage_tables
+from autopar.stage_plans import (
+    SolvedStage,
+    StageSolver,
+    StageTask,
+    StageTooLarge,
+    in_flight_of,
+    pins_for,
+)
+from autopar.stage_tables import node_places, stage_tables, submesh_cluster
 from autopar.stages.given import check_layer_ids
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.ranges import Setting
@@ -120,8 +129,10 @@ def plan_following(
     return planner.finish(looped, specs, None)
 
 
-def bind_pipeline(plan: ParallelPlan, loop: Loop, timer: PassTimer) -> PlannedStep:
-    """A pipeline plan that was made elsewhere, for this step."""
+def bind_pipeline(
+    plan: ParallelPlan, loop: Loop, timer: PassTimer, cluster: ClusterSpec
+) -> PlannedStep:
+    """A pipeline plan that was made elsewhere, for this step. `cluster`: what there is here."""
     with timer("slice"):
         step = loop(plan.num_micro_batches)
         bound = bind_plan(plan, step)
@@ -142,11 +153,71 @@ def bind_pipeline(plan: ParallelPlan, loop: Loop, timer: PassTimer) -> PlannedSt
             )
         specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
         sliced = slice_into(looped, specs, owners)
-    own = []
-    for stage, cut in zip(plan.stages, sliced.stages, strict=True):
+    own, number = [], plan.num_micro_batches
+    cluster = plan.cluster or cluster
+    num_meshes = 1 + max(stage.mesh for stage in plan.stages)
+    for k, (stage, cut) in enumerate(zip(plan.stages, sliced.stages, strict=True)):
         assert stage.plan is not None
-        own.append(replace(stage, plan=bind_plan(stage.plan, cut.step)))
+        part = bind_plan(stage.plan, cut.step)
+        if part.origin is None:
+            in_flight = in_flight_bound(plan.schedule, len(specs), number, k, num_meshes=num_meshes)
+            change = in_flight_of(cut, in_flight)
+            pins = pins_for(pins_of(plan), cut)
+            whole = submesh_cluster(cluster, stage.submesh)
+            part = replace(part, origin=bound_origin(part, cut.step, whole, change, pins))
+        own.append(replace(stage, plan=part))
+    if bound.origin is None:
+        bound = replace(bound, origin=_bound_origin(plan, looped, owners, cluster))
     return PlannedStep(looped.step, replace(bound, stages=tuple(own)), sliced)
+
+
+def _bound_origin(
+    plan: ParallelPlan, looped: Looped, owners: Mapping[int, int], cluster: ClusterSpec
+) -> PipelineOrigin:
+    budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
+    options = ShardingOptions(memory_budget_bytes=budget)
+    method = PipeshardParallel(plan.num_micro_batches, schedule=plan.schedule, options=options)
+    lying = Lying(
+        devices=tuple(stage.devices for stage in plan.stages),
+        stage_mesh=tuple(stage.mesh for stage in plan.stages),
+        layering=plan.layering,
+        owners=owners,
+        specs={i: plan.spec_of(plan.inputs[i]) for i in owners},
+    )
+    return PipelineOrigin(looped, method, cluster, lying, (), pins_of(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOrigin:
+    """What solves a pipeline's stages again (see `Origin`). `solved`: as they were solved, if that
+    is known; `pins`: what `with_pins` asked for."""
+
+    looped: Looped
+    method: PipeshardParallel
+    cluster: ClusterSpec
+    lying: Lying | None
+    solved: tuple[SolvedStage, ...]
+    pins: Pins
+
+
+def repin_pipeline(
+    plan: ParallelPlan, origin: PipelineOrigin, pins: Pins, timer: PassTimer
+) -> ParallelPlan:
+    """The same stages on the same meshes, with these specs. Only stages are solved whose arrays
+    pins speak of that are new."""
+    looped = origin.looped
+    planner = _Planner(
+        lambda _: looped.step, origin.method, origin.cluster, timer, origin.lying, pins
+    )
+    planner.options = replace(planner.options, remat="none")
+    specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
+    if origin.solved:
+        sliced = slice_into(looped, specs, None if origin.lying is None else origin.lying.owners)
+        planner.known = [
+            None if pins_for(pins, cut) != pins_for(origin.pins, cut) else own
+            for cut, own in zip(sliced.stages, origin.solved, strict=True)
+        ]
+    return planner.finish(looped, specs, plan.search).plan
 
 
 class _Planner:
@@ -157,11 +228,14 @@ class _Planner:
         cluster: ClusterSpec,
         timer: PassTimer,
         lying: Lying | None = None,
+        pins: Pins | None = None,
     ) -> None:
         self.loop, self.method, self.cluster, self.timer = loop, method, cluster, timer
         self.lying = lying
+        self.pins = pins or {}
         self.options = method.options
-        self.solver = StageSolver(cluster, method.options, timer)
+        self.solver = StageSolver(cluster, method.options, timer, self.pins)
+        self.known: Sequence[SolvedStage | None] = ()  # stages that need not be solved again
 
     # -- stages that are given
 
@@ -370,7 +444,10 @@ class _Planner:
                 specs[miss.stage] = replace(specs[miss.stage], remat=True)
         step = looped.recomputing([i for s in specs if s.remat for i in range(*s.layers)]).step
         plan = self.assembled(step, looped, sliced, specs, solved, devices, stage_mesh, report)
-        return PlannedStep(looped.step, plan, sliced)
+        origin = PipelineOrigin(
+            looped, self.method, self.cluster, self.lying, tuple(solved), self.pins
+        )
+        return PlannedStep(looped.step, replace(plan, origin=origin), sliced)
 
     def check(self, looped: Looped, num_stages: int) -> None:
         schedule = self.method.schedule
@@ -418,6 +495,10 @@ class _Planner:
         num_meshes = max(stage_mesh) + 1
         solved = []
         for stage, (own, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
+            known = self.known[stage] if stage < len(self.known) else None
+            if known is not None:
+                solved.append(known)
+                continue
             in_flight = in_flight_bound(
                 self.method.schedule, len(specs), number, stage, num_meshes=num_meshes
             )

@@ -19,7 +19,6 @@ from typing import Any
 
 from autopar.assemble import bind_plan, make_plan, replicated_plan
 from autopar.constraints import (
-    asked_by,
     candidate_meshes,
     divisible_meshes,
     options_of,
@@ -33,6 +32,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.lower.assign import assign_layouts
 from autopar.memory_budget import memory_budget, out_of_memory
 from autopar.methods import ParallelMethod, PlacedParallel, ShardParallel
+from autopar.origin import Origin, Pins, asked_with_pins, bound_origin
 from autopar.sharding.budget import GOOD_GAP
 from autopar.sharding.holdings import memory_floor
 from autopar.sharding.ilp import check_solver
@@ -73,22 +73,30 @@ def plan_traced(
     mesh: LogicalMesh | None = None,
     timer: PassTimer | None = None,
     in_full: bool = True,
+    pins: Pins | None = None,
+    built: Graph | None = None,
 ) -> PlannedStep:
     """Every pass after tracing, up to the plan. Unless it is wanted in full, the error of a step
-    that cannot fit comes at once and says only how much it needs."""
+    that cannot fit comes at once and says only how much it needs. `pins`: specs that come before
+    what the method asks for; `built`: the step's graph, if it is known."""
     timer = timer or PassTimer()
     method = method if method is not None else ShardParallel()
     if isinstance(method, ParallelPlan):
-        return PlannedStep(traced, bind_plan(method, traced))
+        bound = bind_plan(method, traced)
+        if bound.origin is None:
+            bound = replace(bound, origin=bound_origin(bound, traced, cluster))
+        return PlannedStep(traced, bound)
     check_solver(options_of(method).solver)
     meshes = [mesh] if mesh is not None else candidate_meshes(cluster, method)
     if traced.remat and not in_full:  # one order of the axes will do for a try
         meshes = [m for m in meshes if m.shape[0] >= m.shape[-1]] or meshes
-    asked = asked_by(traced, method)
-    traced = without_moved_state(traced, asked)
+    asked = asked_with_pins(traced, method, pins or {})
+    given, traced = traced, without_moved_state(traced, asked)
     with paused_garbage_collector():
         with timer("graph"):
-            graph = with_output_nodes(build_graph(traced), asked)
+            if built is None or traced is not given:  # state that moves is no state
+                built = build_graph(traced)
+            graph = with_output_nodes(built, asked)
             check_graph(graph)
         if meshes[0].num_devices == 1:
             plan = replicated_plan(traced, meshes[0], method, timer.seconds, graph, cluster)
@@ -110,7 +118,20 @@ def plan_traced(
         plan = make_plan(
             traced, graph, best, program, report, method, cluster, timer.seconds, budget
         )
-    return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
+    origin = Origin(
+        traced=given,
+        mesh=best.mesh,
+        cluster=cluster,
+        method=method,
+        asked=asked,
+        choice=best.choice,
+        refetch=best.refetch,
+        budget=budget,
+        pins=pins or {},
+        built=built,
+    )
+    plan = replace(plan, warnings=(*warnings, *plan.warnings), origin=origin)
+    return PlannedStep(traced, plan)
 
 
 def unused_devices(given: int, used: int) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, Tensor
 from autopar.looped import Loop, Looped, StageSpec, find_looped, layers_of
 from autopar.methods import PlacedParallel
+from autopar.origin import bound_origin
 from autopar.stage_tables import submesh_cluster
 from autopar.trace.figures import aval_bytes
 from autopar.trace.flatten import TracedStep
@@ -161,7 +162,7 @@ def make_on_stages(
     return PlannedStep(traced, whole, made=tuple(parts))
 
 
-def bind_made(plan: ParallelPlan, traced: TracedStep) -> PlannedStep:
+def bind_made(plan: ParallelPlan, traced: TracedStep, cluster: ClusterSpec) -> PlannedStep:
     """A plan of `make_on_stages` that was made elsewhere, for this initialiser."""
     bound = bind_plan(plan, traced)
     parts, stages = [], []
@@ -169,7 +170,11 @@ def bind_made(plan: ParallelPlan, traced: TracedStep) -> PlannedStep:
         own = [o for o, tensor in enumerate(plan.outputs) if tensor.stages[0] == number]
         assert stage.plan is not None
         part = only_results(traced, own)
-        parts.append(PlannedStep(part, bind_plan(stage.plan, part)))
+        own_plan = bind_plan(stage.plan, part)
+        if own_plan.origin is None:
+            whole = submesh_cluster(plan.cluster or cluster, stage.submesh)
+            own_plan = replace(own_plan, origin=bound_origin(own_plan, part, whole))
+        parts.append(PlannedStep(part, own_plan))
         stages.append(replace(stage, plan=parts[-1].plan))
     return PlannedStep(traced, replace(bound, stages=tuple(stages)), made=tuple(parts))
 

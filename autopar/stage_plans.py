@@ -7,6 +7,7 @@ piece reads. Equal stages (the blocks in the middle of a transformer) are solved
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
@@ -23,6 +24,7 @@ from autopar.ir.stages import LayerTable, Submesh
 from autopar.lower.assign import assign_layouts
 from autopar.memory_budget import memory_budget
 from autopar.methods import ShardingOptions, ShardParallel
+from autopar.origin import Origin, Pins
 from autopar.sharding.solve import GraphSharding
 from autopar.stage_tables import stage_figures, submesh_cluster
 from autopar.steering import (
@@ -30,6 +32,7 @@ from autopar.steering import (
     ask,
     matching_paths,
     nothing_asked,
+    overridden,
     with_output_nodes,
     without_moved_state,
 )
@@ -72,6 +75,7 @@ class StageSolver:
     cluster: ClusterSpec
     options: ShardingOptions
     timer: PassTimer = field(default_factory=PassTimer)
+    pins: Pins = field(default_factory=dict)  # these come before what the options ask for
     known: dict[tuple[str, Submesh], dict[LogicalMesh, GraphSharding]] = field(default_factory=dict)
 
     def solve(self, number: int, task: StageTask) -> SolvedStage:
@@ -82,15 +86,20 @@ class StageSolver:
         method = ShardParallel(mesh_shape=shape, options=options)
         with paused_garbage_collector():
             asked = asked_of_stage(task, options)
+            pins = pins_for(self.pins, task.slice)
+            if pins:
+                alone = replace(task, in_specs=())
+                asked = overridden(asked, asked_of_stage(alone, ShardingOptions(pins=pins)))
             step = without_moved_state(step, asked)
             with self.timer("graph"):
-                graph = with_output_nodes(build_graph(step), asked)
+                built = build_graph(step)
+                graph = with_output_nodes(built, asked)
                 graph = with_in_flight(graph, task.slice, task.in_flight)
             meshes = candidate_meshes(cluster, method)
             if meshes[0].num_devices > 1:
                 meshes = divisible_meshes(graph, meshes, method, cluster)
             is_plain = not (options.pins or options.forbid_axes or options.batch_axis)
-            is_plain = is_plain and not task.in_specs
+            is_plain = is_plain and not task.in_specs and not pins
             key = program_fingerprint(step.program) if is_plain else step.name
             known = self.known.setdefault((key, task.submesh), {})
             with self.timer("shard"):
@@ -106,19 +115,43 @@ class StageSolver:
             budget = memory_budget(best.mesh, method, options_of(method))
             plan = make_plan(step, graph, best, program, report, method, cluster, {}, budget)
             warnings = unused_devices(cluster.num_devices, best.mesh.num_devices)
-            plan = replace(plan, warnings=(*warnings, *plan.warnings))
+            origin = Origin(
+                traced=task.slice.step,
+                mesh=best.mesh,
+                cluster=cluster,
+                method=method,
+                asked=asked,
+                choice=best.choice,
+                refetch=best.refetch,
+                budget=budget,
+                pins=pins,
+                built=built,
+                change=in_flight_of(task.slice, task.in_flight),
+            )
+            plan = replace(plan, warnings=(*warnings, *plan.warnings), origin=origin)
             figures = stage_figures(best, task.slice, task.submesh)
         return SolvedStage(plan, figures)
+
+
+def own_paths(stage: StageSlice) -> list[str]:
+    """Of a stage's own inputs and outputs, and its named values."""
+    step = stage.step
+    paths = [*step.call.paths[: len(stage.inputs)], *step.out_paths[: len(stage.outputs)]]
+    return [*paths, *(named.name for named in step.program.named_values())]
+
+
+def pins_for(pins: Pins, stage: StageSlice) -> dict[str, PartitionSpec]:
+    """Those that speak of the stage's arrays."""
+    paths = own_paths(stage)
+    return {p: spec for p, spec in pins.items() if matching_paths(paths, p)}
 
 
 def options_for(options: ShardingOptions, stage: StageSlice) -> ShardingOptions:
     """The options without what speaks of other stages' arrays."""
     step = stage.step
-    own = len(stage.inputs), len(stage.outputs)
-    paths = [*step.call.paths[: own[0]], *step.out_paths[: own[1]]]
-    paths += (named.name for named in step.program.named_values())
-    has_batch = any(i < own[0] and step.avals[i].shape for i in step.batch)
-    pins = {p: spec for p, spec in options.pins.items() if matching_paths(paths, p)}
+    paths = own_paths(stage)
+    has_batch = any(i < len(stage.inputs) and step.avals[i].shape for i in step.batch)
+    pins = pins_for(options.pins, stage)
     forbidden = {p: axes for p, axes in options.forbid_axes.items() if matching_paths(paths, p)}
     return replace(
         options,
@@ -141,6 +174,10 @@ def asked_of_stage(task: StageTask, options: ShardingOptions) -> Asked:
         (*asked.outputs[:own_outputs], *map(nothing_asked, asked.outputs[own_outputs:])),
         asked.named,
     )
+
+
+def in_flight_of(stage: StageSlice, count: int) -> Callable[[Graph], Graph]:
+    return lambda graph: with_in_flight(graph, stage, count)
 
 
 def with_in_flight(graph: Graph, stage: StageSlice, count: int) -> Graph:

@@ -10,7 +10,7 @@ leaves in one layout, so what is asked of the one is asked of the other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -90,6 +90,21 @@ def ask(
         tuple(everything[:first]),
         tuple(everything[first:second]),
         tuple(zip(values, everything[second:], strict=True)),
+    )
+
+
+def overridden(asked: Asked, by: Asked) -> Asked:
+    """What is asked, but for the specs of the second, which replace those of the first."""
+
+    def one(own: Request, other: Request) -> Request:
+        return own if other.spec is None else replace(own, spec=other.spec, source=other.source)
+
+    return Asked(
+        tuple(map(one, asked.inputs, by.inputs)),
+        tuple(map(one, asked.outputs, by.outputs)),
+        tuple(
+            (v, one(own, other)) for (v, own), (_, other) in zip(asked.named, by.named, strict=True)
+        ),
     )
 
 
@@ -173,15 +188,16 @@ def without_moved_state(traced: TracedStep, asked: Asked) -> TracedStep:
     return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
 
 
-def with_output_nodes(graph: Graph, asked: Asked) -> Graph:
-    """Outputs of which something is asked get a node of their own, which can have any layout: the
-    op that makes the value may not be able to give it as it is asked for."""
+def with_output_nodes(graph: Graph, asked: Asked, also: Collection[int] = ()) -> Graph:
+    """Outputs of which something is asked, and those of `also`, get a node of their own, which can
+    have any layout: the op that makes the value may not be able to give it as it is asked for."""
     values, nodes = list(graph.values), list(graph.nodes)
     outputs, producer = list(graph.outputs), dict(graph.producer)
     state = {o for _, o in graph.state}
     for index, request in enumerate(asked.outputs):
         value = outputs[index]
-        if request.is_empty or index in state or value is None or not request.shape:
+        is_free = request.is_empty and index not in also
+        if is_free or index in state or value is None or not request.shape:
             continue
         made = len(values)
         values.append(replace(graph.values[value], path=request.path))

@@ -5,21 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.alternatives import why
 from autopar.inspect.pipeline_table import explain_pipeline
 from autopar.inspect.report import write_report
 from autopar.inspect.table import explain_plan
+from autopar.inspect.why import explain_why, pin_lines
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.ir.views import provide
+from autopar.pinning import with_pins
 from autopar.prediction import predicted_timeline
 
 
 class Views:
     def explain(self, plan: ParallelPlan, path: str | None, depth: int | None) -> str:
         if path is not None:
-            raise PlanError(f"explain({path!r}): not there yet.")
-        return explain_pipeline(plan) if plan.is_pipeline else explain_plan(plan)
+            return explain_why(why(plan, path))
+        text = explain_pipeline(plan) if plan.is_pipeline else explain_plan(plan)
+        return "\n".join([text, *pin_lines(plan)])
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
         write_report(plan, target, measured)
@@ -28,7 +31,7 @@ class Views:
         return predicted_timeline(plan)
 
     def with_pins(self, plan: ParallelPlan, pins: Any) -> ParallelPlan:
-        raise PlanError("with_pins: not there yet.")
+        return with_pins(plan, pins)
 
 
 provide(Views())

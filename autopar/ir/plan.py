@@ -192,6 +192,7 @@ class ParallelPlan:
     )
     times: PipelineTimes | None = None  # of a pipeline
     pinned: tuple[tuple[str, str], ...] = ()  # what `with_pins` asked for: pattern, spec as text
+    unpinned_step_s: float | None = None  # the predicted step before `with_pins`
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
     origin: Any = field(default=None, compare=False, repr=False)  # what re-solves it, if known
@@ -595,4 +596,5 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         details=decode(PlanDetails | None, body["details"]),
         times=decode(PipelineTimes | None, body["times"]),
         pinned=decode(tuple[tuple[str, str], ...], body["pinned"]),
+        unpinned_step_s=decode(float | None, body["unpinned_step_s"]),
     )

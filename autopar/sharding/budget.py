@@ -31,7 +31,7 @@ from autopar.sharding.holdings import Holdings
 from autopar.sharding.ilp import solve_ilp, solve_with_limits
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
-from autopar.sharding.reduce import PairwiseProblem, reduce_problem
+from autopar.sharding.reduce import PairwiseProblem, reduce_problem, restrict
 
 Choice = dict[int, int]  # class -> strategy index
 Solve = Callable[[PairwiseProblem], tuple[Choice, float]]  # (choice, lower bound)
@@ -256,7 +256,7 @@ class _Search:
             kept = {
                 u: np.array(sorted({c[u] for c in self.seen})) for u in self.problem.pairwise.costs
             }
-            restricted = _restrict(self.problem.pairwise, kept)
+            restricted = restrict(self.problem.pairwise, kept)
             limits = [row.restrict(kept) for row in self.rows.values()]
             left = max(self.deadline - time.monotonic(), 1.0)
             found = solve_with_limits(
@@ -272,22 +272,3 @@ class _Search:
             rows = len(self.rows)
             if self.add(choice) or known or len(self.rows) == rows:
                 return
-
-
-def _restrict(problem: PairwiseProblem, kept: Mapping[int, np.ndarray]) -> PairwiseProblem:
-    """The problem with only some of each node's strategies; nodes of one strategy are put into
-    their neighbours' costs."""
-    costs = {u: problem.costs[u][k].copy() for u, k in kept.items()}
-    restricted = PairwiseProblem(costs, {}, problem.constant)
-    for u, row in problem.edges.items():
-        for v, matrix in row.items():
-            if u > v:
-                continue
-            part = matrix[np.ix_(kept[u], kept[v])]
-            if part.shape[0] == 1:
-                costs[v] = costs[v] + part[0]
-            elif part.shape[1] == 1:
-                costs[u] = costs[u] + part[:, 0]
-            else:
-                restricted.add_edge(u, v, part)
-    return restricted

@@ -14,6 +14,7 @@ On series-parallel graphs nothing is left. These are the PBQP reductions of regi
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,7 @@ class Reduction:
     kept: dict[int, np.ndarray]
     undo: list[_Undo]
     tolerance: float
+    spared: frozenset[int] = frozenset()  # nodes that stay, with all of their strategies
 
     def restore(self, choice: dict[int, int]) -> dict[int, int]:
         """From indices into the reduced problem to indices into the original."""
@@ -94,11 +96,12 @@ class Reduction:
         return full
 
 
-def reduce_problem(problem: PairwiseProblem) -> Reduction:
-    """Apply every reduction until none applies."""
+def reduce_problem(problem: PairwiseProblem, spared: Collection[int] = ()) -> Reduction:
+    """Apply every reduction until none applies. `spared`: nodes that are left as they are, so that
+    what is left tells what each of their strategies costs."""
     kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
     tolerance = _ROUNDING * _largest_cost(problem)
-    reduction = Reduction(problem, kept, [], tolerance)
+    reduction = Reduction(problem, kept, [], tolerance, frozenset(spared))
     for u in list(problem.edges):
         for v in list(problem.edges[u]):
             if u < v:
@@ -108,6 +111,25 @@ def reduce_problem(problem: PairwiseProblem) -> Reduction:
         _eliminate_low_degree(reduction, changed)
         changed = _drop_dominated(reduction)
     return reduction
+
+
+def restrict(problem: PairwiseProblem, kept: Mapping[int, np.ndarray]) -> PairwiseProblem:
+    """The problem with only some of each node's strategies; nodes of one strategy are put into
+    their neighbours' costs."""
+    costs = {u: problem.costs[u][k].copy() for u, k in kept.items()}
+    restricted = PairwiseProblem(costs, {}, problem.constant)
+    for u, row in problem.edges.items():
+        for v, matrix in row.items():
+            if u > v:
+                continue
+            part = matrix[np.ix_(kept[u], kept[v])]
+            if part.shape[0] == 1:
+                costs[v] = costs[v] + part[0]
+            elif part.shape[1] == 1:
+                costs[u] = costs[u] + part[:, 0]
+            else:
+                restricted.add_edge(u, v, part)
+    return restricted
 
 
 def _largest_cost(problem: PairwiseProblem) -> float:
@@ -137,7 +159,7 @@ def _eliminate_low_degree(reduction: Reduction, start: set[int]) -> None:
     queue = [u for u in start if u in problem.costs and problem.degree(u) <= 2]
     while queue:
         u = queue.pop()
-        if u not in problem.costs or problem.degree(u) > 2:
+        if u not in problem.costs or problem.degree(u) > 2 or u in reduction.spared:
             continue
         queue += [v for v in _eliminate(reduction, u) if problem.degree(v) <= 2]
 
@@ -177,7 +199,7 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
     for u in sorted(problem.costs, key=lambda n: len(problem.costs[n])):
         cost = problem.costs[u]
         count = len(cost)
-        if count == 1:
+        if count == 1 or u in reduction.spared:
             continue
         # gain[t, s]: the most that taking t instead of s can cost
         gain = cost[:, None] - cost[None, :]

@@ -113,10 +113,7 @@ def solve_graph(
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
-    if folded is None:
-        folded = fold_graph(graph, fold=fold)
-    if allowed:
-        folded = FoldedGraph(graph, _part_by_pins(graph, folded.classes, allowed))
+    folded = folded_for(graph, allowed, fold=fold, folded=folded)
     clock.lap("fold")
     problem = problem_on_mesh(folded, mesh, allowed, keep)
     num_strategies = sum(len(s) for s in problem.strategies.values())
@@ -143,6 +140,17 @@ def solve_graph(
 def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
     classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
     return FoldedGraph(graph, classes)
+
+
+def folded_for(
+    graph: Graph, allowed: Allowed, *, fold: bool = True, folded: FoldedGraph | None = None
+) -> FoldedGraph:
+    """The graph with its classes, those parted of whose members different things are asked."""
+    if folded is None:
+        folded = fold_graph(graph, fold=fold)
+    if allowed:
+        folded = FoldedGraph(graph, _part_by_pins(graph, folded.classes, allowed))
+    return folded
 
 
 class DoesNotFit(Exception):
@@ -233,5 +241,6 @@ __all__ = [
     "SolveStats",
     "fit_into_memory",
     "fold_graph",
+    "folded_for",
     "solve_graph",
 ]

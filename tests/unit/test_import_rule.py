@@ -32,6 +32,9 @@ BESIDE_COMPILER = {
     "prediction",
     "auto",
     "pipeline_following",
+    "origin",
+    "alternatives",
+    "pinning",
 }
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
 
@@ -53,7 +56,27 @@ ALLOWED_IMPORTS = {
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "origin": {
+        "constraints",
+        "steering",
+        "memory_budget",
+        "methods",
+        *PASSES,
+        *BELOW_PASSES,
+        *EVERYONE,
+    },
+    "alternatives": {"origin", "steering", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "pinning": {
+        "alternatives",
+        "origin",
+        "inter",
+        "intra",
+        "steering",
+        *BELOW_PASSES,
+        *EVERYONE,
+    },
     "intra": {
+        "origin",
         "assemble",
         "constraints",
         "steering",
@@ -64,6 +87,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "stage_plans": {
+        "origin",
         "intra",
         "stage_tables",
         "assemble",
@@ -78,6 +102,7 @@ ALLOWED_IMPORTS = {
     "looped": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "prediction": {*PASSES, *BELOW_PASSES, *EVERYONE},
     "inter": {
+        "origin",
         "looped",
         "prediction",
         "stage_plans",
@@ -92,6 +117,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "pipeline_following": {
+        "origin",
         "looped",
         "inter",
         "intra",

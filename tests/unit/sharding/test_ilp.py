@@ -164,7 +164,7 @@ def test_local_search_bounds_from_below_what_the_solver_proves(seed: int) -> Non
     best = solve_ilp(problem)
     assert best.lower_bound == best.objective
     found = descend(problem)
-    assert ilp._floor(problem) < found.lower_bound <= best.objective * (1 + 1e-9)
+    assert ilp.floor_of(problem) < found.lower_bound <= best.objective * (1 + 1e-9)
     assert best.objective <= problem.objective(found.choice) * (1 + 1e-9)
     assert all((problem.costs[u] == c).all() for u, c in before.items())
 
