@@ -20,12 +20,14 @@ from autopar.compiler import (
     check_devices,
     flatten_call,
     is_array_leaf,
+    last_search,
     lower_pipeline,
     plan_step,
 )
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.stages import SearchReport
 from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
@@ -349,6 +351,13 @@ def constrain(x: Any, name: str) -> Any:
         return _jax.named(leaf, name + keystr(path)) if is_array_leaf(leaf) else leaf
 
     return tree_map_with_path(named, x)
+
+
+def get_last_dp_result() -> SearchReport | None:
+    """What the last stage search of this process considered: how many candidates and bounds, the
+    best few pipelines by the tables, and which of them were solved; None if there was none. A
+    plan's own is `plan.search`."""
+    return last_search()
 
 
 def mark_layer_boundary() -> None:

@@ -41,8 +41,10 @@ from autopar.ir.checks import check_programs
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import MADE, ParallelPlan
 from autopar.ir.program import Pipeline, PipelinePrograms
+from autopar.ir.progress import Progress, debugs, logged, tell
 from autopar.ir.spec import to_partition_spec
 from autopar.ir.tiles import TilePlan
+from autopar.ir.views import views
 from autopar.looped import Loop
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
@@ -60,6 +62,7 @@ from autopar.methods import (
 from autopar.pipeline_following import bind_made, follow_pipeline, make_on_stages
 from autopar.remat_choice import choose_remat
 from autopar.stages.schedules import make_schedule
+from autopar.stages.search import last_search
 from autopar.trace.accumulate import accumulate, micro_batch_leaves
 from autopar.trace.flatten import (
     FlatCall,
@@ -98,6 +101,26 @@ def plan_step(
 ) -> PlannedStep:
     """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give; `one_mesh`
     keeps the default from searching pipelines."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with Progress(f"planning {name}"), logged(f"planning {name}"):
+        planned = _planned_step(fn, args, kwargs, cluster, method, options, mesh, one_mesh)
+    if debugs("plan"):
+        tell("plan", planned.plan.explain())
+    if debugs("strategies"):
+        tell("strategies", views().strategies(planned.plan))
+    return planned
+
+
+def _planned_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cluster: ClusterSpec,
+    method: ParallelMethod | ParallelPlan | LogicalMesh | None,
+    options: StepOptions | None,
+    mesh: LogicalMesh | None,
+    one_mesh: bool,
+) -> PlannedStep:
     options = options or StepOptions()
     timer = PassTimer()
     with timer("trace"):
@@ -426,6 +449,7 @@ __all__ = [
     "check_devices",
     "flatten_call",
     "is_array_leaf",
+    "last_search",
     "plan_step",
     "plan_traced",
     "register_rule",

@@ -26,6 +26,7 @@ from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
+from autopar.ir.progress import Progress
 from autopar.ir.stages import PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.looped import (
@@ -68,7 +69,7 @@ from autopar.stages.given import check_layer_ids
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.ranges import Setting
 from autopar.stages.schedules import in_flight_bound, make_schedule
-from autopar.stages.search import search_stages
+from autopar.stages.search import remember_search, search_stages
 from autopar.stages.submeshes import candidate_submeshes, place, uniform_submesh
 from autopar.trace.attach import boundary_bytes
 from autopar.trace.build import build_graph
@@ -339,6 +340,7 @@ class _Planner:
             assert misfit is not None
             raise misfit
         report = replace(report, checked=tuple(checked))
+        remember_search(report)
         return replace(best, plan=replace(best.plan, search=report))
 
     def search(
@@ -381,6 +383,7 @@ class _Planner:
         setting = self.setting(looped, number)
         with self.timer("search"):
             choice, report = search_stages(tables, setting)
+            remember_search(report)
             other = None
             if is_free:
                 rows = batch_rows(step)
@@ -494,20 +497,23 @@ class _Planner:
         number = sliced.stages[0].step.num_micro_batches
         num_meshes = max(stage_mesh) + 1
         solved = []
-        for stage, (own, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
-            known = self.known[stage] if stage < len(self.known) else None
-            if known is not None:
-                solved.append(known)
-                continue
-            in_flight = in_flight_bound(
-                self.method.schedule, len(specs), number, stage, num_meshes=num_meshes
-            )
-            in_specs = ()
-            if self.lying is not None:
-                known = [self.lying.specs.get(i) for i in own.inputs]
-                in_specs = (*known, *[None] * (len(own.step.avals) - len(known)))
-            task = StageTask(own, spec.submesh, spec.mesh_shape, in_flight, in_specs)
-            solved.append(self.solver.solve(stage, task))
+        with Progress("solving stages", len(specs)) as progress:
+            for stage, (own, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
+                known = self.known[stage] if stage < len(self.known) else None
+                if known is not None:
+                    solved.append(known)
+                    progress.step()
+                    continue
+                in_flight = in_flight_bound(
+                    self.method.schedule, len(specs), number, stage, num_meshes=num_meshes
+                )
+                in_specs = ()
+                if self.lying is not None:
+                    known = [self.lying.specs.get(i) for i in own.inputs]
+                    in_specs = (*known, *[None] * (len(own.step.avals) - len(known)))
+                task = StageTask(own, spec.submesh, spec.mesh_shape, in_flight, in_specs)
+                solved.append(self.solver.solve(stage, task))
+                progress.step()
         return solved
 
     def too_large(

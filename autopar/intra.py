@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, MemoryBudgetError, MeshError, SolverErr
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.progress import Progress, logged
 from autopar.lower.assign import assign_layouts
 from autopar.memory_budget import memory_budget, out_of_memory
 from autopar.methods import ParallelMethod, PlacedParallel, ShardParallel
@@ -42,17 +43,30 @@ from autopar.trace.build import build_graph
 from autopar.trace.flatten import TracedStep
 from autopar.trace.slices import SlicedStep
 
+# What a pass is called on the terminal, where its name does not say it.
+_DOING = {
+    "trace": "tracing",
+    "remat": "recomputation",
+    "graph": "reading the program",
+    "shard": "solving",
+    "assign": "layouts",
+    "tables": "tables of layers on submeshes",
+    "search": "searching stages",
+    "slice": "cutting stages",
+}
+
 
 @dataclass
 class PassTimer:
-    """Seconds per pass, in order."""
+    """Seconds per pass, in order. Passes are logged, and shown on a terminal."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, name: str):
         started = time.perf_counter()
-        yield
+        with Progress(_DOING.get(name, name)), logged(name):
+            yield
         spent = time.perf_counter() - started
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
@@ -174,18 +188,20 @@ def shard_on_best(
     known = {} if known is None else known
     found: list[GraphSharding] = []
     refusals: dict[str, AutoparError] = {}
-    for mesh in meshes:
-        budget = None if in_full else memory_budget(mesh, method, options_of(method))
-        if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
-            text = f"{traced.name} needs {floor:.0f} bytes per device or more"
-            refusals[f"{mesh.shape}"] = MemoryBudgetError(text, floor, budget)
-            continue
-        try:
-            if mesh not in known:
-                known[mesh] = shard(graph, traced, mesh, method, asked)
-            found.append(known[mesh].of_graph(graph))
-        except (MeshError, SolverError, SpecError) as error:
-            refusals[f"{mesh.shape}"] = error
+    with Progress("solving meshes", len(meshes)) as progress:
+        for mesh in meshes:
+            budget = None if in_full else memory_budget(mesh, method, options_of(method))
+            if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
+                text = f"{traced.name} needs {floor:.0f} bytes per device or more"
+                refusals[f"{mesh.shape}"] = MemoryBudgetError(text, floor, budget)
+                continue
+            try:
+                if mesh not in known:
+                    known[mesh] = shard(graph, traced, mesh, method, asked)
+                found.append(known[mesh].of_graph(graph))
+            except (MeshError, SolverError, SpecError) as error:
+                refusals[f"{mesh.shape}"] = error
+            progress.step()
     if found:
         return best_within_memory(found, traced, method)
     first, *others = refusals.values()

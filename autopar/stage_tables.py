@@ -29,6 +29,7 @@ from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.progress import Progress
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.sharding.holdings import copy_shares
@@ -70,20 +71,23 @@ def stage_tables(
     bench = _Bench(graph, places, num_micro_batches, fold, solver, time_limit_s)
     found: list[LayerTable] = []
     refused: list[AutoparError] = []
-    for submesh in submeshes:
-        stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
-        in_flight = (stages + 1) / 2
-        own: list[LayerTable] = []
-        for shape in (shapes or {}).get(submesh) or mesh_shapes(submesh):
-            mesh = replace(
-                mesh_of_cluster(submesh_cluster(cluster, submesh), shape), forbidden=forbidden
-            )
-            try:
-                allowed, keep = constraints(mesh) if constraints else ({}, None)
-                own += bench.tables(submesh, mesh, allowed, keep, prices, in_flight, remat)
-            except (MeshError, SolverError, SpecError) as error:
-                refused.append(error)
-        found += undominated(own)
+    shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
+    with Progress("meshes", sum(map(len, shapes_of))) as progress:
+        for submesh, own_shapes in zip(submeshes, shapes_of, strict=True):
+            stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
+            in_flight = (stages + 1) / 2
+            own: list[LayerTable] = []
+            for shape in own_shapes:
+                mesh = replace(
+                    mesh_of_cluster(submesh_cluster(cluster, submesh), shape), forbidden=forbidden
+                )
+                try:
+                    allowed, keep = constraints(mesh) if constraints else ({}, None)
+                    own += bench.tables(submesh, mesh, allowed, keep, prices, in_flight, remat)
+                except (MeshError, SolverError, SpecError) as error:
+                    refused.append(error)
+                progress.step()
+            found += undominated(own)
     if not found and refused:
         raise refused[0]
     return found

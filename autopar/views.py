@@ -8,6 +8,7 @@ from typing import Any
 from autopar.alternatives import why
 from autopar.inspect.pipeline_table import explain_pipeline
 from autopar.inspect.report import write_report
+from autopar.inspect.strategies import strategy_text
 from autopar.inspect.table import explain_plan
 from autopar.inspect.why import explain_why, pin_lines
 from autopar.ir.plan import ParallelPlan
@@ -32,6 +33,9 @@ class Views:
 
     def with_pins(self, plan: ParallelPlan, pins: Any) -> ParallelPlan:
         return with_pins(plan, pins)
+
+    def strategies(self, plan: ParallelPlan) -> str:
+        return strategy_text(plan)
 
 
 provide(Views())

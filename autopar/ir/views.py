@@ -20,6 +20,8 @@ class PlanViews(Protocol):
 
     def with_pins(self, plan: Any, pins: Any) -> Any: ...
 
+    def strategies(self, plan: Any) -> str: ...
+
 
 _known: list[PlanViews] = []
 

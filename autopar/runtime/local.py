@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.progress import Progress, logged
 from autopar.runtime.arguments import (
     SignatureChanged,
     has_types,
@@ -112,8 +113,10 @@ class LocalExecutable:
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
                 for a, s in zip(self.avals, self.input_shardings, strict=True)
             ]
+            what = f"compiling {self.plan.name}"
             try:
-                self._compiled = self.jitted.lower(*shapes).compile()
+                with Progress(what), logged(what):
+                    self._compiled = self.jitted.lower(*shapes).compile()
             except jax.errors.JaxRuntimeError as error:
                 raise CompileError(
                     f"XLA could not compile {self.plan.name} for the mesh "

@@ -12,6 +12,7 @@ import jax
 
 from autopar.errors import CompileError
 from autopar.ir.program import Piece, Pipeline, piece_names
+from autopar.ir.progress import Progress, logged
 
 # Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
 Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
@@ -42,8 +43,19 @@ def compile_pieces(
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"XLA could not compile {name} of {step_name}: {error}") from error
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        return list(threads.map(compile_one, names, lowered))
+    what = f"compiling {step_name}"
+    with (
+        Progress(what, len(names)) as progress,
+        logged(what),
+        ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads,
+    ):
+
+        def compile_and_count(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
+            compiled = compile_one(name, one)
+            progress.step()
+            return compiled
+
+        return list(threads.map(compile_and_count, names, lowered))
 
 
 def _lower(

@@ -19,6 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import highspy
@@ -26,6 +28,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import ArgumentError, SolverError
+from autopar.ir.progress import debugs, tell
 from autopar.sharding.descent import descend
 from autopar.sharding.limit import Limit
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
@@ -328,8 +331,24 @@ def _highs(model: _Model) -> highspy.Highs:
 
 def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | None, float, bool]:
     """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
-    started = time.monotonic()
     highs = _highs(model)
+    if not debugs("solver"):
+        return _branched(highs, model, time_limit_s)
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "highs.log"
+        highs.setOptionValue("log_to_console", False)
+        highs.setOptionValue("output_flag", True)
+        highs.setOptionValue("log_file", str(log))
+        found = _branched(highs, model, time_limit_s)
+        highs.setOptionValue("log_file", "")
+        tell("solver", log.read_text().rstrip() if log.exists() else "")
+    return found
+
+
+def _branched(
+    highs: highspy.Highs, model: _Model, time_limit_s: float
+) -> tuple[np.ndarray | None, float, bool]:
+    started = time.monotonic()
     # Presolve costs more than it saves on these relaxations; branching turns it on again.
     highs.setOptionValue("presolve", "off")
     highs.setOptionValue("time_limit", time_limit_s)

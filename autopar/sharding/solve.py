@@ -15,6 +15,7 @@ from math import inf
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.progress import debugs, tell
 from autopar.ir.spec import Layout
 from autopar.sharding.budget import solve_within_budget
 from autopar.sharding.fold import fold_repeated_layers
@@ -134,7 +135,23 @@ def solve_graph(
         relaxation_integral=result.relaxation_integral,
         seconds=seconds,
     )
-    return GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+    found = GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+    if debugs("solver"):
+        tell("solver", _solver_text(found))
+    return found
+
+
+def _solver_text(found: GraphSharding) -> str:
+    stats = found.stats
+    relaxed = "integral by itself" if stats.relaxation_integral else "branched"
+    seconds = ", ".join(f"{name} {value:.3f} s" for name, value in stats.seconds.items())
+    return (
+        f"autopar solver, mesh {found.mesh.shape}: {stats.num_nodes} nodes in {stats.num_classes} "
+        f"classes with {stats.num_strategies} strategies; reduced to {stats.num_core_nodes} nodes, "
+        f"{stats.num_variables} variables, {stats.num_constraints} constraints ({relaxed}); "
+        f"objective {found.objective:.9g}, lower bound {found.lower_bound:.9g}, "
+        f"gap {found.gap:.2%}; {seconds}"
+    )
 
 
 def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
@@ -196,6 +213,14 @@ def fit_into_memory(
         seconds=seconds,
     )
     fits = result.choice is not None
+    if debugs("solver"):
+        tell(
+            "solver",
+            f"autopar solver, mesh {sharding.mesh.shape}, budget {budget_bytes:.0f} bytes: "
+            f"{result.num_solves} solves, {result.num_rows} rows, peak {result.peak_bytes:.0f}, "
+            f"objective {result.objective:.9g}, lower bound {result.lower_bound:.9g}, "
+            f"{'fits' if fits else 'does not fit'}; {seconds['memory']:.3f} s",
+        )
     choice = result.choice if result.choice is not None else result.smallest
     found = replace(
         again,

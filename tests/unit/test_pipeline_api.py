@@ -560,3 +560,11 @@ def test_submeshes_of_which_a_stage_can_use_a_part() -> None:
     check_plan(plan)
     assert [len(stage.devices) for stage in plan.stages] == [2, 4]
     assert any("2 of 3 devices are used" in warning for warning in plan.warnings)
+
+
+def test_the_last_search_is_kept() -> None:
+    method = PipeshardParallel(4, layers=AutoLayers(4))
+    plan = autopar.plan(step, STATE, BATCH, cluster=ClusterSpec(1, 2, "cpu"), method=method)
+    report = autopar.get_last_dp_result()
+    assert report is not None and report == plan.search
+    assert report.best and report.checked and report.num_candidates > 0

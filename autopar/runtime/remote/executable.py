@@ -21,6 +21,7 @@ import numpy as np
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import PipelinePrograms, Recv, Run, Send
+from autopar.ir.progress import Progress, logged
 from autopar.ir.remote import Bound, Held, LoweredStep, MeshTask, PieceSpec, recv_order
 from autopar.ir.spec import num_shards
 from autopar.runtime.arguments import SignatureChanged, is_weak
@@ -31,7 +32,6 @@ from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
 from autopar.runtime.remote.exporting import export_piece
 from autopar.runtime.remote.moving import move
-from autopar.runtime.remote.progress_line import ProgressLine
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
 
 MAX_STEPS_AHEAD = 2
@@ -157,7 +157,8 @@ class RemoteExecutable:
                 waiting += [(number, reply) for reply in replies]
         for reply in announced:
             reply.result(_COMPILE_LIMIT_S)
-        with ProgressLine(f"compiling {lowered.name}", len(waiting)) as progress:
+        what = f"compiling {lowered.name} on workers"
+        with Progress(what, len(waiting)) as progress, logged(what):
             for number, reply in waiting:
                 self._piece_bytes[number] = reply.result(_COMPILE_LIMIT_S)
                 progress.step()

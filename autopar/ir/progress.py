@@ -1,0 +1,185 @@
+"""What autopar is doing while it does it: log records, a line on a terminal, text on demand.
+
+passes      `logging` under "autopar": DEBUG when one begins, INFO with its seconds
+terminal    one line on stderr for work of more than a second; none where stderr is no terminal,
+            or with AUTOPAR_PROGRESS=0
+on demand   AUTOPAR_DEBUG=plan,strategies,solver prints these to stderr as they are found
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LOGGER = logging.getLogger("autopar")
+
+DEBUG_WORDS = ("plan", "strategies", "solver")
+_FIRST_S = 1.0  # nothing is drawn for work that is done by then
+_EVERY_S = 0.2
+_BAR = 20
+_told: set[str] = set()  # settings whose unknown words were named already
+
+
+# -- on demand
+
+
+def debugs(word: str) -> bool:
+    """Whether AUTOPAR_DEBUG asks for this."""
+    given = os.environ.get("AUTOPAR_DEBUG", "")
+    words = {part.strip() for part in given.split(",")} - {""}
+    unknown = sorted(words - set(DEBUG_WORDS))
+    if unknown and given not in _told:
+        _told.add(given)
+        LOGGER.warning(
+            "AUTOPAR_DEBUG=%s: %s not known. The words are %s, with commas between.",
+            given,
+            ", ".join(map(repr, unknown)) + (" is" if len(unknown) == 1 else " are"),
+            ", ".join(DEBUG_WORDS),
+        )
+    return word in words
+
+
+def tell(word: str, text: str) -> None:
+    """Print text to stderr if AUTOPAR_DEBUG asks for it."""
+    if text and debugs(word) and sys.stderr is not None:
+        with _SCREEN.wiped():
+            print(text, file=sys.stderr, flush=True)
+
+
+# -- passes
+
+
+@contextmanager
+def logged(name: str) -> Iterator[None]:
+    LOGGER.debug("%s begins", name)
+    started = time.perf_counter()
+    yield
+    LOGGER.info("%s: %.3f s", name, time.perf_counter() - started)
+
+
+# -- the line on a terminal
+
+
+class Progress:
+    """Work that is under way, to be entered as a context. With a total, `step` says that one more
+    part of it is done."""
+
+    def __init__(self, what: str, total: int = 0) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self.started = time.monotonic()
+        _SCREEN.enter(self)
+        return self
+
+    def step(self) -> None:
+        self.done += 1
+
+    def __exit__(self, *_: Any) -> None:
+        _SCREEN.leave(self)
+
+    def text(self) -> str:
+        if self.total < 2:
+            return self.what
+        filled = _BAR * min(self.done, self.total) // self.total
+        bar = "#" * filled + "." * (_BAR - filled)
+        return f"{self.what} [{bar}] {self.done} of {self.total}"
+
+
+class _Screen:
+    """The line, and the thread that draws it while anything is under way on a terminal."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._under_way: list[Progress] = []
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._is_drawn = False
+
+    def enter(self, work: Progress) -> None:
+        with self._lock:
+            self._under_way.append(work)
+            if self._thread is None and _on_terminal():
+                self._over = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._draw_until,
+                    args=(self._over,),
+                    name="autopar-progress",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    def leave(self, work: Progress) -> None:
+        with self._lock:
+            if work in self._under_way:
+                self._under_way.remove(work)
+            thread = None
+            if not self._under_way:
+                thread, self._thread = self._thread, None
+                self._over.set()
+                self._wipe()
+        if thread is not None:
+            thread.join()
+
+    @contextmanager
+    def wiped(self) -> Iterator[None]:
+        """The line is away while something else is printed."""
+        with self._lock:
+            self._wipe()
+            yield
+
+    def _draw_until(self, over: threading.Event) -> None:
+        while not over.wait(_EVERY_S):
+            with self._lock:
+                if over.is_set() or not self._under_way:
+                    continue
+                now = time.monotonic()
+                if now - self._under_way[0].started >= _FIRST_S:
+                    self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        first = self._under_way[0]
+        shown = [first] if len(self._under_way) == 1 else [first, self._under_way[-1]]
+        text = ": ".join(work.text() for work in shown)
+        line = f"autopar: {text}, {now - first.started:.0f} s"
+        self._is_drawn = _write("\r\x1b[K" + line[: _columns() - 1]) or self._is_drawn
+
+    def _wipe(self) -> None:
+        if self._is_drawn:
+            _write("\r\x1b[K")
+            self._is_drawn = False
+
+
+def _on_terminal() -> bool:
+    if os.environ.get("AUTOPAR_PROGRESS") == "0":
+        return False
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # something put in its place, or closed
+        return False
+
+
+def _write(text: str) -> bool:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return 80
+
+
+_SCREEN = _Screen()
