@@ -33,7 +33,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.spec import WHOLE
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
-from autopar.ir.timeline import CrossingTime, Event, PipelineTimes, Timeline
+from autopar.ir.timeline import CrossingTime, Event, PieceTime, PipelineTimes, Timeline
 
 REGIONS = ("forward", "backward", "update")
 GIB = 2.0**30
@@ -270,20 +270,46 @@ def pipeline(
             ("Submeshes of 3 devices were left out.",),
         ),
         cluster=ClusterSpec(num_stages * size // 8, 8, "h100-sxm"),
-        times=PipelineTimes(
-            (0.001,) * num_stages,
-            (0.002,) * num_stages,
-            (),
-            (1e-4,) * num_stages,
-            tuple(
-                CrossingTime(*ends, phase, 2.0**22, 5e-5)
-                for s in range(num_stages - 1)
-                for ends, phase in (((s, s + 1), "forward"), ((s + 1, s), "backward"))
-            ),
-        ),
+        times=times_of(num_stages),
     )
     check_plan(plan)
     return plan
+
+
+def times_of(num_stages: int) -> PipelineTimes:
+    """Forward passes of 1 ms, backward passes of 2 ms, and 4 MiB between neighbours."""
+    forward_s, backward_s, update_s = 0.001, 0.002, 1e-4
+    pieces, crossings = [], []
+    for s in range(num_stages):
+        phases = (("forward", forward_s), ("backward", backward_s), ("update", update_s))
+        pieces += [PieceTime(s, phase, 0, seconds) for phase, seconds in phases]
+    for s in range(num_stages - 1):
+        for source, target, phase, offset in ((s, s + 1, "forward", 0), (s + 1, s, "backward", 1)):
+            crossings.append(
+                CrossingTime(
+                    source,
+                    target,
+                    phase,
+                    2.0**22,
+                    5e-5,
+                    value=2 * s + offset,
+                    micro_batch=-1,
+                    writers=((3 * source + offset, -1),),
+                    readers=((3 * target + offset, -1),),
+                )
+            )
+    each = (1.0,) * num_stages
+    return PipelineTimes(
+        tuple(forward_s * one for one in each),
+        tuple(backward_s * one for one in each),
+        (),
+        tuple(update_s * one for one in each),
+        tuple(crossings),
+        tuple(pieces),
+        tuple(3 * GIB for _ in each),
+        tuple(GIB / 2 for _ in each),
+        tuple(GIB for _ in each),
+    )
 
 
 def timeline(num_meshes: int, num_micro_batches: int, scale: float = 1.0) -> Timeline:

@@ -59,7 +59,7 @@ const NUM_COLOURS = 8;
 const colour = (number) => `var(--c${number % NUM_COLOURS})`;
 const onColour = (number) => ([0, 6].includes(number % NUM_COLOURS) ? "var(--on-dark-fill)" : "#101418"); // text upon it
 const named = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const PHASE_COLOURS = { forward: 0, backward: 1, weights: 2, update: 4, send: 6, recv: 7, other: 7 };
+const PHASE_COLOURS = { forward: 0, backward: 1, weights: 2, update: 4, prepare: 5, send: 6, recv: 7, other: 3 };
 const phaseOf = (kind, phase) => (phase in PHASE_COLOURS ? phase : kind in PHASE_COLOURS ? kind : "other");
 const PART_COLOURS = { "forward": 0, "backward": 1, "update": 4, "communication": 3, "starting programs": 6, "waiting": 7 };
 

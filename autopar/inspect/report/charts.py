@@ -13,6 +13,7 @@ from autopar.ir.text import name_pattern, name_skeleton
 from autopar.ir.timeline import Event, Timeline
 
 TICKS = 10**7  # a timeline's length in whole numbers
+MEMORY_POINTS = 300  # of a line over the whole step, about
 MEMORY_STEPS = 5000  # the height of a memory chart in whole numbers
 
 
@@ -47,7 +48,20 @@ def timeline_data(timeline: Timeline, texts: Texts) -> dict[str, Any]:
         "events": list(columns),
         "busy_s": shorts(timeline.busy_s()),
         "bubble": short(timeline.bubble),
+        "memory": [_line(points, tick_s) for points in timeline.memory],
     }
+
+
+def _line(points: tuple[tuple[float, float], ...], tick_s: float) -> list[list[float | None]]:
+    """[ticks, bytes from then on]; of a long line, the first and the highest of each span."""
+    kept = points
+    if len(points) > MEMORY_POINTS:
+        size = -(-2 * len(points) // MEMORY_POINTS)
+        spans = [points[at : at + size] for at in range(0, len(points), size)]
+        highest = [max(span, key=lambda point: point[1]) for span in spans]
+        pairs = zip(spans, highest, strict=True)
+        kept = tuple(p for span, top in pairs for p in dict.fromkeys((span[0], top)))
+    return [[round(at / tick_s) for at, _ in kept], shorts(held for _, held in kept)]
 
 
 def _kind(event: Event, texts: Texts) -> tuple[Any, ...]:

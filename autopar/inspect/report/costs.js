@@ -42,14 +42,15 @@ function collectivesSection() {
   ], bars, { by: 2, label: "Collectives by kind and axis", caption: pipeline ? "Per device, on average over all devices" : null });
   const of = (row, column) => text(row[COLLECTIVE[column]]);
   const all = sortable([
-    { name: "Kind", of: (row) => of(row, "kind"), class: "array" }, { name: "Axes", of: (row) => of(row, "axes") }, { name: "Cause", of: (row) => of(row, "cause"), tip: "why it is there", class: "array" },
-    { name: "What", of: (row) => of(row, "value"), show: (row) => [make("span", { class: "code" }, of(row, "value")), make("div", { class: "soft" }, `${of(row, "before")} → ${of(row, "after")}`)], class: "wrap" },
-    { name: "Between", of: (row) => of(row, "producer"), show: (row) => [make("div", {}, `from ${of(row, "producer") || "–"}`), make("div", { class: "soft" }, `to ${of(row, "consumer") || "–"}`)], class: "wrap" },
-    { name: "Module", of: (row) => of(row, "module"), show: (row) => `${of(row, "module") || "(none)"}, ${of(row, "region")}${row[COLLECTIVE.places] > 1 ? ` (${row[COLLECTIVE.places]} places)` : ""}`, class: "wrap" },
+    { name: "Kind and axis", of: (row) => `${of(row, "kind")} along ${of(row, "axes")}`, show: (row) => [make("div", {}, of(row, "kind")), make("div", { class: "soft" }, `along ${of(row, "axes")}`)], class: "array" },
+    { name: "Cause", of: (row) => of(row, "cause"), tip: "why it is there", class: "array" },
+    { name: "What", of: (row) => of(row, "value"), show: (row) => [make("div", { class: "code" }, of(row, "value")), make("div", { class: "soft" }, `${of(row, "before")} → ${of(row, "after")}`)], class: "wrap" },
+    { name: "Between", of: (row) => of(row, "producer"), show: (row) => [make("div", {}, `from ${of(row, "producer") || "–"}`), make("div", {}, `to ${of(row, "consumer") || "–"}`)], class: "wrap" },
+    { name: "Region", of: (row) => of(row, "region"), show: (row) => [of(row, "region"), row[COLLECTIVE.places] > 1 ? make("div", { class: "soft" }, `${row[COLLECTIVE.places]} places`) : null], class: "array" },
     ...(pipeline ? [{ name: "Stages", of: (row) => of(row, "stages") }] : []),
     { name: "Count", of: (row) => row[COLLECTIVE.count], number: true }, { name: "Sent", of: (row) => row[COLLECTIVE.bytes], show: (row) => bytes(row[COLLECTIVE.bytes]), number: true },
     { name: "Seconds", of: (row) => row[COLLECTIVE.seconds], show: (row) => seconds(row[COLLECTIVE.seconds]), number: true },
-  ], rows, { by: pipeline ? 9 : 8, label: "All collectives", first: 30 });
+  ], rows, { by: pipeline ? 8 : 7, label: "All collectives", first: 30 });
   return section("collectives", "Collectives", lead, legend(causes.map((cause) => [cause, causeColour(cause)])), summary, make("h3", {}, "Each, with its cause"), all);
 }
 
@@ -57,7 +58,7 @@ function arraysSection() {
   const rows = DATA.arrays;
   if (!rows.length) return null;
   return section("arrays", "Arguments and results", "Where each array of the step lies. Paths that differ in numbers alone are one row; * stands for them.", sortable([
-    { name: "Path", of: (row) => row.path, show: (row) => make("span", { class: "code" }, row.path), class: "wrap" }, { name: "What", of: (row) => row.kind },
+    { name: "Path", of: (row) => row.path, show: (row) => make("span", { class: "code" }, row.path), class: "wrap" }, { name: "What", of: (row) => row.kind, class: "array" },
     { name: "Array", of: (row) => row.array, show: (row) => make("span", { class: "code" }, row.array), class: "array" }, { name: "Spec", of: (row) => row.spec, show: (row) => make("span", { class: "code" }, row.spec), class: "array" },
     ...(DATA.head.pipeline ? [{ name: "Stages", of: (row) => row.stages }] : []),
     { name: "Count", of: (row) => row.count, number: true }, { name: "Each, per device", of: (row) => row.bytes, show: (row) => bytes(row.bytes), number: true },

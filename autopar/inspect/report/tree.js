@@ -125,7 +125,7 @@ function treeRow(row, model, total, state) {
 
 const timeCell = (value) => [value ? seconds(value) : "–", "num"];
 const sentCell = (value) => [value ? bytes(value) : "–", "num"];
-const shareCell = (compute, communication, total) => [total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
+const shareCell = (compute, communication, total) => [total && compute + communication > 1e-3 * total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
 
 function moduleCells(row, model, total, state) {
   const { node } = row;
@@ -154,8 +154,10 @@ function opCells(row, model, total, state) {
 
 function paramCells(row, model, total, state) {
   const param = model.params[row.item];
+  const path = param[PARAM.path];
+  const tail = path.match(/\['([^']*)'\]$/);
   return [
-    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": text(param[PARAM.reason]) }, marked(param[PARAM.path], state.query)), make("span", { class: "tag" }, "parameter")], ""],
+    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(tail ? tail[1] : path, state.query)), make("span", { class: "tag" }, "parameter")], ""],
     [marked(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
     ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
   ];
