@@ -12,16 +12,6 @@ from autopar.ir.plan import ParallelPlan
 from tests.report_plans import one_mesh, pipeline, timeline
 
 SECTIONS = "summary cluster time timeline model memory collectives arrays plans".split()
-    "summary",
-    "cluster",
-    "time",
-    "timeline",
-    "model",
-    "memory",
-    "collectives",
-    "arrays",
-    "plans",
-}
 
 
 def shown(page: Any, selector: str) -> list[str]:
