@@ -11,7 +11,17 @@ import pytest
 from autopar.ir.plan import ParallelPlan
 from tests.report_plans import one_mesh, pipeline, timeline
 
-SECTIONS = "summary cluster time timeline model memory collectives arrays plans".split()
+SECTIONS = [
+    "summary",
+    "cluster",
+    "time",
+    "timeline",
+    "model",
+    "memory",
+    "collectives",
+    "arrays",
+    "plans",
+]
 
 
 def shown(page: Any, selector: str) -> list[str]:

@@ -31,7 +31,7 @@ function seconds(value) {
   if (value >= 1) return `${digits(value, 3)} s`;
   if (value >= 1e-3) return `${digits(value * 1e3, 3)} ms`;
   if (value >= 1e-6) return `${digits(value * 1e6, 2)} µs`;
-  return `${digits(value * 1e9, 2)} ns`;
+  return value < 1e-10 ? "<0.1 ns" : `${digits(value * 1e9, 2)} ns`;
 }
 
 function bytes(value) {

@@ -15,7 +15,7 @@ function clusterSection() {
     for (let slot = 0; slot < perHost; slot += 1) cells.append(deviceCell(host * perHost + slot, host, stageOf));
     picture.append(make("div", { class: "host" }, make("div", { class: "label" }, `host ${host}`), cells));
   }
-  const node = section("cluster", "Cluster", device ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). Colours and numbers are stages; point at a device for its place in the mesh.`
+  const node = section("cluster", "Cluster", device ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${DATA.head.pipeline ? "Colours and numbers are stages; point" : "Point"} at a device for its place in the mesh.`
     : `${count(perHost, "device")} of a mesh that was given without a cluster.`, picture);
   const used = DATA.head.devices;
   if (used < total) node.append(make("p", { class: "soft" }, `${count(total - used, "device")} (hatched) ${total - used === 1 ? "is" : "are"} not used by this plan.`));

@@ -81,7 +81,8 @@ def _limits(plan: ParallelPlan, predicted: Timeline | None) -> list[str]:
         what, share = max(shares.items(), key=lambda item: item[1])
         others = {n: part for n, part in shares.items() if n != what and part >= 0.005}
         rest = ", ".join(f"{name} {part:.0%}" for name, part in others.items())
-        sentences.append(f"{what.capitalize()} takes {share:.0%} of the step ({rest}).")
+        rest = f" ({rest})" if rest else ""
+        sentences.append(f"{what.capitalize()} takes {share:.0%} of the step{rest}.")
         if shares["communication"] >= 0.1:
             sentences += _largest_collective(plan)
         if shares.get("waiting for other stages", 0.0) >= 0.15 and plan.schedule:

@@ -104,7 +104,7 @@ function memoryChart(number, chart, held, present, peak) {
 function peakTable() {
   const rows = DATA.stages.map((stage, number) => ({ number, ...stage }));
   return sortable([
-    { name: "Stage", of: (row) => row.number, number: true }, { name: "Peak", of: (row) => row.peak_bytes, show: (row) => bytes(row.peak_bytes), number: true },
+    { name: "Stage", of: (row) => row.number }, { name: "Peak", of: (row) => row.peak_bytes, show: (row) => bytes(row.peak_bytes), number: true },
     { name: "Budget", of: (row) => row.budget_bytes, show: (row) => (row.budget_bytes ? bytes(row.budget_bytes) : "none"), number: true },
     { name: "Of the budget", of: (row) => (row.budget_bytes ? row.peak_bytes / row.budget_bytes : 0), show: (row) => (row.budget_bytes ? stack([["peak", row.peak_bytes, row.peak_bytes > 0.95 * row.budget_bytes ? 3 : 0]], Math.max(row.peak_bytes, row.budget_bytes)) : "–") },
   ], rows, { label: "Peak memory of each stage", first: 100 });

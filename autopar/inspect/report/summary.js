@@ -31,7 +31,7 @@ function summaryCards() {
   if (timed && head.model_flops) {
     const rate = head.model_flops / step / head.devices;
     const used = head.peak_flops ? rate / head.peak_flops : null;
-    const again = head.device_flops * head.devices > 1.02 * head.model_flops ? `; ${scaled(head.device_flops / step, "FLOP/s")} with all that is computed twice` : "";
+    const again = head.device_flops * head.devices > 1.02 * head.model_flops ? `; ${scaled(head.device_flops / step, "FLOP/s")} with repeated work counted` : "";
     cards.push(card("Per device", scaled(rate, "FLOP/s"), used === null ? again.slice(2) : `${percent(used)} of its peak${again}`,
       used === null ? null : meter(used, false)));
   }

@@ -9,7 +9,7 @@ function treeSection() {
   const model = DATA.model;
   const tree = buildTree(model, DATA.texts);
   const total = tree.root.compute + tree.root.communication;
-  const state = { open: new Set([""]), limits: new Map(), first: FIRST_CHILDREN, most: MOST_ROWS, hits: null, query: "", focus: "m" };
+  const state = { open: new Set([""]), limits: new Map(), first: FIRST_CHILDREN, most: MOST_ROWS, hits: null, query: "", focus: "m", labels: tree.labels };
   openFirst(tree.root, state);
 
   const body = make("tbody");
@@ -155,9 +155,8 @@ function opCells(row, model, total, state) {
 function paramCells(row, model, total, state) {
   const param = model.params[row.item];
   const path = param[PARAM.path];
-  const tail = path.match(/\['([^']*)'\]$/);
   return [
-    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(tail ? tail[1] : path, state.query)), make("span", { class: "tag" }, "parameter")], ""],
+    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(state.labels[row.item], state.query)), make("span", { class: "tag" }, "parameter")], ""],
     [marked(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
     ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
   ];

@@ -40,7 +40,19 @@ function buildTree(model, texts) {
     node.stages.add(param[PARAM.stage]);
   });
   addUp(root);
-  return { root, modules };
+  return { root, modules, labels: paramLabels(modules, model) };
+}
+
+// A parameter is called by its last key, or by its path where its module has several of that name.
+function paramLabels(modules, model) {
+  const labels = model.params.map((param) => { const key = param[PARAM.path].match(/\['([^']*)'\]$/); return key ? key[1] : param[PARAM.path]; });
+  for (const node of modules.values()) {
+    const times = new Map();
+    node.params.forEach((index) => times.set(labels[index], (times.get(labels[index]) || 0) + 1));
+    const repeated = node.params.filter((index) => times.get(labels[index]) > 1);
+    repeated.forEach((index) => { labels[index] = model.params[index][PARAM.path]; });
+  }
+  return labels;
 }
 
 function addUp(node) {
