@@ -75,7 +75,10 @@ def test_a_pipeline():
     plan = autopar.plan(train_step, *args, cluster=ClusterSpec(2, 2, "h100-sxm"), method=method)
     report = autopar.verify(train_step, *args, plan=plan, time_limit_s=300)
     assert report.fits
-    assert sum(mesh.dot_flops.xla * 2 for mesh in report.meshes) == FLOPS
+    # A product may be computed on both devices of a stage, if that is cheaper: the plan says so.
+    for mesh in report.meshes:
+        assert mesh.dot_flops.ratio == pytest.approx(1, rel=1e-3)
+    assert sum(mesh.dot_flops.xla * 2 for mesh in report.meshes) >= FLOPS
     assert [mesh.topology for mesh in report.meshes] == [(1, 2), (1, 2)]
 
 
