@@ -25,6 +25,7 @@ from autopar.errors import ArgumentError, ClusterError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Recv, Run
+from autopar.ir.progress import Progress
 from autopar.ir.remote import Held, LoweredPiece, LoweredStep, PieceSpec
 from autopar.ir.tiles import shard_box
 from autopar.memory_budget import RESERVE_SHARE
@@ -87,7 +88,8 @@ def verify(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     jobs, job_of_piece = _jobs(lowered, cluster, gpu, folder)
-    figures = compile_all(jobs, time_limit_s)
+    with Progress(f"compiling for {gpu.name}", len(jobs)) as progress:
+        figures = compile_all(jobs, time_limit_s, lambda _: progress.step())
     limit = _limit_bytes(plan, gpu, given=target is not None)
     return VerifyReport(
         name=plan.name,
@@ -156,7 +158,8 @@ def _jobs(
     job_of_piece = []
     for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
         topology = _topology(lowered.meshes[mesh], cluster)
-        exported = _exported(lowered.name, piece)
+        with Progress(f"lowering {piece.name}"):
+            exported = _exported(lowered.name, piece)
         key = _digest(exported.mlir_module(), piece, topology)
         if key not in known:
             known[key] = len(jobs)

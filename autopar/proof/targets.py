@@ -90,8 +90,8 @@ def _parsed(name: str, config: str) -> Target:
 def target_of(device: str, memory_bytes: float | None) -> Target:
     """The target of a device that a plan was made for: the same chip, the nearest memory."""
     names = target_names()
-    chips = sorted({name.split("-")[0] for name in names})
-    chip = next((chip for chip in chips if chip in device.lower()), None)
+    chips = {name.split("-")[0] for name in names}
+    chip = max((chip for chip in chips if chip in device.lower()), key=len, default=None)
     if chip is None:
         raise ArgumentError(
             f"the plan is for the device {device!r}, of which no description is here. Say for "

@@ -10,6 +10,10 @@ from autopar.proof.targets import cuda_version, load_target, target_names, targe
 
 EXPECTED = {
     # name: (compute capability, GB as sold, streaming multiprocessors)
+    "t4-16gb": ((7, 5), 16, 40),
+    "a10g-24gb": ((8, 6), 24, 80),
+    "l4-24gb": ((8, 9), 24, 58),
+    "l40s-48gb": ((8, 9), 48, 142),
     "v100-16gb": ((7, 0), 16, 80),
     "v100-32gb": ((7, 0), 32, 80),
     "a100-40gb": ((8, 0), 40, 108),
@@ -32,7 +36,7 @@ def test_a_description_is_of_the_gpu_it_is_named_after(name: str):
     # Vendors mean 2^30 bytes for some and 10^9 for others, and drivers keep a few percent.
     assert 0.95 * sold_gb * 1e9 < target.memory_bytes < 1.08 * sold_gb * 1e9
     assert f"core_count: {multiprocessors}\n" in target.config
-    assert name.split("-")[0].upper() in target.description
+    assert name.split("-")[0].upper() in target.description.upper()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -59,6 +63,8 @@ def test_every_gpu_that_plans_can_be_made_for_has_a_target():
         ("my A100", 40e9, "a100-40gb"),
         ("a100-sxm", 70e9, "a100-80gb"),
         ("GB200", 185e9, "b200-180gb"),
+        ("l40s", 48e9, "l40s-48gb"),
+        ("l4", 24e9, "l4-24gb"),
         ("a100", None, "a100-80gb"),
     ],
 )
