@@ -92,6 +92,10 @@ class ParallelFunction:
     def options(self) -> StepOptions:
         return self._options
 
+    @property
+    def method(self) -> ParallelMethod | ParallelPlan | None:
+        return self._method
+
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The traced and planned step for these arguments, planned once per shapes and types."""
         args, kwargs = _without_values((args, kwargs))

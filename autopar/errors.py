@@ -6,6 +6,9 @@ kind of mistake, so that callers can tell them apart; all are :class:`AutoparErr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AutoparError(Exception):
     """Base of everything autopar raises on purpose."""
@@ -46,6 +49,11 @@ class MemoryBudgetError(AutoparError, RuntimeError):
 
 class PlanError(AutoparError, ValueError):
     """A plan file that is malformed, was altered, or was made for another program."""
+
+
+class FactoryError(AutoparError, RuntimeError):
+    """A user's file, module or function that `autopar plan` cannot use: not there, raises, or
+    returns something else than a step and its arguments."""
 
 
 class CompileError(AutoparError, RuntimeError):
@@ -92,3 +100,12 @@ def shortened(value: object) -> str:
     """A value as a message can show it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def near_names(given: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'a' or 'b'?)" for names that look like the given one; else nothing."""
+    lowered = {name.lower(): name for name in known}
+    found = get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
+    found += [name for name in lowered if given and name.startswith(given.lower())]
+    names = " or ".join(repr(lowered[name]) for name in dict.fromkeys(found))
+    return f" (did you mean {names}?)" if names else ""

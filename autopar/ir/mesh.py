@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from autopar.errors import ArgumentError, MeshError
+from autopar.errors import ArgumentError, MeshError, near_names
 from autopar.ir.decode import decode
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
@@ -39,19 +39,40 @@ class DeviceSpec:
     efficiency: float = 0.7
 
 
+# Rates, memory and its bandwidth are those of the vendors' data sheets, products without sparsity.
+# Links are the data sheet's less what protocols take (about a tenth; more on PCIe); what is between
+# hosts is that of a usual machine with this device, as the comment says.
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
         # p3.16xlarge: NVLink 8 per host (150 GB/s each way per device), 25 Gb/s between hosts.
         DeviceSpec("v100", 125e12, 15.7e12, 16e9, 0.9e12, 130e9, 25e9 / 8, efficiency=0.55),
+        # p3dn.24xlarge: the same with 32 GB, 100 Gb/s between hosts.
+        DeviceSpec("v100-32gb", 125e12, 15.7e12, 32e9, 0.9e12, 130e9, 100e9 / 8, efficiency=0.55),
+        # T4: PCIe gen 3 ×16, 50 Gb/s per host.
+        DeviceSpec("t4", 65e12, 8.1e12, 16e9, 0.32e12, 11e9, 50e9 / 8, efficiency=0.4),
+        # A10G: PCIe gen 4 ×16, 100 Gb/s per host (g5.48xlarge).
+        DeviceSpec("a10g", 70e12, 35e12, 24e9, 0.6e12, 22e9, 100e9 / 8),
+        # L4: PCIe gen 4 ×8, 100 Gb/s per host.
+        DeviceSpec("l4", 121e12, 60e12, 24e9, 0.3e12, 12e9, 100e9 / 8),
+        # L40S: PCIe gen 4 ×16, 200 Gb/s per host.
+        DeviceSpec("l40s", 362e12, 183e12, 48e9, 0.864e12, 22e9, 25e9),
         # A100 40 GB on PCIe gen 4: one link of about 25 GB/s per device.
         DeviceSpec("a100-pcie", 312e12, 156e12, 40e9, 1.55e12, 22e9, 25e9),
+        # A100 80 GB on PCIe gen 4.
+        DeviceSpec("a100-pcie-80gb", 312e12, 156e12, 80e9, 1.935e12, 22e9, 25e9),
+        # p4d.24xlarge: NVLink 300 GB/s each way per device, 4 × 100 Gb/s per host.
+        DeviceSpec("a100-sxm-40gb", 312e12, 156e12, 40e9, 1.555e12, 270e9, 50e9),
         # A100 80 GB SXM: NVLink 300 GB/s each way per device, 8 × 200 Gb/s per host.
         DeviceSpec("a100-sxm", 312e12, 156e12, 80e9, 2.0e12, 270e9, 200e9),
+        # H100 on PCIe gen 5 ×16, 400 Gb/s per host.
+        DeviceSpec("h100-pcie", 756e12, 378e12, 80e9, 2.0e12, 45e9, 50e9),
         # DGX H100: NVLink 450 GB/s each way per device, 8 × 400 Gb/s InfiniBand per host.
         DeviceSpec("h100-sxm", 989e12, 494e12, 80e9, 3.35e12, 400e9, 400e9),
         # H200: the same chip with 141 GB of faster memory; 790 TFLOP/s seen on an 8192³ product.
         DeviceSpec("h200-sxm", 989e12, 494e12, 141e9, 4.8e12, 400e9, 400e9, efficiency=0.8),
+        # DGX B200: NVLink 900 GB/s each way per device, 8 × 400 Gb/s InfiniBand per host.
+        DeviceSpec("b200-sxm", 2250e12, 1125e12, 180e9, 8.0e12, 800e9, 400e9),
         # Virtual CPU devices of one process: collectives are memory copies between threads.
         DeviceSpec("cpu", 5e10, 5e10, 8e9, 1e10, 4e9, 1e9, 2e-5, 1e-4, 1.0),
     )
@@ -60,12 +81,21 @@ DEVICES: dict[str, DeviceSpec] = {
 
 # What of a device's name, as its vendor writes it, tells which preset it is; the first that fits.
 _PRESETS_BY_NAME = (
+    ("B200", "b200-sxm"),
     ("H200", "h200-sxm"),
+    ("H100 PCI", "h100-pcie"),
     ("H100", "h100-sxm"),
     ("A100-PCI", "a100-pcie"),
-    ("A100 80GB PCI", "a100-pcie"),
+    ("A100 80GB PCI", "a100-pcie-80gb"),
+    ("A100-SXM4-40GB", "a100-sxm-40gb"),
     ("A100", "a100-sxm"),
+    ("V100-SXM2-32GB", "v100-32gb"),
+    ("V100-SXM3-32GB", "v100-32gb"),
     ("V100", "v100"),
+    ("A10G", "a10g"),
+    ("L40S", "l40s"),
+    ("NVIDIA L4", "l4"),
+    ("TESLA T4", "t4"),
 )
 
 
@@ -88,8 +118,9 @@ def device_spec(device: str | DeviceSpec) -> DeviceSpec:
     if isinstance(device, DeviceSpec):
         return device
     if not isinstance(device, str) or device not in DEVICES:
+        near = near_names(device, DEVICES) if isinstance(device, str) else ""
         raise ArgumentError(
-            f"device={device!r} is not a preset; choose one of {sorted(DEVICES)} or pass an "
+            f"device={device!r} is not a preset{near}; choose one of {sorted(DEVICES)} or pass an "
             "autopar.DeviceSpec with your own figures."
         )
     return DEVICES[device]

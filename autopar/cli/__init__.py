@@ -1,0 +1,77 @@
+"""The commands of `autopar`: from what was written on the command line to an exit code.
+
+Each module has one command. What may be written is in `autopar_command`, beside the package.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from argparse import Namespace
+
+from autopar.errors import AutoparError, FactoryError, MemoryBudgetError
+from autopar_command import main
+
+OK, NOT_FITTING, WRONG_INPUT = 0, 1, 2
+
+
+def run(arguments: Namespace) -> int:
+    """Runs a command; what autopar raises is told without a traceback, what the user's own code
+    raised with that code's."""
+    try:
+        return _run(arguments)
+    except AutoparError as error:
+        cause = error.__cause__
+        if isinstance(error, FactoryError) and cause is not None and _is_users(cause):
+            traceback.print_exception(_without_our_frames(cause))
+        print(f"autopar: {error}", file=sys.stderr)
+        return NOT_FITTING if isinstance(error, MemoryBudgetError) else WRONG_INPUT
+
+
+def _run(arguments: Namespace) -> int:
+    match arguments.command:
+        case "demo":
+            from autopar.demo import run_demo
+
+            agrees = run_demo(
+                arguments.steps, arguments.batch_size, arguments.platform, arguments.cluster
+            )
+            return OK if agrees else NOT_FITTING
+        case "plan":
+            from autopar.cli.planning import run_plan
+
+            return run_plan(arguments)
+        case "sweep":
+            from autopar.cli.sweep import run_sweep
+
+            return run_sweep(arguments)
+        case _:
+            from autopar.cli import showing
+
+            return showing.COMMANDS[arguments.command](arguments)
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether code of the user's was running; a file that is missing has no traceback to show."""
+    return not isinstance(error, ModuleNotFoundError) or bool(_frames(error))
+
+
+def _frames(error: BaseException) -> list[str]:
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return [name for name in names if "importlib" not in name and "autopar/cli/" not in name]
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None and _is_ours(at.tb_frame.f_code.co_filename):
+        at = at.tb_next
+    return error.with_traceback(at)
+
+
+def _is_ours(filename: str) -> bool:
+    return "importlib" in filename or filename.replace("\\", "/").endswith(
+        "autopar/cli/factories.py"
+    )
+
+
+__all__ = ["main", "run"]

@@ -1,0 +1,193 @@
+"""The `autopar` command: what may be written on the command line.
+
+It stands beside the package because importing `autopar` imports JAX, for which nobody who asks for
+help or mistypes a flag should wait. Commands are in `autopar.cli`, imported when they run.
+
+Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+STARTED = time.perf_counter()  # near enough to the start of the process
+
+METHODS = ("auto", "shard", "data", "zero2", "zero3", "pipeline")
+SCHEDULES = ("gpipe", "1f1b", "1f1b_eager", "interleaved_1f1b", "zero_bubble", "inference")
+
+_FACTORY = """\
+FACTORY is FILE.py:FUNCTION or MODULE:FUNCTION. The function is called with the options of --set and
+returns (step, args) or (step, args, kwargs); arguments may be jax.ShapeDtypeStructs. The file runs
+as any Python program does: nothing keeps it from reading or changing your files.
+
+CLUSTER is HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb (`autopar devices` lists them), or the path
+of a TOML file with the tables [cluster], [device] and [links]; see docs/simulation.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    from autopar.cli import run
+
+    return run(arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autopar", description="Run a single-device JAX train step on many devices."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands.add_parser("demo", help="train a small GPT, sharded and on one device"))
+    _add_plan(_command(commands, "plan", "plan a step for a cluster that need not exist"))
+    _add_sweep(_command(commands, "sweep", "plan for several sizes: how many devices are enough?"))
+    _add_report(_command(commands, "report", "write the page of a saved plan"))
+    _add_explain(_command(commands, "explain", "show a saved plan"))
+    _add_diff(_command(commands, "diff", "show what differs between two saved plans"))
+    _command(commands, "devices", "list the devices that are known, with their figures")
+    return parser
+
+
+def _command(commands, name: str, text: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_FACTORY if name in ("plan", "sweep") else None,
+    )
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--steps", type=_positive, default=30, help="training steps (default 30)")
+    demo.add_argument("--batch-size", type=_positive, default=16, help="sequences per step")
+    demo.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto: the GPUs found, else 8 virtual CPU devices",
+    )
+    demo.add_argument(
+        "--cluster",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: as a pipeline on a Ray cluster, started here if there is none",
+    )
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    _add_step(plan)
+    _add_micro_batches(plan)
+    plan.add_argument("--batch", type=_positive, help="the same as --set batch=…")
+    plan.add_argument("--budget", metavar="BYTES", help="memory per device to keep to, as 28GB")
+    plan.add_argument("--save", metavar="FILE.json", help="write the plan")
+    plan.add_argument("--report", metavar="FILE.html", help="write the plan's page")
+    plan.add_argument("--depth", type=_positive, help="levels of the model's names that are shown")
+    plan.add_argument("--quiet", action="store_true", help="the summary alone, not all of the plan")
+    plan.add_argument(
+        "--verify",
+        action="store_true",
+        help="compile every stage for the target GPU, without one (pip install autopar[verify])",
+    )
+
+
+def _add_sweep(sweep: argparse.ArgumentParser) -> None:
+    _add_step(sweep)
+    varied = sweep.add_argument_group("what varies: lists such as 8,16,32, of one or two of these")
+    varied.add_argument("--devices", metavar="LIST", help="numbers of devices")
+    varied.add_argument("--batch", metavar="LIST", help="the factory's option `batch`")
+    varied.add_argument("--micro-batches", metavar="LIST", help="numbers, or auto")
+    varied.add_argument("--budget", metavar="LIST", help="memory per device, as 20GB,40GB")
+    sweep.add_argument(
+        "--price-per-hour", type=_price, metavar="PRICE", help="of one device, in any currency"
+    )
+    sweep.add_argument("--html", metavar="FILE.html", help="write a page with plots")
+    sweep.add_argument("--json", metavar="FILE.json", help="write all points")
+    sweep.add_argument("--jobs", type=_positive, default=2, help="processes (default 2)")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("factory", metavar="FACTORY", help="my_train.py:make_step")
+    parser.add_argument("--cluster", required=True, help="such as 50x4:v100-32gb, or a TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the factory; the value is JSON, or else a text",
+    )
+    parser.add_argument(
+        "--method",
+        default=None,
+        help=f"{', '.join(METHODS)}, or MODULE:OBJECT; default: auto, or what the step has",
+    )
+    parser.add_argument("--stages", type=_positive, help="of --method pipeline: so many, equal")
+    parser.add_argument("--layers", type=_positive, help="of --method pipeline: so many")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of --method pipeline")
+    parser.add_argument(
+        "--remat", choices=("auto", "none", "all"), help="layers that are computed again"
+    )
+    parser.add_argument(
+        "--batch-argnums", type=_positions, metavar="LIST", help="arguments with a batch dimension"
+    )
+    parser.add_argument("--memory", metavar="BYTES", help="of one device, as 32GB")
+    parser.add_argument("--intra-bandwidth", metavar="RATE", help="of a device's link: 300GB/s")
+    parser.add_argument("--inter-bandwidth", metavar="RATE", help="of a host's network: 100Gb/s")
+
+
+def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--micro-batches", type=_count_or_auto, metavar="N", help="into how many the batch is cut"
+    )
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument("plan", metavar="PLAN.json")
+    report.add_argument(
+        "--output", "-o", metavar="FILE.html", help="default: beside the plan, with .html"
+    )
+    report.add_argument("--measured", metavar="TRACE.json", help="a run's trace, by autopar.trace")
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("plan", metavar="PLAN.json")
+    explain.add_argument("path", nargs="?", help="of a value: why is it sharded so?")
+    explain.add_argument("--depth", type=_positive, help="levels of the model's names")
+
+
+def _add_diff(diff: argparse.ArgumentParser) -> None:
+    diff.add_argument("first", metavar="A.json")
+    diff.add_argument("second", metavar="B.json")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number ≥ 1")
+    return int(text)
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is no list of positions such as 1 or 1,2")
+    return tuple(map(int, parts))
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a price > 0")
+    return price
+
+
+if __name__ == "__main__":
+    sys.exit(main())
