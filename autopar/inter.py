@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec
 
 from autopar.assemble import bind_plan, pipeline_plan
 from autopar.constraints import asked_by, solver_constraints
+from autopar.cost.compute import compute_s
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
 from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.progress import Progress
-from autopar.ir.stages import PipelineChoice, SearchReport, Submesh
+from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.looped import (
     Loop,
@@ -64,19 +65,26 @@ from autopar.stage_plans import (
     in_flight_of,
     pins_for,
 )
-from autopar.stage_tables import node_places, stage_tables, submesh_cluster
+from autopar.stage_tables import TableBench, node_places, stage_tables, submesh_cluster
 from autopar.stages.given import check_layer_ids
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.ranges import Setting
 from autopar.stages.schedules import in_flight_bound, make_schedule
 from autopar.stages.search import remember_search, search_stages
-from autopar.stages.submeshes import candidate_submeshes, place, uniform_submesh
+from autopar.stages.submeshes import (
+    candidate_submeshes,
+    place,
+    too_slow_submeshes,
+    uniform_submesh,
+)
 from autopar.trace.attach import boundary_bytes
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import TracedStep
 from autopar.trace.held_layers import layers_by_arguments
 from autopar.trace.slices import SlicedStep
 
+# From so many devices on, small submeshes are looked at only if they can be part of a better plan.
+MANY_DEVICES = 128
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
 
@@ -361,28 +369,46 @@ class _Planner:
             check_graph(graph)
             places = node_places(graph, step, looped.attached)
         asked = asked_by(step, method)
-        submeshes = candidate_submeshes(self.cluster, stages.submeshes)
+        submeshes = list(candidate_submeshes(self.cluster, stages.submeshes))
         if only is not None:
             submeshes = [submesh for submesh in submeshes if submesh in only]
+        small: list[Submesh] = []
+        if self.cluster.num_devices >= MANY_DEVICES:
+            even = self.cluster.num_devices / len(looped.layers)
+            small = [s for s in submeshes if prod(s) < even and len(submeshes) > 1]
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         if not looped.has_backward:
             remat = (False,)
         with self.timer("tables"), paused_garbage_collector():
-            tables = stage_tables(
-                graph,
-                places,
-                self.cluster,
-                submeshes,
-                number,
-                constraints=lambda mesh: solver_constraints(graph, step, mesh, method, asked),
-                forbidden=forbidden_collectives(self.options),
-                remat=remat,
-                fold=self.options.fold_layers,
-                solver=self.options.solver,
-            )
+            bench = TableBench(graph, places, number, self.options.fold_layers, self.options.solver)
+
+        def tables_of(chosen: Sequence[Submesh]) -> list[LayerTable]:
+            with self.timer("tables"), paused_garbage_collector():
+                return stage_tables(
+                    graph,
+                    places,
+                    self.cluster,
+                    chosen,
+                    number,
+                    constraints=lambda mesh: solver_constraints(graph, step, mesh, method, asked),
+                    forbidden=forbidden_collectives(self.options),
+                    remat=remat,
+                    bench=bench,
+                )
+
+        tables = tables_of([submesh for submesh in submeshes if submesh not in small])
         setting = self.setting(looped, number)
         with self.timer("search"):
             choice, report = search_stages(tables, setting)
+        if small:
+            known_s = inf if choice is None else choice.step_s
+            slow = too_slow_submeshes(small, lambda z: self.least_s(looped, number, z), known_s)
+            if len(slow) < len(small):
+                tables += tables_of([submesh for submesh in small if submesh not in slow])
+                with self.timer("search"):
+                    choice, report = search_stages(tables, setting)
+            report = replace(report, notes=(*report.notes, *_left_out(slow)))
+        with self.timer("search"):
             remember_search(report)
             other = None
             if is_free:
@@ -397,6 +423,11 @@ class _Planner:
                 ):
                     other = found.choice if found.num_micro_batches != number else None
         return choice, report, other
+
+    def least_s(self, looped: Looped, number: int, num_devices: int) -> float:
+        """What all micro-batches of the lightest layer take on so many devices at full speed."""
+        flops = number * min(looped.layer_flops) / num_devices
+        return compute_s(self.cluster.spec, flops, 0.0, "bfloat16")
 
     def setting(self, looped: Looped, number: int) -> Setting:
         schedule = self.method.schedule
@@ -610,3 +641,13 @@ class _Planner:
             cluster=self.cluster,
         )
         return replace(plan, cluster=self.cluster, times=times)
+
+
+def _left_out(submeshes: Sequence[Submesh]) -> list[str]:
+    if not submeshes:
+        return []
+    shapes = ", ".join(f"{hosts}×{devices}" for hosts, devices in submeshes)
+    return [
+        f"Submeshes {shapes} were left out: one layer on one of them, at full speed, would take as "
+        "long as the whole step of the plan that was found."
+    ]

@@ -21,6 +21,7 @@ from autopar.ir.stages import Submesh
 from autopar.methods import AutoLayers, ManualLayers
 from autopar.trace.attach import LoopLayers, attach, loop_batch, moved_to
 from autopar.trace.boundaries import layers_by_marks
+from autopar.trace.figures import program_flops
 from autopar.trace.flatten import TracedStep
 from autopar.trace.layers import Layer, find_layers
 from autopar.trace.program import Program
@@ -63,6 +64,16 @@ class Looped:
     @cached_property
     def attached(self) -> LoopLayers:
         return attach(self.body, self.layers)
+
+    @cached_property
+    def layer_flops(self) -> tuple[float, ...]:
+        """Of every layer, in both passes, for one micro-batch."""
+        flops = [0.0] * len(self.layers)
+        for equation, layer in zip(self.body.equations, self.attached.layer_of, strict=True):
+            if layer >= 0:
+                own = replace(self.body, equations=(equation,))
+                flops[layer] += program_flops(own)
+        return tuple(flops)
 
     @property
     def has_backward(self) -> bool:

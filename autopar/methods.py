@@ -304,7 +304,8 @@ class AutoStages:
     """Stages are searched: which layers, on which part of the cluster, on which mesh.
 
     submeshes: the parts of a cluster of N hosts with M devices that a stage may have. "tiling":
-    1×1, 1×2, 1×4 … 1×M and 2×M, 4×M … N×M, of which any that add up to the cluster can be laid out.
+    1×1, 1×2, 1×4 … 1×M and k×M where k is a power of two or divides N, of which any that add up to
+    the cluster can be laid out.
     "all": every a×b where a divides N and b divides M, of which some cannot.
     """
 

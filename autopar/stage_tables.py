@@ -47,6 +47,7 @@ Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
+TABLE_GAP = 0.05  # tables are within a few percent of a stage's own solve; they need no better
 
 
 def stage_tables(
@@ -63,12 +64,15 @@ def stage_tables(
     remat: Sequence[bool] = (False, True),
     fold: bool = True,
     solver: str = "highs",
-    time_limit_s: float = 10.0,
+    time_limit_s: float = 5.0,
+    bench: TableBench | None = None,
 ) -> list[LayerTable]:
     """`shapes`: logical meshes of a submesh, if not all that are sensible; `constraints`: what may
     be chosen on a mesh; `forbidden`: collectives that may not be used; `time_limit_s`: of one
-    solve. A mesh on which the constraints cannot be met is left out, as long as another is left."""
-    bench = _Bench(graph, places, num_micro_batches, fold, solver, time_limit_s)
+    solve; `bench`: what was made of the same graph and options before. A mesh on which the
+    constraints cannot be met is left out, as long as another is left."""
+    if bench is None:
+        bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
     found: list[LayerTable] = []
     refused: list[AutoparError] = []
     shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
@@ -200,7 +204,7 @@ def _is_as_good(one: LayerTable, other: LayerTable) -> bool:
     return all(bool((getattr(one, x) <= getattr(other, x) * (1 + 1e-9)).all()) for x in names)
 
 
-class _Bench:
+class TableBench:
     """One graph, solved on many meshes."""
 
     def __init__(
@@ -208,9 +212,9 @@ class _Bench:
         graph: Graph,
         places: NodePlaces,
         num_micro_batches: int,
-        fold: bool,
-        solver: str,
-        time_limit_s: float,
+        fold: bool = True,
+        solver: str = "highs",
+        time_limit_s: float = 5.0,
     ) -> None:
         self.graph, self.places = graph, places
         self.num_micro_batches = num_micro_batches
@@ -244,6 +248,7 @@ class _Bench:
             solver=self.solver,
             time_limit_s=self.time_limit_s,
             folded=self.folded,
+            gap=TABLE_GAP,
         )
         terms = self.terms_of(cheapest.problem)
         pricer = _Pricer(cheapest.problem, terms)
@@ -267,7 +272,9 @@ class _Bench:
 
     def solve(self, problem: PairwiseProblem) -> Choice:
         reduction = reduce_problem(problem)
-        result = solve_ilp(reduction.problem, solver=self.solver, time_limit_s=self.time_limit_s)
+        result = solve_ilp(
+            reduction.problem, solver=self.solver, time_limit_s=self.time_limit_s, gap=TABLE_GAP
+        )
         return reduction.restore(result.choice)
 
 

@@ -92,7 +92,7 @@ def parse_target(text: str, overrides: Overrides | None = None) -> Target:
         if device not in DEVICES:
             raise ArgumentError(
                 f"--cluster {text}: there is no device {device!r}{near_names(device, DEVICES)}. "
-                f"Choose one of {_KNOWN} (`autopar devices` has their figures), or describe your own "
+                f"Choose one of {_KNOWN} (`autopar devices` has their figures), or describe yours "
                 "in a TOML file and give its path."
             )
         target = Target(ClusterSpec(hosts, per_host, device))

@@ -182,7 +182,9 @@ def plan_point(values: Values, request: PlanRequest, price: float) -> SweepPoint
     budget = min(plan.memory_budget_bytes, cluster.spec.memory_bytes)
     return replace(
         point,
-        problem="" if fits(made) else f"does not fit: needs {format_bytes(plan.estimated_peak_bytes)}",
+        problem=""
+        if fits(made)
+        else f"does not fit: needs {format_bytes(plan.estimated_peak_bytes)}",
         plan=_plan_words(plan),
         num_stages=plan.num_stages,
         num_micro_batches=plan.num_micro_batches,

@@ -1,4 +1,4 @@
-"""A choice and a bound for a pairwise problem, for a solver that ran out of time.
+"""A choice and a bound for a pairwise problem, before a solver is asked or when its time is out.
 
 From a `PairwiseProblem` to a strategy per node and what no choice can be below.
 
@@ -32,15 +32,17 @@ class Descent:
     lower_bound: float
 
 
-def descend(problem: PairwiseProblem, time_limit_s: float = 1.0) -> Descent:
+def descend(
+    problem: PairwiseProblem, time_limit_s: float = 1.0, max_passes: int = _MAX_PASSES
+) -> Descent:
     order = _along_edges(problem)
     moved = _Moved(problem, order)
     choice, bound = _settled(problem, moved.greedy_choice()), moved.lower_bound()
     deadline = time.monotonic() + time_limit_s
-    for number in range(1, _MAX_PASSES + 1):
+    for number in range(1, max_passes + 1):
         moved.pass_on(order)
         moved.pass_on(order[::-1])
-        is_last = number == _MAX_PASSES or time.monotonic() > deadline
+        is_last = number == max_passes or time.monotonic() > deadline
         if is_last or number % _PASSES_PER_CHOICE == 0:
             bound = max(bound, moved.lower_bound())
             candidate = _settled(problem, moved.greedy_choice())

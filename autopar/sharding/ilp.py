@@ -8,17 +8,20 @@ Variables: x_{v,s} ∈ {0,1}, node v takes strategy s; y_{uv,st} ≥ 0, edge (u,
                 Σ_s y_{uv,st} = x_{v,t}                  for every edge and t    (`_edge_rows`)
 
 The edge marginals make the relaxation tight: y is integral whenever x is, and on train steps the
-linear relaxation usually is integral by itself, which proves the optimum without branching. If it
-is not, the programme is solved with integral x. If time runs out, the better of what the solver has
-so far and what local search finds (`descent`) is taken. HiGHS gets the arrays directly; any other
-solver that PuLP knows gets the same model by name.
+linear relaxation usually is integral by itself, which proves the optimum without branching. Large
+problems are first tried by message passing (`descent`), which often proves an optimum in less time.
+If the relaxation is not integral, the programme is solved with integral x over the strategies that
+the relaxation uses at all, a small problem whose solution is near the bound; from there on over all
+of them. If time runs out, the better of what the solver has so far and what local search finds
+(`descent`) is taken. HiGHS gets the arrays directly; any other solver that PuLP knows gets the same
+model by name.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +37,10 @@ from autopar.sharding.limit import Limit
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _INTEGRAL = 1e-6
+_PROVEN = 1e-6
+_LARGE = 30_000  # entries of edges from which message passing is tried first
+_FIRST_PASSES = 10
+_SUPPORT_SHARE = 0.3  # of the time limit, for the strategies that the relaxation uses
 
 
 @dataclass(frozen=True)
@@ -84,22 +91,32 @@ def check_solver(solver: str) -> None:
 
 
 def solve_ilp(
-    problem: PairwiseProblem, *, solver: str = "highs", time_limit_s: float = 60.0
+    problem: PairwiseProblem,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    gap: float = 0.0,
 ) -> IlpResult:
-    """Solve what the reductions left; empty problems cost nothing."""
+    """Solve what the reductions left; empty problems cost nothing. A solution that is proven to be
+    within `gap` of the optimum, as a ratio, is good enough."""
     if not problem.costs:
         _check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
+    if solver == "highs" and problem.num_edge_entries >= _LARGE:
+        found = descend(problem, time_limit_s, _FIRST_PASSES)
+        objective = problem.objective(found.choice)
+        if objective < FORBIDDEN / 2 and _is_proven(objective, found.lower_bound):
+            return IlpResult(found.choice, objective, objective, *_size(problem), True)
     model = _model(problem)
     if solver == "highs":
-        solution, bound, integral = _solve_with_highs(model, time_limit_s)
+        solution, bound, integral = _solve_with_highs(model, time_limit_s, gap)
     else:
         solution, bound, integral = _solve_with_pulp(model, solver, time_limit_s)
     choice = None
     if solution is not None:
         choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
     lower = max(bound / model.scale + problem.constant, floor_of(problem))
-    if choice is None or not _is_proven(problem.objective(choice), lower):
+    if choice is None or not _is_proven(problem.objective(choice), lower, max(gap, _PROVEN)):
         found = descend(problem, max(time_limit_s, 1.0))
         lower = max(lower, found.lower_bound)
         if choice is None or problem.objective(found.choice) < problem.objective(choice):
@@ -158,8 +175,15 @@ class RestrictedIlp:
         return IlpResult(choice, objective, objective, len(model.cost), len(model.rhs), True)
 
 
-def _is_proven(objective: float, lower_bound: float) -> bool:
-    return objective - lower_bound <= 1e-6 * max(abs(objective), 1e-30)
+def _is_proven(objective: float, lower_bound: float, gap: float = _PROVEN) -> bool:
+    return objective - lower_bound <= gap * max(abs(objective), 1e-30)
+
+
+def _size(problem: PairwiseProblem) -> tuple[int, int]:
+    """Variables and constraints that the model would have."""
+    counts = {u: len(c) for u, c in problem.costs.items()}
+    ends = sum(counts[u] * len(row) for u, row in problem.edges.items())
+    return sum(counts.values()) + problem.num_edge_entries, len(counts) + ends
 
 
 def solve_with_limits(
@@ -180,9 +204,7 @@ def solve_with_limits(
     highs = _highs(model)
     highs.setOptionValue("time_limit", time_limit_s)
     highs.setOptionValue("mip_rel_gap", 1e-4)
-    integer = np.arange(model.num_node_vars, dtype=np.int32)
-    kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
-    highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
+    _make_integral(highs, model)
     unit = max(max((limit.constant for limit in limits), default=0.0), bound or 0.0, 1.0)
     largest = len(model.cost)
     if bound is None:
@@ -329,24 +351,26 @@ def _highs(model: _Model) -> highspy.Highs:
     return highs
 
 
-def _solve_with_highs(model: _Model, time_limit_s: float) -> tuple[np.ndarray | None, float, bool]:
+def _solve_with_highs(
+    model: _Model, time_limit_s: float, gap: float = 0.0
+) -> tuple[np.ndarray | None, float, bool]:
     """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
     highs = _highs(model)
     if not debugs("solver"):
-        return _branched(highs, model, time_limit_s)
+        return _branched(highs, model, time_limit_s, gap)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "highs.log"
         highs.setOptionValue("log_to_console", False)
         highs.setOptionValue("output_flag", True)
         highs.setOptionValue("log_file", str(log))
-        found = _branched(highs, model, time_limit_s)
+        found = _branched(highs, model, time_limit_s, gap)
         highs.setOptionValue("log_file", "")
         tell("solver", log.read_text().rstrip() if log.exists() else "")
     return found
 
 
 def _branched(
-    highs: highspy.Highs, model: _Model, time_limit_s: float
+    highs: highspy.Highs, model: _Model, time_limit_s: float, gap: float
 ) -> tuple[np.ndarray | None, float, bool]:
     started = time.monotonic()
     # Presolve costs more than it saves on these relaxations; branching turns it on again.
@@ -354,34 +378,64 @@ def _branched(
     highs.setOptionValue("time_limit", time_limit_s)
     highs.run()
     status = highs.getModelStatus()
+    relaxed: np.ndarray | None = None
     relaxed_bound = -np.inf
     if status == highspy.HighsModelStatus.kInfeasible:
         _check_feasible(np.inf)
     if status == highspy.HighsModelStatus.kOptimal:
-        solution = np.array(highs.getSolution().col_value)
+        relaxed = np.array(highs.getSolution().col_value)
         relaxed_bound = highs.getInfo().objective_function_value
-        nodes = solution[: model.num_node_vars]
+        nodes = relaxed[: model.num_node_vars]
         if np.all(np.minimum(nodes, 1 - nodes) < _INTEGRAL):
-            return solution, relaxed_bound, True
+            return relaxed, relaxed_bound, True
+    near: np.ndarray | None = None
+    if relaxed is not None:
+        near = _on_support(model, relaxed, max(1.0, _SUPPORT_SHARE * time_limit_s))
+        if near is not None and _is_proven(float(model.cost @ near), relaxed_bound, gap):
+            return near, relaxed_bound, False
     left = time_limit_s - (time.monotonic() - started)
     if left <= 0:
-        return None, relaxed_bound, False
+        return near, relaxed_bound, False
     # The relaxation is fractional: branch.
-    integer = np.arange(model.num_node_vars, dtype=np.int32)
-    kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
-    highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
+    _make_integral(highs, model)
+    if near is not None:
+        start = highspy.HighsSolution()
+        start.col_value = near.tolist()
+        highs.setSolution(start)
     # HiGHS counts from its first run on.
     highs.setOptionValue("time_limit", highs.getRunTime() + left)
     highs.setOptionValue("presolve", "on")
-    highs.setOptionValue("mip_rel_gap", 0.0)
+    highs.setOptionValue("mip_rel_gap", gap)
     highs.run()
     info = highs.getInfo()
     if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         _check_feasible(np.inf)
     bound = max(info.mip_dual_bound, relaxed_bound)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return None, bound, False
+        return near, bound, False
     return np.array(highs.getSolution().col_value), bound, False
+
+
+def _on_support(model: _Model, relaxed: np.ndarray, time_limit_s: float) -> np.ndarray | None:
+    """The best integral solution over the strategies that a relaxed one uses; None if there is
+    none, or none was found in time."""
+    upper = model.upper.copy()
+    nodes = slice(0, model.num_node_vars)
+    upper[nodes] = np.where(relaxed[nodes] < _INTEGRAL, 0.0, upper[nodes])
+    highs = _highs(replace(model, upper=upper))
+    _make_integral(highs, model)
+    highs.setOptionValue("time_limit", time_limit_s)
+    highs.setOptionValue("mip_rel_gap", 1e-4)
+    highs.run()
+    if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    return np.array(highs.getSolution().col_value)
+
+
+def _make_integral(highs: highspy.Highs, model: _Model) -> None:
+    integer = np.arange(model.num_node_vars, dtype=np.int32)
+    kinds = np.full(model.num_node_vars, highspy.HighsVarType.kInteger)
+    highs.changeColsIntegrality(model.num_node_vars, integer, kinds)
 
 
 def _solve_with_pulp(

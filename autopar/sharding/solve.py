@@ -108,9 +108,11 @@ def solve_graph(
     time_limit_s: float = 60.0,
     fold: bool = True,
     folded: FoldedGraph | None = None,
+    gap: float = 0.0,
 ) -> GraphSharding:
     """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may. `folded`:
-    the graph with its classes, where they are known already."""
+    the graph with its classes, where they are known already. `gap`: how near to the optimum is
+    near enough."""
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
@@ -122,7 +124,7 @@ def solve_graph(
     reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
     core_nodes = len(reduction.problem.costs)
-    result = solve_ilp(reduction.problem, solver=solver, time_limit_s=time_limit_s)
+    result = solve_ilp(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     clock.lap("solve")
     choice = reduction.restore(result.choice)
     stats = SolveStats(

@@ -11,12 +11,15 @@ C(s, …) is the cost under the best variant that fits s stages before the end, 
 
 the same for the layers before e in any number of stages, with the fewest micro-batches in flight
 that any position has: a lower bound, since memory is looked at no closer, which costs little.
+
+Devices are counted in units of which every submesh has a whole number: where the smallest submesh
+is a host, hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
+from math import gcd, inf
 
 import numpy as np
 
@@ -29,10 +32,13 @@ Piece = tuple[int, int, int]  # first layer, end, number of the submesh
 
 class LeastSums:
     """in_flight: micro-batches in flight on a stage with s stages from it to the last, at place s;
-    place 0 means nothing."""
+    place 0 means nothing. `num_units` of `unit` devices each are what is shared out."""
 
     def __init__(self, ranges: Ranges, in_flight: Sequence[int], num_devices: int) -> None:
-        self.ranges, self.in_flight, self.num_devices = ranges, in_flight, num_devices
+        self.ranges, self.in_flight = ranges, in_flight
+        self.unit = gcd(num_devices, *ranges.sizes)
+        self.num_units = num_devices // self.unit
+        self.sizes = tuple(size // self.unit for size in ranges.sizes)
         self.fewest_in_flight = min(in_flight[1:])
         self._best_s: dict[int, np.ndarray] = {}
 
@@ -44,13 +50,13 @@ class LeastSums:
         return np.where(costs <= bound_s, costs, inf)
 
     def prefixes(self, bound_s: float) -> np.ndarray:
-        """H[end, devices]."""
+        """H[end, units]."""
         costs = self._costs(self.fewest_in_flight, bound_s)
-        num_layers, total = self.ranges.num_layers, self.num_devices
+        num_layers, total = self.ranges.num_layers, self.num_units
         least = np.full((num_layers + 1, total + 1), inf)
         least[0, 0] = 0.0
         for end in range(1, num_layers + 1):
-            for m, size in enumerate(self.ranges.sizes):
+            for m, size in enumerate(self.sizes):
                 firsts = np.flatnonzero(costs[m, :end, end] < inf)
                 if size > total or not len(firsts):
                     continue
@@ -62,9 +68,9 @@ class LeastSums:
     def suffixes(
         self, bound_s: float, limit_s: float = inf, prefixes: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """F[stages][first, devices], for 0, 1, … stages. Where F and H together reach the limit it
+        """F[stages][first, units], for 0, 1, … stages. Where F and H together reach the limit it
         is left out, and so are numbers of stages with nothing left."""
-        num_layers, total = self.ranges.num_layers, self.num_devices
+        num_layers, total = self.ranges.num_layers, self.num_units
         least = np.full((num_layers + 1, total + 1), inf)
         least[num_layers, 0] = 0.0
         found = [least]
@@ -74,7 +80,7 @@ class LeastSums:
             for end in np.flatnonzero((after < inf).any(axis=1)):
                 used = np.flatnonzero(after[end] < inf)
                 low, high = used[0], used[-1] + 1
-                for m, size in enumerate(self.ranges.sizes):
+                for m, size in enumerate(self.sizes):
                     firsts = np.flatnonzero(costs[m, :end, end] < inf)
                     stop = min(high, total + 1 - size)
                     if stop <= low or not len(firsts):
@@ -94,14 +100,14 @@ class LeastSums:
         """The stages of H of all layers on all devices."""
         costs = self._costs(self.fewest_in_flight, bound_s)
         pieces: list[Piece] = []
-        end, left = self.ranges.num_layers, self.num_devices
+        end, left = self.ranges.num_layers, self.num_units
         while end:
             m, first = _argmin(
                 costs[m, :end, end] + prefixes[:end, left - size] if size <= left else None
-                for m, size in enumerate(self.ranges.sizes)
+                for m, size in enumerate(self.sizes)
             )
             pieces.insert(0, (first, end, m))
-            end, left = first, left - self.ranges.sizes[m]
+            end, left = first, left - self.sizes[m]
         return pieces
 
     def pieces_of_suffixes(
@@ -109,15 +115,15 @@ class LeastSums:
     ) -> list[Piece]:
         """The stages of F of all layers in so many stages on all devices."""
         pieces: list[Piece] = []
-        first, left = 0, self.num_devices
+        first, left = 0, self.num_units
         for stage in range(num_stages, 0, -1):
             costs = self._costs(self.in_flight[stage], bound_s)
             m, end = _argmin(
                 costs[m, first] + suffixes[stage - 1][:, left - size] if size <= left else None
-                for m, size in enumerate(self.ranges.sizes)
+                for m, size in enumerate(self.sizes)
             )
             pieces.append((first, end, m))
-            first, left = end, left - self.ranges.sizes[m]
+            first, left = end, left - self.sizes[m]
         return pieces
 
 

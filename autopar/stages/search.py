@@ -204,7 +204,7 @@ class _Search:
         if self.num_stages is not None:
             suffixes = suffixes[self.num_stages : self.num_stages + 1]
         used = [d for least in suffixes for d in np.flatnonzero(np.isfinite(least[0]))]
-        return int(max(used, default=0))
+        return int(max(used, default=0)) * self.sums.unit
 
     def add_alternatives(self) -> None:
         """Meet a plan of every number of stages that can be nearly as good as the best one."""
@@ -215,7 +215,7 @@ class _Search:
         limit_s = sum(_costs(best, self.setting)) * ALTERNATIVES
         suffixes = self.sums.suffixes(bound_s, limit_s, self.sums.prefixes(bound_s))
         for count in range(1, len(suffixes)):
-            if suffixes[count][0, self.num_devices] < inf:
+            if suffixes[count][0, self.sums.num_units] < inf:
                 self._plan(self.sums.pieces_of_suffixes(suffixes, count, bound_s))
 
     def _at(self, bound_s: float, rest_s: float) -> _Optimum | None:
@@ -227,7 +227,7 @@ class _Search:
             return optimum
         suffixes = self.sums.suffixes(bound_s, limit_s, prefixes)
         counts = range(1, len(suffixes)) if self.num_stages is None else (self.num_stages,)
-        found = [(suffixes[s][0, self.num_devices], s) for s in counts if s < len(suffixes)]
+        found = [(suffixes[s][0, self.sums.num_units], s) for s in counts if s < len(suffixes)]
         least_s, count = min(found, default=(inf, 0))
         if least_s >= limit_s:
             return None
@@ -242,7 +242,7 @@ class _Search:
         stages fit where they stand, and its table."""
         self.num_tried += 1
         prefixes = self.sums.prefixes(bound_s)
-        floor_s = prefixes[-1, self.num_devices]
+        floor_s = prefixes[-1, self.sums.num_units]
         if self.num_stages is None and floor_s < self.best_s - rest_s:
             plan = self._plan(self.sums.pieces_of_prefixes(prefixes, bound_s))
             if plan is not None and sum(_costs(plan, self.setting)) <= floor_s * (1 + SAME):

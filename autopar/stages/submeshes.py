@@ -3,11 +3,13 @@
 From a cluster of N hosts × M devices to candidate shapes (hosts, devices per host), and from the
 shapes of a pipeline's stages to device positions, counted host by host.
 
-The *tiling* shapes are 1×m for the powers of two m that divide M, 1×M, and k×M for powers of two k
-below N and N itself. Any of them whose sizes add up to the cluster can be laid out (Alpa's theorem
-1, here for any M): those of whole hosts take any free hosts; of the others, each size divides the
-next larger one and M, so that, placed largest first, the devices still free on a host are always a
-multiple of the size that is placed next. No submesh of part of a host straddles two.
+The *tiling* shapes are 1×m for the powers of two m that divide M, 1×M, and k×M for the k that are
+powers of two below N or divide N, so that 50 hosts can be 2 × 25 or 5 × 10. Any of them whose sizes
+add up to the cluster can be laid out (Alpa's theorem 1, here for any M): those of whole hosts take
+any free hosts; of the others, each size divides the next larger one and M, so that, placed largest
+first, the devices still free on a host are always a multiple of the size that is placed next. No
+submesh of part of a host straddles two. A number of hosts with very many divisors keeps those that
+make the fewest equal stages (`MOST_SIZES`).
 
 With *all* shapes, a×b where a divides N and b divides M, a stage may also have b devices on each of
 a hosts, and sizes that add up need not fit together.
@@ -15,7 +17,7 @@ a hosts, and sizes that add up need not fit together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 from autopar.errors import ArgumentError, MeshError
@@ -23,6 +25,8 @@ from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import Submesh
 
 Devices = tuple[int, ...]
+
+MOST_SIZES = 16  # numbers of whole hosts that are tried beside powers of two
 
 
 def candidate_submeshes(cluster: ClusterSpec, shapes: str = "tiling") -> tuple[Submesh, ...]:
@@ -32,11 +36,21 @@ def candidate_submeshes(cluster: ClusterSpec, shapes: str = "tiling") -> tuple[S
         found = {(a, b) for a in _divisors(num_hosts) for b in _divisors(per_host)}
     elif shapes == "tiling":
         within = {(1, m) for m in _powers_of_two(per_host) if per_host % m == 0}
-        across = {(k, per_host) for k in _powers_of_two(num_hosts)}
+        even = sorted(_divisors(num_hosts))[-MOST_SIZES:]
+        across = {(k, per_host) for k in (*_powers_of_two(num_hosts), *even)}
         found = {*within, *across, (1, per_host), (num_hosts, per_host)}
     else:
         raise ArgumentError(f"submeshes={shapes!r}: needs 'tiling' or 'all'.")
     return tuple(sorted(found, key=lambda submesh: (prod(submesh), submesh)))
+
+
+def too_slow_submeshes(
+    submeshes: Sequence[Submesh], least_s: Callable[[int], float], step_s: float
+) -> list[Submesh]:
+    """Those on which no stage can be part of a pipeline that is faster than one that is known.
+    `least_s`: devices -> the least time that all micro-batches of any one layer take on them. A
+    stage has at least one layer, and a step takes at least as long as one of its stages."""
+    return [submesh for submesh in submeshes if least_s(prod(submesh)) >= step_s]
 
 
 def uniform_submesh(num_stages: int, cluster: ClusterSpec) -> Submesh:

@@ -1,0 +1,162 @@
+"""The page of a sweep: from a `Sweep` to one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+from autopar.inspect.plots import Mark, Series, line_plot
+from autopar.inspect.sweep_text import (
+    conclusions,
+    cost_text,
+    header_of,
+    name_text,
+    row_of,
+    value_text,
+    where,
+)
+from autopar.ir.sweep import Sweep, SweepPoint
+from autopar.ir.text import format_bytes, format_seconds
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --text: #1b1f24; --soft: #59636e;
+  --line: #d5dae0; --box: #f6f8fa; --series-0: #0b62c4; --series-1: #b35900; --series-2: #1a7f37;
+  --series-3: #8250df; --series-4: #bf3989; --series-5: #5c6470; --series-dashed: #8c959f; }
+@media (prefers-color-scheme: dark) { :root { --page: #0f1318; --text: #e6eaef; --soft: #9aa5b1;
+  --line: #313943; --box: #171d24; --series-0: #6cb0ff; --series-1: #f0a35e; --series-2: #5fd07f;
+  --series-3: #c4a2ff; --series-4: #f58ac2; --series-5: #aab4c0; --series-dashed: #7d8894; } }
+body { margin: 0 auto; max-width: 1040px; padding: 24px; background: var(--page);
+  color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 0 0 6px; }
+p.soft, figcaption { color: var(--soft); } code { font-size: 13px; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 16px; }
+figure { margin: 0; padding: 12px; background: var(--box); border: 1px solid var(--line);
+  border-radius: 6px; } svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; } svg text.title { fill: var(--text); }
+svg .grid { stroke: var(--line); } svg .line { fill: none; stroke: var(--own); stroke-width: 2; }
+svg circle { fill: var(--own); } svg .cross { stroke: var(--own); stroke-width: 2.5; fill: none; }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 6px; margin: 0 4px 0 12px; }
+.table { overflow-x: auto; margin: 20px 0; } table { border-collapse: collapse; }
+th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line);
+  white-space: nowrap; } th { font-weight: 600; } tr.misfit td { color: var(--soft); }
+"""
+
+
+def sweep_page(sweep: Sweep) -> str:
+    names = [name for name in sweep.varied if len({p.value(name) for p in sweep.points}) > 1]
+    title = "What if: " + " and ".join(map(name_text, names or sweep.varied))
+    found = (
+        "".join(f"<li>{escape(line)}</li>" for line in conclusions(sweep)) if sweep.fitting else ""
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{_STYLE}</style></head><body>
+<h1>{escape(title)}</h1>
+<p class="soft">One train step, planned for each size on {escape(sweep.device)}. All figures are
+predictions of a cost model: nothing was run. <code>{escape(sweep.command)}</code></p>
+<ul>{found or "<li>None of them fits.</li>"}</ul>
+{_legend(sweep)}
+<div class="plots">{"".join(_plots(sweep))}</div>
+<div class="table"><table><thead><tr>{_cells("th", header_of(sweep))}</tr></thead><tbody>
+{"".join(_row(sweep, point) for point in sweep.points)}</tbody></table></div>
+</body></html>
+"""
+
+
+def _plots(sweep: Sweep) -> list[str]:
+    unit = sweep.unit
+    plots = [
+        _plot(sweep, f"{unit} per second", lambda p: p.per_s, _short, ideal=True),
+        _plot(sweep, "seconds per step", lambda p: p.step_s, format_seconds),
+        _plot(sweep, "peak memory per device", lambda p: p.peak_bytes, format_bytes),
+    ]
+    if sweep.price_per_hour:
+        title = f"cost of a million {unit}"
+        plots.append(_plot(sweep, title, lambda p: p.cost, cost_text))
+    else:
+        title = f"{unit} per second and device"
+        plots.append(_plot(sweep, title, lambda p: p.per_s / p.num_devices, _short))
+    return plots
+
+
+def _plot(
+    sweep: Sweep,
+    title: str,
+    figure: Callable[[SweepPoint], float],
+    text: Callable[[float], str],
+    ideal: bool = False,
+) -> str:
+    axis = _axis(sweep)
+    places = list(dict.fromkeys(point.value(axis) for point in sweep.points))
+    series = []
+    for name, points in _groups(sweep):
+        marks = tuple(
+            Mark(
+                places.index(p.value(axis)),
+                figure(p) if p.fits else None,
+                f"{where(p)}: {text(figure(p)) if p.fits else p.problem}",
+            )
+            for p in points
+        )
+        series.append(Series(name, marks))
+    caption = escape(title)
+    if ideal and axis == "devices":
+        for name, points in _groups(sweep):
+            known = [p for p in points if p.fits]
+            if len(known) > 1:
+                each = figure(known[0]) / known[0].num_devices
+                marks = tuple(
+                    Mark(places.index(p.value(axis)), each * p.num_devices, "") for p in known
+                )
+                series.append(Series(f"{name}, in proportion", marks, dashed=True))
+                caption = f"{escape(title)} (dashed: in proportion to devices)"
+    labels = [value_text(axis, place) for place in places]
+    drawn = line_plot(series, labels, x_title=name_text(axis), y_title=title, y_text=text)
+    return f"<figure><h2>{caption}</h2>{drawn}</figure>"
+
+
+def _axis(sweep: Sweep) -> str:
+    """The first name of which there are several values."""
+    for name in sweep.varied:
+        if len({point.value(name) for point in sweep.points}) > 1:
+            return name
+    return sweep.varied[0]
+
+
+def _groups(sweep: Sweep) -> list[tuple[str, list[SweepPoint]]]:
+    """Points by what varies beside the axis."""
+    axis = _axis(sweep)
+    groups: dict[str, list[SweepPoint]] = {}
+    for point in sweep.points:
+        others = [(name, value) for name, value in point.values if name != axis]
+        key = ", ".join(f"{name_text(name)} {value_text(name, value)}" for name, value in others)
+        groups.setdefault(key, []).append(point)
+    return list(groups.items())
+
+
+def _legend(sweep: Sweep) -> str:
+    groups = _groups(sweep)
+    if len(groups) < 2:
+        return ""
+    keys = [
+        f'<span class="key" style="background: var(--series-{k % 6})"></span>{escape(name)}'
+        for k, (name, _) in enumerate(groups)
+    ]
+    return f"<p>{''.join(keys)}</p>"
+
+
+def _cells(tag: str, cells: tuple[str, ...]) -> str:
+    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+
+
+def _row(sweep: Sweep, point: SweepPoint) -> str:
+    kind = "" if point.fits else ' class="misfit"'
+    return f"<tr{kind}>{_cells('td', row_of(sweep, point))}</tr>\n"
+
+
+def _short(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g}{unit}" if value % size == 0 else f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
