@@ -12,6 +12,7 @@ from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
+from autopar.verifying import verify
 from autopar_command import STARTED
 
 OK, NOT_FITTING = 0, 1
@@ -44,12 +45,19 @@ def run_plan(arguments: Namespace) -> int:
         print(f"autopar: the plan does not fit: a device has {budget}.", file=sys.stderr)
         code = NOT_FITTING
     if arguments.verify:
-        from autopar.cli.verifying import verify_made
-
-        code = max(code, verify_made(made))
+        code = max(code, _verified(made, arguments))
     total = time.perf_counter() - STARTED
     print(f"planned in {made.seconds:.1f} s; {total:.1f} s from start to finish")
     return code
+
+
+def _verified(made: MadePlan, arguments: Namespace) -> int:
+    batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
+    own = made.step
+    proof = verify(own.step, *own.args, plan=made.plan, **batch, **own.kwargs)
+    print()
+    print(proof)
+    return OK if proof.fits else NOT_FITTING
 
 
 def check_target(path: str | None, flag: str) -> None:

@@ -70,7 +70,17 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])
     assert caught.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for name in ("demo", "plan", "sweep", "report", "explain", "diff", "devices"):
+        assert f"    {name} " in out
+
+
+def test_help_does_not_wait_for_jax() -> None:
+    code = "import sys, autopar_command as a; a.make_parser().format_help(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"jax", "numpy", "autopar"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])

@@ -185,7 +185,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "demo": {"__init__", "errors"},  # a user's program
-    "cli": {"__init__", "api", "demo", *PASSES, *BELOW_API, *EVERYONE},
+    "cli": {"__init__", "api", "demo", "verifying", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},
 }
 

@@ -1,0 +1,178 @@
+"""`autopar plan`, `sweep`, `explain`, `diff` and `devices`, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar_command import main
+
+FILE = str(Path(__file__).parent / "factories_for_tests.py")
+STEP = f"{FILE}:make_step"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_plan_is_shown_saved_and_reported(tmp_path, capsys) -> None:
+    saved, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    code, out, err = run(
+        capsys, "plan", STEP, "--cluster", "2x4:v100-32gb", "--method", "shard", "--batch", "64",
+        "--set", "hidden=32", "--save", str(saved), "--report", str(page),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    plan = autopar.ParallelPlan.load(saved)
+    assert plan.cluster == autopar.ClusterSpec(2, 4, "v100-32gb")
+    assert plan.inputs[-1].shape == (64, 32)
+    assert plan.explain().splitlines()[0] in out
+    assert "cluster: 2 × 4 v100-32gb" in out and "from start to finish" in out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert run(capsys, "explain", str(saved))[1].rstrip("\n") == plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        (["--method", "data"], "DataParallel"),
+        (["--method", "zero2", "--micro-batches", "2"], "Zero2Parallel"),
+        (["--method", "pipeline", "--stages", "2", "--micro-batches", "2"], "PipeshardParallel"),
+        (["--method", f"{FILE}:method"], "mesh_shape=(4,)"),
+    ],
+)
+def test_methods_by_name(tmp_path, capsys, flags: list[str], method: str) -> None:
+    saved = str(tmp_path / "plan.json")
+    assert run(capsys, "plan", STEP, "--cluster", "1x4:v100", "--save", saved, *flags)[0] == 0
+    assert method in autopar.ParallelPlan.load(saved).method
+
+
+def test_a_step_may_have_its_own_method(tmp_path, capsys) -> None:
+    saved, own = str(tmp_path / "plan.json"), f"{FILE}:make_parallel"
+    common = ["plan", own, "--cluster", "1x4", "--quiet", "--save", saved]
+    assert run(capsys, *common)[0] == 0
+    assert "DataParallel" in autopar.ParallelPlan.load(saved).method
+    code, _, err = run(capsys, *common, "--budget", "1GB")
+    assert code == 2 and "the factory's step has its own method, DataParallel(" in err
+
+
+def test_links_in_relative_units_price_communication_alone(tmp_path, capsys) -> None:
+    cluster = tmp_path / "relative.toml"
+    cluster.write_text(
+        "[cluster]\nhosts = 2\ndevices_per_host = 4\n[device]\nmemory = '32 GB'\n"
+        "[links]\nalpha = [1, 1]\nbeta = [1, 0.01]\n"
+    )
+    code, out, _ = run(capsys, "plan", STEP, "--cluster", str(cluster), "--quiet")
+    assert code == 0 and "in the units of alpha and beta" in out
+    code, _, err = run(capsys, "plan", STEP, "--cluster", str(cluster), "--method", "auto")
+    assert code == 2 and "Use --method shard" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["plan", STEP, "--cluster", "1x8:h10"], 2, "there is no device 'h10'"),
+        (["plan", "nope.py:f", "--cluster", "1x8"], 2, "nope.py: there is no such file"),
+        (["plan", STEP, "--cluster", "1x4", "--method", "shrd"], 2, "did you mean 'shard'"),
+        (["plan", STEP, "--cluster", "1x4", "--save", "no/where.json"], 2, "'no' does not exist"),
+        (["plan", STEP, "--cluster", "1x4", "--budget", "28"], 2, "--budget = '28': a number"),
+        (["plan", STEP, "--cluster", "1x4", "--stages", "2"], 2, "--method auto has no such"),
+        (["plan", STEP, "--cluster", "1x4", "--method", "data", "--micro-batches", "auto"], 2,
+         "--method data needs a number"),
+        (["plan", STEP, "--cluster", "1x4", "--method", "pipeline", "--stages", "2"], 2,
+         "needs --micro-batches N as well"),
+        (["plan", STEP, "--cluster", "1x4", "--method", f"{FILE}:not_a_method"], 2,
+         "is 7; needs a method"),
+        (["plan", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1 KB"], 1,
+         "no sharding fits"),
+        (["plan", STEP, "--cluster", "1x4", "--method", "data", "--memory", "1 KB"], 1,
+         "the plan does not fit: a device has 1000 B"),
+        (["explain", "no.json"], 2, "no.json"),
+        (["report", "no.json"], 2, "no.json"),
+        (["sweep", STEP, "--cluster", "1x8"], 2, "nothing varies"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "1,x"], 2, "'x' is not a whole number"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "8,12"], 2, "need a multiple of it"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "4,4"], 2, "has a value twice"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "1,2", "--batch", "8,16", "--budget",
+          "1GB,2GB"], 2, "at most two can"),
+        (["sweep", STEP, "--cluster", "1x8", "--set", "hiden=8", "--batch", "8"], 2,
+         "did you mean 'hidden'"),
+    ],
+)  # fmt: skip
+def test_wrong_input(capsys, arguments: list[str], code: int, said: str) -> None:
+    found, _, err = run(capsys, *arguments)
+    assert found == code
+    assert said in err.replace("\n", " ")
+    assert "Traceback" not in err
+
+
+def test_a_traceback_of_the_users_own_code_is_shown(capsys) -> None:
+    code, _, err = run(capsys, "plan", f"{FILE}:make_failing", "--cluster", "1x8")
+    assert code == 2
+    assert 'raise ValueError("no weights here")' in err and "importlib" not in err
+    assert err.splitlines()[-1].endswith("make_failing() raised ValueError: no weights here")
+
+
+def test_a_plan_of_a_newer_version(tmp_path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "autopar-plan", "version": 999}))
+    for command in ("explain", "report"):
+        code, _, err = run(capsys, command, str(path))
+        assert code == 2 and "Use the autopar that wrote it" in err
+
+
+def test_devices_lists_all_presets(capsys) -> None:
+    code, out, _ = run(capsys, "devices")
+    assert code == 0
+    assert all(f"  {name} " in out for name in ("v100-32gb", "a100-sxm", "b200-sxm", "l40s"))
+    assert "32 GB" in out and "100 Gb/s" in out
+
+
+def test_a_sweep_of_devices(tmp_path, capsys) -> None:
+    page, points = tmp_path / "sweep.html", tmp_path / "sweep.json"
+    code, out, err = run(
+        capsys, "sweep", STEP, "--cluster", "1x8:v100", "--set", "hidden=256", "--devices",
+        "1,2,8", "--method", "shard", "--memory", "3MB", "--price-per-hour", "3", "--jobs", "1",
+        "--html", str(page), "--json", str(points),
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(points.read_text())["points"]
+    assert [point["values"] for point in found] == [{"devices": n} for n in (1, 2, 8)]
+    one, two, eight = found
+    assert one["problem"].startswith("does not fit: needs ") and not two["problem"]
+    assert eight["peak_bytes"] < two["peak_bytes"]
+    assert eight["samples_per_s"] == pytest.approx(32 / eight["step_s"])
+    assert eight["cost"] == pytest.approx(3 * 8 * eight["step_s"] / 3600 / (32 / 1e6))
+    assert "without a plan that fits: devices 1." in out and "cheapest: " in out
+    text = page.read_text()
+    assert text.count("<svg") == 4 and "http" not in text.replace("http-equiv", "")
+
+
+def test_a_sweep_of_two(tmp_path, capsys) -> None:
+    points = tmp_path / "sweep.json"
+    page = tmp_path / "sweep.html"
+    code, out, _ = run(
+        capsys, "sweep", f"{FILE}:make_tokens", "--cluster", "1x4:v100", "--devices", "2,4",
+        "--batch", "8,16", "--method", "data", "--jobs", "1", "--json", str(points),
+        "--html", str(page),
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(points.read_text())
+    assert found["unit"] == "tokens" and len(found["points"]) == 4
+    last = found["points"][-1]
+    assert last["values"] == {"devices": 4, "batch": 16}
+    assert last["tokens_per_s"] == pytest.approx(16 * 128 / last["step_s"])
+    assert "tokens/s by devices / batch:" in out
+    assert page.read_text().count('class="key"') == 2
+
+
+def test_nothing_of_a_sweep_fits(capsys) -> None:
+    code, out, _ = run(
+        capsys, "sweep", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1KB,2KB",
+        "--jobs", "1",
+    )  # fmt: skip
+    assert code == 1 and "None of them fits." in out
