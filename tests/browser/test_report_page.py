@@ -126,6 +126,10 @@ def test_search_opens_what_matches(open_page: Any) -> None:
     assert "1 module, 1 parameter" in page.inner_text("#model [role=status]")
     assert modules(page) == ["", "GPT", "GPT/layer_2", "GPT/layer_2/ffn", "GPT/layer_2/ffn/down"]
     assert shown(page, ".tree .pname") == ["down"]
+    page.fill("#search", "layer_2 dot_general forward")
+    page.wait_for_function("() => document.querySelectorAll('.tree tr.op').length === 4")
+    assert {text.split()[0] for text in shown(page, ".tree .opname")} == {"dot_general"}
+    assert not any("layer_1" in path for path in modules(page))
     page.fill("#search", "no such thing")
     page.wait_for_function("() => document.querySelectorAll('.tree tbody tr').length === 1")
     page.fill("#search", "")

@@ -13,7 +13,7 @@ function memorySection() {
   const show = (number) => place.replaceChildren(...memoryView(number));
   show(fullest);
   const lead = DATA.head.pipeline
-    ? "Bytes on each device of a stage. The first chart is in the order of the stage's program, as often as it runs in a step and with what other micro-batches in flight keep; the second follows the predicted timeline."
+    ? "Bytes on each device of a stage. The first chart follows the stage's program and counts what other micro-batches in flight keep; the second follows the predicted timeline of the whole step."
     : "Bytes on each device during one step.";
   return section("memory", "Memory", lead,
     DATA.head.pipeline ? [make("div", { class: "tools" }, make("label", { for: "memory-stage" }, "Show"), choose), place, make("h3", {}, "Peak of each stage"), peakTable()] : place);

@@ -78,21 +78,29 @@ function mainWords(node) {
   return best === null ? null : { words: best, share: total ? most / total : 1 };
 }
 
-// What matches: sets of modules, of (module, op) and of parameters, and the modules above them.
+// What matches: modules by their path; operators and parameters by what they are, together with their module's path.
+// `open` has the modules above, so that every match can be seen.
 function searchTree(tree, model, texts, query) {
   const wanted = query.trim().toLowerCase().split(/\s+/).filter(Boolean);
-  const has = (words) => { const low = words.toLowerCase(); return wanted.every((one) => low.includes(one)); };
-  const rowMatches = model.rows.map((row) => has([ROW.name, ROW.region, ROW.array, ROW.spec, ROW.words, ROW.source].map((column) => texts[row[column]]).join(" ")));
+  const about = model.rows.map((row) => [ROW.name, ROW.region, ROW.array, ROW.spec, ROW.words, ROW.source].map((column) => texts[row[column]]).join(" ").toLowerCase());
+  const known = new Map(); // words that a module's path leaves to its operators -> which rows have them
+  const rowsWith = (words) => {
+    const key = words.join(" ");
+    if (!known.has(key)) known.set(key, about.map((low) => words.every((word) => low.includes(word))));
+    return known.get(key);
+  };
   const hits = { modules: new Set(), ops: new Map(), params: new Set(), open: new Set(), numOps: 0 };
   const openAbove = (node) => { for (let at = node; at && !hits.open.has(at); at = at.parent) hits.open.add(at); };
   for (const node of tree.modules.values()) {
-    if (node.parent && has(node.path)) { hits.modules.add(node); openAbove(node.parent); }
-    const ops = node.ops.filter(([row]) => rowMatches[row]);
+    const path = node.path.toLowerCase();
+    const left = wanted.filter((word) => !path.includes(word));
+    if (!left.length && node.parent) { hits.modules.add(node); openAbove(node.parent); }
+    const ops = left.length ? node.ops.filter(([row]) => rowsWith(left)[row]) : [];
     if (ops.length) { hits.ops.set(node, ops); hits.numOps += ops.length; openAbove(node); }
     for (const index of node.params) {
       const param = model.params[index];
-      const about = [param[PARAM.path], texts[param[PARAM.array]], texts[param[PARAM.spec]], texts[param[PARAM.words]]].join(" ");
-      if (has(about)) { hits.params.add(index); openAbove(node); }
+      const words = [param[PARAM.path], texts[param[PARAM.array]], texts[param[PARAM.spec]], texts[param[PARAM.words]]].join(" ").toLowerCase();
+      if (wanted.every((word) => path.includes(word) || words.includes(word))) { hits.params.add(index); openAbove(node); }
     }
   }
   return hits;
