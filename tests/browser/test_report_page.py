@@ -149,6 +149,9 @@ def test_ten_thousand_operators_are_rendered_as_far_as_they_are_open(open_page: 
     assert "type more" in page.inner_text(".tree tr.cut")
     page.fill("#search", "")
     page.wait_for_function("() => !document.querySelector('.tree tr.cut')")
+    assert "layer_0 … layer_39" in page.inner_text(".tree tr.group")
+    assert "40 alike" in page.inner_text(".tree tr.group")
+    page.click(".tree tr.group")
     page.click(".tree tr[data-path='GPT/layer_7']")
     assert page.locator(".tree tr.op").count() == 101  # of 192, and the update
     page.click(".tree tr.more")

@@ -49,7 +49,7 @@ function scaled(value, unit) {
   return `${digits(value, 3).replace(/\.0+$/, "")} ${prefixes[step]}${unit}`;
 }
 
-const percent = (share) => (share > 0 && share < 0.005 ? "<1\u00a0%" : `${Math.round(100 * share)}\u00a0%`);
+const percent = (share) => (share > 0 && share < 0.005 ? "<1%" : `${Math.round(100 * share)}%`);
 const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : thing.endsWith("ch") || thing.endsWith("sh") ? "es" : "s"}`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 

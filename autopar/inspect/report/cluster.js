@@ -101,7 +101,7 @@ function stageTable() {
     { name: "Stage", of: (row) => row.number, show: (row) => [make("span", { class: "swatch", style: `background:${colour(row.mesh)}` }), String(row.number)] },
     { name: "Layers", of: (row) => row.layers, class: "wrap" },
     { name: "Devices", of: (row) => row.device_text, show: (row) => row.device_text },
-    { name: "Mesh", of: (row) => row.shape.join("×"), show: (row) => meshText(row.shape, row.axes) },
+    { name: "Mesh", of: (row) => row.shape.join("×"), show: (row) => meshText(row.shape, row.axes), class: "array" },
     time(["Forward", "forward_s"], "seconds of one micro-batch"),
     time(["Backward", "backward_s"], "seconds of one micro-batch"),
     time(["Once", "once_s"], "update and what else is done once per step"),

@@ -77,7 +77,7 @@ function searchSection() {
       { name: "Step", of: (row) => row.step_s, show: (row) => seconds(row.step_s), number: true }, { name: "Compared", of: (row) => row.step_s, show: (row) => stack([["step", row.step_s, row.chosen ? 2 : 7]], slowest, { unit: seconds }) },
     ], search.rows, { by: 4, down: false, rowClass: (row) => (row.chosen ? "chosen" : null), label: "Plans considered" }));
   } else node.append(make("p", { class: "lead" }, "Nothing else was searched: the method says how the step is run, and the solver chose the sharding."));
-  const gap = solver.gap === 0 ? "proven optimal by the cost model" : `within ${(100 * solver.gap).toFixed(2)} % of the best possible by the cost model`;
+  const gap = solver.gap === 0 ? "proven optimal by the cost model" : `within ${(100 * solver.gap).toFixed(2)}% of the best possible by the cost model`;
   const list = (entries, show) => Object.entries(entries).map(([name, value]) => `${name} ${show(value)}`).join(", ");
   node.append(facts([
     ["Sharding", solver.gap === null ? null : gap],

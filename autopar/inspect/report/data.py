@@ -72,6 +72,7 @@ def _head(plan: ParallelPlan, figures: Figures) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "remat": layer_names(plan.remat),
         "pinned": [list(pin) for pin in plan.pinned],
+        "unpinned_step_s": None if plan.unpinned_step_s is None else short(plan.unpinned_step_s),
         "jax": plan.fingerprint.jax_version,
         "program": plan.fingerprint.program[:12],
     }

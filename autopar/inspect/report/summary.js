@@ -80,6 +80,7 @@ function summarySection() {
     ["Method", make("code", {}, head.method)],
     ["Computed again in the backward pass", head.remat || (DATA.stages.some((s) => s.remat) ? "layers of some stages" : "nothing")],
     ["Pinned", head.pinned.length ? head.pinned.map(([path, spec]) => `${path} to ${spec}`).join("; ") : ""],
+    ["Step before pinning", head.unpinned_step_s ? seconds(head.unpinned_step_s) : ""],
     ["JAX", head.jax], ["Program", head.program],
   ])));
   return node;

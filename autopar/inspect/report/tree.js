@@ -113,12 +113,13 @@ function marked(words, query) {
 }
 
 function treeRow(row, model, total, state) {
-  const cells = { module: moduleCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
+  const cells = { module: moduleCells, group: groupCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
   const tr = make("tr", { class: row.kind, role: "row", "aria-level": row.level, tabindex: row.key === state.focus ? 0 : -1,
-    "aria-expanded": row.kind === "module" && row.open !== null ? String(row.open) : null },
+    "aria-expanded": row.open === null || row.open === undefined ? null : String(row.open) },
   cells.map(([content, style], index) => make("td", { role: "gridcell", class: style, style: index === 0 ? `padding-left:${6 + 16 * (row.level - 1)}px` : null }, content)));
   tr.dataset.key = row.key;
   if (row.kind === "module") tr.dataset.path = row.node.path;
+  if (row.kind === "group") tr.dataset.path = row.key;
   if (row.kind === "more") tr.dataset.list = row.list;
   return tr;
 }
@@ -127,10 +128,26 @@ const timeCell = (value) => [value ? seconds(value) : "–", "num"];
 const sentCell = (value) => [value ? bytes(value) : "–", "num"];
 const shareCell = (compute, communication, total) => [total && compute + communication > 1e-3 * total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
 
+// `x: data, y: tensor, column` as one piece per axis.
+function wordCells(words, query, share) {
+  const parts = words.split(/, (?=[^,:]+: )/).filter(Boolean);
+  return parts.map((part, index) => make("span", { class: "axis" }, marked(part, query), share && index === parts.length - 1 ? make("span", { class: "soft" }, ` ${share}`) : null));
+}
+
+// Equal layers, with their figures added up.
+function groupCells(row, model, total, state) {
+  const { group } = row;
+  const added = { ...group[0], name: `${group[0].name} … ${group[group.length - 1].name}` };
+  for (const figure of ["compute", "communication", "bytes", "held"]) added[figure] = sum(group.map((one) => one[figure]));
+  const cells = moduleCells({ node: added, open: row.open }, model, total, state);
+  cells[0][0].push(make("span", { class: "tag" }, `${group.length} alike`));
+  return cells;
+}
+
 function moduleCells(row, model, total, state) {
   const { node } = row;
   const main = mainWords(node);
-  const words = main ? `${text(main.words)}${main.share < 0.995 ? ` (${percent(main.share)})` : ""}` : "";
+  const words = main ? wordCells(text(main.words), "", main.share < 0.995 ? percent(main.share) : "") : "";
   const stages = DATA.head.pipeline && node.stages.size ? make("span", { class: "tag" }, node.stages.size === 1 ? `stage ${[...node.stages][0]}` : `${node.stages.size} stages`) : null;
   const held = node.held ? `${bytes(node.held)} of parameters` : "";
   return [
@@ -147,7 +164,7 @@ function opCells(row, model, total, state) {
   const about = [of(ROW.source), figures[ROW.flops] ? `${scaled(figures[ROW.flops], "FLOP")} on each device` : "", DATA.head.pipeline ? `stage ${stage}` : ""].filter(Boolean).join("\n");
   return [
     [[make("span", { class: "twist", "aria-hidden": "true" }, "·"), make("span", { class: "opname code", "data-tip": about }, marked(of(ROW.name), state.query)), runs, make("span", { class: "tag" }, of(ROW.region) || "–")], ""],
-    [marked(of(ROW.words), state.query), "words"], [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
+    [wordCells(of(ROW.words), state.query), "words"], [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
     timeCell(figures[ROW.compute]), timeCell(figures[ROW.communication]), sentCell(figures[ROW.bytes]), shareCell(figures[ROW.compute], figures[ROW.communication], total),
   ];
 }
@@ -157,7 +174,7 @@ function paramCells(row, model, total, state) {
   const path = param[PARAM.path];
   return [
     [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(state.labels[row.item], state.query)), make("span", { class: "tag" }, "parameter")], ""],
-    [marked(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
+    [wordCells(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
     ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
   ];
 }

@@ -106,7 +106,28 @@ function searchTree(tree, model, texts, query) {
   return hits;
 }
 
-// The rows to show, in order: {kind, node | op | param, level, key}. Long lists begin with `limit(key)` entries.
+const FEWEST_ALIKE = 6;
+
+// Children in order, runs of equal layers as one group: [node] or [node, node, …].
+function siblings(node) {
+  const groups = [];
+  for (const child of node.children.values()) {
+    const last = groups[groups.length - 1];
+    if (last && alike(last[0], child)) last.push(child); else groups.push([child]);
+  }
+  return groups.flatMap((group) => (group.length >= FEWEST_ALIKE ? [group] : group.map((one) => [one])));
+}
+
+function alike(one, other) {
+  const close = (a, b) => Math.abs(a - b) <= 0.02 * Math.max(Math.abs(a), Math.abs(b));
+  const places = (node) => [...node.stages].join();
+  const words = (node) => { const main = mainWords(node); return main && main.words; };
+  const pattern = (node) => node.name.replace(/\d+/g, "*");
+  return pattern(one) === pattern(other) && one.numOps === other.numOps && words(one) === words(other) && places(one) === places(other)
+    && ["compute", "communication", "bytes", "held"].every((figure) => close(one[figure], other[figure]));
+}
+
+// The rows to show, in order: {kind, node | group | op | param, level, key}. Long lists begin with `limit(key)` entries.
 function visibleRows(tree, model, state) {
   const rows = [];
   const { hits } = state;
@@ -119,11 +140,19 @@ function visibleRows(tree, model, state) {
     rows.push({ kind: "module", node, level, key: `m${node.path}`, open: inner ? open : null });
     if (!open) return;
     const whole = !hits || (!hits.open.has(node) && state.open.has(node.path)) || state.open.has(node.path);
-    for (const child of node.children.values()) {
-      if (whole || hits.modules.has(child) || hits.open.has(child)) visit(child, level + 1);
+    for (const group of hits ? [...node.children.values()].map((child) => [child]) : siblings(node)) {
+      if (group.length > 1) visitGroup(group, level + 1);
+      else if (whole || hits.modules.has(group[0]) || hits.open.has(group[0])) visit(group[0], level + 1);
     }
     listed(node, level, "param", whole ? node.params : node.params.filter((index) => hits.params.has(index)));
     listed(node, level, "op", whole ? node.ops : hits.ops.get(node) || []);
+  }
+
+  function visitGroup(group, level) {
+    const key = `g${group[0].path}`;
+    const open = state.open.has(key);
+    rows.push({ kind: "group", group, level, key, open });
+    if (open) group.forEach((child) => visit(child, level + 1));
   }
 
   function listed(node, level, kind, all) {
