@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.alternatives import why
-from autopar.inspect.pipeline_table import explain_pipeline
+from autopar.inspect.explain import explain_plan
 from autopar.inspect.report import write_report
 from autopar.inspect.strategies import strategy_text
-from autopar.inspect.table import explain_plan
 from autopar.inspect.why import explain_why, pin_lines
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
@@ -22,7 +21,7 @@ class Views:
     def explain(self, plan: ParallelPlan, path: str | None, depth: int | None) -> str:
         if path is not None:
             return explain_why(why(plan, path))
-        text = explain_pipeline(plan) if plan.is_pipeline else explain_plan(plan)
+        text = explain_plan(plan, depth)
         return "\n".join([text, *pin_lines(plan)])
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:

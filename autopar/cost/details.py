@@ -14,6 +14,7 @@ from functools import lru_cache
 from autopar.cost.halo import halo_steps
 from autopar.cost.memory import MemoryProfile
 from autopar.cost.memory_use import memory_use
+from autopar.cost.naming import with_module_names
 from autopar.cost.report import Move, moves, node_compute_s, parallelism
 from autopar.cost.roles import Roles, find_roles
 from autopar.cost.words import Factors, NodeLayouts, Words, op_name
@@ -49,6 +50,7 @@ def plan_details(
     number that nodes have; `recomputed`: equations that are computed a second time. `alike`: a
     class for every node; nodes of one class are sharded alike."""
     roles = find_roles(graph, recomputed, alike)
+    graph = with_module_names(graph, roles)
     words = Words(graph, mesh, layouts, factors, roles, recomputed)
     charges = _Charges(graph, mesh, layouts, roles)
     rows = []

@@ -321,6 +321,8 @@ def _classes_of_dimensions(
     """For every class of nodes, the class of dimensions that each factor stands for. Of equal nodes
     only the first is looked at: what it reads was made before it, or by one that is equal."""
     batch = {graph.inputs[i] for i in graph.batch}
+    # What a stage gets from others is a stack over micro-batches; its rows come after that.
+    stacks = {n.operands[0] for n in graph.nodes if n.name == "scan_slice"}
     dims_of: dict[tuple[int, int], list[int | None]] = {}  # class of nodes, result -> dimensions
     found: dict[int, dict[int, int]] = {}
     producer = graph.producer
@@ -347,9 +349,11 @@ def _classes_of_dimensions(
                 if parts and parts[0] not in factors:
                     factors[parts[0]] = kinds.new()
                 made.append(factors[parts[0]] if parts else None)
-            is_batch = node.kind is NodeKind.INPUT and node.results[position] in batch
-            if is_batch and made and made[0] is not None:
-                kinds.mark(made[0], BATCH)
+            value = node.results[position]
+            if node.kind is NodeKind.INPUT and value in batch:
+                rows = made[1 if value in stacks else 0 :][:1]
+                if rows and rows[0] is not None:
+                    kinds.mark(rows[0], BATCH)
             dims_of[alike[index], position] = made
         found[alike[index]] = factors
     return found

@@ -1,0 +1,86 @@
+"""Module names for programs that have none: from the paths of parameters to a renamed `Graph`.
+
+Flax's modules write their names on the equations they make; plain JAX code, and modules that are
+plain objects, do not. There an op that uses a parameter, or makes its gradient, gets the place of
+the parameter in the state (`layers[3]/ffn/up`), and any other op what the ops with parameters
+before and after it have in common.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autopar.cost.roles import UPDATE, Roles
+from autopar.ir.graph import Graph, NodeKind
+
+_KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.?([A-Za-z_]\w*)")
+_Place = tuple[str, ...]
+
+
+def with_module_names(graph: Graph, roles: Roles) -> Graph:
+    """The same graph if its program names modules."""
+    uses = [graph.nodes[readers[0].node] for readers in roles.readers.values()]
+    if not uses or any(node.module and "->" not in node.module for node in uses):
+        return graph
+    places = _places(graph, roles)
+    known: list[_Place | None] = [None] * len(graph.nodes)
+    regions: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.kind is not NodeKind.OP or node.region == UPDATE:
+            continue
+        regions.setdefault(node.region, []).append(index)
+        for value in (*node.operands, *node.results):
+            own = roles.made_of.get(value) or roles.gradient_of.get(value)
+            if own is not None:
+                known[index] = places[own[0]]
+                break
+    found = dict(enumerate(known))
+    for members in regions.values():
+        before: _Place | None = None
+        after = _next_known(known, members)
+        for index in members:
+            before = known[index] or before
+            if known[index] is None and before is not None and after[index] is not None:
+                found[index] = _common(before, after[index] or ())
+    nodes = tuple(
+        replace(node, module="/".join((*place, *filter(None, (node.module,))))) if place else node
+        for node, place in zip(graph.nodes, found.values(), strict=True)
+    )
+    return replace(graph, nodes=nodes)
+
+
+def _next_known(known: list[_Place | None], members: list[int]) -> dict[int, _Place | None]:
+    after: dict[int, _Place | None] = {}
+    last: _Place | None = None
+    for index in reversed(members):
+        after[index] = last
+        last = known[index] or last
+    return after
+
+
+def _places(graph: Graph, roles: Roles) -> dict[int, _Place]:
+    """Parameter -> the names around it in the state, without what all parameters share."""
+    names = {p: _names(graph.values[p].path or "") for p in roles.parameters}
+    shared = _common(*names.values()) if len(names) > 1 else ()
+    return {p: own[len(shared) : -1] for p, own in names.items()}
+
+
+def _names(path: str) -> _Place:
+    """`state.params['layers'][3]['up'].value` as (state, params, layers[3], up)."""
+    found: list[str] = []
+    for key, number, attribute in _KEY.findall(path):
+        if number and found:
+            found[-1] += f"[{number}]"
+        else:
+            found.append(key or number or attribute)
+    return tuple(found[:-1] if found[-1:] == ["value"] else found)
+
+
+def _common(*places: _Place) -> _Place:
+    shared = []
+    for names in zip(*places, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return tuple(shared)

@@ -1,0 +1,68 @@
+"""Arrays of a plan as tables: what lies where, those that are alike together.
+
+Arrays of one module and type are one row with their count, a parameter and its moments too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from autopar.inspect.lines import WIDTH, elided, number_runs, table
+from autopar.ir.plan import ParallelPlan, Tensor
+from autopar.ir.text import name_pattern, name_skeleton
+
+_HEADER = ("path", "array", "spec", "role", "count", "stages")
+
+
+def array_table(title: str, tensors: Sequence[Tensor], plan: ParallelPlan) -> list[str]:
+    """In a pipeline, with the stages that hold them."""
+    rows = _rows(tensors, plan)
+    header = _HEADER
+    if not plan.is_pipeline:
+        rows, header = [row[:-1] for row in rows], _HEADER[:-1]
+    others = list(zip(header, *rows, strict=True))[1:]
+    spare = WIDTH - 2 - sum(2 + max(map(len, column)) for column in others)
+    shown = [(elided(row[0], max(20, spare)), *row[1:]) for row in rows]
+    return [f"{title}:", *table(header, shown)]
+
+
+def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    meshes = len({stage.mesh_shape for stage in plan.stages})
+    for tensor in tensors:
+        array = f"{tensor.dtype}{list(tensor.shape)}"
+        tail = name_skeleton(_tail(tensor.path))
+        own = plan.stages[tensor.stages[0]]
+        spec = str(plan.spec_of(tensor))
+        if meshes > 1:
+            spec += f" on {'×'.join(map(str, own.mesh_shape))}"
+        groups[tail, array, spec, tensor.role].append(tensor)
+    return [
+        (
+            _common_path([t.path for t in members]),
+            array,
+            spec,
+            role,
+            str(len(members)),
+            number_runs(sorted({t.stages[0] for t in members})),
+        )
+        for (_, array, spec, role), members in groups.items()
+    ]
+
+
+def _tail(path: str) -> str:
+    """What a parameter and its moments have in common: the path from the first key on."""
+    at = path.find("['")
+    return path[at:] if at > 0 else path
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    heads = list(dict.fromkeys(path.removesuffix(_tail(path)) for path in paths))
+    tail = name_pattern([_tail(path) for path in paths])
+    if len({name_skeleton(head) for head in heads}) == 1:
+        return name_pattern(heads) + tail
+    same = 0
+    while len({head[: same + 1] for head in heads}) == 1 and same < min(map(len, heads)):
+        same += 1
+    return f"{heads[0][:same]}…{tail}"

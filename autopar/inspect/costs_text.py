@@ -1,0 +1,148 @@
+"""Collectives and memory of a plan as text, the worst first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from autopar.inspect.figures import is_array_type, num_devices, own_plans, why
+from autopar.inspect.lines import WIDTH, elided, number_runs, table
+from autopar.ir.details import (
+    MEMORY_CATEGORIES,
+    CollectiveCost,
+    MemoryUse,
+)
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import format_bytes, name_pattern, name_skeleton
+
+MOST_CAUSES = 8  # groups of collectives that are shown with where they come from
+MOST_PLACES = 3  # of each
+MOST_ARRAYS = 6
+
+
+@dataclass
+class _Sum:
+    count: float = 0.0
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, one: CollectiveCost, share: float) -> None:
+        self.count += one.count * share
+        self.num_bytes += one.num_bytes * share
+        self.seconds += one.seconds * share
+
+
+def collective_lines(plan: ParallelPlan, cost: Callable[[float], str]) -> list[str]:
+    """By kind, axes and cause; per device, on average over devices of a pipeline."""
+    devices = num_devices(plan)
+    sums: dict[tuple[str, ...], _Sum] = defaultdict(_Sum)
+    places: dict[tuple[str, ...], dict[tuple[str, ...], _Sum]] = defaultdict(dict)
+    names: dict[tuple[str, ...], list[CollectiveCost]] = defaultdict(list)
+    for own in own_plans(plan):
+        share = own.num_devices / devices
+        for one in own.details.collectives if own.details is not None else ():
+            key = (one.kind, " and ".join(one.axes), why(one))
+            sums[key].add(one, share)
+            place = (
+                one.region,
+                *map(name_skeleton, (one.value, one.producer, one.consumer)),
+                one.before,
+                one.after,
+            )
+            places[key].setdefault(place, _Sum()).add(one, share)
+            names[*key, *place].append(one)
+    if not sums:
+        return []
+    ordered = sorted(sums, key=lambda key: -sums[key].seconds)
+    whole = sum(own.seconds for own in sums.values()) or 1.0
+    rows = []
+    for rank, key in enumerate(ordered):
+        kind, along, cause = key
+        own = sums[key]
+        share = f"{own.seconds / whole:.0%}"
+        figures = (format_bytes(own.num_bytes), cost(own.seconds), share)
+        rows.append((f"{kind} along {along}: {cause}", _count(own.count), *figures))
+        if rank >= MOST_CAUSES:
+            continue
+        inner = sorted(places[key].items(), key=lambda item: -item[1].seconds)
+        for place, part in inner[:MOST_PLACES]:
+            rows.append(
+                (_place(names[*key, *place]), _count(part.count), "", cost(part.seconds), "")
+            )
+        left = inner[MOST_PLACES:]
+        if left:
+            seconds = sum(part.seconds for _, part in left)
+            count = sum(part.count for _, part in left)
+            rows.append((f"  … {len(left)} more", _count(count), "", cost(seconds), ""))
+    header = ("collectives, worst first", "count", "sent", "time", "share")
+    room = WIDTH - 2 - sum(2 + max(map(len, c)) for c in list(zip(header, *rows, strict=True))[1:])
+    fitted = [(_shortened(row[0], room), *row[1:]) for row in rows]
+    return table(header, fitted, right=(1, 2, 3, 4))
+
+
+def _count(count: float) -> str:
+    """On average over devices it may be less than one."""
+    return f"{count:.0f}" if count >= 1 else "< 1"
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _place(found: list[CollectiveCost]) -> str:
+    """`  the gradient of …, from dot_general of … to …`; the value tells most."""
+    value, producer = (
+        name_pattern(list(dict.fromkeys(getattr(one, name) for one in found)))
+        for name in ("value", "producer")
+    )
+    if not is_array_type(value):  # a parameter, or its gradient
+        return f"  {elided(value, 58)}"
+    return f"  {value} from {elided(producer, 56 - len(value))}"
+
+
+# -- memory
+
+
+def memory_lines(plan: ParallelPlan) -> list[str]:
+    """By category at the peak, a column for each kind of stage, and the largest arrays of the
+    fullest one."""
+    stages: dict[MemoryUse, list[int]] = defaultdict(list)
+    plans = own_plans(plan)
+    for number, own in enumerate(plans):
+        if own.details is not None and own.details.memory is not None:
+            stages[own.details.memory].append(number)
+    if not stages:
+        return []
+    columns = list(stages.items())
+    if len(columns) > 6:  # the fullest are what matters
+        columns = sorted(columns, key=lambda item: -sum(item[0].at_peak))[:6]
+        columns.sort(key=lambda item: item[1])
+    rows = []
+    for number, category in enumerate(MEMORY_CATEGORIES):
+        cells = [use.at_peak[number] for use, _ in columns]
+        if any(cells):
+            rows.append((category, *(format_bytes(size) if size else "-" for size in cells)))
+    rows.append(("peak", *(format_bytes(sum(use.at_peak)) for use, _ in columns)))
+    budgets = [plans[numbers[0]].memory_budget_bytes for _, numbers in columns]
+    if any(budget < inf for budget in budgets):
+        texts = (format_bytes(b) if b < inf else "-" for b in budgets)
+        rows.append(("budget", *texts))
+    names = [
+        ("per device" if len(plans) == 1 else f"stage {number_runs(numbers)}")
+        for _, numbers in columns
+    ]
+    header = ("memory at the peak", *names)
+    lines = table(header, rows, right=range(1, len(header)))
+    fullest, numbers = max(stages.items(), key=lambda item: sum(item[0].at_peak))
+    where = "" if len(plans) == 1 else f" of stage {numbers[0]}"
+    lines.append(f"  the largest arrays{where} then:")
+    groups: dict[tuple[str, float, str], list[str]] = defaultdict(list)
+    for array in fullest.largest:
+        groups[name_skeleton(array.what), array.num_bytes, array.category].append(array.what)
+    for (_, size, category), members in list(groups.items())[:MOST_ARRAYS]:
+        many = f"{len(members)} × " if len(members) > 1 else ""
+        text = f"    {many}{format_bytes(size)} {name_pattern(members)}"
+        lines.append(f"{_shortened(text, WIDTH - len(category) - 3)} ({category})")
+    return lines

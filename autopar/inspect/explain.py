@@ -1,0 +1,215 @@
+"""A plan in words: what runs where, how it is parallel, what it costs, and what to doubt.
+
+Every section is a list of lines, at most `WIDTH` columns wide, and needs nothing but the plan.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from autopar.errors import ArgumentError
+from autopar.inspect.arrays import array_table
+from autopar.inspect.costs_text import collective_lines, memory_lines
+from autopar.inspect.figures import (
+    is_timed,
+    limits_of,
+    num_devices,
+    own_plans,
+    rates_of,
+    shares_of,
+)
+from autopar.inspect.lines import (
+    WIDTH,
+    counted,
+    number_range,
+    number_runs,
+    paragraph,
+    table,
+)
+from autopar.inspect.search_text import search_lines, solver_lines
+from autopar.inspect.tree import tree_lines
+from autopar.ir.plan import ParallelPlan, StagePlan
+from autopar.ir.text import format_bytes, format_seconds, layer_names
+
+
+def explain_plan(plan: ParallelPlan, depth: int | None = None) -> str:
+    """`depth`: how many levels of modules are shown; as many as fit on a screen, if None."""
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
+        raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
+    cost = _time if is_timed(plan) else _plain
+    sections = [
+        _head(plan),
+        _step(plan),
+        _limits(plan),
+        _stages(plan) if plan.is_pipeline else [],
+        tree_lines(plan, depth, cost),
+        collective_lines(plan, cost),
+        memory_lines(plan),
+        *_arrays(plan),
+        solver_lines(plan),
+        search_lines(plan.search) if plan.search is not None else [],
+        [line for text in plan.warnings for line in paragraph(f"warning: {text}", "")],
+    ]
+    lines = "\n\n".join("\n".join(section) for section in sections if section).split("\n")
+    return "\n".join(_fitted(line).rstrip() for line in lines)
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds)
+
+
+def _plain(cost: float) -> str:
+    return f"{cost:.6g}"
+
+
+def _fitted(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+
+
+# -- head
+
+
+def _head(plan: ParallelPlan) -> list[str]:
+    devices = num_devices(plan)
+    if plan.is_pipeline:
+        meshes = len({stage.mesh for stage in plan.stages})
+        on = f"{meshes} submeshes, " if meshes < plan.num_stages else ""
+        stages = counted(plan.num_stages, "stage")
+        lines = [f"{plan.name}: a pipeline of {stages} on {on}{counted(devices, 'device')}"]
+    elif devices == 1:
+        lines = [f"{plan.name}: on one device"]
+    else:
+        axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
+        mesh = " × ".join(f"{name}={size}" for name, size in axes)
+        lines = [f"{plan.name}: on a mesh {mesh} of {devices} devices"]
+    lines += paragraph(f"method    {plan.method}")
+    lines += paragraph(f"cluster   {_cluster(plan)}")
+    if plan.schedule:
+        micro_batches = counted(plan.num_micro_batches, "micro-batch")
+        lines.append(f"  schedule  {plan.schedule}, {micro_batches}")
+    elif plan.is_pipeline:
+        lines.append("  each stage makes its own results; nothing is sent between them")
+    elif plan.num_micro_batches > 1:
+        lines.append(f"  schedule  {plan.num_micro_batches} micro-batches, one after another")
+    if plan.remat:
+        lines += paragraph(f"recomputed in the backward pass: {layer_names(plan.remat)}")
+    if plan.pinned:
+        pins = ", ".join(f"{path} as {spec}" for path, spec in plan.pinned)
+        lines += paragraph(f"pinned: {pins}")
+    return lines
+
+
+def _cluster(plan: ParallelPlan) -> str:
+    cluster = plan.cluster
+    if cluster is None or not is_timed(plan):
+        return plan.device
+    device = cluster.spec
+    hosts = counted(cluster.num_hosts, "host")
+    links = f"{device.intra_host_bandwidth / 1e9:.0f} GB/s between devices of a host"
+    if cluster.num_hosts > 1:
+        links += f", {device.host_bandwidth / 1e9:.3g} GB/s between hosts"
+    return (
+        f"{hosts} × {cluster.devices_per_host} {device.name} "
+        f"({format_bytes(device.memory_bytes)} each), {links}"
+    )
+
+
+# -- the step
+
+
+def _step(plan: ParallelPlan) -> list[str]:
+    lines = []
+    if is_timed(plan):
+        shares = shares_of(plan)
+        lines.append(f"predicted step: {format_seconds(plan.estimated_step_s)}")
+        parts = [
+            ("compute", shares.compute),
+            ("communication (none of it is taken to overlap)", shares.communication),
+            ("waiting for other stages (bubble)", shares.waiting),
+            ("starting programs", shares.starting),
+        ]
+        rows = [
+            (f"  {name}", format_seconds(seconds), f"{seconds / shares.step:.0%}")
+            for name, seconds in parts
+            if seconds and shares.step and seconds / shares.step >= 5e-3
+        ]
+        width = max((len(row[0]) for row in rows), default=0)
+        lines += [f"{name:{width}}  {seconds:>10}  {part:>4}" for name, seconds, part in rows]
+    rates = rates_of(plan)
+    if rates is not None and rates.model:
+        text = (
+            f"{rates.model / 1e12:.3g} TFLOP/s per device, {rates.model / rates.peak:.1%} of its "
+            f"peak of {rates.peak / 1e12:.4g}"
+        )
+        if rates.computed > 1.01 * rates.model:
+            text += (
+                f"; {rates.computed / 1e12:.3g} TFLOP/s ({rates.computed / rates.peak:.1%}) with "
+                "what is computed again or more than once"
+            )
+        lines += paragraph(text)
+    budget = plan.memory_budget_bytes
+    of = f" of a budget of {format_bytes(budget)}" if budget < inf else ""
+    lines.append(f"  peak memory {format_bytes(plan.estimated_peak_bytes)} per device{of}")
+    at_most = " at most" if plan.is_pipeline else ""
+    lines.append(f"  sent {format_bytes(plan.communication_bytes)} per device{at_most}")
+    return lines
+
+
+def _limits(plan: ParallelPlan) -> list[str]:
+    found = [line for sentence in limits_of(plan) for line in paragraph(sentence)]
+    return ["what limits the step:", *found] if found else []
+
+
+# -- stages
+
+
+def _stages(plan: ParallelPlan) -> list[str]:
+    header = ("stage", "layers", "submesh", "mesh", "devices")
+    header += ("forward", "backward", "once", "waits", "peak", "budget")
+    rows = []
+    for number, (stage, own) in enumerate(zip(plan.stages, own_plans(plan), strict=True)):
+        budget, peak = own.memory_budget_bytes, own.estimated_peak_bytes
+        rows.append(
+            (
+                str(number),
+                number_range(*stage.layers),
+                "×".join(map(str, stage.submesh)),
+                "×".join(map(str, stage.mesh_shape)),
+                number_runs(stage.devices),
+                *(format_seconds(t) if t else "-" for t in _times(stage)),
+                format_bytes(peak),
+                f"{peak / budget:.0%}" if budget < inf else "-",
+            )
+        )
+    lines = ["stages, with times of one micro-batch:", *table(header, rows, right=range(5, 11))]
+    for number, stage in enumerate(plan.stages):
+        names = layer_names(plan.layers[slice(*stage.layers)])
+        again = "; computed again in the backward pass" if stage.remat else ""
+        lines += paragraph(f"stage {number}: {names}{again}")
+    return lines
+
+
+def _times(stage: StagePlan) -> tuple[float, ...]:
+    if not stage.forward_s:  # of stages that only make results
+        return (stage.cost, 0.0, 0.0, 0.0)
+    return stage.forward_s, stage.backward_s, stage.once_s, stage.transfer_s
+
+
+# -- arrays
+
+
+def _arrays(plan: ParallelPlan) -> list[list[str]]:
+    made = plan.is_pipeline and not plan.schedule
+    plain = tuple(t for t in plan.outputs if t.role != "state" or made)
+    found = []
+    if plan.inputs and not made:
+        found.append(array_table("inputs", plan.inputs, plan))
+    title = "results" if made else "results that are not state"
+    if plain:
+        found.append(array_table(title, plain, plan))
+    if plan.named:
+        found.append(array_table("named values", plan.named, plan))
+    copied = [f"{t.path} ({number_runs(t.stages[1:])})" for t in plan.inputs if t.stages[1:]]
+    if copied and plan.schedule:
+        found.append(["copied to other stages in every step:", *(f"  {c}" for c in copied)])
+    return found

@@ -1,0 +1,240 @@
+"""What a plan's step is made of, and what limits it: from `ParallelPlan` to `Shares` and sentences.
+
+Seconds are of one step, on average over the devices in use. Compute and communication are added up
+by the cost model, so all communication is exposed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.ir.details import OTHER_LAYOUT, PARTIAL_SUMS, STATE, WINDOWS, CollectiveCost
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import format_bytes, format_seconds, layer_names, name_pattern, name_skeleton
+
+_PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_bwd_wrapper",
+)
+_ARRAY = re.compile(r"\w+\[[\d,*]*\]$")
+_HALF = ("bfloat16", "float16")
+
+
+def own_plans(plan: ParallelPlan) -> list[ParallelPlan]:
+    """The plans of single meshes that it consists of: one per stage, or itself."""
+    return [stage.plan or plan for stage in plan.stages]
+
+
+def num_devices(plan: ParallelPlan) -> int:
+    """Devices in use."""
+    used = {device for stage in plan.stages for device in stage.devices}
+    return len(used) or plan.num_devices
+
+
+def is_timed(plan: ParallelPlan) -> bool:
+    """Whether costs are seconds: a mesh without a device prices communication alone."""
+    return plan.device != "communication only"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds. `waiting`: devices wait for other stages; `starting`: programs are started."""
+
+    step: float
+    compute: float
+    communication: float
+    waiting: float = 0.0
+    starting: float = 0.0
+
+
+def shares_of(plan: ParallelPlan) -> Shares:
+    devices = num_devices(plan)
+    compute = communication = 0.0
+    for own in own_plans(plan):
+        part = own.num_devices / devices
+        compute += part * sum(m.compute_s for m in own.modules)
+        communication += part * sum(m.communication_s for m in own.modules)
+    step = plan.estimated_step_s
+    if not plan.is_pipeline:
+        return Shares(step, compute, communication)
+    waiting = bubble_share(plan) * step
+    starting = max(0.0, step - waiting - compute - communication)
+    return Shares(step, compute, communication, waiting, starting)
+
+
+def bubble_share(plan: ParallelPlan) -> float:
+    """The share of the predicted step in which a device does nothing, on average over devices."""
+    busy_s = sum(
+        (plan.num_micro_batches * (stage.forward_s + stage.backward_s) + stage.once_s)
+        * len(stage.devices)
+        for stage in plan.stages
+    )
+    whole_s = num_devices(plan) * plan.estimated_step_s
+    return max(0.0, 1 - busy_s / whole_s) if whole_s else 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating point operations per second of one device: those of the model, each product counted
+    once, and those of products with all that is computed again or on several devices; `peak` is the
+    vendor's rate in the precision of most of the work."""
+
+    model: float
+    computed: float
+    peak: float
+
+
+def rates_of(plan: ParallelPlan) -> Rates | None:
+    """None if it is not known."""
+    if plan.cluster is None or not plan.estimated_step_s or not is_timed(plan):
+        return None
+    model = computed = 0.0
+    precision = {True: 0.0, False: 0.0}
+    for own in own_plans(plan):
+        if own.details is None:
+            return None
+        ops = own.details.ops
+        product = [text in _PRODUCTS for text in ops.strings]
+        half = [text.startswith(_HALF) for text in ops.strings]
+        for name, array, flops in zip(ops.name, ops.array, ops.flops, strict=True):
+            if product[name]:
+                computed += flops * own.num_devices
+                precision[half[array]] += flops
+        model += own.details.model_flops
+    device_s = plan.estimated_step_s * num_devices(plan)
+    device = plan.cluster.spec
+    peak = device.flops_16bit if precision[True] > precision[False] else device.flops_32bit
+    return Rates(model / device_s, computed / device_s, peak)
+
+
+def is_array_type(value: str) -> bool:
+    """Whether a value is known by its array type alone: it is no input, nor what is made of one."""
+    return _ARRAY.match(value) is not None
+
+
+def why(one: CollectiveCost) -> str:
+    """What a collective moves and why, in a few words."""
+    if one.value.startswith("gradient of "):
+        what = "gradients"
+    else:
+        what = "activations" if is_array_type(one.value) else "parameters"
+    return {
+        PARTIAL_SUMS: f"partial sums of {what}",
+        OTHER_LAYOUT: f"{what} in another layout",
+        STATE: "state, back to where it is kept",
+        WINDOWS: "rows of neighbours",
+    }.get(one.cause, one.cause)
+
+
+# -- what limits the step
+
+
+def limits_of(plan: ParallelPlan) -> list[str]:
+    """What limits the step, the largest share first, in sentences."""
+    if not plan.estimated_step_s or not is_timed(plan):
+        return []
+    shares = shares_of(plan)
+    parts = {
+        "compute": shares.compute / shares.step,
+        "communication": shares.communication / shares.step,
+        "waiting": shares.waiting / shares.step,
+    }
+    sentences = []
+    for name, part in sorted(parts.items(), key=lambda item: -item[1]):
+        if part >= (0.5 if name == "compute" else 0.1):
+            text = {"compute": _compute, "communication": _communication, "waiting": _waiting}
+            sentences.append(text[name](plan, part))
+    return [*sentences, *_memory(plan)]
+
+
+def _compute(plan: ParallelPlan, part: float) -> str:
+    text = f"Compute takes {part:.0%} of the step"
+    seconds: dict[str, float] = defaultdict(float)
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for own in own_plans(plan):
+        for module, compute_s in _module_seconds(own):
+            skeleton = name_skeleton(module)
+            seconds[skeleton] += compute_s * own.num_devices
+            names[skeleton][module] = None
+    if not seconds:
+        return f"{text}."
+    skeleton, most = max(seconds.items(), key=lambda item: item[1])
+    whole = shares_of(plan).compute * num_devices(plan)
+    name = name_pattern(list(names[skeleton]))
+    return f"{text}; most of it, {most / whole:.0%}, is in {name}."
+
+
+def _module_seconds(own: ParallelPlan) -> Iterator[tuple[str, float]]:
+    """Compute of ops with a module's name."""
+    if own.details is None:
+        yield from ((cost.module, cost.compute_s) for cost in own.modules if cost.module)
+        return
+    ops = own.details.ops
+    for module, compute_s in zip(ops.module, ops.compute_s, strict=True):
+        if ops.strings[module]:
+            yield ops.strings[module], compute_s
+
+
+def _communication(plan: ParallelPlan, part: float) -> str:
+    text = f"Communication takes {part:.0%} of the step"
+    seconds: dict[tuple[str, tuple[str, ...], str], float] = defaultdict(float)
+    for own in own_plans(plan):
+        for one in own.details.collectives if own.details is not None else ():
+            seconds[one.kind, one.axes, why(one)] += one.seconds * own.num_devices
+    if not seconds:
+        return f"{text}."
+    whole = sum(seconds.values())
+    worst = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = [
+        f"{share / whole:.0%} of that is {kind} along {' and '.join(axes)} ({cause})"
+        for (kind, axes, cause), share in worst[:2]
+        if share >= 0.2 * whole or share == worst[0][1]
+    ]
+    return f"{text}: {', '.join(parts)}."
+
+
+def _waiting(plan: ParallelPlan, part: float) -> str:
+    text = f"Devices wait for other stages for {part:.0%} of the step"
+    costs = [stage.forward_s + stage.backward_s for stage in plan.stages]
+    slowest = max(range(len(costs)), key=costs.__getitem__)
+    mean = sum(costs) / len(costs)
+    sends = [stage.transfer_s for stage in plan.stages]
+    longest = max(range(len(sends)), key=sends.__getitem__)
+    if sends[longest] > 0.25 * mean:
+        return (
+            f"{text}: of each micro-batch, what crosses to and from stage {longest} takes "
+            f"{format_seconds(sends[longest])} on the link, beside {format_seconds(mean)} of a "
+            "stage's own work."
+        )
+    if mean and costs[slowest] > 1.1 * mean:
+        return f"{text}; stage {slowest} takes {costs[slowest] / mean:.2f} times the average."
+    return f"{text}: the pipeline fills and drains; more micro-batches would make it less."
+
+
+def _memory(plan: ParallelPlan) -> list[str]:
+    sentences = []
+    bounded = [own for own in own_plans(plan) if own.solver.unbounded and own.solver.objective]
+    if bounded:
+        worst = max(bounded, key=lambda own: own.solver.objective / own.solver.unbounded[0])
+        free_s, free_bytes = worst.solver.unbounded
+        what = "the step" if worst is plan else worst.name
+        sentences.append(
+            f"The memory budget costs time: without it {what} would take {format_seconds(free_s)} "
+            f"in place of {format_seconds(worst.solver.objective)}, with a peak of "
+            f"{format_bytes(free_bytes)} in place of {format_bytes(worst.estimated_peak_bytes)}."
+        )
+    rates = rates_of(plan)
+    again = plan.remat or any(stage.remat for stage in plan.stages)
+    if again and rates is not None and rates.computed > rates.model:
+        what = layer_names(plan.remat) if plan.remat else "some stages' layers"
+        more = rates.computed / rates.model - 1
+        sentences.append(
+            f"To save memory the backward pass computes {what} again: {more:.0%} more work in "
+            "products."
+        )
+    return sentences

@@ -1,0 +1,547 @@
+"""Text about plans: what it must tell, closed forms of its figures, and lines that stay short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.errors import ArgumentError
+from autopar.inspect.explain import explain_plan
+from autopar.inspect.figures import bubble_share, limits_of, rates_of, shares_of
+from autopar.inspect.lines import WIDTH, number_runs, table
+from autopar.inspect.search_text import search_lines
+from autopar.ir.details import CollectiveCost, MemoryUse, OpRow, Parallelism, PlanDetails, op_table
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.plan import (
+    FOLLOWING,
+    MADE,
+    Fingerprint,
+    ModuleCost,
+    ParallelPlan,
+    ProgramSharding,
+    SolverReport,
+    StagePlan,
+    Tensor,
+    check_plan,
+)
+from autopar.ir.spec import WHOLE, Layout
+from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
+from autopar.ir.text import format_bytes, format_seconds
+from examples.models import build
+
+LONG = "state.params" + "".join(f"['a_module_with_a_long_name_{i}']" for i in range(4))
+
+
+def tensor(path: str, layout: Layout = (WHOLE, WHOLE), role: str = "state") -> Tensor:
+    return Tensor(path, (8, 8), "float32", layout, role)
+
+
+def plan_of(**parts: Any) -> ParallelPlan:
+    plan = ParallelPlan(
+        name="train_step",
+        method="ShardParallel()",
+        mesh_shape=(2, 4),
+        axis_names=("x", "y"),
+        device="h100-sxm",
+        inputs=(),
+        outputs=(),
+        program=ProgramSharding((), (), ()),
+        stages=(StagePlan((0, 1), (1, 8), (2, 4), 0.002),),
+        num_micro_batches=1,
+        estimated_step_s=0.002,
+        estimated_peak_bytes=3 * 2**20,
+        communication_bytes=512,
+        modules=(),
+        solver=SolverReport(0.002, 0.002, 0.0),
+        fingerprint=Fingerprint("", ""),
+        cluster=ClusterSpec(1, 8),
+    )
+    return replace(plan, **parts)
+
+
+def row(module: str, words: str = "x: data, y: replicated", **parts: Any) -> OpRow:
+    own = OpRow(
+        "dot_general", module, "forward", "bfloat16[8]", "P('x')", words, "a.py:1", 1, 0, 0, 0, 0
+    )
+    return own._replace(**parts)
+
+
+def details(*rows: OpRow, **parts: Any) -> PlanDetails:
+    own = PlanDetails(0.0, 0.0, op_table(list(rows)), (), None, ())
+    return replace(own, **parts)
+
+
+def section(text: str, start: str) -> list[str]:
+    """The lines below the one that starts so, up to the next empty one."""
+    lines = text.split("\n")
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
+    rest = lines[at + 1 :]
+    return rest[: rest.index("")] if "" in rest else rest
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """Cells of the rows below a table's header; they are two or more spaces apart."""
+    return [[c.strip() for c in line.split("  ") if c.strip()] for line in lines[2:]]
+
+
+def arrays_of(plan: ParallelPlan, title: str = "inputs:") -> list[list[str]]:
+    return cells(section(explain_plan(plan), title))
+
+
+# -- arrays
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (["p[0]['w']", "p[1]['w']", "p[2]['w']"], ["p[*]['w']"]),
+        (["o[0].mu[0]", "o[0].mu[1]"], ["o[0].mu[*]"]),
+        (["o[0].mu[1]", "o[1].mu[1]"], ["o[*].mu[1]"]),
+        (["o[0].mu[0]", "o[1].mu[1]"], ["o[*].mu[*]"]),
+        (["o[0].mu[0]"], ["o[0].mu[0]"]),
+        (["p['Block_9']['Dense_0']", "p['Block_10']['Dense_0']"], ["p['Block_*']['Dense_0']"]),
+        (["p['h2o']", "p['h2o2']"], ["p['h2o']", "p['h2o2']"]),
+        (["w1", "w2", "v1"], ["w*", "v1"]),
+        (["p[0]['w']", "q", "p[1]['w']"], ["p[*]['w']", "q"]),
+        (["s.params['w']", "s.mu['w']"], ["s.…['w']"]),
+    ],
+)
+def test_only_numbers_that_differ_are_wildcards(paths: list[str], shown: list[str]) -> None:
+    found = arrays_of(plan_of(inputs=tuple(map(tensor, paths))))
+    assert [row[0] for row in found] == shown
+
+
+def test_arrays_are_grouped_only_if_all_columns_agree() -> None:
+    inputs = (
+        tensor("state[0].w"),
+        tensor("state[1].w", (0, WHOLE)),
+        tensor("state[2].w"),
+        tensor("state[3].w", role="batch"),
+        replace(tensor("state[4].w"), dtype="bfloat16"),
+        replace(tensor("state[5].w"), shape=(8, 4)),
+    )
+    assert arrays_of(plan_of(inputs=inputs)) == [
+        ["state[*].w", "float32[8, 8]", "P()", "state", "2"],
+        ["state[1].w", "float32[8, 8]", "P('x',)", "state", "1"],
+        ["state[3].w", "float32[8, 8]", "P()", "batch", "1"],
+        ["state[4].w", "bfloat16[8, 8]", "P()", "state", "1"],
+        ["state[5].w", "float32[8, 4]", "P()", "state", "1"],
+    ]
+
+
+def test_state_is_shown_once_and_empty_tables_not_at_all() -> None:
+    state = tensor("state")
+    plan = plan_of(inputs=(state,), outputs=(replace(state, path="result[0]"),))
+    assert "result" not in explain_plan(plan)
+    assert "modules with" not in explain_plan(plan)
+    loss = tensor("result[1]", role="")
+    found = arrays_of(replace(plan, outputs=(*plan.outputs, loss)), "results that are not state:")
+    assert [row[0] for row in found] == ["result[1]"]
+
+
+# -- modules
+
+
+def module_rows(plan: ParallelPlan, depth: int | None = None) -> list[str]:
+    """Names, indented as they are nested."""
+    lines = section(explain_plan(plan, depth), "modules with")
+    return [line[2:31].rstrip() for line in lines[2:] if line[2:31].strip()]
+
+
+def test_equal_layers_are_one_line_and_others_are_not() -> None:
+    rows = [row(f"GPT/layer_{i}/up", compute_s=1e-3, communication_bytes=1024.0) for i in range(4)]
+    plan = plan_of(details=details(*rows))
+    assert module_rows(plan) == ["GPT", "  layer_0–3 (4)", "    up (4)"]
+    (line,) = (x for x in explain_plan(plan).split("\n") if "layer_0–3" in x)
+    assert line.split()[2:7] == ["4.00", "ms", "-", "4.0", "KiB"]
+    assert line.endswith("x: data; y: replicated")
+    rows[2] = rows[2]._replace(words="x: data, y: tensor, column")
+    plan = plan_of(details=details(*rows))
+    assert module_rows(plan, 2) == ["GPT", "  layer_0–1, 3 (3)", "  layer_2"]
+    assert module_rows(plan, 1) == ["GPT"]
+    (line,) = (x for x in explain_plan(plan, 2).split("\n") if x.startswith("    layer_2"))
+    assert line.endswith("x: data; y: tensor column")
+
+
+def test_parameters_stand_below_their_module() -> None:
+    path = "state.params['layer_{}']['up']['kernel']"
+    uses = tuple(
+        Parallelism(path.format(i), f"GPT/layer_{i}/up", (("x", "data + ZeRO"), ("y", "data")))
+        for i in range(2)
+    )
+    inputs = tuple(tensor(path.format(i), (0, WHOLE)) for i in range(2))
+    rows = (row(f"GPT/layer_{i}/up") for i in range(2))
+    plan = plan_of(inputs=inputs, details=details(*rows, parallelism=uses))
+    assert module_rows(plan) == ["GPT", "  layer_0–1 (2)", "    up (2)", "      kernel"]
+    (line,) = (x for x in explain_plan(plan).split("\n") if x.startswith("        kernel"))
+    assert line.split("  ")[-1] == "x: data + ZeRO; y: data"
+    assert "P('x',)" in line
+
+
+def test_what_has_no_module_comes_last() -> None:
+    rows = [
+        row("", region="update", compute_s=1.0),
+        row("", compute_s=1.0),
+        row("GPT", compute_s=1.0),
+    ]
+    assert module_rows(plan_of(details=details(*rows))) == ["GPT", "(update)", "(no module)"]
+
+
+def test_plans_without_details_tell_modules_by_their_costs() -> None:
+    modules = (
+        ModuleCost("GPT/Block_0", "forward", 1e-3, 2e-6, 8.0, (("all-gather(x)", 1),)),
+        ModuleCost("GPT/Block_1", "forward", 1e-3, 0.0, 0.0),
+        ModuleCost("GPT/Block_0", "backward", 0.0, 3e-6, 8.0, (("all-reduce(y)", 2),)),
+        ModuleCost("", "update", 1.5, 0.0, 0.0),
+    )
+    text = explain_plan(plan_of(modules=modules))
+    (line,) = (x for x in text.split("\n") if "Block_0–1 (2)" in x)
+    assert line.split()[2:] == ["2.00", "ms", "5.0", "µs", "16", "B"]
+    assert "(update)" in text
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
+def test_depths_that_are_none(depth: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"explain\(depth="):
+        explain_plan(plan_of(), depth)
+
+
+# -- the step
+
+
+def test_head_says_what_how_and_how_well() -> None:
+    lines = explain_plan(plan_of()).splitlines()
+    assert lines[:3] == [
+        "train_step: on a mesh x=2 × y=4 of 8 devices",
+        "  method    ShardParallel()",
+        "  cluster   1 host × 8 h100-sxm (74.5 GiB each), 400 GB/s between devices of a host",
+    ]
+    assert "predicted step: 2.00 ms" in lines
+    assert "  peak memory 3.0 MiB per device" in lines
+    assert "  sent 512 B per device" in lines
+    assert "solver: objective 2.00 ms, proven optimal" in lines
+
+
+def test_rates_are_of_the_model_and_of_what_is_computed() -> None:
+    # 4e12 operations of the model on 8 devices in 2 ms: 250 TFLOP/s each.
+    rows = (row("m", flops=6e11), row("m", array="float32[8]", flops=1e9, name="add"))
+    plan = plan_of(details=details(*rows, model_flops=4e12))
+    rates = rates_of(plan)
+    assert rates is not None
+    assert (rates.model, rates.computed, rates.peak) == pytest.approx((250e12, 300e12, 989e12))
+    text = explain_plan(plan)
+    assert "250 TFLOP/s per device, 25.3% of its peak of 989; 300 TFLOP/s (30.3%) with what" in text
+    assert rates_of(replace(plan, cluster=None)) is None
+
+
+def test_costs_without_a_device_are_not_seconds() -> None:
+    rows = (row("m", communication_s=1234.5, communication_bytes=8.0),)
+    text = explain_plan(plan_of(device="communication only", details=details(*rows)))
+    assert "predicted step" not in text and "what limits" not in text
+    assert any("1234.5" in line and line.strip().startswith("m ") for line in text.split("\n"))
+    assert "solver: objective 0.002, proven" in text
+
+
+@pytest.mark.parametrize(
+    ("gap", "sizes", "said"),
+    [
+        (0.0, {}, "proven optimal"),
+        (0.0125, {}, "within 1.25% of optimal"),
+        (0.0, {"classes": 9, "nodes": 9}, "proven optimal"),
+        (
+            0.0,
+            {"classes": 3, "nodes": 9},
+            "proven optimal with equal layers alike (3 decisions for 9 ops)",
+        ),
+    ],
+)
+def test_proof_is_not_overstated(gap: float, sizes: dict[str, int], said: str) -> None:
+    text = explain_plan(plan_of(solver=SolverReport(1.0, 1.0 - gap, gap, sizes)))
+    (line,) = (x for x in text.split("\n") if x.startswith("solver: "))
+    assert line.endswith(said)
+
+
+def test_warnings_come_last() -> None:
+    text = explain_plan(plan_of(warnings=("beware", "of the dog")))
+    assert text.endswith("\n\nwarning: beware\nwarning: of the dog")
+
+
+# -- what limits the step
+
+
+def collective(kind: str, seconds: float, cause: str = "partial sums", **parts: Any) -> Any:
+    own = CollectiveCost(
+        kind, ("y",), cause, "m", "forward", "f32[8]", "a", "b", "P()", "P()", 2, 64.0, seconds
+    )
+    return replace(own, **parts)
+
+
+def test_compute_limits() -> None:
+    modules = (ModuleCost("GPT/layer_0", "forward", 1.8e-3, 0.2e-3, 0.0),)
+    rows = (row("GPT/layer_0", compute_s=1.7e-3), row("head", compute_s=0.1e-3))
+    plan = plan_of(modules=modules, details=details(*rows))
+    assert shares_of(plan).compute == pytest.approx(1.8e-3)
+    first, second = limits_of(plan)
+    assert first == "Compute takes 90% of the step; most of it, 94%, is in GPT/layer_0."
+    assert second.startswith("Communication takes 10% of the step")
+
+
+def test_communication_limits() -> None:
+    modules = (ModuleCost("m", "forward", 0.2e-3, 1.8e-3, 0.0),)
+    collectives = (
+        collective("all-reduce", 1.2e-3),
+        collective("all-gather", 0.5e-3, "other layout", value="state.w", axes=("x", "y")),
+        collective("all-reduce", 0.1e-3, value="gradient of state.w"),
+    )
+    plan = plan_of(modules=modules, details=details(row("m"), collectives=collectives))
+    (only,) = limits_of(plan)
+    assert only == (
+        "Communication takes 90% of the step: 67% of that is all-reduce along y (partial sums of "
+        "activations), 28% of that is all-gather along x and y (parameters in another layout)."
+    )
+    found = cells(section(explain_plan(plan), "collectives, worst first")[-1:] * 3)
+    assert found == [["gradient of state.w", "2", "100.0 µs"]]
+    table = section(explain_plan(plan), "collectives, worst first")
+    kinds = [line.strip().split("  ")[0] for line in table[1:] if line[2] != " "]
+    assert kinds == [
+        "all-reduce along y: partial sums of activations",
+        "all-gather along x and y: parameters in another layout",
+        "all-reduce along y: partial sums of gradients",
+    ]
+
+
+def test_memory_limits() -> None:
+    solver = SolverReport(0.002, 0.002, 0.0, unbounded=(0.0015, 2.0**30))
+    plan = plan_of(solver=solver, memory_budget_bytes=2.0**22, remat=("GPT/layer_0",))
+    (budget,) = limits_of(plan)
+    assert "without it the step would take 1.50 ms in place of 2.00 ms" in budget
+    plan = replace(plan, details=details(row("m", flops=6e11), model_flops=4e12))
+    assert "computes GPT/layer_0 again: 20% more work in products" in limits_of(plan)[1]
+
+
+# -- memory
+
+
+def test_memory_by_category() -> None:
+    use = MemoryUse((0.0,), ((1.0,) * 7,), (2.0**20, 0, 0, 2.0**21, 0, 0, 0), 0.0, ())
+    plan = plan_of(details=details(row("m"), memory=use), memory_budget_bytes=2.0**23)
+    found = dict(pair for pair in cells(section(explain_plan(plan), "memory at")) if len(pair) == 2)
+    assert found["activations"] == "2.0 MiB"
+    assert found["peak"] == "3.0 MiB" and found["budget"] == "8.0 MiB"
+    assert "gradients" not in found
+
+
+# -- pipelines
+
+
+def one_mesh(shape: tuple[int, ...]) -> ParallelPlan:
+    return plan_of(
+        name="part",
+        mesh_shape=shape,
+        axis_names=("x", "y")[: len(shape)],
+        device="v100",
+        stages=(StagePlan((0, 1), (1, 4), shape, 1.0),),
+        num_micro_batches=4,
+        estimated_peak_bytes=2**30,
+        memory_budget_bytes=4 * 2**30,
+    )
+
+
+def pipeline(num_stages: int = 4, **fields: object) -> ParallelPlan:
+    """Equal stages of one second forward and two backward, in the time that 1f1b takes."""
+    stages = tuple(
+        StagePlan(
+            (2 * s, 2 * s + 2),
+            (1, 2),
+            (2,),
+            3.0,
+            one_mesh((2,)),
+            (2 * s, 2 * s + 1),
+            s,
+            forward_s=1.0,
+            backward_s=2.0,
+            remat=s == 0,
+        )
+        for s in range(num_stages)
+    )
+    inputs = tuple(
+        Tensor(f"{LONG}['layer_{2 * s}']", (8, 8), "float32", (0,), "state", (s,))
+        for s in range(num_stages)
+    )
+    shared = Tensor("state.params['embedding']", (8, 8), "float32", (WHOLE,), "state", (0, 3))
+    plan = plan_of(
+        method="PipeshardParallel(num_micro_batches=4)",
+        mesh_shape=(2 * num_stages,),
+        axis_names=("x",),
+        device="v100",
+        inputs=(*inputs, shared),
+        outputs=(Tensor("result[1]", (), "float32", (-1,), "", (num_stages - 1,)),),
+        stages=stages,
+        num_micro_batches=4,
+        estimated_step_s=3.0 * (4 + num_stages - 1),
+        estimated_peak_bytes=2**30,
+        memory_budget_bytes=4 * 2**30,
+        layers=tuple(f"GPT/Block_{i}" for i in range(2 * num_stages)),
+        layering="auto",
+        schedule="1f1b",
+        cluster=ClusterSpec(1, 8, "v100"),
+    )
+    return replace(plan, **fields)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+def test_the_share_of_waiting(num_stages: int) -> None:
+    plan = pipeline(num_stages)
+    assert bubble_share(plan) == pytest.approx((num_stages - 1) / (num_stages + 3))
+    shares = shares_of(plan)
+    parts = shares.compute + shares.communication + shares.waiting + shares.starting
+    assert parts == pytest.approx(shares.step)
+
+
+def test_text_of_a_pipeline() -> None:
+    lines = explain_plan(pipeline()).split("\n")
+    assert lines[0] == "train_step: a pipeline of 4 stages on 8 devices"
+    assert "  schedule  1f1b, 4 micro-batches" in lines
+    assert "predicted step: 21.00 s" in lines
+    (line,) = (x for x in lines if x.startswith("  waiting for other stages (bubble)"))
+    assert line.split()[-3:] == ["9.00", "s", "43%"]
+    assert "  peak memory 1.0 GiB per device of a budget of 4.0 GiB" in lines
+    row = next(line for line in lines if line.startswith("  2 "))
+    assert " ".join(row.split()) == "2 4–5 1×2 2 4–5 1.00 s 2.00 s - - 1.0 GiB 25%"
+    assert "  stage 0: GPT/Block_* (2 layers); computed again in the backward pass" in lines
+    assert "  stage 3: GPT/Block_* (2 layers)" in lines
+    rows = cells(section("\n".join(lines), "inputs:"))
+    # The path is too long and loses its middle.
+    assert rows[0][0].startswith("state.params") and "…" in rows[0][0]
+    assert rows[0][0].endswith("['layer_*']") and rows[0][-2:] == ["4", "0–3"]
+    assert "  state.params['embedding'] (3)" in lines
+    assert max(map(len, lines)) <= WIDTH
+    (waits,) = (line for line in limits_of(pipeline()) if line.startswith("Devices wait"))
+    assert "43% of the step: the pipeline fills and drains" in waits
+
+
+def test_stages_that_share_submeshes_and_that_only_make_results() -> None:
+    stages = pipeline().stages
+    text = explain_plan(pipeline(2, schedule="", layering=MADE))
+    assert "each stage makes its own results; nothing is sent" in text
+    shared = tuple(
+        replace(s, mesh=n % 2, devices=stages[n % 2].devices) for n, s in enumerate(stages)
+    )
+    text = explain_plan(pipeline(stages=shared))
+    assert "a pipeline of 4 stages on 2 submeshes, 4 devices" in text
+
+
+@pytest.mark.parametrize("layering", ["auto", "manual", "8", FOLLOWING + "held", FOLLOWING + "8"])
+def test_layerings_that_plans_may_have(layering: str) -> None:
+    plan = pipeline(layering=layering, inputs=(), outputs=())
+    check_plan(plan)
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+
+
+def test_what_the_search_considered() -> None:
+    def choice(step_s: float, *stages: tuple[int, tuple[int, int], tuple[int, ...], bool]):
+        first, found = 0, []
+        for count, submesh, shape, remat in stages:
+            layers = (first, first + count)
+            found.append(StageChoice(layers, submesh, shape, remat, 0, 1.0, 0.0, 0.0, 0.0))
+            first += count
+        return PipelineChoice(tuple(found), 8, step_s)
+
+    report = SearchReport(
+        8,
+        1000,
+        900,
+        12,
+        {"search": 0.5},
+        (
+            choice(0.002, (4, (1, 8), (2, 4), False), (4, (1, 8), (2, 4), False)),
+            choice(0.003, (1, (1, 4), (4,), True), (7, (1, 8), (4, 2), False)),
+        ),
+        ((0.002, 0.0021),),
+        None,
+        ("A note.",),
+    )
+    assert search_lines(report) == [
+        "search: 1000 ways to run layers of 8 priced, 900 pruned, 12 bounds tried",
+        "  took search 500.00 ms",
+        "  without a pipeline: does not fit, or was not asked for",
+        "  pipelines, by what the tables predict:",
+        "    2.00 ms, 8 micro-batches: 2 × (4 layers on 1×8 as 2×4)",
+        "    3.00 ms, 8 micro-batches: (1 layer on 1×4, recomputed), (7 layers on 1×8 as 4×2)",
+        "  as solved exactly: 2.10 ms (tables 2.00 ms)",
+        "  A note.",
+    ]
+
+
+# -- a plan as it is made
+
+
+@cache
+def real_plan() -> ParallelPlan:
+    example = build("gpt-tiny")
+    arguments = (example.abstract_state(), example.abstract_batch())
+    method = autopar.ShardParallel((2, 4))
+    cluster = ClusterSpec(1, 8, "cpu")
+    return autopar.plan(example.train_step, *arguments, cluster=cluster, method=method)
+
+
+def test_a_real_plan_fits_on_the_screen_and_comes_from_its_file() -> None:
+    plan = real_plan()
+    text = plan.explain()
+    assert ParallelPlan.from_json(plan.to_json()).explain() == text
+    lines = text.split("\n")
+    assert max(map(len, lines)) <= WIDTH
+    assert all(line == line.rstrip() for line in lines)
+    for start in ("what limits the step:", "modules with", "inputs:", "solver: "):
+        assert any(line.startswith(start) for line in lines), start
+    deep = plan.explain(depth=9).split("\n")
+    shallow = plan.explain(depth=1).split("\n")
+    assert len(shallow) < len(deep)
+    names = {line.split()[0] for line in deep if line.strip()}
+    assert {"qkv", "kernel", "final_norm"} <= names
+
+
+# -- tables and figures
+
+
+def test_columns_line_up() -> None:
+    lines = table(("a", "number", "words"), [("x", "1", "y"), ("longer", "20", "z z")], right=(1,))
+    assert lines == [
+        "  a       number  words",
+        "  ------  ------  -----",
+        "  x            1  y",
+        "  longer      20  z z",
+    ]
+    long = table(("a", "words"), [("x", "word " * 40)])
+    assert max(map(len, long)) <= WIDTH
+    assert all(line.startswith("     word") for line in long[3:])
+
+
+def test_runs_of_numbers() -> None:
+    assert number_runs([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
+    assert number_runs([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3.5 * 2**20, "3.5 MiB"),
+        (2**42, "4096.0 GiB"),
+    ],
+)
+def test_format_bytes(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 µs"), (2.5e-6, "2.5 µs"), (0.0125, "12.50 ms"), (90, "90.00 s")]
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
