@@ -9,7 +9,7 @@ from autopar.alternatives import why
 from autopar.inspect.explain import explain_plan
 from autopar.inspect.report import write_report
 from autopar.inspect.strategies import strategy_text
-from autopar.inspect.why import explain_why, pin_lines
+from autopar.inspect.why import explain_why
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.ir.views import provide
@@ -21,8 +21,7 @@ class Views:
     def explain(self, plan: ParallelPlan, path: str | None, depth: int | None) -> str:
         if path is not None:
             return explain_why(why(plan, path))
-        text = explain_plan(plan, depth)
-        return "\n".join([text, *pin_lines(plan)])
+        return explain_plan(plan, depth)
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
         write_report(plan, target, measured)

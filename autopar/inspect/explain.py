@@ -28,6 +28,7 @@ from autopar.inspect.lines import (
 )
 from autopar.inspect.search_text import search_lines, solver_lines
 from autopar.inspect.tree import tree_lines
+from autopar.inspect.why import pin_lines
 from autopar.ir.plan import ParallelPlan, StagePlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names
 
@@ -93,9 +94,8 @@ def _head(plan: ParallelPlan) -> list[str]:
         lines.append(f"  schedule  {plan.num_micro_batches} micro-batches, one after another")
     if plan.remat:
         lines += paragraph(f"recomputed in the backward pass: {layer_names(plan.remat)}")
-    if plan.pinned:
-        pins = ", ".join(f"{path} as {spec}" for path, spec in plan.pinned)
-        lines += paragraph(f"pinned: {pins}")
+    for line in pin_lines(plan):
+        lines += paragraph(line)
     return lines
 
 

@@ -300,8 +300,9 @@ def test_explain_speaks_in_the_names_of_the_user() -> None:
     method = autopar.ManualParallel((2, 4), ("data", "model"), (None, P("data")))
     text = autopar.plan(train, params, ABSTRACT[1], cluster=cluster, method=method).explain()
     for part in (
-        "train: ManualParallel(",
-        "on mesh data=2 × model=4 (cpu)",
+        "train: on a mesh data=2 × model=4 of 8 devices",
+        "ManualParallel(",
+        "1 host × 8 cpu",
         "proven optimal",
         "params['params']['top']['kernel']",
         "batch['x']",
@@ -309,9 +310,9 @@ def test_explain_speaks_in_the_names_of_the_user() -> None:
         "P('data',)",
         "state",
         "result[1]",
-        "Model/top",
-        "Model/bottom",
-        "backward",
+        "  Model ",
+        "    top ",
+        "    bottom ",
         "warning: 1 × eigh at",
         "test_api.py",
         "warning: the estimated peak",
