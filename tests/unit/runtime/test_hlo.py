@@ -319,6 +319,29 @@ backend_config={{"known_trip_count":{{"n":"7"}}}}
     assert read_dot_flops(text) == 2 * (2 * 8 * 6) * 4 + 7 * 2 * (8 * 4) * 4
 
 
+def test_products_of_cublas_count_as_flops() -> None:
+    """Of GPUs for which XLA has no kernels of its own; a workspace comes with the result."""
+    config = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{%s}}}'
+    plain = config % '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]'
+    batched = config % '"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]'
+    text = f"""{HEADER}
+
+ENTRY %main (p: f32[16,512]) -> f32[16,1024] {{
+  %p = f32[16,512]{{1,0}} parameter(0)
+  %q = f32[512,1024]{{1,0}} parameter(1)
+  %call.1 = (f32[16,1024]{{1,0}}, s8[4194304]{{0}}) custom-call(%p, %q), \
+custom_call_target="__cublas$lt$matmul", {plain}
+  %got = f32[16,1024]{{1,0}} get-tuple-element(%call.1), index=0
+  %a = f32[2,8,4]{{2,1,0}} parameter(2)
+  %b = f32[2,4,6]{{2,1,0}} parameter(3)
+  %call.2 = f32[2,8,6]{{2,1,0}} custom-call(f32[2,8,4]{{2,1,0}} %a, %b), \
+custom_call_target="__cublas$gemm", {batched}
+  %other = f32[2,8,6]{{2,1,0}} custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"
+}}
+"""
+    assert read_dot_flops(text) == 2 * (16 * 1024) * 512 + 2 * (2 * 8 * 6) * 4
+
+
 # -- what XLA really prints
 
 
