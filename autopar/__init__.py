@@ -29,6 +29,7 @@ from autopar.errors import (
     TraceError,
     WorkerError,
 )
+from autopar.inspect.diff import diff
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.loading import DataLoader, data_loader
@@ -101,6 +102,7 @@ __all__ = [
     "compile",
     "constrain",
     "data_loader",
+    "diff",
     "get_last_dp_result",
     "init",
     "latest_step",

@@ -70,21 +70,25 @@ def _fitted(line: str) -> str:
 # -- head
 
 
-def _head(plan: ParallelPlan) -> list[str]:
+def where_text(plan: ParallelPlan) -> str:
+    """What is planned, and on what."""
     devices = num_devices(plan)
     if plan.is_pipeline:
         meshes = len({stage.mesh for stage in plan.stages})
         on = f"{meshes} submeshes, " if meshes < plan.num_stages else ""
         stages = counted(plan.num_stages, "stage")
-        lines = [f"{plan.name}: a pipeline of {stages} on {on}{counted(devices, 'device')}"]
-    elif devices == 1:
-        lines = [f"{plan.name}: on one device"]
-    else:
-        axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
-        mesh = " × ".join(f"{name}={size}" for name, size in axes)
-        lines = [f"{plan.name}: on a mesh {mesh} of {devices} devices"]
+        return f"{plan.name}: a pipeline of {stages} on {on}{counted(devices, 'device')}"
+    if devices == 1:
+        return f"{plan.name}: on one device"
+    axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
+    mesh = " × ".join(f"{name}={size}" for name, size in axes)
+    return f"{plan.name}: on a mesh {mesh} of {devices} devices"
+
+
+def _head(plan: ParallelPlan) -> list[str]:
+    lines = paragraph(where_text(plan), "")
     lines += paragraph(f"method    {plan.method}")
-    lines += paragraph(f"cluster   {_cluster(plan)}")
+    lines += paragraph(f"cluster   {cluster_text(plan)}")
     if plan.schedule:
         micro_batches = counted(plan.num_micro_batches, "micro-batch")
         lines.append(f"  schedule  {plan.schedule}, {micro_batches}")
@@ -99,7 +103,7 @@ def _head(plan: ParallelPlan) -> list[str]:
     return lines
 
 
-def _cluster(plan: ParallelPlan) -> str:
+def cluster_text(plan: ParallelPlan) -> str:
     cluster = plan.cluster
     if cluster is None or not is_timed(plan):
         return plan.device

@@ -118,7 +118,7 @@ def tree_lines(plan: ParallelPlan, depth: int | None, cost: Callable[[float], st
             format_bytes(entry.num_bytes) if entry.num_bytes else "-",
         ]
         said_below = depth > level + 1 or not entry.children
-        words = "" if said_below and entry.parameters else _words_text(entry.words)
+        words = "" if said_below and entry.parameters else words_text(entry.words)
         lines += _row(indent + name, figures, words)
     return lines
 
@@ -176,7 +176,7 @@ def _add_parameter(root: Module, own: ParallelPlan, use: Parallelism, tensor: Te
         for axis, word in _used_axes(own, use):
             words = at.words.setdefault(axis, {})
             words[word] = words.get(word, 0.0) + size
-    words = _words_text({axis: {word: 1.0} for axis, word in _used_axes(own, use)})
+    words = words_text({axis: {word: 1.0} for axis, word in _used_axes(own, use)})
     array = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
     keys = _KEYS.findall(use.path.removesuffix(".value"))
     name = next(filter(None, keys[-1])) if use.module and keys else use.path
@@ -287,7 +287,7 @@ def _is_unnamed(module: Module) -> bool:
     return module.name in (UPDATE_NAME, NO_NAME)
 
 
-def _words_text(words: dict[str, dict[str, float]]) -> str:
+def words_text(words: dict[str, dict[str, float]]) -> str:
     """`x: data; y: tensor column / row`: the words of each axis, the most frequent first. Axes
     with the same words are said together."""
     axes: dict[str, list[str]] = defaultdict(list)

@@ -120,6 +120,10 @@ def test_public_names() -> None:
         "PipeshardParallel",
         "UniformStages",
         "mark_layer_boundary",
+        "VerifyReport",
+        "verify",
+        "get_last_dp_result",
+        "diff",
     }
     assert all(hasattr(autopar, name) for name in autopar.__all__)
     assert list(autopar.__all__) == sorted(autopar.__all__)
