@@ -26,22 +26,28 @@ def find_browser() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[sync_api.Browser]:
+def context() -> Iterator[sync_api.BrowserContext]:
     path = find_browser()
     if path is None:
         pytest.skip("no Chromium: install it, or set AUTOPAR_CHROMIUM to its path")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield browser
+        context = browser.new_context(offline=True, reduced_motion="reduce")
+        context.set_default_timeout(30_000)
+        yield context
         browser.close()
 
 
 @pytest.fixture
-def open_page(browser: sync_api.Browser, tmp_path: Path) -> Iterator[OpenPage]:
+def open_page(context: sync_api.BrowserContext, tmp_path: Path) -> Iterator[OpenPage]:
     """Writes the report of a plan and opens it. Any request to the network, message of the console
     or error of a script fails the test."""
     complaints: list[str] = []
-    contexts = []
+    pages = []
+
+    def note_request(request: sync_api.Request) -> None:
+        if not request.url.startswith(("file:", "data:")):
+            complaints.append(f"request: {request.url}")
 
     def open_page(
         plan: ParallelPlan,
@@ -51,29 +57,18 @@ def open_page(browser: sync_api.Browser, tmp_path: Path) -> Iterator[OpenPage]:
     ) -> sync_api.Page:
         target = tmp_path / "plan.html"
         write_report(plan, target, measured)
-        context = browser.new_context(
-            viewport={"width": size[0], "height": size[1]},
-            color_scheme=scheme,
-            offline=True,
-            reduced_motion="reduce",
-        )
-        contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        pages.append(page)
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        page.emulate_media(color_scheme=scheme)
         page.on("console", lambda message: complaints.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on(
-            "request",
-            lambda request: (
-                request.url.startswith(("file:", "data:"))
-                or complaints.append(f"request: {request.url}")
-            ),
-        )
+        page.on("request", note_request)
         page.goto(target.as_uri())
         page.wait_for_selector("html[data-ready=yes]")
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert not complaints

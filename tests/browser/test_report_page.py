@@ -205,12 +205,13 @@ def test_the_wheel_scrolls_the_page_unless_the_timeline_was_chosen(open_page: An
 
 def test_many_meshes_with_thousands_of_events_are_painted(open_page: Any) -> None:
     """All of them: the last event of the last mesh is where it belongs."""
-    plan = pipeline(num_stages=64, num_micro_batches=64, layers_per_stage=1)
-    page = open_page(plan, timeline(64, 64))
+    plan = pipeline(num_stages=64, num_micro_batches=16, layers_per_stage=1)
+    run = timeline(64, 32)
+    page = open_page(plan, run)
     found = page.evaluate(
         "readTimeline(DATA.timelines.at(-1)).meshes.map(m => [m.start.length, m.end.at(-1)])"
     )
-    events = timeline(64, 64).events
+    events = run.events
     for mesh, (count, last) in enumerate(found):
         own = [event for event in events if event.mesh == mesh]
         assert count == len(own)
