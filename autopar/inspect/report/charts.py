@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from autopar.inspect.figures import own_plans
 from autopar.inspect.report.encode import Texts, run_text, short, shorts
-from autopar.inspect.report.figures import own_plans
 from autopar.ir.details import MEMORY_CATEGORIES, CollectiveCost, MemoryUse
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import name_pattern, name_skeleton

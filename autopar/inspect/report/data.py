@@ -10,9 +10,10 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+from autopar.inspect.figures import own_plans
 from autopar.inspect.report.charts import breakdown, collective_data, memory_data, timeline_data
 from autopar.inspect.report.encode import Texts, run_text, runs, short
-from autopar.inspect.report.figures import Figures, figures_of, own_plans
+from autopar.inspect.report.figures import Figures, figures_of
 from autopar.inspect.report.model import array_rows, model_data
 from autopar.inspect.report.search import search_data
 from autopar.ir.plan import ParallelPlan, StagePlan
@@ -61,9 +62,9 @@ def _head(plan: ParallelPlan, figures: Figures) -> dict[str, Any]:
         "schedule": plan.schedule,
         "step_s": short(plan.estimated_step_s),
         "rows": figures.batch_rows,
-        "model_flops": short(figures.model_flops),
-        "device_flops": short(figures.device_flops),
-        "peak_flops": short(figures.peak_flops),
+        "model_rate": short(figures.model_rate),
+        "computed_rate": short(figures.computed_rate),
+        "peak_rate": short(figures.peak_rate),
         "peak_bytes": short(plan.estimated_peak_bytes),
         "budget_bytes": short(budget),
         "communication_bytes": short(plan.communication_bytes),

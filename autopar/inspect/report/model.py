@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.inspect.figures import own_plans
 from autopar.inspect.report.encode import Texts, run_text, short
-from autopar.inspect.report.figures import own_plans
 from autopar.ir.details import OpRow
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.spec import num_shards, to_partition_spec

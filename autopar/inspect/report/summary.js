@@ -28,12 +28,10 @@ function summaryCards() {
     const rate = head.rows ? head.rows / step : 1 / step;
     cards.push(card("Throughput", `${rate >= 100 ? Math.round(Number(rate.toPrecision(4))).toLocaleString("en") : digits(rate, 3)}\u00a0/\u00a0s`, head.rows ? "examples of the batch" : "steps"));
   }
-  if (timed && head.model_flops) {
-    const rate = head.model_flops / step / head.devices;
-    const used = head.peak_flops ? rate / head.peak_flops : null;
-    const again = head.device_flops * head.devices > 1.02 * head.model_flops ? `; ${scaled(head.device_flops / step, "FLOP/s")} with repeated work counted` : "";
-    cards.push(card("Per device", scaled(rate, "FLOP/s"), used === null ? again.slice(2) : `${percent(used)} of its peak${again}`,
-      used === null ? null : meter(used, false)));
+  if (timed && head.model_rate) {
+    const used = head.model_rate / head.peak_rate;
+    const again = head.computed_rate > 1.02 * head.model_rate ? `; ${scaled(head.computed_rate, "FLOP/s")} with repeated work counted` : "";
+    cards.push(card("Per device", scaled(head.model_rate, "FLOP/s"), `${percent(used)} of its peak${again}`, meter(used, false)));
   }
   if (head.peak_bytes) {
     const share = head.budget_bytes ? head.peak_bytes / head.budget_bytes : null;

@@ -200,9 +200,19 @@ def test_figures_of_the_headline() -> None:
     figures = figures_of(plan)
     assert plan.details is not None and plan.cluster is not None
     assert figures.num_devices == 8 and figures.batch_rows == 64
-    assert figures.model_flops == plan.details.model_flops
-    assert figures.device_flops == pytest.approx(plan.details.flops)
-    assert figures.peak_flops == plan.cluster.spec.flops_16bit  # products are in bfloat16
+    per_device_s = 8 * plan.estimated_step_s
+    assert figures.model_rate == pytest.approx(plan.details.model_flops / per_device_s)
+    assert figures.computed_rate == pytest.approx(plan.details.flops / plan.estimated_step_s)
+    assert figures.peak_rate == plan.cluster.spec.flops_16bit  # products are in bfloat16
+    assert figures.bubble == 0 and figures.limits[0].startswith("Compute takes")
+
+
+def test_a_pipeline_waits_as_its_timeline_says() -> None:
+    """Four stages, eight micro-batches of 3 ms: devices compute for 24 ms and wait for 9."""
+    figures = figures_of(pipeline())
+    assert figures.bubble == pytest.approx(9 / 33, abs=0.03)
+    seconds = page_data(pipeline())["breakdown"]["meshes"][0]["seconds"]
+    assert sum(seconds) == pytest.approx(0.0331, rel=0.02)
 
 
 def test_a_batch_of_many_lengths_has_no_rows() -> None:
