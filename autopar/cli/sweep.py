@@ -201,7 +201,7 @@ def plan_point(values: Values, request: PlanRequest, price: float) -> SweepPoint
 def _plan_words(plan: ParallelPlan) -> str:
     shapes = [stage.mesh_shape for stage in plan.stages]
     meshes = ["×".join(map(str, shape)) for shape in dict.fromkeys(shapes)]
-    stages = f"{plan.num_stages} stages on " if plan.num_stages > 1 else ""
+    stages = f"{plan.num_stages} stages on " if plan.num_stages > 1 else "mesh "
     return stages + " and ".join(meshes[:3]) + (" …" if len(meshes) > 3 else "")
 
 
@@ -213,5 +213,9 @@ def _words(point: SweepPoint) -> str:
 
 
 def _command(arguments: Namespace) -> str:
-    options = "".join(f" --set {text}" for text in arguments.set)
-    return f"autopar sweep {arguments.factory} --cluster {arguments.cluster}{options}"
+    parts = [f"autopar sweep {arguments.factory} --cluster {arguments.cluster}"]
+    parts += [f"--set {text}" for text in arguments.set]
+    for name in (*_PARSERS, "method", "memory", "price_per_hour"):
+        if getattr(arguments, name) is not None:
+            parts.append(f"--{name.replace('_', '-')} {getattr(arguments, name)}")
+    return " ".join(parts)

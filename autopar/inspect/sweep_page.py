@@ -42,6 +42,10 @@ th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--li
 """
 
 
+_TIMES = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+_SIZES = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
+
+
 def sweep_page(sweep: Sweep) -> str:
     names = [name for name in sweep.varied if len({p.value(name) for p in sweep.points}) > 1]
     title = "What if: " + " and ".join(map(name_text, names or sweep.varied))
@@ -67,9 +71,9 @@ predictions of a cost model: nothing was run. <code>{escape(sweep.command)}</cod
 def _plots(sweep: Sweep) -> list[str]:
     unit = sweep.unit
     plots = [
-        _plot(sweep, f"{unit} per second", lambda p: p.per_s, _short, ideal=True),
-        _plot(sweep, "seconds per step", lambda p: p.step_s, format_seconds),
-        _plot(sweep, "peak memory per device", lambda p: p.peak_bytes, format_bytes),
+        _plot(sweep, f"{unit} per second", lambda p: p.per_s, _short),
+        _plot(sweep, "time of a step", lambda p: p.step_s, format_seconds, _TIMES),
+        _plot(sweep, "peak memory per device", lambda p: p.peak_bytes, format_bytes, _SIZES),
     ]
     if sweep.price_per_hour:
         title = f"cost of a million {unit}"
@@ -85,35 +89,57 @@ def _plot(
     title: str,
     figure: Callable[[SweepPoint], float],
     text: Callable[[float], str],
-    ideal: bool = False,
+    units: dict[str, float] | None = None,
 ) -> str:
+    """`units`: those that the axis may be in, the largest first."""
     axis = _axis(sweep)
     places = list(dict.fromkeys(point.value(axis) for point in sweep.points))
+    most = max((figure(p) for p in sweep.fitting), default=1.0)
+    unit, size = next((u for u in (units or {}).items() if most >= u[1]), ("", 1.0))
     series = []
     for name, points in _groups(sweep):
         marks = tuple(
             Mark(
                 places.index(p.value(axis)),
-                figure(p) if p.fits else None,
+                figure(p) / size if p.fits else None,
                 f"{where(p)}: {text(figure(p)) if p.fits else p.problem}",
             )
             for p in points
         )
         series.append(Series(name, marks))
-    caption = escape(title)
-    if ideal and axis == "devices":
-        for name, points in _groups(sweep):
-            known = [p for p in points if p.fits]
-            if len(known) > 1:
-                each = figure(known[0]) / known[0].num_devices
-                marks = tuple(
-                    Mark(places.index(p.value(axis)), each * p.num_devices, "") for p in known
-                )
-                series.append(Series(f"{name}, in proportion", marks, dashed=True))
-                caption = f"{escape(title)} (dashed: in proportion to devices)"
+    caption = title + (f", {unit}" if unit else "")
+    guides = _guides(sweep, title, places, size)
+    if guides:
+        caption += f" (dashed: {guides[0].name})"
     labels = [value_text(axis, place) for place in places]
-    drawn = line_plot(series, labels, x_title=name_text(axis), y_title=title, y_text=text)
-    return f"<figure><h2>{caption}</h2>{drawn}</figure>"
+    drawn = line_plot(
+        [*series, *guides], labels, x_title=name_text(axis), y_title=title, y_text=_short
+    )
+    return f"<figure><h2>{escape(caption)}</h2>{drawn}</figure>"
+
+
+def _guides(sweep: Sweep, title: str, places: list, size: float) -> list[Series]:
+    """Dashed lines: throughput in proportion to devices, and the memory that there is."""
+    axis, found = _axis(sweep), []
+    for _, points in _groups(sweep):
+        known = [p for p in points if p.fits]
+        if len(known) < 2:
+            continue
+        if title.endswith("per second") and axis == "devices":
+            each = known[0].per_s / known[0].num_devices
+            values = [each * p.num_devices for p in known]
+            name = "in proportion to devices"
+        elif title.startswith("peak memory") and max(p.peak_bytes for p in known) > 0.3 * max(
+            p.budget_bytes for p in known
+        ):
+            values, name = [p.budget_bytes / size for p in known], "what may be used"
+        else:
+            continue
+        marks = [
+            Mark(places.index(p.value(axis)), y, "") for p, y in zip(known, values, strict=True)
+        ]
+        found.append(Series(name, tuple(marks), dashed=True))
+    return found
 
 
 def _axis(sweep: Sweep) -> str:
