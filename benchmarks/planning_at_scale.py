@@ -1,0 +1,102 @@
+"""Seconds that `autopar plan` takes from start to finish for 200, 1,024 and 4,096 devices.
+
+    python -m benchmarks.planning_at_scale [--only NAME] [--json FILE]
+
+Each row is the command as a user types it, in a process of its own: Python and JAX start, the
+model's file is imported, the step is traced, planned, saved and its report written. No device is
+needed. `cpu_s` is the processor time of that process and its children, which a busy machine changes
+less than the clock's. With --json, rows that the file has already are kept unless they are made
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import autopar
+from benchmarks.pipeline_rows import machine
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Name -> what is typed after `autopar plan`.
+CASES: dict[str, list[str]] = {
+    "Llama2-13B on 50×4 V100": [
+        "examples/train_llama.py:make_step", "--set", "size=13b", "--set", "batch=1024",
+        "--cluster", "50x4:v100-32gb",
+    ],
+    "GPT-39B on 128×8 H100": [
+        "examples/train_gpt.py:make_step", "--set", "size=39b", "--set", "batch=2048",
+        "--cluster", "128x8:h100-sxm",
+    ],
+    "Llama-70B on 512×8 H100": [
+        "examples/train_llama.py:make_step", "--set", "size=70b", "--set", "batch=4096",
+        "--cluster", "512x8:h100-sxm",
+    ],
+}  # fmt: skip
+
+
+def measure(name: str) -> dict[str, Any]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        saved, page = pathlib.Path(folder, "plan.json"), pathlib.Path(folder, "plan.html")
+        typed = [*CASES[name], "--method", "auto", "--quiet"]
+        command = [sys.executable, "-m", "autopar_command", "plan", *typed]
+        command += ["--save", str(saved), "--report", str(page)]
+        load = os.getloadavg()[0]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - started
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode:
+            raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr}")
+        plan = autopar.ParallelPlan.load(saved)
+        sizes = {"plan_bytes": saved.stat().st_size, "report_bytes": page.stat().st_size}
+    return {
+        "command": "autopar plan " + " ".join(typed),
+        "devices": plan.num_devices,
+        "seconds": seconds,
+        "cpu_s": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+        "max_rss_gib": used.ru_maxrss / 2**20,
+        "load": load,
+        "passes_s": plan.solver.seconds,
+        "stages": [[list(s.layers), list(s.submesh), list(s.mesh_shape)] for s in plan.stages],
+        "num_micro_batches": plan.num_micro_batches,
+        "step_s": plan.estimated_step_s,
+        "peak_gib": plan.estimated_peak_bytes / 2**30,
+        "notes": [] if plan.search is None else list(plan.search.notes),
+        **sizes,
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(CASES), action="append")
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    target = pathlib.Path(options.json) if options.json else None
+    rows = json.loads(target.read_text())["rows"] if target and target.exists() else {}
+    for name in options.only or CASES:
+        row = rows[name] = measure(name)
+        print(
+            f"{name:26s} {row['seconds']:7.1f} s ({row['cpu_s']:.1f} s cpu), "
+            f"{len(row['stages'])} stages, {row['num_micro_batches']} micro-batches, "
+            f"step {row['step_s']:.2f} s, peak {row['peak_gib']:.1f} GiB",
+            flush=True,
+        )
+        if target:
+            target.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
