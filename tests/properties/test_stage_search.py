@@ -3,6 +3,7 @@ position, for every schedule. The formulas of costs and memory are written out h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, prod
 
@@ -16,7 +17,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
 from autopar.stages.ranges import Setting
 from autopar.stages.search import search_stages
-from autopar.stages.submeshes import candidate_submeshes, place
+from autopar.stages.submeshes import candidate_submeshes, place, too_slow_submeshes
 
 # In flight, by micro-batches n and stages s from this one to the last.
 IN_FLIGHT = {
@@ -200,3 +201,55 @@ def test_a_gap_is_kept(seed, gap):
         assert search_stages(tables, setting, cutoff_s=exact.step_s * 0.999)[0] is None
         again = search_stages(tables, setting, cutoff_s=exact.step_s * 1.001)[0]
         assert again is not None and again.step_s == pytest.approx(exact.step_s)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_whole_hosts_are_counted_as_such(seed):
+    random = np.random.default_rng(seed)
+    cluster = ClusterSpec(*[(4, 2), (6, 2), (5, 3)][int(random.integers(3))], device=DEVICE)
+    tables = random_tables(random, cluster, 5)
+    tables = [table for table in tables if table.submesh[1] == cluster.devices_per_host]
+    if not tables:
+        return
+    setting = random_setting(random, "1f1b", cluster, 5)
+    choice, _ = search_stages(tables, setting)
+    for num_devices in range(cluster.num_devices, 0, -1):
+        expected = brute_force(tables, setting, num_devices, None)
+        if expected < inf:
+            break
+    assert (choice is None) == (expected == inf)
+    if choice is not None:
+        assert choice.step_s == pytest.approx(expected, rel=1e-7)
+        check_plan(choice, tables, setting, num_devices)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_submeshes_that_are_too_slow_are_in_no_better_plan(seed):
+    random = np.random.default_rng(seed)
+    cluster = ClusterSpec(*CLUSTERS[random.integers(len(CLUSTERS))], device=DEVICE)
+    work_s = random.uniform(1, 20, 4)  # of each layer on one device, at full speed
+    tables = [
+        replace(table, latency_s=work_s / prod(table.submesh) * random.uniform(1, 1.5, 4))
+        for table in random_tables(random, cluster, 4)
+    ]
+    setting = random_setting(random, "1f1b", cluster, 4)
+    best, _ = search_stages(tables, setting) if tables else (None, None)
+    submeshes = candidate_submeshes(cluster)
+    large = [table for table in tables if prod(table.submesh) >= cluster.num_devices / 4]
+    known = search_stages(large, setting)[0] if large else None
+    if (
+        best is None
+        or known is None
+        or sum(prod(s.submesh) for s in known.stages) < prod(submeshes[-1])
+    ):
+        return
+
+    def least_s(num_devices: int) -> float:
+        return setting.num_micro_batches * min(work_s) / num_devices
+
+    slow = too_slow_submeshes(submeshes, least_s, known.step_s)
+    kept = [table for table in tables if table.submesh not in slow]
+    found, _ = search_stages(kept, setting)
+    assert found is not None and found.step_s == pytest.approx(best.step_s, rel=1e-7)

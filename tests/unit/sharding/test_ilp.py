@@ -177,3 +177,38 @@ def test_on_a_tree_local_search_proves_the_optimum() -> None:
     found = descend(problem)
     assert problem.objective(found.choice) == pytest.approx(solve_ilp(problem).objective)
     assert found.lower_bound == pytest.approx(problem.objective(found.choice))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_message_passing_first_finds_the_same_optimum(monkeypatch, seed: int) -> None:
+    """On a chain with a few chords it proves the optimum; where it does not, the solver does."""
+    problem = dense_problem(9, 4, seed)
+    for u, v in combinations(range(9), 2):
+        if v > u + 1 and (u + v) % 5:
+            problem.remove_edge(u, v)
+    expected = solve_ilp(problem)
+    monkeypatch.setattr(ilp, "_LARGE", 0)
+    found = solve_ilp(problem)
+    assert found.objective == pytest.approx(expected.objective)
+    assert found.lower_bound == pytest.approx(expected.objective)
+    sizes = (found.num_variables, found.num_constraints)
+    assert sizes == (expected.num_variables, expected.num_constraints)
+
+
+def test_where_message_passing_proves_an_optimum_no_solver_is_asked(monkeypatch) -> None:
+    problem = dense_problem(2, 5)
+    expected = solve_ilp(problem).objective
+    monkeypatch.setattr(ilp, "_LARGE", 0)
+    monkeypatch.setattr(ilp, "_model", None)
+    assert solve_ilp(problem).objective == pytest.approx(expected)
+
+
+def test_a_gap_that_is_near_enough_ends_the_search(monkeypatch) -> None:
+    """The strategies that the relaxation uses have a solution near the bound."""
+    problem = dense_problem(6, 4, seed=2)
+    exact = solve_ilp(problem)
+    assert not exact.relaxation_integral
+    rough = solve_ilp(problem, gap=0.5)
+    assert exact.objective <= rough.objective * (1 + 1e-9)
+    assert rough.lower_bound <= exact.objective * (1 + 1e-9)
+    assert rough.objective - rough.lower_bound <= 0.5 * rough.objective
