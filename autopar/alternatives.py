@@ -382,7 +382,7 @@ class _Explainer:
         source = layout if source is None else source
         seconds, steps = 0.0, []
         if source != target and weight:
-            seconds, steps = _way(mesh, graph, value, source, target)
+            seconds, steps = way(mesh, graph, value, source, target)
         strategy = sharding.strategies[index]
         names = mesh.axis_names
 
@@ -402,12 +402,12 @@ class _Explainer:
             layout=layout_text(layout, len(info.shape), names),
             strategy=f"{operands} → {results}" if operands else results,
             seconds=weight * seconds,
-            steps=tuple(_step_name(step, mesh) for step in steps),
+            steps=tuple(step_name(step, mesh) for step in steps),
             runs=node.weight,
         )
 
 
-def _way(
+def way(
     mesh: LogicalMesh, graph: Graph, value: int, source: Layout, target: Layout
 ) -> tuple[float, list[Step]]:
     """(seconds, collectives) from one layout of a value to another."""
@@ -422,7 +422,7 @@ def _way(
     return table.cost(source, target), steps
 
 
-def _step_name(step: Step, mesh: LogicalMesh) -> str:
+def step_name(step: Step, mesh: LogicalMesh) -> str:
     return f"{step.kind}({','.join(mesh.axis_names[a] for a in step.axes)})"
 
 
@@ -442,9 +442,9 @@ def changed_collectives(before: GraphSharding, after: GraphSharding) -> tuple[Co
         nonlocal sent
         if ends[0] == ends[1] or not graph.values[value].shape:
             return
-        for step in _way(mesh, graph, value, *ends)[1]:
+        for step in way(mesh, graph, value, *ends)[1]:
             if step.kind != "slice":
-                counts[_step_name(step, mesh)] += int(times)
+                counts[step_name(step, mesh)] += int(times)
                 sent += times * step.sent_bytes
 
     for index, node in enumerate(graph.nodes):

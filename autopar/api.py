@@ -24,6 +24,7 @@ from autopar.compiler import (
     lower_pipeline,
     plan_step,
 )
+from autopar.dumping import describing
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -179,7 +180,7 @@ class ParallelFunction:
         spec = remote.cluster.spec
         devices = OtherDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
         traced = planned.traced
-        return planned, RemoteExecutable(
+        executable = RemoteExecutable(
             planned.plan,
             lower_for_workers(planned, devices),
             remote,
@@ -187,6 +188,8 @@ class ParallelFunction:
             traced.out_avals,
             whole=traced.flat_fn,
         )
+        executable.describe = describing(planned)
+        return planned, executable
 
 
 def _without_values(tree: Any) -> Any:
@@ -230,10 +233,10 @@ def make_executable(
             _on_one_mesh(part, [devices[d] for d in stage.devices])
             for part, stage in zip(planned.made, planned.plan.stages, strict=True)
         ]
-        return PartsExecutable(planned.plan, parts, whole=planned.traced.flat_fn)
-    if planned.plan.is_pipeline:
+        executable = PartsExecutable(planned.plan, parts, whole=planned.traced.flat_fn)
+    elif planned.plan.is_pipeline:
         lowered = lower_pipeline(planned, devices)
-        return PipelineExecutable(
+        executable = PipelineExecutable(
             planned.plan,
             lowered.pipeline,
             lowered.programs,
@@ -244,7 +247,10 @@ def make_executable(
             lowered.tile_plans,
             whole=planned.traced.flat_fn,
         )
-    return _on_one_mesh(planned, devices)
+    else:
+        executable = _on_one_mesh(planned, devices)
+    executable.describe = describing(planned)
+    return executable
 
 
 def _on_one_mesh(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:

@@ -395,6 +395,22 @@ def _too_large(mesh: LogicalMesh, peak_bytes: float) -> list[str]:
     return []
 
 
+def untouched(program: Program) -> ProgramSharding:
+    """A program of which nothing is said."""
+    return ProgramSharding(
+        (None,) * len(program.inputs),
+        tuple(
+            EquationSharding(
+                ((),) * len(e.operands),
+                ((),) * len(e.results),
+                tuple(untouched(b) for b in e.bodies),
+            )
+            for e in program.equations
+        ),
+        ((),) * len(program.outputs),
+    )
+
+
 def replicated_plan(
     traced: TracedStep,
     mesh: LogicalMesh,
@@ -406,20 +422,6 @@ def replicated_plan(
     """One device: nothing to search, nothing to annotate. Times, memory and details are told if
     the graph is given."""
     whole = (WHOLE,) * len(mesh.shape)
-
-    def untouched(program: Program) -> ProgramSharding:
-        return ProgramSharding(
-            (None,) * len(program.inputs),
-            tuple(
-                EquationSharding(
-                    ((),) * len(e.operands),
-                    ((),) * len(e.results),
-                    tuple(untouched(b) for b in e.bodies),
-                )
-                for e in program.equations
-            ),
-            ((),) * len(program.outputs),
-        )
 
     roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
     out_roles = {o: "state" for _, o in traced.state}

@@ -28,7 +28,7 @@ from autopar.runtime.arguments import (
     put,
     with_own_buffers,
 )
-from autopar.runtime.debug import dump
+from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.threads import must_run_alone, run_alone
 
@@ -71,6 +71,7 @@ class LocalExecutable:
             keep_unused=True,
         )
         self._compiled: Any = None
+        self.describe: Describe = describe_nothing
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         if [is_weak(leaf) for leaf in leaves] != self._weak_types:
@@ -106,17 +107,19 @@ class LocalExecutable:
         afterwards."""
         return place_some(leaves, self.input_shardings)
 
+    def _arguments(self) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(self.avals, self.input_shardings, strict=True)
+        ]
+
     @property
     def compiled(self) -> jax.stages.Compiled:
         if self._compiled is None:
-            shapes = [
-                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
-                for a, s in zip(self.avals, self.input_shardings, strict=True)
-            ]
             what = f"compiling {self.plan.name}"
             try:
                 with Progress(what), logged(what):
-                    self._compiled = self.jitted.lower(*shapes).compile()
+                    self._compiled = self.jitted.lower(*self._arguments()).compile()
             except jax.errors.JaxRuntimeError as error:
                 raise CompileError(
                     f"XLA could not compile {self.plan.name} for the mesh "
@@ -147,5 +150,10 @@ class LocalExecutable:
         )
 
     def dump_debug_info(self, directory: str | Path) -> None:
-        """Write plan, explanation and HLO into a folder."""
-        dump(self, directory)
+        """Write plan, programs, placement, strategies, the solver's problem and figures into a
+        folder; its README.txt says what each file is."""
+        dump(self, directory, program_files("step", self.annotated_text, self.hlo_text))
+
+    def annotated_text(self) -> str:
+        """The program as XLA gets it: StableHLO with shardings."""
+        return self.jitted.lower(*self._arguments()).as_text()

@@ -11,7 +11,7 @@ import jax
 
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
-from autopar.runtime.debug import dump
+from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime.hlo import CollectiveOp
 from autopar.runtime.local import LocalExecutable
 
@@ -32,6 +32,7 @@ class PartsExecutable:
         self.plan = plan
         self.parts = tuple(parts)
         self._whole = whole
+        self.describe: Describe = describe_nothing
         self._owners = [tensor.stages[0] for tensor in plan.outputs]
         self.input_shardings = self.parts[0].input_shardings
         self.output_shardings = self._in_order([part.output_shardings for part in self.parts])
@@ -82,5 +83,11 @@ class PartsExecutable:
         return max(self.mesh_memory_bytes())
 
     def dump_debug_info(self, directory: str | Path) -> None:
-        """Write plan, explanation and HLO into a folder."""
-        dump(self, directory, mesh_memory_bytes=self.mesh_memory_bytes())
+        """Write plan, programs, placement, strategies, the solver's problems and figures into a
+        folder; its README.txt says what each file is."""
+        programs = [
+            file
+            for n, part in enumerate(self.parts)
+            for file in program_files(f"stage{n}_results", part.annotated_text, part.hlo_text)
+        ]
+        dump(self, directory, programs, mesh_memory_bytes=self.mesh_memory_bytes())

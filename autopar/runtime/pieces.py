@@ -27,15 +27,7 @@ def compile_pieces(
 ) -> list[jax.stages.Compiled]:
     """The program of every piece, from its reads to its writes. XLA works on several at a time."""
     names = piece_names(pipeline)
-    with warnings.catch_warnings():
-        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = [
-            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, buffers)
-            for name, piece, flat_fn, used_up in zip(
-                names, pipeline.pieces, functions, donated, strict=True
-            )
-        ]
+    lowered = lower_pieces(step_name, pipeline, functions, donated, buffers)
 
     def compile_one(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
@@ -56,6 +48,26 @@ def compile_pieces(
             return compiled
 
         return list(threads.map(compile_and_count, names, lowered))
+
+
+def lower_pieces(
+    step_name: str,
+    pipeline: Pipeline,
+    functions: Sequence[Callable[..., Sequence[Any]]],
+    donated: Sequence[tuple[int, ...]],
+    buffers: Buffers,
+) -> list[jax.stages.Lowered]:
+    """The program of every piece as XLA gets it."""
+    names = piece_names(pipeline)
+    with warnings.catch_warnings():
+        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return [
+            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, buffers)
+            for name, piece, flat_fn, used_up in zip(
+                names, pipeline.pieces, functions, donated, strict=True
+            )
+        ]
 
 
 def _lower(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,14 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send, piece_names
 from autopar.ir.tiles import TilePlan
 from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
-from autopar.runtime.debug import dump
+from autopar.runtime.debug import (
+    DebugFile,
+    Describe,
+    describe_nothing,
+    dump,
+    instruction_files,
+    program_files,
+)
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.operations import (
     Operation,
@@ -37,7 +45,7 @@ from autopar.runtime.operations import (
     send_operation,
 )
 from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_live_bytes
-from autopar.runtime.pieces import Buffers, compile_pieces, program_bytes
+from autopar.runtime.pieces import Buffers, compile_pieces, lower_pieces, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
 
@@ -102,6 +110,7 @@ class PipelineExecutable:
         self._output_slots = self._slots_of([program.outputs for program in programs.meshes])
         self._compiled: list[Any] | None = None
         self._operations: list[Operation] | None = None
+        self.describe: Describe = describe_nothing
 
     def _slots_of(self, places: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
         """The slot of each argument, or result, of the step."""
@@ -321,17 +330,41 @@ class PipelineExecutable:
         )
 
     def dump_debug_info(self, directory: str | Path) -> None:
-        """Write plan, explanation, instructions and HLO into a folder."""
-        folder = dump(
+        """Write plan, programs, placement, strategies, the solver's problems, transfers, schedule,
+        instructions and figures into a folder; its README.txt says what each file is."""
+        dump(
             self,
             directory,
+            (*self._program_files(), *instruction_files(self.programs)),
             mesh_memory_bytes=self.mesh_memory_bytes(),
             live_bytes=self.live_bytes(),
             num_instructions=self.num_instructions(),
         )
-        for mesh, program in enumerate(self.programs.meshes):
-            lines = "\n".join(map(str, program.instructions))
-            (folder / f"instructions_mesh{mesh}.txt").write_text(lines + "\n")
+
+    def _program_files(self) -> Iterator[DebugFile]:
+        lowered: list[jax.stages.Lowered] = []
+
+        def annotated(number: int) -> str:
+            if not lowered:
+                lowered.extend(
+                    lower_pieces(
+                        self.plan.name,
+                        self.pipeline,
+                        self._functions,
+                        self.programs.donated,
+                        self._buffers,
+                    )
+                )
+            return lowered[number].as_text()
+
+        for number, (name, one) in enumerate(self.compiled.items()):
+            yield from program_files(
+                name, partial(annotated, number), lambda one=one: one.as_text() or ""
+            )
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._buffers
 
 
 def _bytes_on_one_device(array: Any) -> int:

@@ -152,7 +152,7 @@ def test_the_executable_tells_as_much_as_that_of_one_mesh(trained: Any, tmp_path
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["live_bytes"] == list(executable.live_bytes())
     assert figures["memory_bytes"] == executable.memory_bytes()
-    assert "HloModule" in (tmp_path / "optimized_hlo.txt").read_text()
+    assert "HloModule" in (tmp_path / "stage1_backward.optimized.hlo.txt").read_text()
 
 
 def test_every_piece_is_compiled(trained: Any, plan: ParallelPlan) -> None:

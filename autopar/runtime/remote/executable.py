@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,31 @@ from autopar import _jax
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import PipelinePrograms, Recv, Run, Send
 from autopar.ir.progress import Progress, logged
-from autopar.ir.remote import Bound, Held, LoweredStep, MeshTask, PieceSpec, recv_order
+from autopar.ir.remote import (
+    Bound,
+    Crossing,
+    Held,
+    LoweredPiece,
+    LoweredStep,
+    MeshTask,
+    PieceSpec,
+    recv_order,
+)
 from autopar.ir.spec import num_shards
 from autopar.runtime.arguments import SignatureChanged, is_weak
-from autopar.runtime.debug import dump
+from autopar.runtime.debug import (
+    DebugFile,
+    Describe,
+    describe_nothing,
+    dump,
+    instruction_files,
+    program_files,
+)
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
-from autopar.runtime.remote.exporting import export_piece
+from autopar.runtime.remote.exporting import export_piece, exported_piece
 from autopar.runtime.remote.moving import move
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
 
@@ -75,6 +92,7 @@ class RemoteExecutable:
         self._order = interleave(lowered.programs)
         self._ahead: deque[list[Any]] = deque()
         self._piece_bytes: dict[int, int] = {}
+        self.describe: Describe = describe_nothing
         num_meshes = len(lowered.meshes)
         self._arguments: list[list[Bound]] = [
             [a for a in lowered.arguments if a.mesh == mesh] for mesh in range(num_meshes)
@@ -397,13 +415,38 @@ class RemoteExecutable:
         )
 
     def dump_debug_info(self, directory: str | Path) -> None:
-        """Write plan, explanation and HLO into a folder."""
+        """Write plan, programs, placement, strategies, the solver's problems, transfers, schedule,
+        instructions and figures into a folder of the driver; its README.txt says what each is."""
         dump(
             self,
             directory,
+            (*self._program_files(), *instruction_files(self.programs)),
             mesh_memory_bytes=self.mesh_memory_bytes(),
+            live_bytes=self.live_bytes(),
             num_instructions=self.num_instructions(),
         )
+
+    def _program_files(self) -> Iterator[DebugFile]:
+        lowered, platform = self._lowered, self._session.cluster.platform
+        optimized: dict[str, str] = {}
+
+        def annotated(piece: LoweredPiece) -> str:
+            return str(exported_piece(lowered.name, piece, platform).mlir_module())
+
+        def compiled(name: str) -> str:
+            if not optimized:
+                optimized.update(self.hlo_texts())
+            return optimized[name]
+
+        for piece in lowered.pieces:
+            yield from program_files(
+                piece.name, partial(annotated, piece), partial(compiled, piece.name)
+            )
+
+    @property
+    def crossings(self) -> Mapping[int, Crossing]:
+        """Transfers from mesh to mesh, by number."""
+        return self._lowered.crossings
 
 
 def _use_up(taken: Sequence[DistributedArray], used_up: Collection[int]) -> None:
