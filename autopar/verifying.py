@@ -104,6 +104,14 @@ def verify(
     )
 
 
+def check_compiler(cluster: ClusterSpec, target: str | Path | None = None) -> None:
+    """That a plan for this cluster can be verified here, before minutes are spent on planning."""
+    device = cluster.spec
+    cuda_version(
+        target_of(device.name, device.memory_bytes) if target is None else load_target(target)
+    )
+
+
 def _unwrap(
     fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
 ) -> tuple[Callable[..., Any], StepOptions]:

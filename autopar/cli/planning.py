@@ -12,7 +12,7 @@ from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
-from autopar.verifying import verify
+from autopar.verifying import check_compiler, verify
 from autopar_command import STARTED
 
 OK, NOT_FITTING = 0, 1
@@ -27,6 +27,8 @@ def run_plan(arguments: Namespace) -> int:
     )
     if arguments.batch is not None:
         request = request.with_option("batch", arguments.batch)
+    if arguments.verify:
+        check_compiler(request.target().cluster)
     made = make_plan(request)
     plan = made.plan
     if not arguments.quiet:

@@ -77,8 +77,10 @@ def request_of(arguments: Namespace) -> PlanRequest:
 
 
 def use_no_devices() -> None:
-    """Planning needs no device: JAX is kept from looking for any, unless the user says which."""
+    """Planning needs no device: JAX is kept from looking for any, unless the user says which, and
+    from complaining of a CUDA plugin that finds no GPU."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def make_plan(request: PlanRequest, loaded: UserStep | None = None) -> MadePlan:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
-from autopar.errors import ArgumentError, CompileError
+from autopar.errors import ArgumentError, CompileError, near_names
 
 _SUFFIX = ".txtpb"
 _MEMORY = re.compile(r"\bdevice_memory_size:\s*(\d+)")
@@ -57,15 +56,15 @@ def load_target(given: str | Path) -> Target:
             return _parsed(path.stem, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"target={str(given)!r} cannot be read: {error}") from error
-    near = get_close_matches(str(given).lower(), names, n=2, cutoff=0.4)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ArgumentError(f"target={str(given)!r} is not known.{meant} {_CHOICE.format(names)}")
+    near = near_names(str(given), names)
+    raise ArgumentError(f"target={str(given)!r} is not known{near}. {_choice(names)}")
 
 
-_CHOICE = (
-    "There are {}; any other GPU is described by a file of XLA's form, given by its path: "
-    "target='my_gpu.txtpb'."
-)
+def _choice(names: list[str]) -> str:
+    return (
+        f"There are {', '.join(names)}. Any other GPU is described by a file in XLA's form, given "
+        "by its path: target='my_gpu.txtpb'."
+    )
 
 
 def _parsed(name: str, config: str) -> Target:
@@ -95,7 +94,7 @@ def target_of(device: str, memory_bytes: float | None) -> Target:
     if chip is None:
         raise ArgumentError(
             f"the plan is for the device {device!r}, of which no description is here. Say for "
-            f"which GPU to compile, as target='h100-80gb'. {_CHOICE.format(names)}"
+            f"which GPU to compile, as target='h100-80gb'. {_choice(names)}"
         )
     found = [load_target(name) for name in names if name.split("-")[0] == chip]
     if memory_bytes is None:

@@ -201,7 +201,7 @@ def test_mistakes(jobs, monkeypatch: pytest.MonkeyPatch):
         autopar.verify(train_step, *args, plan=plan, time_limit_s=0)
     with pytest.raises(ArgumentError, match="the first argument is the train step"):
         autopar.verify(None, *args, plan=plan)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="Did you mean h100-80gb"):
+    with pytest.raises(ArgumentError, match="did you mean 'h100-80gb'"):
         autopar.verify(train_step, *args, plan=plan, target="h100-80g")
     with pytest.raises(PlanError):
         autopar.verify(train_step, *arguments(2), plan=plan)
@@ -215,6 +215,10 @@ def test_mistakes(jobs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("autopar.proof.targets._is_there", lambda module: False)
     with pytest.raises(CompileError, match=r"pip install 'autopar\[verify\]'"):
         autopar.verify(train_step, *args, plan=plan)
+    with pytest.raises(CompileError, match=r"pip install 'autopar\[verify-cuda12\]'"):
+        verifying.check_compiler(ClusterSpec(1, 8, "v100"))
+    with pytest.raises(ArgumentError, match="'nonesuch' is not known"):
+        verifying.check_compiler(H100S, "nonesuch")
 
 
 def test_a_step_that_calls_back_into_python(jobs):

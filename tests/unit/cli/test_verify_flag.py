@@ -1,0 +1,39 @@
+"""`autopar plan … --verify`, with a stand-in for the compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar import verifying
+from autopar.proof import targets
+from autopar.proof.jobs import ProgramFigures
+from autopar_command import main
+
+STEP = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
+PLAN = ["plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet", "--verify"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "code", "said"), [(1, 0, "fits, 66.1 GiB left"), (70, 1, "does not fit: the mesh ")]
+)
+def test_the_exit_status_says_whether_it_fits(
+    capsys, monkeypatch: pytest.MonkeyPatch, gib: int, code: int, said: str
+) -> None:
+    figures = ProgramFigures(0, 0, gib * 2**30, 0, (), 0.0, 0.1)
+    monkeypatch.setattr(verifying, "compile_all", lambda jobs, *_: [figures for _ in jobs])
+    monkeypatch.setattr(verifying, "cuda_version", lambda target: 13)
+    assert main(PLAN) == code
+    out = capsys.readouterr().out
+    assert "compiled for NVIDIA H100 80GB HBM3 (h100-80gb) without one" in out
+    assert said in out
+
+
+def test_a_missing_compiler_is_told_before_anything_is_planned(
+    capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_is_there", lambda module: False)
+    arguments = ["plan", "no_such_file.py:f", "--cluster", "1x4:h100-sxm", "--verify"]
+    assert main(arguments) == 2
+    assert "pip install 'autopar[verify]'" in capsys.readouterr().err
