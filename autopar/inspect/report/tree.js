@@ -113,13 +113,13 @@ function marked(words, query) {
 }
 
 function treeRow(row, model, total, state) {
-  const cells = { module: moduleCells, group: groupCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
+  const cells = { module: moduleCells, group: groupCells, own: ownCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
   const tr = make("tr", { class: row.kind, role: "row", "aria-level": row.level, tabindex: row.key === state.focus ? 0 : -1,
     "aria-expanded": row.open === null || row.open === undefined ? null : String(row.open) },
   cells.map(([content, style], index) => make("td", { role: "gridcell", class: style, style: index === 0 ? `padding-left:${6 + 16 * (row.level - 1)}px` : null }, content)));
   tr.dataset.key = row.key;
   if (row.kind === "module") tr.dataset.path = row.node.path;
-  if (row.kind === "group") tr.dataset.path = row.key;
+  if (row.kind === "group" || row.kind === "own") tr.dataset.path = row.key;
   if (row.kind === "more") tr.dataset.list = row.list;
   return tr;
 }
@@ -142,6 +142,13 @@ function groupCells(row, model, total, state) {
   const cells = moduleCells({ node: added, open: row.open }, model, total, state);
   cells[0][0].push(make("span", { class: "tag" }, `${group.length} alike`));
   return cells;
+}
+
+// Operators of a module that are in none of the modules inside of it.
+function ownCells(row, model, total, state) {
+  const where = row.node.path ? "not inside of these" : "outside of all modules";
+  const name = `${count(row.node.ops.length, "operator")} ${where}`;
+  return moduleCells({ ...row, node: { ...row.node, name, stages: new Set() } }, model, total, { ...state, query: "" });
 }
 
 function moduleCells(row, model, total, state) {

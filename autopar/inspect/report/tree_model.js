@@ -57,6 +57,7 @@ function paramLabels(modules, model) {
 
 function addUp(node) {
   node.numOps = node.ops.length;
+  node.own = { ...node, words: new Map(node.words), held: 0 }; // without what is inside of it
   for (const child of node.children.values()) {
     addUp(child);
     node.compute += child.compute;
@@ -145,7 +146,11 @@ function visibleRows(tree, model, state) {
       else if (whole || hits.modules.has(group[0]) || hits.open.has(group[0])) visit(group[0], level + 1);
     }
     listed(node, level, "param", whole ? node.params : node.params.filter((index) => hits.params.has(index)));
-    listed(node, level, "op", whole ? node.ops : hits.ops.get(node) || []);
+    if (whole && node.children.size && node.ops.length) {
+      const key = `o${node.path}`;
+      rows.push({ kind: "own", node: node.own, level: level + 1, key, open: state.open.has(key) });
+      if (state.open.has(key)) listed(node, level + 1, "op", node.ops);
+    } else listed(node, level, "op", whole ? node.ops : hits.ops.get(node) || []);
   }
 
   function visitGroup(group, level) {
