@@ -7,7 +7,6 @@ from pathlib import Path
 
 import autopar
 from autopar.cli.planning import check_target
-from autopar.errors import PlanError
 from autopar.ir.mesh import DEVICES
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import rows_of
@@ -29,10 +28,8 @@ def explain(arguments: Namespace) -> int:
 
 
 def diff(arguments: Namespace) -> int:
-    compare = getattr(autopar, "diff", None)
-    if compare is None:
-        raise PlanError("autopar diff: not there yet.")
-    print(compare(ParallelPlan.load(arguments.first), ParallelPlan.load(arguments.second)))
+    first, second = map(ParallelPlan.load, (arguments.first, arguments.second))
+    print(autopar.diff(first, second))
     return 0
 
 

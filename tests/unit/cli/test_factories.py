@@ -78,3 +78,11 @@ def test_a_file_that_cannot_be_imported(tmp_path) -> None:
 
 def test_a_file_is_run_once() -> None:
     assert load_object(f"{FILE}:make_step") is load_object(f"{FILE}:make_step")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
+def test_the_examples_of_the_repository(name: str) -> None:
+    found = load_step(f"examples.train_{name}:make_step", {"size": "tiny", "batch": 16})
+    assert found.args[1]["tokens"].shape[0] == 16
+    with pytest.raises(FactoryError, match=r"raised ValueError: size='huge': there are .*tiny"):
+        load_step(f"examples.train_{name}:make_step", {"size": "huge"})

@@ -34,6 +34,7 @@ def test_a_plan_is_shown_saved_and_reported(tmp_path, capsys) -> None:
     assert "cluster: 2 × 4 v100-32gb" in out and "from start to finish" in out
     assert page.read_text().lower().startswith("<!doctype html>")
     assert run(capsys, "explain", str(saved))[1].rstrip("\n") == plan.explain()
+    assert run(capsys, "diff", str(saved), str(saved))[1].endswith("The plans are the same.\n")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_a_device_of_ones_own() -> None:
     assert ClusterSpec(1, 2, own).spec == own
     with pytest.raises(ArgumentError, match="device='h900' is not a preset; choose one of"):
         ClusterSpec(1, 8, "h900")
+    with pytest.raises(ArgumentError, match=r"not a preset \(did you mean 'v100-32gb' or 'v100'"):
+        ClusterSpec(1, 8, "V100-32G")
 
 
 def test_a_clusters_own_figures_replace_the_presets() -> None:
