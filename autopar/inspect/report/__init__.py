@@ -7,6 +7,7 @@ draw them in the browser. It asks the network for nothing, and forbids itself to
 from __future__ import annotations
 
 import os
+from math import inf
 from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanError
@@ -24,11 +25,8 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
             f"{where}: needs a ParallelPlan, got a {type(plan).__name__}. Plan first, or read a "
             "file that plan.save() wrote with ParallelPlan.load()."
         )
-    if measured is not None and not isinstance(measured, Timeline):
-        raise ArgumentError(
-            f"{where}: measured must be a Timeline, got a {type(measured).__name__}. Give one of "
-            "the timelines that autopar.trace recorded, or nothing."
-        )
+    if measured is not None:
+        _check_measured(plan, measured, where)
     try:
         path = Path(target)
     except TypeError as error:
@@ -45,6 +43,25 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
             f"{where}: cannot be written ({error.strerror or error}). Choose a file in a folder "
             "that you may write to, with room for it."
         ) from error
+
+
+def _check_measured(plan: ParallelPlan, measured: object, where: str) -> None:
+    if not isinstance(measured, Timeline):
+        raise ArgumentError(
+            f"{where}: measured must be a Timeline, got a {type(measured).__name__}. Give one of "
+            "the timelines that autopar.trace recorded, or nothing."
+        )
+    num_meshes = len({stage.mesh for stage in plan.stages})
+    if measured.num_meshes != num_meshes:
+        raise ArgumentError(
+            f"{where}: measured has {measured.num_meshes} meshes, the plan {num_meshes}. Give a "
+            "timeline of a step that ran by this plan."
+        )
+    meshes = range(num_meshes)
+    if not all(e.mesh in meshes and -inf < e.start_s <= e.end_s < inf for e in measured.events):
+        raise ArgumentError(
+            f"{where}: measured has events on no mesh, or that end before they start."
+        )
 
 
 def _replace(path: Path, content: bytes) -> None:

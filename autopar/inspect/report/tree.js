@@ -159,7 +159,7 @@ function moduleCells(row, model, total, state) {
   const held = node.held ? `${bytes(node.held)} of parameters` : "";
   return [
     [[make("span", { class: "twist", "aria-hidden": "true" }, row.open === null ? "" : row.open ? "▾" : "▸"), marked(node.name || "(no name)", state.query), stages], ""],
-    [words, "words"], [make("span", { class: "soft" }, held), "spec"], timeCell(node.compute), timeCell(node.communication), sentCell(node.bytes), shareCell(node.compute, node.communication, total),
+    [words, "words"], [make("span", { class: "soft" }, held), "spec array"], timeCell(node.compute), timeCell(node.communication), sentCell(node.bytes), shareCell(node.compute, node.communication, total),
   ];
 }
 

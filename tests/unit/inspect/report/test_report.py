@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import autopar
 from autopar.errors import ArgumentError, PlanError
 from autopar.inspect.report import write_report
 from autopar.inspect.report.page import SCRIPTS, embedded_json
+from autopar.ir.timeline import Event, Timeline
 from tests.report_plans import one_mesh, pipeline, timeline
 
 FOLDER = Path(autopar.__file__).parent / "inspect" / "report"
@@ -153,6 +155,26 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, given: Any) -> None:
 def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="measured must be a Timeline, got a str"):
         one_mesh().report(tmp_path / "plan.html", measured="trace.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        (
+            timeline(3, 8),
+            "measured has 3 meshes, the plan 4. Give a timeline of a step that ran by",
+        ),
+        (replace(timeline(4, 8), num_meshes=1), "measured has 1 meshes, the plan 4"),
+        (replace(timeline(5, 8), num_meshes=4), "events on no mesh"),
+        (Timeline((Event(0, "run", "", 0, None, 2.0, 1.0),), 3.0, 4), "end before they start"),
+        (Timeline((Event(0, "run", "", 0, None, 0.0, inf),), 3.0, 4), "end before they start"),
+    ],
+)
+def test_a_timeline_of_something_else_is_refused(
+    tmp_path: Path, measured: Timeline, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        write_report(pipeline(), tmp_path / "plan.html", measured)
 
 
 def test_what_is_no_path_is_refused() -> None:
