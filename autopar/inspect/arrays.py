@@ -32,7 +32,7 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
     meshes = len({stage.mesh_shape for stage in plan.stages})
     for tensor in tensors:
         array = f"{tensor.dtype}{list(tensor.shape)}"
-        tail = name_skeleton(_tail(tensor.path))
+        tail = name_skeleton(tail_of(tensor.path))
         own = plan.stages[tensor.stages[0]]
         spec = str(plan.spec_of(tensor))
         if meshes > 1:
@@ -40,7 +40,7 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
         groups[tail, array, spec, tensor.role].append(tensor)
     return [
         (
-            _common_path([t.path for t in members]),
+            common_path([t.path for t in members]),
             array,
             spec,
             role,
@@ -51,15 +51,15 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
     ]
 
 
-def _tail(path: str) -> str:
+def tail_of(path: str) -> str:
     """What a parameter and its moments have in common: the path from the first key on."""
     at = path.find("['")
     return path[at:] if at > 0 else path
 
 
-def _common_path(paths: Sequence[str]) -> str:
-    heads = list(dict.fromkeys(path.removesuffix(_tail(path)) for path in paths))
-    tail = name_pattern([_tail(path) for path in paths])
+def common_path(paths: Sequence[str]) -> str:
+    heads = list(dict.fromkeys(path.removesuffix(tail_of(path)) for path in paths))
+    tail = name_pattern([tail_of(path) for path in paths])
     if len({name_skeleton(head) for head in heads}) == 1:
         return name_pattern(heads) + tail
     same = 0

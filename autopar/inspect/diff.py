@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from autopar.errors import ArgumentError
+from autopar.inspect.arrays import common_path, tail_of
 from autopar.inspect.explain import cluster_text, where_text
 from autopar.inspect.figures import is_timed, num_devices, own_plans, rates_of, shares_of, why
 from autopar.inspect.lines import WIDTH, elided, number_range, paragraph, table
@@ -21,7 +22,6 @@ from autopar.ir.text import (
     format_bytes,
     format_seconds,
     layer_names,
-    name_pattern,
     name_skeleton,
 )
 
@@ -116,7 +116,7 @@ def _costs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         rows.append(("per device", rates[0].model / 1e12, rates[1].model / 1e12, per_s))
     rows.append(("devices", num_devices(a), num_devices(b), "{:.0f}".format))
     shown = [
-        (name, text(x) if x else "-", text(y) if y else "-", f"{y / x:.3g}" if x and y else "-")
+        (name, text(x) if x else "-", text(y) if y else "-", f"{y / x:.4g}" if x and y else "-")
         for name, x, y, text in rows
         if x or y
     ]
@@ -201,11 +201,11 @@ def _table(title: str, pairs: dict[str, tuple[str, str]]) -> list[str]:
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for path, (one, two) in pairs.items():
         if one != two:
-            groups[name_skeleton(path), one, two].append(path)
+            groups[name_skeleton(tail_of(path)), one, two].append(path)
     if not groups:
         return []
     rows = [
-        (name_pattern(paths), one, two, str(len(paths))) for (_, one, two), paths in groups.items()
+        (common_path(paths), one, two, str(len(paths))) for (_, one, two), paths in groups.items()
     ]
     count = sum(map(len, groups.values()))
     header = (f"{title} ({count} of {len(pairs)})", "a", "b", "count")
@@ -237,7 +237,7 @@ def _collectives(a: ParallelPlan, b: ParallelPlan) -> list[str]:
             continue
         kind, axes, cause = key
         cells = [_sum_text(sums, plan) for sums, plan in ((one, a), (two, b))]
-        rows.append((f"{kind} along {axes}: {cause}", *cells))
+        rows.append((f"{kind}({axes}): {cause}", *cells))
     if not rows:
         return []
     return table(("collectives that differ", "a", "b"), _limited(rows))
@@ -257,7 +257,7 @@ def _sums(plan: ParallelPlan) -> dict[tuple[str, str, str], list[float]]:
     for own in own_plans(plan):
         share = own.num_devices / devices
         for one in own.details.collectives if own.details is not None else ():
-            sums = found[one.kind, " and ".join(one.axes), why(one)]
+            sums = found[one.kind, ", ".join(one.axes), why(one)]
             for position, value in enumerate((one.count, one.num_bytes, one.seconds)):
                 sums[position] += share * value
     return found

@@ -145,11 +145,12 @@ def _step(plan: ParallelPlan) -> list[str]:
             f"{rates.model / 1e12:.3g} TFLOP/s per device, {rates.model / rates.peak:.1%} of its "
             f"peak of {rates.peak / 1e12:.4g}"
         )
-        if rates.computed > 1.01 * rates.model:
-            text += (
-                f"; {rates.computed / 1e12:.3g} TFLOP/s ({rates.computed / rates.peak:.1%}) with "
-                "what is computed again or more than once"
-            )
+        for what, rate, before in (
+            ("with what is computed again in the backward pass", rates.distinct, rates.model),
+            ("with what several devices compute alike", rates.computed, rates.distinct),
+        ):
+            if rate > 1.01 * before:
+                text += f"; {rate / 1e12:.3g} ({rate / rates.peak:.1%}) {what}"
         lines += paragraph(text)
     budget = plan.memory_budget_bytes
     of = f" of a budget of {format_bytes(budget)}" if budget < inf else ""

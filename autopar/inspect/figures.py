@@ -11,7 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.details import OTHER_LAYOUT, PARTIAL_SUMS, STATE, WINDOWS, CollectiveCost
+from autopar.ir.details import (
+    OTHER_LAYOUT,
+    PARTIAL_SUMS,
+    REPLICATED,
+    STATE,
+    WINDOWS,
+    CollectiveCost,
+)
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names, name_pattern, name_skeleton
 
@@ -80,36 +87,52 @@ def bubble_share(plan: ParallelPlan) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating point operations per second of one device: those of the model, each product counted
-    once, and those of products with all that is computed again or on several devices; `peak` is the
+    """Floating point operations per second of one device, those of products: `model`, each counted
+    once; `distinct`, with what is computed again in the backward pass; `computed`, all that devices
+    do, the same on several too, `same_along` the axes that split nothing of it. `peak` is the
     vendor's rate in the precision of most of the work."""
 
     model: float
+    distinct: float
     computed: float
     peak: float
+    same_along: tuple[str, ...] = ()
 
 
 def rates_of(plan: ParallelPlan) -> Rates | None:
     """None if it is not known."""
     if plan.cluster is None or not plan.estimated_step_s or not is_timed(plan):
         return None
-    model = computed = 0.0
+    model = distinct = computed = 0.0
     precision = {True: 0.0, False: 0.0}
+    repeated: dict[str, float] = defaultdict(float)
     for own in own_plans(plan):
         if own.details is None:
             return None
         ops = own.details.ops
         product = [text in _PRODUCTS for text in ops.strings]
         half = [text.startswith(_HALF) for text in ops.strings]
-        for name, array, flops in zip(ops.name, ops.array, ops.flops, strict=True):
-            if product[name]:
-                computed += flops * own.num_devices
-                precision[half[array]] += flops
+        sizes = list(zip(own.axis_names, own.mesh_shape, strict=True))
+        for name, array, words, flops in zip(
+            ops.name, ops.array, ops.words, ops.flops, strict=True
+        ):
+            if not product[name]:
+                continue
+            all_flops = flops * own.num_devices
+            times = 1
+            for axis, size in sizes:
+                if size > 1 and f"{axis}: {REPLICATED}" in ops.strings[words]:
+                    times *= size
+                    repeated[axis] += all_flops
+            computed += all_flops
+            distinct += all_flops / times
+            precision[half[array]] += flops
         model += own.details.model_flops
     device_s = plan.estimated_step_s * num_devices(plan)
     device = plan.cluster.spec
     peak = device.flops_16bit if precision[True] > precision[False] else device.flops_32bit
-    return Rates(model / device_s, computed / device_s, peak)
+    along = tuple(axis for axis, flops in repeated.items() if flops > 0.1 * computed)
+    return Rates(model / device_s, distinct / device_s, computed / device_s, peak, along)
 
 
 def is_array_type(value: str) -> bool:
@@ -149,7 +172,7 @@ def limits_of(plan: ParallelPlan) -> list[str]:
         if part >= (0.5 if name == "compute" else 0.1):
             text = {"compute": _compute, "communication": _communication, "waiting": _waiting}
             sentences.append(text[name](plan, part))
-    return [*sentences, *_memory(plan)]
+    return [*sentences, *_repeated(plan), *_memory(plan)]
 
 
 def _compute(plan: ParallelPlan, part: float) -> str:
@@ -166,7 +189,7 @@ def _compute(plan: ParallelPlan, part: float) -> str:
     skeleton, most = max(seconds.items(), key=lambda item: item[1])
     whole = shares_of(plan).compute * num_devices(plan)
     name = name_pattern(list(names[skeleton]))
-    return f"{text}; most of it, {most / whole:.0%}, is in {name}."
+    return f"{text}; the largest part, {most / whole:.0%} of that, is in {name}."
 
 
 def _module_seconds(own: ParallelPlan) -> Iterator[tuple[str, float]]:
@@ -216,6 +239,18 @@ def _waiting(plan: ParallelPlan, part: float) -> str:
     return f"{text}: the pipeline fills and drains; more micro-batches would make it less."
 
 
+def _repeated(plan: ParallelPlan) -> list[str]:
+    rates = rates_of(plan)
+    if rates is None or rates.computed <= 1.05 * rates.distinct:
+        return []
+    part = 1 - rates.distinct / rates.computed
+    along = f" along {' and '.join(rates.same_along)}" if rates.same_along else ""
+    return [
+        f"Devices do {part:.0%} of the work in products in vain: several{along} compute the same, "
+        "since to split it would cost more in communication, or was not possible."
+    ]
+
+
 def _memory(plan: ParallelPlan) -> list[str]:
     sentences = []
     bounded = [own for own in own_plans(plan) if own.solver.unbounded and own.solver.objective]
@@ -230,9 +265,9 @@ def _memory(plan: ParallelPlan) -> list[str]:
         )
     rates = rates_of(plan)
     again = plan.remat or any(stage.remat for stage in plan.stages)
-    if again and rates is not None and rates.computed > rates.model:
+    if again and rates is not None and rates.distinct > rates.model:
         what = layer_names(plan.remat) if plan.remat else "some stages' layers"
-        more = rates.computed / rates.model - 1
+        more = rates.distinct / rates.model - 1
         sentences.append(
             f"To save memory the backward pass computes {what} again: {more:.0%} more work in "
             "products."

@@ -228,13 +228,21 @@ def test_head_says_what_how_and_how_well() -> None:
 
 def test_rates_are_of_the_model_and_of_what_is_computed() -> None:
     # 4e12 operations of the model on 8 devices in 2 ms: 250 TFLOP/s each.
-    rows = (row("m", flops=6e11), row("m", array="float32[8]", flops=1e9, name="add"))
+    split = "x: data, y: tensor, column"
+    rows = (
+        row("m", split, flops=6e11),
+        row("m", split, array="float32[8]", flops=1e9, name="add"),
+        row("m", "x: replicated, y: data", flops=4e11),
+    )
     plan = plan_of(details=details(*rows, model_flops=4e12))
     rates = rates_of(plan)
-    assert rates is not None
-    assert (rates.model, rates.computed, rates.peak) == pytest.approx((250e12, 300e12, 989e12))
-    text = explain_plan(plan)
-    assert "250 TFLOP/s per device, 25.3% of its peak of 989; 300 TFLOP/s (30.3%) with what" in text
+    assert rates is not None and rates.same_along == ("x",)
+    assert (rates.model, rates.distinct) == pytest.approx((250e12, 400e12))
+    assert (rates.computed, rates.peak) == pytest.approx((500e12, 989e12))
+    text = " ".join(explain_plan(plan).split())
+    assert "250 TFLOP/s per device, 25.3% of its peak of 989; 400 (40.4%) with what is" in text
+    assert "; 500 (50.6%) with what several devices compute alike" in text
+    assert "Devices do 20% of the work in products in vain: several along x compute" in text
     assert rates_of(replace(plan, cluster=None)) is None
 
 
@@ -286,7 +294,9 @@ def test_compute_limits() -> None:
     plan = plan_of(modules=modules, details=details(*rows))
     assert shares_of(plan).compute == pytest.approx(1.8e-3)
     first, second = limits_of(plan)
-    assert first == "Compute takes 90% of the step; most of it, 94%, is in GPT/layer_0."
+    assert (
+        first == "Compute takes 90% of the step; the largest part, 94% of that, is in GPT/layer_0."
+    )
     assert second.startswith("Communication takes 10% of the step")
 
 
@@ -319,7 +329,8 @@ def test_memory_limits() -> None:
     plan = plan_of(solver=solver, memory_budget_bytes=2.0**22, remat=("GPT/layer_0",))
     (budget,) = limits_of(plan)
     assert "without it the step would take 1.50 ms in place of 2.00 ms" in budget
-    plan = replace(plan, details=details(row("m", flops=6e11), model_flops=4e12))
+    product = row("m", "x: data, y: sequence", flops=6e11)
+    plan = replace(plan, details=details(product, model_flops=4e12))
     assert "computes GPT/layer_0 again: 20% more work in products" in limits_of(plan)[1]
 
 

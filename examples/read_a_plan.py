@@ -1,0 +1,40 @@
+"""Plans GPT-1.3B for a host of eight H100s, and reads the plan. Nothing is run, so neither the
+cluster nor its memory need be there.
+
+    python -m examples.read_a_plan [--depth 3] [--save plan.json]
+
+`docs/reading_a_plan.md` goes through what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import autopar
+from examples.models import build
+
+CLUSTER = autopar.ClusterSpec(num_hosts=1, devices_per_host=8, device="h100-sxm")
+BATCH_SIZE = 4
+
+
+def plan_of(method: autopar.ShardParallel) -> autopar.ParallelPlan:
+    example = build("gpt-1.3b")
+    state, batch = example.abstract_state(), example.abstract_batch(BATCH_SIZE)
+    return autopar.plan(example.train_step, state, batch, cluster=CLUSTER, method=method)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depth", type=int, help="levels of modules that are shown")
+    parser.add_argument("--save", help="write the plan to this file")
+    arguments = parser.parse_args()
+    best = plan_of(autopar.ShardParallel())
+    print(best.explain(depth=arguments.depth))
+    print("\n--- beside the best plan on a mesh of one axis ---\n")
+    print(autopar.diff(best, plan_of(autopar.ShardParallel(mesh_shape=(8,)))))
+    if arguments.save:
+        best.save(arguments.save)
+
+
+if __name__ == "__main__":
+    main()
