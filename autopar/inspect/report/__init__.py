@@ -60,7 +60,8 @@ def _check_measured(plan: ParallelPlan, measured: object, where: str) -> None:
     meshes = range(num_meshes)
     if not all(e.mesh in meshes and -inf < e.start_s <= e.end_s < inf for e in measured.events):
         raise ArgumentError(
-            f"{where}: measured has events on no mesh, or that end before they start."
+            f"{where}: measured has events on no mesh of the plan, or that end before they start. "
+            "Give a timeline as autopar.trace recorded it."
         )
 
 
