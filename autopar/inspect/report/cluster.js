@@ -107,7 +107,7 @@ function stageTable() {
     time(["Once", "once_s"], "update and what else is done once per step"),
     time(["Transfer", "transfer_s"], "what it waits for from its neighbours, per micro-batch"),
     { name: "Peak memory", of: (row) => row.peak_bytes, show: (row) => bytes(row.peak_bytes), number: true },
-    { name: "Recomputed", of: (row) => (row.remat ? "yes" : "no") },
+    ...(rows.some((row) => row.remat) ? [{ name: "Recomputed", of: (row) => (row.remat ? "yes" : "no"), tip: "the backward pass computes its layers again" }] : []),
   ];
   return sortable(columns, rows, { label: "Stages", first: 100 });
 }

@@ -124,6 +124,7 @@ function treeRow(row, model, total, state) {
   return tr;
 }
 
+const nameCell = (sign, ...content) => make("div", { class: "name" }, make("span", { class: "twist", "aria-hidden": "true" }, sign), make("span", {}, ...content));
 const timeCell = (value) => [value ? seconds(value) : "–", "num"];
 const sentCell = (value) => [value ? bytes(value) : "–", "num"];
 const shareCell = (compute, communication, total) => [total && compute + communication > 1e-3 * total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
@@ -139,9 +140,8 @@ function groupCells(row, model, total, state) {
   const { group } = row;
   const added = { ...group[0], name: `${group[0].name} … ${group[group.length - 1].name}` };
   for (const figure of ["compute", "communication", "bytes", "held"]) added[figure] = sum(group.map((one) => one[figure]));
-  const cells = moduleCells({ node: added, open: row.open }, model, total, state);
-  cells[0][0].push(make("span", { class: "tag" }, `${group.length} alike`));
-  return cells;
+  const tag = make("span", { class: "tag" }, `${group.length} alike`);
+  return moduleCells({ node: added, open: row.open, tag }, model, total, state);
 }
 
 // Operators of a module that are in none of the modules inside of it.
@@ -158,7 +158,7 @@ function moduleCells(row, model, total, state) {
   const stages = DATA.head.pipeline && node.stages.size ? make("span", { class: "tag" }, node.stages.size === 1 ? `stage ${[...node.stages][0]}` : `${node.stages.size} stages`) : null;
   const held = node.held ? `${bytes(node.held)} of parameters` : "";
   return [
-    [[make("span", { class: "twist", "aria-hidden": "true" }, row.open === null ? "" : row.open ? "▾" : "▸"), marked(node.name || "(no name)", state.query), stages], ""],
+    [nameCell(row.open === null ? "" : row.open ? "▾" : "▸", marked(node.name || "(no name)", state.query), stages, row.tag), ""],
     [words, "words"], [make("span", { class: "soft" }, held), "spec array"], timeCell(node.compute), timeCell(node.communication), sentCell(node.bytes), shareCell(node.compute, node.communication, total),
   ];
 }
@@ -170,7 +170,7 @@ function opCells(row, model, total, state) {
   const runs = figures[ROW.runs] > 1 ? ` × ${figures[ROW.runs]}` : "";
   const about = [of(ROW.source), figures[ROW.flops] ? `${scaled(figures[ROW.flops], "FLOP")} on each device` : "", DATA.head.pipeline ? `stage ${stage}` : ""].filter(Boolean).join("\n");
   return [
-    [[make("span", { class: "twist", "aria-hidden": "true" }, "·"), make("span", { class: "opname code", "data-tip": about }, marked(of(ROW.name), state.query)), runs, make("span", { class: "tag" }, of(ROW.region) || "–")], ""],
+    [nameCell("·", make("span", { class: "opname code", "data-tip": about }, marked(of(ROW.name), state.query)), runs, make("span", { class: "tag" }, of(ROW.region) || "–")), ""],
     [wordCells(of(ROW.words), state.query), "words"], [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
     timeCell(figures[ROW.compute]), timeCell(figures[ROW.communication]), sentCell(figures[ROW.bytes]), shareCell(figures[ROW.compute], figures[ROW.communication], total),
   ];
@@ -180,7 +180,7 @@ function paramCells(row, model, total, state) {
   const param = model.params[row.item];
   const path = param[PARAM.path];
   return [
-    [[make("span", { class: "twist", "aria-hidden": "true" }, "▪"), make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(state.labels[row.item], state.query)), make("span", { class: "tag" }, "parameter")], ""],
+    [nameCell("▪", make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(state.labels[row.item], state.query)), make("span", { class: "tag" }, "parameter")), ""],
     [wordCells(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
     ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
   ];
