@@ -7,7 +7,7 @@ A description is text in XLA's own form (`GpuTargetConfigProto`), one file per G
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ _SUFFIX = ".txtpb"
 _MEMORY = re.compile(r"\bdevice_memory_size:\s*(\d+)")
 _CAPABILITY = re.compile(r"cuda_compute_capability\s*\{([^}]*)\}")
 _NAME = re.compile(r'\bdevice_description_str:\s*"([^"]*)"')
+_SAME_MEMORY = 0.1  # vendors count in powers of two or of ten, and drivers keep some
 _PLUGINS = {13: "jax_plugins.xla_cuda13", 12: "jax_plugins.xla_cuda12"}
 
 # What the compilers of a CUDA version no longer know: programs for older GPUs are refused.
@@ -87,7 +88,8 @@ def _parsed(name: str, config: str) -> Target:
 
 
 def target_of(device: str, memory_bytes: float | None) -> Target:
-    """The target of a device that a plan was made for: the same chip, the nearest memory."""
+    """The target of a device that a plan was made for: the same chip with the nearest memory or,
+    if none has about as much, with what was planned for. XLA uses more where there is more."""
     names = target_names()
     chips = {name.split("-")[0] for name in names}
     chip = max((chip for chip in chips if chip in device.lower()), key=len, default=None)
@@ -99,7 +101,11 @@ def target_of(device: str, memory_bytes: float | None) -> Target:
     found = [load_target(name) for name in names if name.split("-")[0] == chip]
     if memory_bytes is None:
         return found[-1]
-    return min(found, key=lambda target: abs(target.memory_bytes - memory_bytes))
+    nearest = min(found, key=lambda target: abs(target.memory_bytes - memory_bytes))
+    if abs(nearest.memory_bytes / memory_bytes - 1) < _SAME_MEMORY:
+        return nearest
+    config = _MEMORY.sub(f"device_memory_size: {memory_bytes:.0f}", nearest.config)
+    return replace(nearest, memory_bytes=memory_bytes, config=config)
 
 
 def cuda_version(target: Target) -> int:

@@ -61,7 +61,7 @@ def test_every_gpu_that_plans_can_be_made_for_has_a_target():
         ("v100", 16e9, "v100-16gb"),
         ("v100-32gb", 32e9, "v100-32gb"),
         ("my A100", 40e9, "a100-40gb"),
-        ("a100-sxm", 70e9, "a100-80gb"),
+        ("a100-sxm", 80e9, "a100-80gb"),
         ("GB200", 185e9, "b200-180gb"),
         ("l40s", 48e9, "l40s-48gb"),
         ("l4", 24e9, "l4-24gb"),
@@ -70,6 +70,13 @@ def test_every_gpu_that_plans_can_be_made_for_has_a_target():
 )
 def test_the_nearest_memory_of_the_same_chip(device: str, memory_bytes: float | None, name: str):
     assert target_of(device, memory_bytes).name == name
+
+
+def test_a_chip_with_another_memory_than_any_has():
+    target = target_of("v100", 12e9)
+    assert (target.name, target.memory_bytes) == ("v100-16gb", 12e9)
+    assert "device_memory_size: 12000000000\n" in target.config
+    assert target_of("v100", 16e9).config == load_target("v100-16gb").config
 
 
 def test_a_device_without_a_description():
