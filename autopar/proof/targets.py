@@ -104,8 +104,14 @@ def target_of(device: str, memory_bytes: float | None) -> Target:
     nearest = min(found, key=lambda target: abs(target.memory_bytes - memory_bytes))
     if abs(nearest.memory_bytes / memory_bytes - 1) < _SAME_MEMORY:
         return nearest
-    config = _MEMORY.sub(f"device_memory_size: {memory_bytes:.0f}", nearest.config)
-    return replace(nearest, memory_bytes=memory_bytes, config=config)
+    size = f"{memory_bytes / 1e9:.4g}"
+    return replace(
+        nearest,
+        name=f"{chip}-{size}gb",
+        description=f"{nearest.description}, as if with {size} GB",
+        memory_bytes=memory_bytes,
+        config=_MEMORY.sub(f"device_memory_size: {memory_bytes:.0f}", nearest.config),
+    )
 
 
 def cuda_version(target: Target) -> int:

@@ -74,7 +74,8 @@ def test_the_nearest_memory_of_the_same_chip(device: str, memory_bytes: float | 
 
 def test_a_chip_with_another_memory_than_any_has():
     target = target_of("v100", 12e9)
-    assert (target.name, target.memory_bytes) == ("v100-16gb", 12e9)
+    assert (target.name, target.memory_bytes) == ("v100-12gb", 12e9)
+    assert target.description == "Tesla V100-SXM2-16GB, as if with 12 GB"
     assert "device_memory_size: 12000000000\n" in target.config
     assert target_of("v100", 16e9).config == load_target("v100-16gb").config
 
