@@ -42,7 +42,8 @@ def _held(buffer: Any, numbers: Sequence[int], mesh: Sequence[int]) -> Held:
     assert isinstance(sharding, NamedSharding)
     names, sizes = tuple(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes)
     layout = from_partition_spec(sharding.spec, raw.shape, names, sizes, "a buffer")
-    grid = tuple(mesh.index(number) for number in numbers)
+    places = {number: place for place, number in enumerate(mesh)}
+    grid = tuple(places[number] for number in numbers)
     return Held(tuple(raw.shape), raw.dtype, sizes, names, layout, grid)
 
 
