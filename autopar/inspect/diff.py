@@ -247,7 +247,7 @@ def _sum_text(sums: list[float], plan: ParallelPlan) -> str:
     if not sums[0]:
         return "-"
     cost = format_seconds(sums[2]) if is_timed(plan) else f"{sums[2]:.6g}"
-    return f"{sums[0]:.0f}, {format_bytes(sums[1])}, {cost}"
+    return f"{sums[0]:.0f} in {cost}"
 
 
 def _sums(plan: ParallelPlan) -> dict[tuple[str, str, str], list[float]]:
