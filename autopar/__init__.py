@@ -27,6 +27,7 @@ from autopar.errors import (
     SolverError,
     SpecError,
     TraceError,
+    TraceFileError,
     WorkerError,
 )
 from autopar.inspect.diff import diff
@@ -54,6 +55,7 @@ from autopar.proof.report import VerifyReport
 from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import init, shutdown
+from autopar.tracing import Trace, read_trace, trace
 from autopar.training import run_training
 from autopar.verifying import verify
 
@@ -92,7 +94,9 @@ __all__ = [
     "ShardingSolution",
     "SolverError",
     "SpecError",
+    "Trace",
     "TraceError",
+    "TraceFileError",
     "UniformStages",
     "VerifyReport",
     "WorkerError",
@@ -109,11 +113,13 @@ __all__ = [
     "mark_layer_boundary",
     "parallelize",
     "plan",
+    "read_trace",
     "register_rule",
     "restore_checkpoint",
     "run_training",
     "save_checkpoint",
     "shutdown",
     "solve_sharding",
+    "trace",
     "verify",
 ]

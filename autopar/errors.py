@@ -92,6 +92,10 @@ class CheckpointError(AutoparError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 
 
+class TraceFileError(AutoparError, RuntimeError):
+    """A file of measured times that cannot be written, or is none."""
+
+
 class DataError(AutoparError, RuntimeError):
     """A data source failed, or gave a batch that the step cannot take."""
 

@@ -104,6 +104,7 @@ def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
         tuple(arguments),
         tuple(results),
         pipeline.donated,
+        {n: (t.source, t.target) for n, t in enumerate(pipeline.transfers)},
     )
 
 

@@ -44,7 +44,7 @@ def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
 def live_buffers(programs: PipelinePrograms) -> tuple[tuple[int, ...], ...]:
     """Per mesh, how many buffers are live while each instruction is run, those that it reads and
     those that it writes among them; while a `Free` is run, those that it leaves."""
-    return tuple(_sizes(program, lambda _: 1) for program in programs.meshes)
+    return tuple(sizes_over_time(program, lambda _: 1) for program in programs.meshes)
 
 
 def bytes_over_time(
@@ -55,7 +55,7 @@ def bytes_over_time(
     found = []
     for program in programs.meshes:
         size = {b: bytes_of(*slot) for b, slot in buffer_slots(pipeline, program).items()}
-        found.append(_sizes(program, size.__getitem__))
+        found.append(sizes_over_time(program, size.__getitem__))
     return tuple(found)
 
 
@@ -73,7 +73,8 @@ def live_bytes(
     return tuple(peaks)
 
 
-def _sizes(program: MeshProgram, size_of: Callable[[int], int]) -> tuple[int, ...]:
+def sizes_over_time(program: MeshProgram, size_of: Callable[[int], int]) -> tuple[int, ...]:
+    """What is live while each instruction of a mesh is run, by the sizes of its buffers."""
     live = {buffer for _, buffer in program.inputs}
     total = sum(map(size_of, live))
     sizes = []

@@ -7,7 +7,7 @@ Devices of a mesh are numbered by their place in it, those of a buffer's own arr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -83,6 +83,7 @@ class LoweredStep:
 
     meshes:   the cluster's numbers of each mesh's devices.
     donated:  positions of arguments that the step uses up.
+    ways:     of the crossings, from which stage to which.
     """
 
     name: str
@@ -95,6 +96,7 @@ class LoweredStep:
     arguments: tuple[Bound, ...]
     results: tuple[Bound, ...]
     donated: frozenset[int]
+    ways: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

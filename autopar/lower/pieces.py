@@ -375,7 +375,7 @@ class _StageCutter:
             tuple(ref for exit_ in exits for ref in exit_.refs),
             part,
         )
-        stripped = tuple(replace(s, refetched=()) for s in shardings)
+        stripped = tuple(replace(s, refetched=()) if s.refetched else s for s in shardings)
         self.pieces.append(
             PieceProgram(
                 piece,

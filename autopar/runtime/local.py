@@ -20,6 +20,7 @@ from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.progress import Progress, logged
+from autopar.runtime import recording
 from autopar.runtime.arguments import (
     SignatureChanged,
     has_types,
@@ -30,6 +31,7 @@ from autopar.runtime.arguments import (
 )
 from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.measured import StepDescription
 from autopar.runtime.threads import must_run_alone, run_alone
 
 
@@ -72,8 +74,21 @@ class LocalExecutable:
         )
         self._compiled: Any = None
         self.describe: Describe = describe_nothing
+        self._described: StepDescription | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        recorder = recording.current
+        if recorder is None or _jax.is_tracing():
+            return self.run(leaves)
+        if self._described is None:
+            self._described = recording.whole_step(self.plan, [self.plan.name], [0])
+        self.compiled  # noqa: B018  # which is no part of the step
+        began_s = recording.clock()
+        results = self.run(leaves)
+        recorder.whole(recorder.begin(self._described), 0, 0, began_s, results)
+        return results
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
         if [is_weak(leaf) for leaf in leaves] != self._weak_types:
             raise SignatureChanged
         if _jax.is_tracing():  # a step inside of another program

@@ -12,6 +12,7 @@ import jax
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
 from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
+from autopar.runtime import recording
 from autopar.runtime.hlo import CollectiveOp
 from autopar.runtime.local import LocalExecutable
 
@@ -45,7 +46,22 @@ class PartsExecutable:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         if _jax.is_tracing():
             return list(self._whole(*leaves))
-        return self._in_order([part(leaves) for part in self.parts])
+        recorder = recording.current
+        if recorder is None:
+            return self._in_order([part.run(leaves) for part in self.parts])
+        return self._recorded(recorder, leaves)
+
+    def _recorded(self, recorder: recording.Recorder, leaves: Sequence[Any]) -> list[Any]:
+        meshes = [stage.mesh for stage in self.plan.stages]
+        names = list(self.compiled)
+        step = recorder.begin(recording.whole_step(self.plan, names, meshes))
+        results = []
+        for number, (part, mesh) in enumerate(zip(self.parts, meshes, strict=True)):
+            began_s = recording.clock()
+            results.append(part.run(leaves))
+            place = meshes[:number].count(mesh)
+            recorder.whole(step, mesh, place, began_s, results[-1])
+        return self._in_order(results)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put host or device arrays where the first stage wants them."""

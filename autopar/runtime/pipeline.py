@@ -21,10 +21,20 @@ from jax.sharding import Mesh
 
 from autopar import _jax
 from autopar.errors import TraceError
-from autopar.ir.live import buffer_slots
+from autopar.ir.live import buffer_slots, bytes_over_time
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import Free, Piece, Pipeline, PipelinePrograms, Run, Send, piece_names
+from autopar.ir.program import (
+    Free,
+    Piece,
+    Pipeline,
+    PipelinePrograms,
+    Recv,
+    Run,
+    Send,
+    piece_names,
+)
 from autopar.ir.tiles import TilePlan
+from autopar.runtime import recording
 from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
 from autopar.runtime.debug import (
     DebugFile,
@@ -35,6 +45,7 @@ from autopar.runtime.debug import (
     program_files,
 )
 from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.measured import StepDescription
 from autopar.runtime.operations import (
     Operation,
     RunSlots,
@@ -48,6 +59,9 @@ from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_
 from autopar.runtime.pieces import Buffers, compile_pieces, lower_pieces, program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import transfer_function
+
+# Of an operation: mesh, place in its list, slots to wait for, whether they may be used up.
+_Watched = tuple[int, int, tuple[int, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,7 @@ class PipelineExecutable:
         self._compiled: list[Any] | None = None
         self._operations: list[Operation] | None = None
         self.describe: Describe = describe_nothing
+        self._recording: tuple[StepDescription, list[_Watched]] | None = None
 
     def _slots_of(self, places: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
         """The slot of each argument, or result, of the step."""
@@ -128,9 +143,63 @@ class PipelineExecutable:
             return self._inside_of_another_program(leaves)
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()
-        for operation in operations:
-            operation(slots)
+        if recording.current is not None:
+            self._run_recorded(recording.current, slots, operations)
+        else:
+            for operation in operations:
+                operation(slots)
         return [slots[slot] for slot in self._output_slots]
+
+    def _run_recorded(
+        self, recorder: recording.Recorder, slots: Slots, operations: Sequence[Operation]
+    ) -> None:
+        if self._recording is None:
+            self._recording = self._make_recording()
+        described, watched = self._recording
+        logs = recorder.begin(described).logs
+        for operation, (mesh, place, watch, may_vanish) in zip(operations, watched, strict=True):
+            began_s = recording.clock()
+            operation(slots)
+            if watch:
+                logs[mesh].began(place, began_s)
+                logs[mesh].ends_with(place, [slots[slot] for slot in watch], may_vanish)
+
+    def _make_recording(self) -> tuple[StepDescription, list[_Watched]]:
+        """What a step consists of, and what to wait for after each of its operations: one result of
+        a run, and all that a `Send` has brought."""
+        meshes = self.programs.meshes
+        used_up = [recording.may_be_used_up(own, self.programs.donated) for own in meshes]
+        places = [
+            iter([n for n, i in enumerate(own.instructions) if not isinstance(i, Recv)])
+            for own in meshes
+        ]
+        watched: list[_Watched] = []
+        for mesh, instruction, received in self._order:
+            place, watch, may_vanish = next(places[mesh]), (), False
+            if isinstance(instruction, Run) and instruction.writes:
+                at = self._offsets[mesh]
+                best, may_vanish = recording.one_to_watch(
+                    instruction.writes, lambda b, m=mesh: self._bytes_of((m, b)), used_up[mesh]
+                )
+                watch = (at + best,)
+            elif isinstance(instruction, Send):
+                at = self._offsets[instruction.to_mesh]
+                watch = tuple(at + buffer for buffer in received)
+                may_vanish = not used_up[instruction.to_mesh].isdisjoint(received)
+            watched.append((mesh, place, watch, may_vanish))
+        transfers = {}
+        for number, transfer in enumerate(self.pipeline.transfers):
+            buffer = self._buffers[transfer.source, transfer.ref.value]
+            size = float(prod(buffer.shape) * buffer.dtype.itemsize)
+            transfers[number] = transfer.source, transfer.target, size
+        live = bytes_over_time(
+            self.pipeline,
+            self.programs,
+            lambda stage, ref: _bytes_on_one_device(self._buffers[stage, ref.value]),
+        )
+        pieces = [(name, p.stage) for name, p in zip(self.names, self.pipeline.pieces, strict=True)]
+        described = StepDescription(self.plan, self.programs, tuple(pieces), transfers, live)
+        return described, watched
 
     def run_tracked(self, leaves: Sequence[Any]) -> tuple[list[Any], StepStats]:
         """Run a step and look, after every instruction, at the arrays that are there."""

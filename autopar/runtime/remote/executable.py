@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from autopar import _jax
+from autopar.ir.live import sizes_over_time
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import PipelinePrograms, Recv, Run, Send
 from autopar.ir.progress import Progress, logged
@@ -34,6 +35,7 @@ from autopar.ir.remote import (
     recv_order,
 )
 from autopar.ir.spec import num_shards
+from autopar.runtime import recording
 from autopar.runtime.arguments import SignatureChanged, is_weak
 from autopar.runtime.debug import (
     DebugFile,
@@ -44,11 +46,13 @@ from autopar.runtime.debug import (
     program_files,
 )
 from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.measured import StepDescription
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
 from autopar.runtime.remote.exporting import export_piece, exported_piece
 from autopar.runtime.remote.moving import move
+from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
 
 MAX_STEPS_AHEAD = 2
@@ -291,6 +295,8 @@ class RemoteExecutable:
                     for own in puts
                 ]
             )
+        if recording.current is not None:
+            collector_of(recording.current, session).step(self.described, self.meshes, first_tag)
         replies = [
             mesh.group.submit("step", [(call,) for call in own], fatal=True)
             for mesh, own in zip(self.meshes, calls, strict=True)
@@ -371,6 +377,26 @@ class RemoteExecutable:
                         target = self._lowered.crossings[number].target
                         found[mesh, buffer] = _bytes_on_one_device(target)
         return found
+
+    @cached_property
+    def described(self) -> StepDescription:
+        """What a record of a step speaks of."""
+        lowered = self._lowered
+        transfers = {}
+        for program in lowered.programs.meshes:
+            for recv in program.instructions:
+                if isinstance(recv, Recv):
+                    for number in recv.transfers:
+                        source, target = lowered.ways[number]
+                        size = float(lowered.crossings[number].source.nbytes)
+                        transfers[number] = source, target, size
+        bytes_of = self._buffer_bytes
+        live = tuple(
+            sizes_over_time(program, lambda b, m=mesh: bytes_of[m, b])
+            for mesh, program in enumerate(self.programs.meshes)
+        )
+        pieces = tuple((piece.name, piece.stage) for piece in lowered.pieces)
+        return StepDescription(self.plan, self.programs, pieces, transfers, live)
 
     def live_bytes(self) -> tuple[int, ...]:
         """The most bytes that lie in buffers of each mesh between instructions, per device."""

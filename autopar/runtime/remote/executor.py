@@ -22,11 +22,13 @@ from autopar.checkpoints.write import snapshot, write_parts
 from autopar.errors import WorkerError
 from autopar.ir.remote import Held, MeshTask
 from autopar.runtime.pieces import program_bytes
+from autopar.runtime.recording import clock
 from autopar.runtime.remote.channel import ChannelServer
 from autopar.runtime.remote.commands import Put, StepCall, StepDone
 from autopar.runtime.remote.crossings import shards_by_device
 from autopar.runtime.remote.exporting import compile_piece, sharding_of, struct_of
 from autopar.runtime.remote.place import Later, WorkerPlace
+from autopar.runtime.remote.recording import WorkerRecord
 from autopar.runtime.remote.task import WorkerTask, here
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import copier
@@ -56,6 +58,7 @@ class Executor:
         self._tasks: dict[int, WorkerTask] = {}
         self._compiling: dict[int, dict[int, Future[Any]]] = {}
         self._announced: dict[int, MeshTask] = {}
+        self._record: WorkerRecord | None = None
         self._channel = ChannelServer(place.address, place.token)
         self._transport: Transport | None = None
         mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
@@ -138,7 +141,14 @@ class Executor:
             slots[buffer] = self._arrays[number]
         for place in loaded.task.used_up:
             self._arrays.pop(call.inputs[place], None)
-        loaded.run(slots, call.first_tag, lambda i, m: self._progress.at(call.task, i, m))
+
+        def at(place: int, micro_batch: int) -> None:
+            self._progress.at(call.task, place, micro_batch)
+
+        if self._record is None:
+            loaded.run(slots, call.first_tag, at)
+        else:
+            loaded.run_recorded(slots, call.first_tag, at, self._record.begin(call.first_tag))
         for (_, buffer), number in zip(program.outputs, call.outputs, strict=True):
             self._arrays[number] = here(slots, buffer)
         del slots
@@ -213,6 +223,28 @@ class Executor:
         arrays = read_arrays(folder, manifest, wanted)
         for (_, number, _), array in zip(items, arrays, strict=True):
             self._arrays[number] = array
+
+    # -- what ran when
+
+    def clock(self) -> float:
+        return clock()
+
+    def record(self, max_events: int) -> None:
+        """From now on, note when instructions of steps run."""
+        if self._record is None:
+            self._record = WorkerRecord(max_events)
+
+    def recorded(self, limit_s: float) -> Later:
+        """Stop that; answers what was noted, when all of it is known or the limit is over."""
+        record, self._record = self._record, None
+        return Later(lambda: None if record is None else record.finished(limit_s))
+
+    def start_profile(self, folder: str) -> None:
+        """Have `jax.profiler` write what this process does into a folder of this host."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        jax.profiler.stop_trace()
 
     # -- for whoever looks
 

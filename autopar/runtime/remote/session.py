@@ -145,6 +145,7 @@ class RemoteSession:
         self.tasks: dict[int, LoweredStep] = {}  # what was sent to workers, by number
         self.moves: dict[Any, int] = {}  # tasks that take arrays from mesh to mesh
         self.closed = False
+        self.before_close: Callable[[], Any] | None = None  # told while workers are still there
 
     # -- meshes
 
@@ -357,6 +358,8 @@ class RemoteSession:
         return values
 
     def close(self) -> None:
+        if self.before_close is not None:
+            self.before_close()
         self.closed = True
         for mesh in self._meshes.values():
             mesh.close()

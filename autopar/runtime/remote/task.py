@@ -7,12 +7,14 @@ it, or when it is sent on: until then tiles arrive while the mesh computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from autopar.ir.program import Free, Instruction, Recv, Run, Send
 from autopar.ir.remote import Crossing, MeshTask
+from autopar.runtime.recording import MeshLog, clock, may_be_used_up, one_to_watch
 from autopar.runtime.remote.crossings import Coming, Leaving, same_mesh_copier
 from autopar.runtime.threads import run_alone
 from autopar.runtime.transports.base import Link, Transport
@@ -28,10 +30,13 @@ class _Arriving:
         self._coming = coming
         self._tiles: Sequence[jax.Array] | None = tiles
         self._arrays: list[jax.Array] = []
+        self.told: Callable[[list[jax.Array]], None] | None = None  # when they are put together
 
     def arrays(self) -> list[jax.Array]:
         if self._tiles is not None:
             self._arrays, self._tiles = self._coming.assemble(self._tiles), None
+            if self.told is not None:
+                self.told(self._arrays)
         return self._arrays
 
 
@@ -39,11 +44,11 @@ class _OneOf:
     """One array among those of a `Recv`."""
 
     def __init__(self, arriving: _Arriving, number: int) -> None:
-        self._arriving = arriving
+        self.arriving = arriving
         self._number = number
 
     def array(self) -> jax.Array:
-        return self._arriving.arrays()[self._number]
+        return self.arriving.arrays()[self._number]
 
 
 def here(slots: Slots, slot: int) -> Any:
@@ -81,6 +86,8 @@ class WorkerTask:
         self._coming: dict[int, Coming] = {}
         self._posted: dict[int, _Arriving] = {}  # by place of the Recv, while a step runs
         self._copied: dict[int, list[Any]] = {}  # by tag, between stages of this mesh
+        donated = {number: piece.donated for number, piece in task.pieces.items()}
+        self._used_up = may_be_used_up(task.program, donated)
         self.operations = [
             self._operation(place, instruction)
             for place, instruction in enumerate(task.program.instructions)
@@ -93,6 +100,36 @@ class WorkerTask:
             micro_batch = getattr(instructions[place], "micro_batch", None)
             at(place, -1 if micro_batch is None else micro_batch)
             operation(slots, first_tag)
+
+    def run_recorded(
+        self, slots: Slots, first_tag: int, at: Callable[[int, int], None], log: MeshLog
+    ) -> None:
+        """The same, and the log is told of each instruction: a run ends when its results are there,
+        a `Recv` when its arrays are put together, a `Send` when it is handed over."""
+        used_up = self._used_up
+        for place, (operation, instruction) in enumerate(
+            zip(self.operations, self.task.program.instructions, strict=True)
+        ):
+            micro_batch = getattr(instruction, "micro_batch", None)
+            at(place, -1 if micro_batch is None else micro_batch)
+            began_s = clock()
+            operation(slots, first_tag)
+            match instruction:
+                case Run(writes=writes):
+                    log.began(place, began_s)
+                    if writes:
+                        best, may_vanish = one_to_watch(writes, lambda b: slots[b].size, used_up)
+                        log.ends_with(place, slots[best], may_vanish)
+                case Send():
+                    log.began(place, began_s)
+                    log.ended(place, clock())
+                case Recv(buffers=buffers):
+                    log.began(place, began_s)
+                    first = slots[buffers[0]]
+                    if isinstance(first, _OneOf):
+                        first.arriving.told = partial(log.ends_with, place, may_vanish=True)
+                    else:
+                        log.ends_with(place, [slots[b] for b in buffers], may_vanish=True)
 
     def links(self) -> list[Link]:
         """Of all that this worker sends and receives."""

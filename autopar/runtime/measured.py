@@ -1,0 +1,138 @@
+"""From marks (two times per instruction) to a measured `Timeline`.
+
+Ends are measured. A run starts when it was dispatched, the run before it had ended and what it
+reads was there, whichever was last: a device does one thing after another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, NamedTuple
+
+from autopar.ir.program import PipelinePrograms, Recv, Run, Send
+from autopar.ir.timeline import Event, Timeline
+
+_PHASE = re.compile(r"stage\d+_(prepare|forward|backward|weights|update)")
+
+
+class Mark(NamedTuple):
+    """An instruction, by its place in its mesh's list: when it was dispatched, and when what it
+    gives was there."""
+
+    place: int
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class StepDescription:
+    """What the marks of a step speak of.
+
+    plan:       the step's plan.
+    pieces:     name and stage, by number.
+    transfers:  source stage, target stage and bytes, by number.
+    live_bytes: per mesh, the bytes on one device while each instruction is run; empty if not known.
+    """
+
+    plan: Any
+    programs: PipelinePrograms
+    pieces: tuple[tuple[str, int], ...]
+    transfers: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
+    live_bytes: tuple[tuple[float, ...], ...] = ()
+
+
+_Marks = list[dict[int, Mark]]  # by mesh and place
+_Way = tuple[int, int, int]  # from mesh, to mesh, tag
+
+
+def measured_timeline(
+    described: StepDescription, marks: Mapping[int, Sequence[Mark]]
+) -> tuple[Timeline, float]:
+    """The events of a step, and by the clock of the marks when the first of them began. Where a
+    `Recv` has no mark, because one process does both, that of its `Send` is for the whole way."""
+    meshes = described.programs.meshes
+    by_place = [{mark.place: mark for mark in marks.get(mesh, ())} for mesh in range(len(meshes))]
+    sent = {
+        (mesh, send.to_mesh, send.tag): by_place[mesh].get(place)
+        for mesh, program in enumerate(meshes)
+        for place, send in enumerate(program.instructions)
+        if isinstance(send, Send)
+    }
+    found = [_MeshEvents(described, mesh, by_place, sent) for mesh in range(len(meshes))]
+    events = [event for own in found for event in own.events]
+    first_s = min((event.start_s for event in events), default=0.0)
+    last_s = max((event.end_s for event in events), default=0.0)
+    shifted = [
+        replace(e, start_s=e.start_s - first_s, end_s=e.end_s - first_s)
+        for e in sorted(events, key=lambda event: event.start_s)
+    ]
+    memory = tuple(
+        tuple((max(0.0, at - first_s), held) for at, held in own.memory.items()) for own in found
+    )
+    if not any(memory):
+        memory = ()
+    return Timeline(tuple(shifted), last_s - first_s, len(meshes), memory), first_s
+
+
+class _MeshEvents:
+    """Events of one mesh by the clock of the marks, and its bytes by time."""
+
+    def __init__(
+        self,
+        described: StepDescription,
+        mesh: int,
+        by_place: _Marks,
+        sent: Mapping[_Way, Mark | None],
+    ) -> None:
+        self.described, self.mesh = described, mesh
+        self.events: list[Event] = []
+        self.memory: dict[float, float] = {}
+        now_s = -inf  # the end of the last run
+        there_s: dict[int, float] = {}  # buffers that were received -> since when they are there
+        live = described.live_bytes[mesh] if described.live_bytes else None
+        for place, instruction in enumerate(described.programs.meshes[mesh].instructions):
+            mark = by_place[mesh].get(place)
+            at_s = now_s
+            if isinstance(instruction, Recv):
+                mark = mark or sent.get((instruction.from_mesh, mesh, instruction.tag))
+                if mark is not None:
+                    there_s.update(dict.fromkeys(instruction.buffers, mark.ended_s))
+                    self.add_transfer(instruction, mark.began_s, mark.ended_s)
+            elif isinstance(instruction, Run) and mark is not None:
+                arrivals = [there_s[b] for b in instruction.reads if b in there_s]
+                at_s = max([mark.began_s, now_s, *arrivals])
+                now_s = max(at_s, mark.ended_s)
+                self.add_run(instruction, at_s, now_s)
+            elif isinstance(instruction, Send) and mark is not None:
+                self.add_transfer(instruction, max(mark.began_s, now_s), mark.ended_s)
+            if live is not None and at_s > -inf:
+                self.memory[at_s] = float(live[place])
+
+    def add_run(self, run: Run, start_s: float, end_s: float) -> None:
+        name, stage = self.described.pieces[run.piece]
+        phase = _PHASE.match(name)
+        which = phase.group(1) if phase else ""
+        self.events.append(
+            Event(self.mesh, "run", name, stage, run.micro_batch, start_s, end_s, which)
+        )
+
+    def add_transfer(self, one: Send | Recv, start_s: float, end_s: float) -> None:
+        ways = [self.described.transfers[number] for number in one.transfers]
+        source, target, _ = ways[0]
+        is_send = isinstance(one, Send)
+        self.events.append(
+            Event(
+                self.mesh,
+                "send" if is_send else "recv",
+                f"stage{source} to stage{target}",
+                source if is_send else target,
+                one.micro_batch,
+                start_s,
+                max(start_s, end_s),
+                "",
+                sum(num_bytes for _, _, num_bytes in ways),
+            )
+        )

@@ -1,0 +1,211 @@
+"""Measured times: what ran when, on every mesh, while steps run under `autopar.trace`.
+
+A dispatched program runs later. So when an instruction is given to JAX, its time is noted, and a
+thread waits for its results and notes when they are there; the run itself waits for nothing. A
+thread that waits for something which a later program uses up is waiting before that program is
+dispatched. `runtime.measured` makes a `Timeline` of these two times per instruction.
+
+Workers keep the same marks by their own clocks; `runtime.remote.recording` brings them together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autopar.ir.program import Free, MeshProgram, PipelinePrograms, Run
+from autopar.runtime.measured import Mark, StepDescription
+
+clock = time.perf_counter
+
+NUM_WAITERS = 128
+_BEGIN_LIMIT_S = 1.0  # for a waiting thread to be there before its arrays are used up
+
+
+def whole_step(plan: Any, names: Sequence[str], stage_mesh: Sequence[int]) -> StepDescription:
+    """A step of programs that each take all arguments, one per stage."""
+    lists: list[list[Run]] = [[] for _ in range(max(stage_mesh) + 1)]
+    for number, mesh in enumerate(stage_mesh):
+        lists[mesh].append(Run(number, None, (), ()))
+    programs = PipelinePrograms(
+        tuple(MeshProgram(tuple(own), (), (), 0) for own in lists), ((),) * len(names)
+    )
+    pieces = tuple((name, stage) for stage, name in enumerate(names))
+    return StepDescription(plan, programs, pieces)
+
+
+class Waiters:
+    """Threads that note when arrays are there."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-watch")
+        self._waiting: deque[Future[None]] = deque()
+
+    def note(self, arrays: Any, done: Callable[[float], None], may_vanish: bool) -> None:
+        """Calls `done` with the time at which the arrays are there. `may_vanish`: a program that is
+        dispatched later may use them up."""
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        begun = threading.Event() if may_vanish else None
+        self._waiting.append(self._threads.submit(_wait_for, arrays, done, begun))
+        if begun is not None:
+            begun.wait(_BEGIN_LIMIT_S)
+
+    def finish(self, limit_s: float) -> bool:
+        """Whether everything was there within the limit."""
+        left = wait(list(self._waiting), limit_s).not_done
+        self._waiting.clear()
+        return not left
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _wait_for(arrays: Any, done: Callable[[float], None], begun: threading.Event | None) -> None:
+    if begun is not None:
+        begun.set()
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:  # used up before this thread came to it, or the program failed
+        return
+    done(clock())
+
+
+class MeshLog:
+    """Marks of one mesh in one step, as they come."""
+
+    def __init__(self, waiters: Waiters) -> None:
+        self._waiters = waiters
+        self._began: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
+
+    def began(self, place: int, at_s: float) -> None:
+        self._began[place] = at_s
+
+    def ends_with(self, place: int, arrays: Any, may_vanish: bool) -> None:
+        def done(at_s: float) -> None:
+            self._ended[place] = at_s
+
+        self._waiters.note(arrays, done, may_vanish)
+
+    def ended(self, place: int, at_s: float) -> None:
+        self._ended[place] = at_s
+
+    def __len__(self) -> int:
+        return len(self._began)
+
+    def marks(self) -> list[Mark]:
+        """What has no end of its own ended where it began: its thread came too late."""
+        began = self._began
+        return [Mark(p, began[p], self._ended.get(p, began[p])) for p in sorted(began)]
+
+
+def may_be_used_up(
+    program: MeshProgram, donated: Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
+) -> frozenset[int]:
+    """Buffers of a mesh that programs may use up, in this step or in a later one. `donated`: by
+    piece, positions in its reads."""
+    found = {buffer for _, buffer in program.outputs}
+    for run in program.instructions:
+        if isinstance(run, Run):
+            found.update(run.reads[position] for position in donated[run.piece])
+    return frozenset(found)
+
+
+def one_to_watch(
+    writes: Sequence[int], size_of: Callable[[int], float], used_up: frozenset[int]
+) -> tuple[int, bool]:
+    """Of what a run writes, the buffer to wait for, and whether it may vanish: all are there at the
+    same time, so one that stays is best, and a small one."""
+    best = min(writes, key=lambda buffer: (buffer in used_up, size_of(buffer)))
+    return best, best in used_up
+
+
+# -- the recorder of a process that calls steps
+
+
+@dataclass
+class RecordedStep:
+    """`marks` is filled in at the end of the trace, by mesh."""
+
+    described: StepDescription
+    called_s: float
+    logs: dict[int, MeshLog] = field(default_factory=dict)
+    marks: dict[int, list[Mark]] = field(default_factory=dict)
+    remote: Any = None  # what workers know the step by, if it runs there
+    num_events: int = 0
+
+
+class Recorder:
+    """Steps of this process while a trace is active; of too many the oldest are dropped."""
+
+    def __init__(self, max_events: int) -> None:
+        self.waiters = Waiters()
+        self.steps: deque[RecordedStep] = deque()
+        self.num_dropped = 0
+        self.collectors: dict[int, Any] = {}  # by the id of a cluster's session
+        self.profile_dir: str | None = None
+        self._max_events = max_events
+        self._num_events = 0
+        self._lock = threading.Lock()
+
+    def begin(self, described: StepDescription, remote: Any = None) -> RecordedStep:
+        num_events = sum(
+            not isinstance(i, Free) for own in described.programs.meshes for i in own.instructions
+        )
+        step = RecordedStep(described, clock(), remote=remote, num_events=num_events)
+        if remote is None:
+            for mesh in range(len(described.programs.meshes)):
+                step.logs[mesh] = MeshLog(self.waiters)
+        with self._lock:
+            self.steps.append(step)
+            self._num_events += num_events
+            while self._num_events > self._max_events and len(self.steps) > 1:
+                self._num_events -= self.steps.popleft().num_events
+                self.num_dropped += 1
+        return step
+
+    def whole(
+        self, step: RecordedStep, mesh: int, place: int, began_s: float, results: Any
+    ) -> None:
+        """A program that is a mesh's instruction by itself."""
+        log = step.logs[mesh]
+        log.began(place, began_s)
+        arrays = [x for x in results if isinstance(x, jax.Array)]
+        if arrays:
+            log.ends_with(place, min(arrays, key=lambda one: one.size), may_vanish=True)
+        else:
+            log.ended(place, clock())
+
+    def finish(self, limit_s: float) -> list[str]:
+        """Wait for what is on its way, fetch what workers have; says what could not be had."""
+        notes = []
+        deadline = clock() + limit_s
+        if not self.waiters.finish(limit_s):
+            notes.append(f"some results were not there {limit_s:g} s after the trace ended")
+        for collector in self.collectors.values():
+            notes += collector.collect(max(1.0, deadline - clock()))
+        self.waiters.close()
+        for step in self.steps:
+            step.marks |= {mesh: log.marks() for mesh, log in step.logs.items()}
+        return notes
+
+
+current: Recorder | None = None
+
+
+def start(recorder: Recorder) -> None:
+    global current
+    current = recorder
+
+
+def stop() -> None:
+    global current
+    current = None

@@ -1,0 +1,208 @@
+"""Measured times of steps on workers: what each worker notes, and how the driver puts it together.
+
+Workers note times by their own clocks. The driver asks each for its clock a few times; the answer
+that took the shortest way there and back tells how far the clocks are apart, up to half of that
+way. It asks before the first step and after the last one, and what the two differ by counts as
+uncertain too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autopar.errors import AutoparError
+from autopar.runtime.measured import Mark, StepDescription
+from autopar.runtime.recording import MeshLog, RecordedStep, Recorder, Waiters, clock
+
+if TYPE_CHECKING:
+    from autopar.runtime.remote.session import RemoteMesh, RemoteSession
+
+NUM_PINGS = 5
+_PING_LIMIT_S = 60.0  # steps before it may take long
+_WORKER_MAX_EVENTS = 1_000_000
+
+# -- in the worker
+
+
+@dataclass(frozen=True)
+class WorkerMarks:
+    """What a worker noted: by the first tag of a step, the marks of its mesh's list."""
+
+    steps: dict[int, list[Mark]]
+    num_dropped: int
+    is_complete: bool
+
+
+class WorkerRecord:
+    """Steps of a worker; of too many the oldest are dropped."""
+
+    def __init__(self, max_events: int) -> None:
+        self._waiters = Waiters()
+        self._steps: deque[tuple[int, MeshLog]] = deque()
+        self._max_events = max_events
+        self._num_events = 0
+        self._num_dropped = 0
+
+    def begin(self, first_tag: int) -> MeshLog:
+        self._num_events += len(self._steps[-1][1]) if self._steps else 0
+        while self._num_events > self._max_events and self._steps:
+            self._num_events -= len(self._steps.popleft()[1])
+            self._num_dropped += 1
+        log = MeshLog(self._waiters)
+        self._steps.append((first_tag, log))
+        return log
+
+    def finished(self, limit_s: float) -> WorkerMarks:
+        is_complete = self._waiters.finish(limit_s)
+        self._waiters.close()
+        steps = {tag: log.marks() for tag, log in self._steps}
+        return WorkerMarks(steps, self._num_dropped, is_complete)
+
+
+# -- in the driver
+
+
+class ClockOffset(NamedTuple):
+    """A worker's clock less the driver's, and by how much that may be wrong."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+def offset_of(pings: Sequence[tuple[float, float, float]]) -> ClockOffset:
+    """From (asked, the other's clock, answered): the quickest answer tells most."""
+    asked, other, answered = min(pings, key=lambda ping: ping[2] - ping[0])
+    return ClockOffset(other - (asked + answered) / 2, (answered - asked) / 2)
+
+
+def joined(before: ClockOffset, after: ClockOffset) -> ClockOffset:
+    """The better of two, as uncertain as they differ."""
+    best = min(before, after, key=lambda one: one.uncertainty_s)
+    drift_s = abs(before.offset_s - after.offset_s)
+    return ClockOffset(best.offset_s, max(best.uncertainty_s, drift_s))
+
+
+class Collector:
+    """The recorder's hand in one cluster."""
+
+    def __init__(self, recorder: Recorder, session: RemoteSession) -> None:
+        self.offsets: dict[int, ClockOffset] = {}  # by worker
+        self._recorder = recorder
+        self._session = session
+        self._meshes: dict[int, RemoteMesh] = {}
+        self._seen: set[int] = set()
+        self._notes: list[str] = []
+        self._is_open = True
+        session.before_close = self._before_close
+
+    def step(
+        self, described: StepDescription, meshes: Sequence[RemoteMesh], first_tag: int
+    ) -> None:
+        """A step is about to be sent to these meshes."""
+        for mesh in meshes:
+            if id(mesh) not in self._seen:
+                self._seen.add(id(mesh))
+                try:
+                    self._begin(mesh)
+                except TimeoutError as error:
+                    self._notes.append(f"a mesh was not recorded: {error}")
+        self._recorder.begin(described, remote=(self, tuple(meshes), first_tag))
+
+    def _begin(self, mesh: RemoteMesh) -> None:
+        for worker, place in enumerate(mesh.places):
+            self.offsets[place.worker] = _pinged(mesh, worker)
+        mesh.submit("record", _WORKER_MAX_EVENTS)
+        if self._recorder.profile_dir is not None:
+            folders = [
+                (f"{self._recorder.profile_dir}/worker_{place.worker:05d}",)
+                for place in mesh.places
+            ]
+            for reply in mesh.group.submit("start_profile", folders):
+                reply.result(_PING_LIMIT_S)
+        self._meshes[id(mesh)] = mesh
+
+    def _before_close(self) -> None:
+        self.collect(_PING_LIMIT_S)
+
+    def collect(self, limit_s: float) -> list[str]:
+        """Fetch what workers noted, by the driver's clock; says what could not be had."""
+        notes = self._notes
+        if not self._is_open:
+            return notes
+        self._is_open = False
+        self._session.before_close = None
+        marks: dict[int, list[WorkerMarks]] = {}
+        try:
+            for key, mesh in self._meshes.items():
+                replies = mesh.submit("recorded", limit_s)
+                marks[key] = [reply.result(limit_s + _PING_LIMIT_S) for reply in replies]
+                for worker, place in enumerate(mesh.places):
+                    now = _pinged(mesh, worker)
+                    self.offsets[place.worker] = joined(self.offsets[place.worker], now)
+                if self._recorder.profile_dir is not None:
+                    for reply in mesh.submit("stop_profile"):
+                        reply.result(limit_s + _PING_LIMIT_S)
+        except (AutoparError, TimeoutError) as error:
+            notes.append(f"what workers noted is lost in part: {error}")
+        for key, found in marks.items():
+            for worker, own in zip(self._meshes[key].places, found, strict=True):
+                if own.num_dropped:
+                    notes.append(f"worker {worker.worker} dropped {own.num_dropped} steps")
+                if not own.is_complete:
+                    notes.append(f"worker {worker.worker} had results that were not there in time")
+        for step in self._recorder.steps:
+            if step.remote is not None and step.remote[0] is self:
+                self._fill(step, marks)
+        return notes
+
+    def _fill(self, step: RecordedStep, marks: dict[int, list[WorkerMarks]]) -> None:
+        _, meshes, first_tag = step.remote
+        for number, mesh in enumerate(meshes):
+            shifted = [
+                [
+                    _shifted(mark, self.offsets[place.worker].offset_s)
+                    for mark in own.steps[first_tag]
+                ]
+                for place, own in zip(mesh.places, marks.get(id(mesh), ()), strict=False)
+                if first_tag in own.steps
+            ]
+            if shifted:
+                step.marks[number] = _of_all(shifted)
+
+
+def collector_of(recorder: Recorder, session: RemoteSession) -> Collector:
+    found = recorder.collectors.get(id(session))
+    if found is None:
+        found = recorder.collectors[id(session)] = Collector(recorder, session)
+    return found
+
+
+def _pinged(mesh: RemoteMesh, worker: int) -> ClockOffset:
+    only: list[tuple[Any, ...] | None] = [None] * len(mesh.places)
+    only[worker] = ()
+    pings = []
+    for _ in range(NUM_PINGS):
+        asked_s = clock()
+        (reply,) = mesh.group.submit("clock", only)
+        other_s = reply.result(_PING_LIMIT_S)
+        pings.append((asked_s, other_s, clock()))
+    return offset_of(pings)
+
+
+def _shifted(mark: Mark, offset_s: float) -> Mark:
+    return Mark(mark.place, mark.began_s - offset_s, mark.ended_s - offset_s)
+
+
+def _of_all(workers: Sequence[Sequence[Mark]]) -> list[Mark]:
+    """Of a mesh of several processes: from the first that begins to the last that ends."""
+    found: dict[int, Mark] = {}
+    for marks in workers:
+        for mark in marks:
+            known = found.setdefault(mark.place, mark)
+            found[mark.place] = Mark(
+                mark.place, min(known.began_s, mark.began_s), max(known.ended_s, mark.ended_s)
+            )
+    return [found[place] for place in sorted(found)]
