@@ -103,6 +103,7 @@ class Trace:
             "clocks": clocks,
             "clock_uncertainty_s": max((c["uncertainty_s"] for c in clocks.values()), default=0.0),
             "dropped_steps": recorder.num_dropped,
+            "missed_ends": recorder.num_missed,
             "notes": list(self.notes),
             "jax": jax.__version__,
         }

@@ -61,7 +61,18 @@ def measured_timeline(
         for place, send in enumerate(program.instructions)
         if isinstance(send, Send)
     }
-    found = [_MeshEvents(described, mesh, by_place, sent) for mesh in range(len(meshes))]
+    arrived_s = {way: mark.ended_s for way, mark in sent.items() if mark is not None}
+    for mesh, program in enumerate(meshes):
+        for place, recv in enumerate(program.instructions):
+            if isinstance(recv, Recv) and (mark := by_place[mesh].get(place)) is not None:
+                arrived_s[recv.from_mesh, mesh, recv.tag] = mark.ended_s
+    found = [_MeshEvents(described, mesh, by_place, sent, arrived_s) for mesh in range(len(meshes))]
+    starts_s = {way: start_s for own in found for way, start_s in own.sends.items()}
+    for own in found:
+        for number, way in own.shared:
+            event = own.events[number]
+            start_s = min(starts_s.get(way, event.start_s), event.end_s)
+            own.events[number] = replace(event, start_s=start_s)
     events = [event for own in found for event in own.events]
     first_s = min((event.start_s for event in events), default=0.0)
     last_s = max((event.end_s for event in events), default=0.0)
@@ -78,7 +89,8 @@ def measured_timeline(
 
 
 class _MeshEvents:
-    """Events of one mesh by the clock of the marks, and its bytes by time."""
+    """Events of one mesh by the clock of the marks, and its bytes by time. `sends`: when what is
+    sent was ready; `shared`: events of a `Recv` that stand on the mark of its `Send`."""
 
     def __init__(
         self,
@@ -86,10 +98,13 @@ class _MeshEvents:
         mesh: int,
         by_place: _Marks,
         sent: Mapping[_Way, Mark | None],
+        arrived_s: Mapping[_Way, float],
     ) -> None:
         self.described, self.mesh = described, mesh
         self.events: list[Event] = []
         self.memory: dict[float, float] = {}
+        self.sends: dict[_Way, float] = {}
+        self.shared: list[tuple[int, _Way]] = []
         now_s = -inf  # the end of the last run
         there_s: dict[int, float] = {}  # buffers that were received -> since when they are there
         live = described.live_bytes[mesh] if described.live_bytes else None
@@ -97,7 +112,9 @@ class _MeshEvents:
             mark = by_place[mesh].get(place)
             at_s = now_s
             if isinstance(instruction, Recv):
-                mark = mark or sent.get((instruction.from_mesh, mesh, instruction.tag))
+                way = instruction.from_mesh, mesh, instruction.tag
+                if mark is None and (mark := sent.get(way)) is not None:
+                    self.shared.append((len(self.events), way))
                 if mark is not None:
                     there_s.update(dict.fromkeys(instruction.buffers, mark.ended_s))
                     self.add_transfer(instruction, mark.began_s, mark.ended_s)
@@ -107,7 +124,11 @@ class _MeshEvents:
                 now_s = max(at_s, mark.ended_s)
                 self.add_run(instruction, at_s, now_s)
             elif isinstance(instruction, Send) and mark is not None:
-                self.add_transfer(instruction, max(mark.began_s, now_s), mark.ended_s)
+                way = mesh, instruction.to_mesh, instruction.tag
+                # The thread that noted the end of the run may have been late.
+                ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
+                self.sends[way] = ready_s
+                self.add_transfer(instruction, ready_s, mark.ended_s)
             if live is not None and at_s > -inf:
                 self.memory[at_s] = float(live[place])
 

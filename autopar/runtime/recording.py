@@ -3,7 +3,8 @@
 A dispatched program runs later. So when an instruction is given to JAX, its time is noted, and a
 thread waits for its results and notes when they are there; the run itself waits for nothing. A
 thread that waits for something which a later program uses up is waiting before that program is
-dispatched. `runtime.measured` makes a `Timeline` of these two times per instruction.
+dispatched; should it come too late all the same, it notes when it came, and that is counted
+(`num_missed`). `runtime.measured` makes a `Timeline` of these two times per instruction.
 
 Workers keep the same marks by their own clocks; `runtime.remote.recording` brings them together.
 """
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,16 +49,37 @@ class Waiters:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-watch")
         self._waiting: deque[Future[None]] = deque()
+        self.num_missed = 0
 
-    def note(self, arrays: Any, done: Callable[[float], None], may_vanish: bool) -> None:
+    def note(self, arrays: Sequence[Any], done: Callable[[float], None], may_vanish: bool) -> None:
         """Calls `done` with the time at which the arrays are there. `may_vanish`: a program that is
         dispatched later may use them up."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
-        begun = threading.Event() if may_vanish else None
-        self._waiting.append(self._threads.submit(_wait_for, arrays, done, begun))
-        if begun is not None:
-            begun.wait(_BEGIN_LIMIT_S)
+        gone = [array for array in arrays if array.is_deleted()]
+        if gone or all(array.is_ready() for array in arrays):
+            self.num_missed += bool(gone)
+            done(clock())
+            return
+        begun = threading.Lock()
+        begun.acquire()
+        self._waiting.append(self._threads.submit(self._wait, arrays, done, begun))
+        if may_vanish:
+            begun.acquire(timeout=_BEGIN_LIMIT_S)
+
+    def _wait(
+        self, arrays: Sequence[Any], done: Callable[[float], None], begun: threading.Lock
+    ) -> None:
+        if len(arrays) == 1:
+            wait_for, release = arrays[0].block_until_ready, begun.release
+        else:
+            wait_for, release = partial(jax.block_until_ready, list(arrays)), begun.release
+        try:
+            release()  # nothing between these two: what comes next may use the arrays up
+            wait_for()
+        except RuntimeError:  # used up after all, or its program failed
+            self.num_missed += 1
+        done(clock())
 
     def finish(self, limit_s: float) -> bool:
         """Whether everything was there within the limit."""
@@ -66,16 +89,6 @@ class Waiters:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _wait_for(arrays: Any, done: Callable[[float], None], begun: threading.Event | None) -> None:
-    if begun is not None:
-        begun.set()
-    try:
-        jax.block_until_ready(arrays)
-    except RuntimeError:  # used up before this thread came to it, or the program failed
-        return
-    done(clock())
 
 
 class MeshLog:
@@ -89,7 +102,7 @@ class MeshLog:
     def began(self, place: int, at_s: float) -> None:
         self._began[place] = at_s
 
-    def ends_with(self, place: int, arrays: Any, may_vanish: bool) -> None:
+    def ends_with(self, place: int, arrays: Sequence[Any], may_vanish: bool) -> None:
         def done(at_s: float) -> None:
             self._ended[place] = at_s
 
@@ -102,7 +115,7 @@ class MeshLog:
         return len(self._began)
 
     def marks(self) -> list[Mark]:
-        """What has no end of its own ended where it began: its thread came too late."""
+        """What has no end of its own ended where it began."""
         began = self._began
         return [Mark(p, began[p], self._ended.get(p, began[p])) for p in sorted(began)]
 
@@ -150,6 +163,7 @@ class Recorder:
         self.waiters = Waiters()
         self.steps: deque[RecordedStep] = deque()
         self.num_dropped = 0
+        self.num_missed = 0  # ends that were noted too late, here and by workers
         self.collectors: dict[int, Any] = {}  # by the id of a cluster's session
         self.profile_dir: str | None = None
         self._max_events = max_events
@@ -180,7 +194,7 @@ class Recorder:
         log.began(place, began_s)
         arrays = [x for x in results if isinstance(x, jax.Array)]
         if arrays:
-            log.ends_with(place, min(arrays, key=lambda one: one.size), may_vanish=True)
+            log.ends_with(place, [min(arrays, key=lambda one: one.size)], may_vanish=True)
         else:
             log.ended(place, clock())
 
@@ -192,6 +206,8 @@ class Recorder:
             notes.append(f"some results were not there {limit_s:g} s after the trace ended")
         for collector in self.collectors.values():
             notes += collector.collect(max(1.0, deadline - clock()))
+            self.num_missed += collector.num_missed
+        self.num_missed += self.waiters.num_missed
         self.waiters.close()
         for step in self.steps:
             step.marks |= {mesh: log.marks() for mesh, log in step.logs.items()}

@@ -33,6 +33,7 @@ class WorkerMarks:
 
     steps: dict[int, list[Mark]]
     num_dropped: int
+    num_missed: int
     is_complete: bool
 
 
@@ -59,7 +60,7 @@ class WorkerRecord:
         is_complete = self._waiters.finish(limit_s)
         self._waiters.close()
         steps = {tag: log.marks() for tag, log in self._steps}
-        return WorkerMarks(steps, self._num_dropped, is_complete)
+        return WorkerMarks(steps, self._num_dropped, self._waiters.num_missed, is_complete)
 
 
 # -- in the driver
@@ -90,6 +91,7 @@ class Collector:
 
     def __init__(self, recorder: Recorder, session: RemoteSession) -> None:
         self.offsets: dict[int, ClockOffset] = {}  # by worker
+        self.num_missed = 0
         self._recorder = recorder
         self._session = session
         self._meshes: dict[int, RemoteMesh] = {}
@@ -149,6 +151,7 @@ class Collector:
             notes.append(f"what workers noted is lost in part: {error}")
         for key, found in marks.items():
             for worker, own in zip(self._meshes[key].places, found, strict=True):
+                self.num_missed += own.num_missed
                 if own.num_dropped:
                     notes.append(f"worker {worker.worker} dropped {own.num_dropped} steps")
                 if not own.is_complete:

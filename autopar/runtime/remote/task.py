@@ -119,7 +119,7 @@ class WorkerTask:
                     log.began(place, began_s)
                     if writes:
                         best, may_vanish = one_to_watch(writes, lambda b: slots[b].size, used_up)
-                        log.ends_with(place, slots[best], may_vanish)
+                        log.ends_with(place, [slots[best]], may_vanish)
                 case Send():
                     log.began(place, began_s)
                     log.ended(place, clock())

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.ir.program import Free, MeshProgram, PipelinePrograms, Recv, Run, Send
+from autopar.runtime import recording
+from autopar.runtime.measured import Mark, StepDescription, measured_timeline
+from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
+from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, joined, offset_of
+
+# Mesh 0 runs piece 0 and sends its result to mesh 1, which runs piece 1 on it.
+PROGRAMS = PipelinePrograms(
+    (
+        MeshProgram((Run(0, 3, (0,), (1,)), Send((1,), (7,), 3, 1, 0), Free((1,))), (), (), 2),
+        MeshProgram((Recv((0,), (7,), 3, 0, 0), Run(1, 3, (0,), (1,))), (), ((0, 1),), 2),
+    ),
+    ((0,), ()),
+)
+STEP = StepDescription(
+    None,
+    PROGRAMS,
+    (("stage0_forward", 0), ("stage1_backward", 1)),
+    {7: (0, 1, 64.0)},
+    ((10.0, 10.0, 6.0), (4.0, 8.0)),
+)
+
+
+def test_a_run_starts_when_all_that_it_waits_for_is_there() -> None:
+    """One process: the mark of the `Send` is for the whole way."""
+    marks = {
+        0: [Mark(0, 100.0, 103.0), Mark(1, 100.5, 105.0)],
+        1: [Mark(1, 101.0, 109.0)],
+    }
+    line, first_s = measured_timeline(STEP, marks)
+    assert first_s == 100.0
+    assert line.step_s == 9.0
+    times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
+    assert times == {
+        (0, "run"): (0.0, 3.0),
+        (0, "send"): (3.0, 5.0),
+        (1, "recv"): (3.0, 5.0),
+        (1, "run"): (5.0, 9.0),
+    }
+    run = next(e for e in line.events if (e.mesh, e.kind) == (1, "run"))
+    assert (run.phase, run.stage, run.micro_batch) == ("backward", 1, 3)
+    assert {e.num_bytes for e in line.events if e.kind != "run"} == {64.0}
+    assert line.memory == (((0.0, 10.0), (3.0, 6.0)), ((5.0, 8.0),))
+
+
+def test_an_end_that_was_noted_late_does_not_turn_time_around() -> None:
+    marks = {
+        0: [Mark(0, 100.0, 106.0), Mark(1, 100.5, 100.6)],
+        1: [Mark(0, 101.0, 105.0), Mark(1, 101.0, 104.0)],
+    }
+    line, _ = measured_timeline(STEP, marks)
+    times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
+    assert times[0, "send"] == (5.0, 5.0)
+    assert times[1, "recv"] == (1.0, 5.0)
+    assert times[1, "run"] == (5.0, 5.0)
+
+
+def test_what_has_no_mark_is_left_out() -> None:
+    line, _ = measured_timeline(STEP, {0: [Mark(0, 1.0, 2.0)]})
+    assert [(e.kind, e.end_s) for e in line.events] == [("run", 1.0)]
+    assert measured_timeline(STEP, {})[0].events == ()
+
+
+def test_waiters_note_when_arrays_are_there() -> None:
+    waiters = Waiters()
+    log = MeshLog(waiters)
+    before = recording.clock()
+    log.began(0, before)
+    log.ends_with(0, [jnp.ones(3) + 1], may_vanish=False)
+    log.began(1, before)
+    assert waiters.finish(10.0)
+    waiters.close()
+    first, second = log.marks()
+    assert first.ended_s > before
+    assert second.ended_s == before  # nothing was waited for
+
+
+def test_an_array_that_is_used_up_is_waited_for_before() -> None:
+    waiters = Waiters()
+    log = MeshLog(waiters)
+    use_up = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.zeros(1000)
+    for place in range(200):
+        log.began(place, 0.0)
+        x = use_up(x)
+        log.ends_with(place, [x], may_vanish=True)
+    assert waiters.finish(10.0)
+    waiters.close()
+    assert all(mark.ended_s > 0 for mark in log.marks())
+    assert waiters.num_missed < 50  # a machine that does much else may stop a thread anywhere
+
+
+def test_what_was_used_up_before_is_counted() -> None:
+    waiters = Waiters()
+    x = jnp.zeros(3)
+    x.delete()
+    seen = []
+    waiters.note([x], seen.append, may_vanish=False)
+    assert waiters.finish(10.0)
+    waiters.close()
+    assert waiters.num_missed == len(seen) == 1
+
+
+def test_a_limit_ends_the_wait() -> None:
+    waiters = Waiters()
+    forever = threading.Event()
+
+    class Slow:
+        def is_deleted(self) -> bool:
+            return False
+
+        def is_ready(self) -> bool:
+            return False
+
+        def block_until_ready(self) -> None:
+            forever.wait(30.0)
+
+    slow: Any = Slow()
+    waiters.note([slow], lambda at_s: None, may_vanish=False)
+    assert not waiters.finish(0.05)
+    forever.set()
+    waiters.close()
+
+
+def test_the_oldest_steps_are_dropped() -> None:
+    recorder = Recorder(max_events=10)
+    for _ in range(5):  # of 4 events each
+        recorder.begin(STEP)
+    assert len(recorder.steps) == 2
+    assert recorder.num_dropped == 3
+    recorder.finish(1.0)
+
+
+def test_a_worker_drops_the_oldest_steps_too() -> None:
+    record = WorkerRecord(max_events=5)
+    for tag in range(4):
+        log = record.begin(tag)
+        for place in range(3):
+            log.began(place, float(place))
+    found = record.finished(1.0)
+    assert sorted(found.steps) == [2, 3]
+    assert found.num_dropped == 2
+    assert found.is_complete
+
+
+@pytest.mark.parametrize("mesh", [0, 1])
+def test_what_may_be_used_up(mesh: int) -> None:
+    expected = [{0}, {1}][mesh]  # what piece 0 is given; a result of the step
+    assert may_be_used_up(PROGRAMS.meshes[mesh], PROGRAMS.donated) == expected
+
+
+def test_the_smallest_that_stays_is_watched() -> None:
+    sizes = {1: 5.0, 2: 3.0, 3: 4.0}
+    assert one_to_watch((1, 2, 3), sizes.__getitem__, frozenset([2])) == (3, False)
+    assert one_to_watch((1, 2), sizes.__getitem__, frozenset([1, 2])) == (2, True)
+
+
+def test_the_quickest_answer_tells_the_clock() -> None:
+    """The other's clock is 50 ahead, and ways are unequal."""
+    pings = [(0.0, 50.9, 1.0), (2.0, 52.1, 2.2), (3.0, 53.4, 3.8)]
+    offset = offset_of(pings)
+    assert offset.offset_s == pytest.approx(50.0)
+    assert offset.uncertainty_s == pytest.approx(0.1)
+    later = ClockOffset(50.5, 0.05)
+    assert joined(offset, later) == pytest.approx((50.5, 0.5))
