@@ -1,7 +1,8 @@
 """From marks (two times per instruction) to a measured `Timeline`.
 
 Ends are measured. A run starts when it was dispatched, the run before it had ended and what it
-reads was there, whichever was last: a device does one thing after another.
+reads was there, whichever was last: a device does one thing after another. An end that is not known
+is set as early as it can have been.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _PHASE = re.compile(r"stage\d+_(prepare|forward|backward|weights|update)")
 
 class Mark(NamedTuple):
     """An instruction, by its place in its mesh's list: when it was dispatched, and when what it
-    gives was there."""
+    gives was there, if that is known."""
 
     place: int
     began_s: float
-    ended_s: float
+    ended_s: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +62,16 @@ def measured_timeline(
         for place, send in enumerate(program.instructions)
         if isinstance(send, Send)
     }
-    arrived_s = {way: mark.ended_s for way, mark in sent.items() if mark is not None}
+    arrived_s = {way: _end(mark) for way, mark in sent.items() if mark is not None}
     for mesh, program in enumerate(meshes):
         for place, recv in enumerate(program.instructions):
             if isinstance(recv, Recv) and (mark := by_place[mesh].get(place)) is not None:
-                arrived_s[recv.from_mesh, mesh, recv.tag] = mark.ended_s
+                way = recv.from_mesh, mesh, recv.tag
+                send = sent.get(way)
+                if mark.ended_s is None and send is not None:
+                    arrived_s[way] = max(mark.began_s, send.began_s)
+                else:
+                    arrived_s[way] = _end(mark)
     found = [_MeshEvents(described, mesh, by_place, sent, arrived_s) for mesh in range(len(meshes))]
     starts_s = {way: start_s for own in found for way, start_s in own.sends.items()}
     for own in found:
@@ -86,6 +92,10 @@ def measured_timeline(
     if not any(memory):
         memory = ()
     return Timeline(tuple(shifted), last_s - first_s, len(meshes), memory), first_s
+
+
+def _end(mark: Mark) -> float:
+    return mark.began_s if mark.ended_s is None else mark.ended_s
 
 
 class _MeshEvents:
@@ -116,19 +126,19 @@ class _MeshEvents:
                 if mark is None and (mark := sent.get(way)) is not None:
                     self.shared.append((len(self.events), way))
                 if mark is not None:
-                    there_s.update(dict.fromkeys(instruction.buffers, mark.ended_s))
-                    self.add_transfer(instruction, mark.began_s, mark.ended_s)
+                    there_s.update(dict.fromkeys(instruction.buffers, arrived_s[way]))
+                    self.add_transfer(instruction, mark.began_s, arrived_s[way])
             elif isinstance(instruction, Run) and mark is not None:
                 arrivals = [there_s[b] for b in instruction.reads if b in there_s]
                 at_s = max([mark.began_s, now_s, *arrivals])
-                now_s = max(at_s, mark.ended_s)
+                now_s = max(at_s, _end(mark))
                 self.add_run(instruction, at_s, now_s)
             elif isinstance(instruction, Send) and mark is not None:
                 way = mesh, instruction.to_mesh, instruction.tag
                 # The thread that noted the end of the run may have been late.
                 ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
-                self.add_transfer(instruction, ready_s, mark.ended_s)
+                self.add_transfer(instruction, ready_s, _end(mark))
             if live is not None and at_s > -inf:
                 self.memory[at_s] = float(live[place])
 

@@ -3,7 +3,7 @@
 A dispatched program runs later. So when an instruction is given to JAX, its time is noted, and a
 thread waits for its results and notes when they are there; the run itself waits for nothing. A
 thread that waits for something which a later program uses up is waiting before that program is
-dispatched; should it come too late all the same, it notes when it came, and that is counted
+dispatched; should it come too late all the same, that end is not known, which is counted
 (`num_missed`). `runtime.measured` makes a `Timeline` of these two times per instruction.
 
 Workers keep the same marks by their own clocks; `runtime.remote.recording` brings them together.
@@ -57,8 +57,10 @@ class Waiters:
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         gone = [array for array in arrays if array.is_deleted()]
-        if gone or all(array.is_ready() for array in arrays):
-            self.num_missed += bool(gone)
+        if gone:
+            self.num_missed += 1
+            return
+        if all(array.is_ready() for array in arrays):
             done(clock())
             return
         begun = threading.Lock()
@@ -79,6 +81,7 @@ class Waiters:
             wait_for()
         except RuntimeError:  # used up after all, or its program failed
             self.num_missed += 1
+            return
         done(clock())
 
     def finish(self, limit_s: float) -> bool:
@@ -115,9 +118,7 @@ class MeshLog:
         return len(self._began)
 
     def marks(self) -> list[Mark]:
-        """What has no end of its own ended where it began."""
-        began = self._began
-        return [Mark(p, began[p], self._ended.get(p, began[p])) for p in sorted(began)]
+        return [Mark(p, self._began[p], self._ended.get(p)) for p in sorted(self._began)]
 
 
 def may_be_used_up(

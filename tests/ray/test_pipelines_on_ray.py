@@ -4,13 +4,16 @@ three steps equal three steps of `jax.jit(train_step)`. Two stages are two meshe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
 import autopar
+from autopar.ir.program import Run
 from autopar.ir.schedule import SCHEDULES
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.equivalence.test_models import (
@@ -109,3 +112,29 @@ def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> No
     assert devices == set(range(8))
     if stages == "2" and schedule != "interleaved_1f1b":
         assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
+
+
+def test_a_step_on_ray_is_traced(tmp_path: Path) -> None:
+    """Two meshes of two processes each: everything that the lists have, on one clock."""
+    example = reference("mlp-tiny")[0]
+    step = autopar.parallelize(example.train_step, method=method_of("mlp-tiny", "2", "1f1b"))
+    state, batch = own_buffers(reference("mlp-tiny")[1]), batch_of(example, 0)
+    state, _ = step(state, batch)
+    profile_dir = tmp_path / "profile"
+    with autopar.trace(tmp_path / "trace.json", profile_dir=profile_dir) as recorded:
+        step(state, batch)
+    assert recorded.notes == []
+    (line,) = recorded.timelines
+    (again,) = autopar.read_trace(tmp_path / "trace.json")
+    assert len(again.events) == len(line.events)
+    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert len(about["clocks"]) == 4
+    uncertain_s = about["clock_uncertainty_s"]
+    programs = step.last_executable.programs
+    for mesh, program in enumerate(programs.meshes):
+        runs = [e for e in line.events if (e.kind, e.mesh) == ("run", mesh)]
+        expected = [i.micro_batch for i in program.instructions if isinstance(i, Run)]
+        assert [e.micro_batch for e in runs] == expected
+    first_sent = min(e.start_s for e in line.events if e.kind == "send")
+    assert min(e.end_s for e in line.events if e.kind == "recv") >= first_sent - 2 * uncertain_s
+    assert len(list(profile_dir.glob("worker_*/**/*.xplane.pb"))) == 4

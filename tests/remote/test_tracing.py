@@ -6,6 +6,8 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 import autopar
 from autopar.ir.program import Run
 from examples.models import build
@@ -51,6 +53,7 @@ def test_two_processes_on_one_clock(tmp_path: Path) -> None:
         assert all(own for own in line.memory)
 
 
+@pytest.mark.slow
 def test_a_session_that_ends_inside_of_a_trace(tmp_path: Path) -> None:
     example = build("mlp-tiny")
     with (

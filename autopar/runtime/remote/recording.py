@@ -196,7 +196,8 @@ def _pinged(mesh: RemoteMesh, worker: int) -> ClockOffset:
 
 
 def _shifted(mark: Mark, offset_s: float) -> Mark:
-    return Mark(mark.place, mark.began_s - offset_s, mark.ended_s - offset_s)
+    ended_s = None if mark.ended_s is None else mark.ended_s - offset_s
+    return Mark(mark.place, mark.began_s - offset_s, ended_s)
 
 
 def _of_all(workers: Sequence[Sequence[Mark]]) -> list[Mark]:
@@ -205,7 +206,7 @@ def _of_all(workers: Sequence[Sequence[Mark]]) -> list[Mark]:
     for marks in workers:
         for mark in marks:
             known = found.setdefault(mark.place, mark)
-            found[mark.place] = Mark(
-                mark.place, min(known.began_s, mark.began_s), max(known.ended_s, mark.ended_s)
-            )
+            ends_s = [one.ended_s for one in (known, mark) if one.ended_s is not None]
+            began_s = min(known.began_s, mark.began_s)
+            found[mark.place] = Mark(mark.place, began_s, max(ends_s, default=None))
     return [found[place] for place in sorted(found)]

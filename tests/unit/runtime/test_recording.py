@@ -64,6 +64,21 @@ def test_an_end_that_was_noted_late_does_not_turn_time_around() -> None:
     assert times[1, "run"] == (5.0, 5.0)
 
 
+def test_an_end_that_is_not_known_is_as_early_as_it_can_be() -> None:
+    marks = {
+        0: [Mark(0, 100.0, None), Mark(1, 102.0, 102.5)],
+        1: [Mark(0, 101.0, None), Mark(1, 101.0, 104.0)],
+    }
+    line, _ = measured_timeline(STEP, marks)
+    times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
+    assert times == {
+        (0, "run"): (0.0, 0.0),
+        (0, "send"): (2.0, 2.5),
+        (1, "recv"): (1.0, 2.0),
+        (1, "run"): (2.0, 4.0),
+    }
+
+
 def test_what_has_no_mark_is_left_out() -> None:
     line, _ = measured_timeline(STEP, {0: [Mark(0, 1.0, 2.0)]})
     assert [(e.kind, e.end_s) for e in line.events] == [("run", 1.0)]
@@ -80,8 +95,8 @@ def test_waiters_note_when_arrays_are_there() -> None:
     assert waiters.finish(10.0)
     waiters.close()
     first, second = log.marks()
-    assert first.ended_s > before
-    assert second.ended_s == before  # nothing was waited for
+    assert first.ended_s is not None and first.ended_s > before
+    assert second.ended_s is None  # nothing was waited for
 
 
 def test_an_array_that_is_used_up_is_waited_for_before() -> None:
@@ -95,19 +110,20 @@ def test_an_array_that_is_used_up_is_waited_for_before() -> None:
         log.ends_with(place, [x], may_vanish=True)
     assert waiters.finish(10.0)
     waiters.close()
-    assert all(mark.ended_s > 0 for mark in log.marks())
-    assert waiters.num_missed < 50  # a machine that does much else may stop a thread anywhere
+    missed = [mark for mark in log.marks() if mark.ended_s is None]
+    assert len(missed) == waiters.num_missed < 100  # a busy machine may stop a thread anywhere
 
 
 def test_what_was_used_up_before_is_counted() -> None:
     waiters = Waiters()
     x = jnp.zeros(3)
     x.delete()
-    seen = []
+    seen: list[float] = []
     waiters.note([x], seen.append, may_vanish=False)
     assert waiters.finish(10.0)
     waiters.close()
-    assert waiters.num_missed == len(seen) == 1
+    assert waiters.num_missed == 1
+    assert seen == []
 
 
 def test_a_limit_ends_the_wait() -> None:
