@@ -11,8 +11,8 @@ import jax
 
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
-from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime import recording
+from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime.hlo import CollectiveOp
 from autopar.runtime.local import LocalExecutable
 
