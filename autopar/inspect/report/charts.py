@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.inspect.figures import own_plans
 from autopar.inspect.report.encode import Texts, run_text, short, shorts
 from autopar.ir.details import MEMORY_CATEGORIES, CollectiveCost, MemoryUse
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import name_pattern, name_skeleton
+from autopar.ir.text import format_seconds, name_pattern, name_skeleton
 from autopar.ir.timeline import Event, Timeline
 
+MOST_EVENTS = 60_000  # of one timeline, about 2 MB
 TICKS = 10**7  # a timeline's length in whole numbers
 MEMORY_POINTS = 300  # of a line over the whole step, about
 MEMORY_STEPS = 5000  # the height of a memory chart in whole numbers
@@ -30,7 +32,8 @@ def timeline_data(timeline: Timeline, texts: Texts) -> dict[str, Any]:
     counts = [0] * timeline.num_meshes
     columns: tuple[list[int], ...] = ([], [], [], [])
     before: dict[int, int] = defaultdict(int)
-    for event in sorted(timeline.events, key=lambda e: (e.mesh, e.start_s, e.end_s)):
+    events, left_out = _few_enough(timeline)
+    for event in sorted(events, key=lambda e: (e.mesh, e.start_s, e.end_s)):
         counts[event.mesh] += 1
         start = round(event.start_s / tick_s)
         kind = kinds.setdefault(_kind(event, texts), len(kinds))
@@ -49,7 +52,25 @@ def timeline_data(timeline: Timeline, texts: Texts) -> dict[str, Any]:
         "busy_s": shorts(timeline.busy_s()),
         "bubble": short(timeline.bubble),
         "memory": [_line(points, tick_s) for points in timeline.memory],
+        "left_out": left_out,
     }
+
+
+def _few_enough(timeline: Timeline) -> tuple[Sequence[Event], str]:
+    """What a page can hold, and what it therefore lacks: transfers, and then all that comes late;
+    the middle of a long step is alike all the way."""
+    events: Sequence[Event] = timeline.events
+    if len(events) <= MOST_EVENTS:
+        return events, ""
+    total = len(events)
+    left_out = f"Transfers are not drawn: there are {total:,} events."
+    events = [event for event in events if event.kind not in ("send", "recv")]
+    if len(events) > MOST_EVENTS:
+        events = sorted(events, key=lambda event: event.start_s)
+        end_s = events[MOST_EVENTS].start_s
+        events = events[:MOST_EVENTS]
+        left_out = f"Of {total:,} events, runs up to {format_seconds(end_s)} are drawn."
+    return events, left_out
 
 
 def _line(points: tuple[tuple[float, float], ...], tick_s: float) -> list[list[float | None]]:

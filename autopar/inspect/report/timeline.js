@@ -37,6 +37,7 @@ function timelineSection() {
       make("span", { class: "soft" }, "Drag to zoom into a range; click, then turn the wheel to zoom (or hold Ctrl); arrow keys move.")),
     legend(Object.keys(PHASE_COLOURS).filter((name) => used.has(name)).map((name) => [name, PHASE_COLOURS[name]])),
     make("div", { class: "chart" }, canvas),
+    timelines.filter((one) => one.left_out).map((one) => make("p", { class: "soft" }, `${one.title}: ${one.left_out}`)),
     measured ? make("p", {}, `Measured step ${seconds(measured.step_s)}, predicted ${seconds(DATA.head.step_s)}: ${digits(measured.step_s / DATA.head.step_s, 3)} × as long.`) : null,
     make("details", {}, make("summary", {}, "As a table"), timelineTable(timelines)));
 }

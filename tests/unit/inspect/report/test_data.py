@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopar.inspect.report import charts
 from autopar.inspect.report.charts import breakdown, collective_data, memory_data, timeline_data
 from autopar.inspect.report.data import page_data
 from autopar.inspect.report.encode import Texts, run_text, runs, short
@@ -148,6 +149,20 @@ def test_a_timeline_takes_little_room() -> None:
     many = timeline(64, 64)
     room = len(embedded_json(timeline_data(many, Texts())))
     assert room / len(many.events) < 30
+
+
+def test_a_timeline_of_very_many_events_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = timeline(4, 100)  # 800 runs, 400 sends
+    assert timeline_data(many, Texts())["left_out"] == ""
+    monkeypatch.setattr(charts, "MOST_EVENTS", 900)
+    data = timeline_data(many, Texts())
+    assert sum(data["counts"]) == 800
+    assert data["left_out"] == "Transfers are not drawn: there are 1,200 events."
+    monkeypatch.setattr(charts, "MOST_EVENTS", 400)
+    data = timeline_data(many, Texts())
+    assert sum(data["counts"]) == 400  # all forward passes, the last of which ends after 103 ms
+    assert data["left_out"] == "Of 1,200 events, runs up to 103.00 ms are drawn."
+    assert data["busy_s"] == [short(s) for s in many.busy_s()]
 
 
 # -- memory, collectives, time
