@@ -212,7 +212,7 @@ function paintTimeline(chart) {
       paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills);
       pen.fillStyle = ink.soft;
       pen.textAlign = "left";
-      if (chart.rowHeight >= 11) pen.fillText(DATA.head.pipeline ? `mesh ${number}` : "mesh", 6, top + chart.rowHeight / 2);
+      if (number % Math.ceil(12 / chart.rowHeight) === 0) pen.fillText(DATA.head.pipeline ? `mesh ${number}` : "mesh", 6, top + chart.rowHeight / 2);
       top += chart.rowHeight;
     });
   }
