@@ -10,43 +10,31 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from math import inf, isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from autopar.api import ParallelFunction
 from autopar.compiler import OtherDevices, StepOptions, plan_step
-from autopar.errors import ArgumentError, ClusterError, CompileError
+from autopar.errors import ArgumentError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import Recv, Run
 from autopar.ir.progress import Progress
-from autopar.ir.remote import Held, LoweredPiece, LoweredStep, PieceSpec
-from autopar.ir.tiles import shard_box
+from autopar.ir.remote import LoweredPiece, LoweredStep, PieceSpec
 from autopar.memory_budget import RESERVE_SHARE
+from autopar.proof.comparing import verified_meshes, verified_programs
 from autopar.proof.compiling import compile_all
-from autopar.proof.jobs import Collectives, Job, ProgramFigures
-from autopar.proof.report import (
-    Compared,
-    VerifiedMesh,
-    VerifiedProgram,
-    VerifyReport,
-    compared_collectives,
-)
+from autopar.proof.jobs import Job
+from autopar.proof.report import VerifyReport
 from autopar.proof.targets import Target, cuda_version, load_target, target_of
-from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.exporting import CallsBackError, exported_piece
 from autopar.worker_step import lower_for_workers
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*")*\)')
-_XLA_KIND = {"shift": "collective-permute"}
 
 
 def verify(
@@ -98,8 +86,8 @@ def verify(
         versions=(*_versions(), ("CUDA", str(cuda))),
         is_pipeline=plan.is_pipeline,
         num_micro_batches=plan.num_micro_batches,
-        programs=_programs(lowered, jobs, job_of_piece, figures),
-        meshes=_meshes(plan, lowered, jobs, job_of_piece, figures, limit),
+        programs=verified_programs(lowered, jobs, job_of_piece, figures),
+        meshes=verified_meshes(plan, lowered, jobs, job_of_piece, figures, limit),
         seconds=time.perf_counter() - started,
     )
 
@@ -154,9 +142,6 @@ def _versions() -> list[tuple[str, str]]:
     return found
 
 
-# -- programs
-
-
 def _jobs(
     lowered: LoweredStep, cluster: ClusterSpec, target: Target, hlo_folder: Path | None
 ) -> tuple[list[Job], list[int]]:
@@ -196,7 +181,7 @@ def _serialized(exported: Any) -> bytes:
     try:
         return bytes(exported.serialize())
     except ImportError as error:
-        raise ClusterError(
+        raise CompileError(
             "verify: programs cannot be handed to the compiler, because the package flatbuffers is "
             "not installed. Install it with: pip install 'autopar[verify]'."
         ) from error
@@ -215,127 +200,3 @@ def _topology(devices: Sequence[int], cluster: ClusterSpec) -> tuple[int, int]:
     if len(set(hosts.values())) != 1:
         return 1, len(devices)
     return len(hosts), next(iter(hosts.values()))
-
-
-def _programs(
-    lowered: LoweredStep,
-    jobs: Sequence[Job],
-    job_of_piece: Sequence[int],
-    figures: Sequence[ProgramFigures],
-) -> tuple[VerifiedProgram, ...]:
-    runs = _runs(lowered)
-    found = []
-    for number, (job, own) in enumerate(zip(jobs, figures, strict=True)):
-        pieces = [p for p, j in enumerate(job_of_piece) if j == number]
-        names = tuple(lowered.pieces[p].name for p in pieces)
-        found.append(VerifiedProgram(names, tuple(runs[p] for p in pieces), job.topology, own))
-    return tuple(found)
-
-
-def _runs(lowered: LoweredStep) -> Counter[int]:
-    """How often each piece runs in a step."""
-    lists = (mesh.instructions for mesh in lowered.programs.meshes)
-    return Counter(i.piece for own in lists for i in own if isinstance(i, Run))
-
-
-# -- meshes
-
-
-def _meshes(
-    plan: ParallelPlan,
-    lowered: LoweredStep,
-    jobs: Sequence[Job],
-    job_of_piece: Sequence[int],
-    figures: Sequence[ProgramFigures],
-    limit_bytes: float,
-) -> tuple[VerifiedMesh, ...]:
-    programs, runs = lowered.programs, _runs(lowered)
-    size_of = _buffer_sizes(lowered).__getitem__
-    order = interleave(programs)
-    own_bytes = [figures[job].peak_bytes for job in job_of_piece]
-    peaks = peak_bytes(order, programs, size_of, own_bytes)
-    between = peak_live_bytes(order, programs, size_of)
-    found = []
-    for mesh in range(len(lowered.meshes)):
-        stages = tuple(s for s, own in enumerate(lowered.stage_mesh) if own == mesh)
-        pieces = [p for p, own in enumerate(lowered.piece_mesh) if own == mesh]
-        plans = [plan.stages[s].plan or plan for s in stages]
-        budget = min(own.memory_budget_bytes for own in plans)
-        found.append(
-            VerifiedMesh(
-                mesh=mesh,
-                stages=stages,
-                topology=jobs[job_of_piece[pieces[0]]].topology,
-                mesh_shape=plans[0].mesh_shape,
-                # Stages that share a mesh hold what they hold at the same time.
-                peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
-                buffer_bytes=between[mesh],
-                limit_bytes=limit_bytes,
-                budget_bytes=budget if budget < inf else None,
-                dot_flops=Compared(
-                    sum(runs[p] * figures[job_of_piece[p]].dot_flops for p in pieces),
-                    _predicted_flops(plans),
-                ),
-                collectives=compared_collectives(
-                    _added(
-                        Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
-                        for p in pieces
-                        for one in figures[job_of_piece[p]].collectives
-                    ),
-                    _predicted_collectives(plans),
-                ),
-            )
-        )
-    return tuple(found)
-
-
-def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
-    """Bytes of every buffer on one device of its mesh."""
-    held: dict[tuple[int, int], Held] = {
-        (bound.mesh, bound.buffer): bound.held for bound in (*lowered.arguments, *lowered.results)
-    }
-    for mesh, program in enumerate(lowered.programs.meshes):
-        for instruction in program.instructions:
-            if isinstance(instruction, Run):
-                writes = lowered.pieces[instruction.piece].writes
-                held.update(zip(((mesh, b) for b in instruction.writes), writes, strict=True))
-            elif isinstance(instruction, Recv):
-                targets = [lowered.crossings[t].target for t in instruction.transfers]
-                held.update(zip(((mesh, b) for b in instruction.buffers), targets, strict=True))
-    sizes = {one: _bytes_on_one_device(one) for one in set(held.values())}
-    return {buffer: sizes[one] for buffer, one in held.items()}
-
-
-def _bytes_on_one_device(held: Held) -> int:
-    box = shard_box(held.shape, held.layout, held.mesh_shape, 0)
-    return prod(end - start for start, end in box) * np.dtype(held.dtype).itemsize
-
-
-def _predicted_flops(plans: Sequence[ParallelPlan]) -> float | None:
-    total = 0.0
-    for plan in plans:
-        if plan.details is None:
-            return None
-        total += sum(row.flops for row in plan.details.ops.rows() if row.name in _PRODUCTS)
-    return total
-
-
-def _predicted_collectives(plans: Sequence[ParallelPlan]) -> tuple[Collectives, ...] | None:
-    if any(plan.details is None for plan in plans):
-        return None
-    return _added(
-        Collectives(_XLA_KIND.get(one.kind, one.kind), one.count, one.num_bytes)
-        for plan in plans
-        if plan.details is not None
-        for one in plan.details.collectives
-    )
-
-
-def _added(parts: Any) -> tuple[Collectives, ...]:
-    """All of one kind as one."""
-    counts: dict[str, float] = defaultdict(float)
-    sent: dict[str, float] = defaultdict(float)
-    for one in parts:
-        counts[one.kind] += one.count
-        sent[one.kind] += one.sent_bytes
-    return tuple(Collectives(kind, counts[kind], sent[kind]) for kind in sorted(counts))

@@ -18,6 +18,7 @@ from autopar.api import make_executable
 from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, CompileError, PlanError
 from autopar.ir.details import PARTIAL_SUMS, CollectiveCost, OpRow, PlanDetails, op_table
+from autopar.proof.comparing import bytes_on_one_device
 from autopar.proof.jobs import Collectives, Job, ProgramFigures
 from autopar.runtime.order import interleave, peak_bytes
 
@@ -59,8 +60,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 def figures_of(reads, writes) -> ProgramFigures:
     return ProgramFigures(
-        argument_bytes=sum(map(verifying._bytes_on_one_device, reads)),
-        output_bytes=sum(map(verifying._bytes_on_one_device, writes)),
+        argument_bytes=sum(map(bytes_on_one_device, reads)),
+        output_bytes=sum(map(bytes_on_one_device, writes)),
         temp_bytes=TEMP_BYTES,
         alias_bytes=0,
         collectives=(Collectives("all-reduce", 1, SENT_BYTES),),
