@@ -196,17 +196,19 @@ class _Explainer:
                 node, result = graph.producer[value]
                 places[problem.classes[node]] = result
         budget = self.origin.budget
+        chosen = self.found[0].tensor.layout
         marginals = min_marginals(
             problem,
             places,
-            always=(self.found[0].tensor.layout,),
+            always=(chosen,),
+            known={chosen: sharding} if problem is sharding.problem else None,
             most=self.most,
             budget_bytes=budget,
+            first_price=self.origin.price,
             solver=self.origin.options.solver,
             time_limit_s=self.origin.options.solver_time_limit_s,
             budget_time_s=_BUDGET_TIME_S,
         )
-        chosen = self.found[0].tensor.layout
         own = next((one.sharding for one in marginals if one.layout == chosen), None)
         # The graph with nodes for outputs is not the plan's: there it is compared with itself.
         base = sharding if graph is sharding.graph or own is None else own
@@ -305,6 +307,7 @@ class _Explainer:
             step_s=self.plan.estimated_step_s + sharding.objective - base.objective,
             peak_bytes=sharding.memory.peak_bytes,
             fits=one.fits,
+            gap=min(sharding.gap, 1.0),
             changes=tuple(sorted((kind, n) for kind, n in counts.items() if n)),
             more_bytes=sent,
         )

@@ -142,6 +142,7 @@ def plan_traced(
         refetch=best.refetch,
         budget=budget,
         pins=pins or {},
+        price=best.price_per_byte,
         built=built,
     )
     plan = replace(plan, warnings=(*warnings, *plan.warnings), origin=origin)

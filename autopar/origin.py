@@ -48,8 +48,6 @@ from autopar.trace.flatten import TracedStep
 
 Pins = Mapping[str, PartitionSpec]
 
-_SAME = 1e-6  # costs that differ by less are the same but for rounding
-
 
 @dataclass(eq=False)
 class Origin:
@@ -57,6 +55,7 @@ class Origin:
     choice:  class -> strategy, as the solver left it; None if it is not known.
     refetch: the plan's backward pass gathers again what the forward pass gathered.
     budget:  bytes per device, or None.
+    price:   per byte, at which the budget was kept to; 0 if it did not bind.
     pins:    what `with_pins` asked for, beside the method; part of `asked`.
     built:   the graph of the step as it was traced, if it is known.
     change:  what becomes of the graph before it is solved; a stage's holds several micro-batches.
@@ -73,6 +72,7 @@ class Origin:
     refetch: bool
     budget: float | None
     pins: Pins
+    price: float = 0.0
     built: Graph | None = None
     change: Callable[[Graph], Graph] | None = None
     layouts: Mapping[str, Layout] | None = None
@@ -122,7 +122,7 @@ class Origin:
             objective = problem.pairwise.objective(dict(self.choice))
             stats = SolveStats(len(graph.nodes), len(problem.strategies), 0, 0, 0, 0, True)
             return GraphSharding(
-                problem, dict(self.choice), objective, -inf, stats, refetch=self.refetch
+                problem, dict(self.choice), objective, objective, stats, refetch=self.refetch
             )
         return self._found_again(graph, allowed, keep)
 

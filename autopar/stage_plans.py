@@ -125,6 +125,7 @@ class StageSolver:
                 refetch=best.refetch,
                 budget=budget,
                 pins=pins,
+                price=best.price_per_byte,
                 built=built,
                 change=in_flight_of(task.slice, task.in_flight),
             )

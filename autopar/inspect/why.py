@@ -16,6 +16,7 @@ from autopar.ir.text import (
 from autopar.ir.why import Alternative, Neighbour, Why
 
 _MOST_NEIGHBOURS = 16
+_GOOD_GAP = 0.005
 
 
 def explain_why(why: Why) -> str:
@@ -138,7 +139,7 @@ def _alternative_row(a: Alternative, base_s: float, why: Why) -> tuple[str, ...]
         mark + a.spec,
         _seconds(a.own_s, timed),
         _seconds(a.moving_s, timed),
-        _seconds(a.step_s, timed),
+        _seconds(a.step_s, timed) + (f" (gap {a.gap:.1%})" if a.gap > _GOOD_GAP else ""),
         "chosen" if a.is_chosen else "as good" if gap == "nothing" else gap,
         format_bytes(a.peak_bytes),
         changes,

@@ -32,6 +32,7 @@ class Alternative:
     step_s:     of the best plan with this layout; of a stage, its share. If `is_bound`, it takes at
                 least so long; infinite if there is no plan with it.
     fits:       whether that plan stays within the memory budget.
+    gap:        how far from the best with this layout it may be; 0 if it is proven to be that.
     changes:    (collective, how many more a step has than the plan at hand).
     more_bytes: sent per device and step, against the plan at hand.
     """
@@ -45,6 +46,7 @@ class Alternative:
     is_bound: bool = False
     peak_bytes: float = 0.0
     fits: bool = True
+    gap: float = 0.0
     changes: tuple[tuple[str, int], ...] = ()
     more_bytes: float = 0.0
 

@@ -54,6 +54,7 @@ def min_marginals(
     places: Places,
     *,
     always: Iterable[Layout] = (),
+    known: Mapping[Layout, GraphSharding] | None = None,
     most: int = 12,
     budget_bytes: float | None = None,
     first_price: float = 0.0,
@@ -61,10 +62,11 @@ def min_marginals(
     time_limit_s: float = 60.0,
     budget_time_s: float = 10.0,
 ) -> list[Marginal]:
-    """The best sharding for every layout, the cheapest first. Of more layouts than `most`, those
-    with the lowest bounds are solved, and those that are `always` wanted. `time_limit_s` is for one
-    solve, `budget_time_s` for all those together that a budget makes necessary: when it is over,
-    what does not fit by itself is told without a sharding, with its bound."""
+    """The best sharding for every layout, the cheapest first, what is not solved last. Of more
+    layouts than `most`, those with the lowest bounds are solved, and those that are `always`
+    wanted; `known` are the best ones of layouts that need no solving. `time_limit_s` is for one
+    solve, `budget_time_s` for all those together that a budget makes necessary, in equal shares:
+    what has not been made to fit by then is told without a sharding, with its bound."""
     reduction = reduce_problem(problem.pairwise.copy(), spared=places)
     tries = [_restricted(problem, reduction, places, x) for x in layouts_of(problem, places)]
     wanted = set(always)
@@ -75,6 +77,10 @@ def min_marginals(
     deadline = time.monotonic() + budget_time_s
     found = []
     for number, one in enumerate(tries):
+        own = (known or {}).get(one.layout)
+        if own is not None:
+            found.append(Marginal(one.layout, own, own.lower_bound))
+            continue
         if number >= most:
             found.append(Marginal(one.layout, None, one.bound))
             continue
@@ -82,9 +88,9 @@ def min_marginals(
         if sharding is None:
             found.append(Marginal(one.layout, None, np.inf))
             continue
-        left = deadline - time.monotonic()
+        left = (deadline - time.monotonic()) / (min(most, len(tries)) - number)
         found.append(_within(sharding, one.layout, budget_bytes, first_price, solver, left))
-    return sorted(found, key=_cost)
+    return sorted(found, key=lambda one: (one.sharding is None, _cost(one)))
 
 
 def _cost(one: Marginal) -> float:
@@ -179,6 +185,7 @@ def _within(
         if _peak(sharding) <= budget_bytes:
             return Marginal(layout, sharding, sharding.lower_bound)
         return Marginal(layout, None, sharding.lower_bound)
+    deadline = time.monotonic() + time_left_s
     try:
         found = fit_into_memory(
             sharding,
@@ -188,6 +195,8 @@ def _within(
             first_price=first_price,
         )
     except DoesNotFit as miss:
+        if time.monotonic() > deadline:  # then that proves nothing
+            return Marginal(layout, None, sharding.lower_bound)
         return Marginal(layout, miss.smallest, sharding.lower_bound, fits=False)
     return Marginal(layout, found, found.lower_bound)
 

@@ -4,6 +4,7 @@ one plan to another, load data, save and restore, look at arrays."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,11 @@ def test_what_the_executable_tells(pipelined: Any, tmp_path: Path) -> None:
     assert "HloModule" in executable.hlo_text()
     executable.dump_debug_info(tmp_path)
     assert (tmp_path / "plan.json").exists()
+    assert "Not made" not in (tmp_path / "README.txt").read_text()
+    for name in executable.hlo_texts():
+        assert "sharding" in (tmp_path / f"{name}.annotated.mlir").read_text()
+        assert "HloModule" in (tmp_path / f"{name}.optimized.hlo.txt").read_text()
+    assert json.loads((tmp_path / "transfers.json").read_text())[0]["from"].startswith("mesh")
     assert executable.num_instructions()["Run"] >= 2 * 2 * 4
 
 
