@@ -7,18 +7,35 @@ from pathlib import Path
 
 import autopar
 from autopar.cli.planning import check_target
+from autopar.errors import PlanError
 from autopar.ir.mesh import DEVICES
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import rows_of
+from autopar.ir.timeline import Timeline
 
 
 def report(arguments: Namespace) -> int:
     plan = ParallelPlan.load(arguments.plan)
     target = arguments.output or str(Path(arguments.plan).with_suffix(".html"))
     check_target(target, "--output")
-    plan.report(target, measured=arguments.measured)
+    plan.report(target, measured=_measured(arguments.measured, plan))
     print(f"report: {target}")
     return 0
+
+
+def _measured(path: str | None, plan: ParallelPlan) -> Timeline | None:
+    """The last step of a trace that ran on as many meshes as the plan has."""
+    if path is None:
+        return None
+    timelines = autopar.read_trace(path)
+    num_meshes = len({stage.mesh for stage in plan.stages})
+    alike = [timeline for timeline in timelines if timeline.num_meshes == num_meshes]
+    if not alike:
+        raise PlanError(
+            f"--measured {path}: none of its {len(timelines)} steps ran on {num_meshes} mesh(es), "
+            "as this plan has. Give the trace of a run by this plan."
+        )
+    return alike[-1]
 
 
 def explain(arguments: Namespace) -> int:
