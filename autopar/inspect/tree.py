@@ -95,8 +95,8 @@ def tree_lines(plan: ParallelPlan, depth: int | None, cost: Callable[[float], st
         depth = 1
         while depth < 12 and len(list(_lines(root, depth + 1))) <= MOST_LINES:
             depth += 1
-    of = ", per device of their stages" if plan.is_pipeline else ""
-    title = f"modules with specs of their parameters (those alike: a count, costs together{of}):"
+    of = ", per device of a stage" if plan.is_pipeline else ""
+    title = f"modules with specs of parameters (those alike: a count, costs together{of}):"
     widths = (NAME_WIDTH, *FIGURE_WIDTHS)
     head = [("module", *FIGURES, "parallel"), tuple("-" * n for n in (*widths, WORDS_WIDTH))]
     lines = [title]
@@ -238,12 +238,11 @@ def _fold(module: Module) -> None:
         groups[name_skeleton(child.name), _signature(child)].append(child)
     module.children = {}
     for members in groups.values():
-        name = _folded_name([member.name for member in members])
         first = members[0]
+        module.children[first.name] = first
+        first.name = _folded_name([member.name for member in members])
         for other in members[1:]:
             first.add(other)
-        first.name = name
-        module.children[name] = first
 
 
 def _signature(module: Module) -> tuple:
@@ -264,7 +263,8 @@ def _folded_name(names: list[str]) -> str:
         end = len(after)
         numbers = [name[len(before) : len(name) - end] for name in names]
         if all(number.isdigit() for number in numbers):
-            return before + number_runs([int(number) for number in numbers]) + after
+            runs = number_runs([int(number) for number in numbers]).split(", ")
+            return before + ", ".join(runs[:2] + ["…"] * (len(runs) > 2)) + after
     return pattern
 
 

@@ -167,6 +167,16 @@ def test_equal_layers_are_one_line_and_others_are_not() -> None:
     assert line.endswith("x: data; y: tensor column")
 
 
+def test_layers_that_alternate() -> None:
+    words = ("x: data, y: replicated", "x: data, y: tensor, row")
+    rows = [row(f"GPT/layer_{i}/up", words[i % 2], compute_s=1e-3) for i in range(8)]
+    plan = plan_of(details=details(*rows))
+    assert module_rows(plan, 2) == ["GPT", "  layer_0, 2, … (4)", "  layer_1, 3, … (4)"]
+    (line,) = (x for x in explain_plan(plan, 1).split("\n") if x.startswith("  GPT "))
+    assert line.split()[1:3] == ["8.00", "ms"]
+    assert line.endswith("x: data; y: replicated / tensor")  # and goes on
+
+
 def test_parameters_stand_below_their_module() -> None:
     path = "state.params['layer_{}']['up']['kernel']"
     uses = tuple(
