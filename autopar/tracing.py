@@ -12,6 +12,7 @@ import jax
 
 from autopar.errors import ArgumentError, TraceFileError
 from autopar.inspect.perfetto import ShownStep, TraceContent, read_timelines, trace_json
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.prediction import predicted_timeline
 from autopar.runtime import recording
@@ -79,11 +80,23 @@ class Trace:
     def _content(self, recorder: recording.Recorder) -> TraceContent:
         steps: list[ShownStep] = []
         drawn: set[int] = set()
+        free_s: dict[tuple[bool, int], float] = {}  # when each device was done with a step
         for step in recorder.steps:
             if not any(step.marks.values()):
                 continue
             plan = step.described.plan
-            line, first_s = measured_timeline(step.described, step.marks)
+            devices = [
+                [(step.remote is None, device) for device in own] for own in _mesh_devices(plan)
+            ]
+            before_s = {
+                mesh: max(free_s[device] for device in own if device in free_s)
+                for mesh, own in enumerate(devices)
+                if not free_s.keys().isdisjoint(own)
+            }
+            line, first_s = measured_timeline(step.described, step.marks, before_s)
+            for event in line.events:
+                if event.kind == "run":
+                    free_s.update(dict.fromkeys(devices[event.mesh], first_s + event.end_s))
             predicted = None
             if id(plan) not in drawn:
                 drawn.add(id(plan))
@@ -108,6 +121,16 @@ class Trace:
             "jax": jax.__version__,
         }
         return TraceContent(tuple(steps), about)
+
+
+def _mesh_devices(plan: ParallelPlan) -> list[set[int]]:
+    """Positions of the devices of each mesh among all."""
+    if not plan.is_pipeline:
+        return [set(range(plan.num_devices))]
+    found: list[set[int]] = [set() for _ in range(1 + max(stage.mesh for stage in plan.stages))]
+    for stage in plan.stages:
+        found[stage.mesh].update(stage.devices)
+    return found
 
 
 def trace(

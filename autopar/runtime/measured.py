@@ -50,10 +50,13 @@ _Way = tuple[int, int, int]  # from mesh, to mesh, tag
 
 
 def measured_timeline(
-    described: StepDescription, marks: Mapping[int, Sequence[Mark]]
+    described: StepDescription,
+    marks: Mapping[int, Sequence[Mark]],
+    free_s: Mapping[int, float] | None = None,
 ) -> tuple[Timeline, float]:
     """The events of a step, and by the clock of the marks when the first of them began. Where a
-    `Recv` has no mark, because one process does both, that of its `Send` is for the whole way."""
+    `Recv` has no mark, because one process does both, that of its `Send` is for the whole way.
+    `free_s`: by mesh, when the step before was done with it: steps are dispatched ahead."""
     meshes = described.programs.meshes
     by_place = [{mark.place: mark for mark in marks.get(mesh, ())} for mesh in range(len(meshes))]
     sent = {
@@ -72,7 +75,11 @@ def measured_timeline(
                     arrived_s[way] = max(mark.began_s, send.began_s)
                 else:
                     arrived_s[way] = _end(mark)
-    found = [_MeshEvents(described, mesh, by_place, sent, arrived_s) for mesh in range(len(meshes))]
+    before_s = [(free_s or {}).get(mesh, -inf) for mesh in range(len(meshes))]
+    found = [
+        _MeshEvents(described, mesh, by_place, sent, arrived_s, before_s[mesh])
+        for mesh in range(len(meshes))
+    ]
     starts_s = {way: start_s for own in found for way, start_s in own.sends.items()}
     for own in found:
         for number, way in own.shared:
@@ -109,13 +116,14 @@ class _MeshEvents:
         by_place: _Marks,
         sent: Mapping[_Way, Mark | None],
         arrived_s: Mapping[_Way, float],
+        before_s: float,
     ) -> None:
         self.described, self.mesh = described, mesh
         self.events: list[Event] = []
         self.memory: dict[float, float] = {}
         self.sends: dict[_Way, float] = {}
         self.shared: list[tuple[int, _Way]] = []
-        now_s = -inf  # the end of the last run
+        now_s = before_s  # the end of the last run
         there_s: dict[int, float] = {}  # buffers that were received -> since when they are there
         live = described.live_bytes[mesh] if described.live_bytes else None
         for place, instruction in enumerate(described.programs.meshes[mesh].instructions):
@@ -127,7 +135,8 @@ class _MeshEvents:
                     self.shared.append((len(self.events), way))
                 if mark is not None:
                     there_s.update(dict.fromkeys(instruction.buffers, arrived_s[way]))
-                    self.add_transfer(instruction, mark.began_s, arrived_s[way])
+                    end_s = arrived_s[way]
+                    self.add_transfer(instruction, max(mark.began_s, min(before_s, end_s)), end_s)
             elif isinstance(instruction, Run) and mark is not None:
                 arrivals = [there_s[b] for b in instruction.reads if b in there_s]
                 at_s = max([mark.began_s, now_s, *arrivals])
@@ -136,10 +145,10 @@ class _MeshEvents:
             elif isinstance(instruction, Send) and mark is not None:
                 way = mesh, instruction.to_mesh, instruction.tag
                 # The thread that noted the end of the run may have been late.
-                ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
+                ready_s = max(mark.began_s, before_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
                 self.add_transfer(instruction, ready_s, _end(mark))
-            if live is not None and at_s > -inf:
+            if live is not None and at_s > before_s:
                 self.memory[at_s] = float(live[place])
 
     def add_run(self, run: Run, start_s: float, end_s: float) -> None:

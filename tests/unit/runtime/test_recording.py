@@ -52,6 +52,22 @@ def test_a_run_starts_when_all_that_it_waits_for_is_there() -> None:
     assert line.memory == (((0.0, 10.0), (3.0, 6.0)), ((5.0, 8.0),))
 
 
+def test_a_step_that_is_dispatched_ahead_starts_when_its_devices_are_free() -> None:
+    marks = {
+        0: [Mark(0, 100.0, 103.0), Mark(1, 100.5, 105.0)],
+        1: [Mark(1, 101.0, 109.0)],
+    }
+    line, first_s = measured_timeline(STEP, marks, {0: 102.0, 1: 106.0})
+    assert first_s == 102.0
+    times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
+    assert times == {
+        (0, "run"): (0.0, 1.0),
+        (0, "send"): (1.0, 3.0),
+        (1, "recv"): (1.0, 3.0),
+        (1, "run"): (4.0, 7.0),
+    }
+
+
 def test_an_end_that_was_noted_late_does_not_turn_time_around() -> None:
     marks = {
         0: [Mark(0, 100.0, 106.0), Mark(1, 100.5, 100.6)],
