@@ -194,6 +194,21 @@ def test_the_timeline_zooms_and_tells(open_page: Any, tmp_path: Path) -> None:
     page.wait_for_function("was => document.getElementById('range').textContent === was", arg=whole)
 
 
+def test_timelines_of_different_length_can_be_compared(open_page: Any) -> None:
+    page = open_page(pipeline(), timeline(4, 8, scale=10))
+    canvas = page.locator("#timeline canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    right = (box["x"] + box["width"] - 60, box["y"] + 22 + 20 + 8)  # the end of the first mesh
+    page.mouse.move(*right)
+    assert page.locator("#tip").is_hidden()  # the predicted step is over by then
+    page.click("#timeline >> text=Equal lengths")
+    page.wait_for_function("() => document.getElementById('range').textContent === '0% to 100%'")
+    page.mouse.move(*right)
+    page.wait_for_function("() => !document.getElementById('tip').hidden")
+    assert "predicted: run, backward" in page.inner_text("#tip")
+
+
 def test_the_wheel_scrolls_the_page_unless_the_timeline_was_chosen(open_page: Any) -> None:
     page = open_page(pipeline(), timeline(4, 8))
     whole = page.inner_text("#range")

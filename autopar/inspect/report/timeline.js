@@ -8,7 +8,7 @@ function timelineSection() {
   const timelines = DATA.timelines.map(readTimeline);
   if (!timelines.length) return null;
   const length = Math.max(...timelines.map((one) => one.length_s));
-  const view = { from: 0, to: length, length, hover: null, drag: null };
+  const view = { from: 0, to: length, length, hover: null, drag: null, stretched: false };
   const most = Math.max(...timelines.map((one) => one.meshes.length));
   const lanes = timelines.some((one) => one.meshes.some((mesh) => mesh.longest[1] > 0)) ? 2 : 1;
   const rowHeight = Math.max(lanes === 2 ? 11 : 8, Math.min(40, Math.round(460 / (most * timelines.length))));
@@ -33,7 +33,8 @@ function timelineSection() {
     : "The parts of one step. Collectives are counted in the part that needs them.";
   return section("timeline", "Timeline", lead,
     make("div", { class: "tools" }, button("+", "Zoom in", () => zoomBy(chart, 0.5)), button("−", "Zoom out", () => zoomBy(chart, 2)),
-      button("Reset", "Show the whole step", () => setRange(chart, 0, length)), range,
+      button("Reset", "Show the whole step", () => setRange(chart, 0, length)),
+      timelines.length > 1 ? stretchButton(chart) : null, range,
       make("span", { class: "soft" }, "Drag to zoom into a range; click, then turn the wheel to zoom (or hold Ctrl); arrow keys move.")),
     legend(Object.keys(PHASE_COLOURS).filter((name) => used.has(name)).map((name) => [name, PHASE_COLOURS[name]])),
     make("div", { class: "chart" }, canvas),
@@ -41,6 +42,20 @@ function timelineSection() {
     measured ? make("p", {}, `Measured step ${seconds(measured.step_s)}, predicted ${seconds(DATA.head.step_s)}: ${digits(measured.step_s / DATA.head.step_s, 3)} × as long.`) : null,
     make("details", {}, make("summary", {}, "As a table"), timelineTable(timelines)));
 }
+
+// Draws all timelines equally long, so that their shapes can be compared; the clock is then in percent.
+function stretchButton(chart) {
+  const node = make("button", { type: "button", "aria-pressed": "false" }, "Equal lengths");
+  node.addEventListener("click", () => {
+    chart.view.stretched = !chart.view.stretched;
+    node.setAttribute("aria-pressed", String(chart.view.stretched));
+    chart.paint();
+  });
+  return node;
+}
+
+const stretch = (chart, timeline) => (chart.view.stretched ? chart.view.length / timeline.length_s : 1);
+const clock = (chart, time) => (chart.view.stretched ? `${Number(((100 * time) / chart.view.length).toPrecision(4))}%` : seconds(Number(time.toPrecision(6))));
 
 function timelineLabel(timelines) {
   return timelines.map((one) => `${one.title} timeline of ${count(one.meshes.length, "mesh")}, ${seconds(one.step_s)} long, ${percent(one.bubble)} of it waiting`).join("; ") + ". The table below has the figures.";
@@ -148,8 +163,9 @@ function hoverTimeline(chart, x, y, clientX, clientY) {
   chart.view.hover = null;
   const row = x > LABEL_WIDTH ? rowAt(chart, y) : null;
   if (!row) { hideTip(); return; }
-  const slack = (3 * (chart.view.to - chart.view.from)) / plotWidth(chart);
-  const index = eventAt(row.timeline, row.mesh, row.lane, timeAt(chart, x), slack);
+  const factor = stretch(chart, row.timeline);
+  const slack = (3 * (chart.view.to - chart.view.from)) / plotWidth(chart) / factor;
+  const index = eventAt(row.timeline, row.mesh, row.lane, timeAt(chart, x) / factor, slack);
   if (index < 0) { hideTip(); return; }
   chart.view.hover = { ...row, index };
   showTip(eventWords(row.timeline, row.mesh, index), clientX, clientY);
@@ -194,10 +210,11 @@ function paintTimeline(chart) {
   pen.strokeStyle = ink.line;
   pen.fillStyle = ink.soft;
   pen.textAlign = "center";
-  for (const tick of axisSteps(view.from, view.to, plotWidth(chart) / 110)) {
+  const unit = view.stretched ? view.length / 100 : 1; // round numbers of what the clock shows
+  for (const tick of axisSteps(view.from / unit, view.to / unit, plotWidth(chart) / 110).map((one) => one * unit)) {
     const x = Math.round(xOf(tick)) + 0.5;
     pen.beginPath(); pen.moveTo(x, AXIS_HEIGHT - 4); pen.lineTo(x, height); pen.stroke();
-    if (x < width - 20) pen.fillText(seconds(Number(tick.toPrecision(6))), Math.max(x, LABEL_WIDTH), AXIS_HEIGHT / 2);
+    if (x < width - 20) pen.fillText(clock(chart, tick), Math.max(x, LABEL_WIDTH), AXIS_HEIGHT / 2);
   }
   let top = AXIS_HEIGHT;
   for (const timeline of chart.timelines) {
@@ -222,7 +239,7 @@ function paintTimeline(chart) {
     pen.fillRect(Math.min(view.drag.from, view.drag.to), 0, Math.abs(view.drag.to - view.drag.from), height);
     pen.globalAlpha = 1;
   }
-  chart.range.textContent = `${seconds(view.from)} to ${seconds(view.to)}`;
+  chart.range.textContent = `${clock(chart, view.from)} to ${clock(chart, view.to)}`;
 }
 
 function paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills) {
@@ -231,12 +248,13 @@ function paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills) {
   const thin = Math.max(2, chart.rowHeight - work - 2);
   const right = chart.canvas.clientWidth;
   const drawnTo = [-1, -1]; // per lane, the pixel up to which very short events are drawn already
+  const factor = stretch(chart, timeline);
   pen.textAlign = "center";
-  eachVisible(mesh, view.from, view.to, (index) => {
+  eachVisible(mesh, view.from / factor, view.to / factor, (index) => {
     const kind = timeline.kinds[mesh.kind[index]];
     const lane = chart.lanes === 2 && isTransfer(timeline, mesh.kind[index]) ? 1 : 0;
-    const a = Math.max(LABEL_WIDTH, xOf(mesh.start[index]));
-    const b = Math.min(right, xOf(mesh.end[index]));
+    const a = Math.max(LABEL_WIDTH, xOf(mesh.start[index] * factor));
+    const b = Math.min(right, xOf(mesh.end[index] * factor));
     if (b < LABEL_WIDTH || (b - a < 1 && b <= drawnTo[lane])) return;
     const wide = Math.max(1, b - a - (b - a > 3 ? 1 : 0));
     drawnTo[lane] = Math.max(drawnTo[lane], Math.ceil(a + wide));
