@@ -173,6 +173,8 @@ class _Explainer:
     ) -> None:
         self.plan, self.origin, self.found, self.most = plan, origin, found, most
         self.mesh = origin.mesh
+        self._graph: Graph | None = None
+        self._uses: dict[int, list[tuple[int, int]]] = {}
 
     def filled(self, why: Why) -> Why:
         sharding = self.origin.sharding
@@ -227,7 +229,10 @@ class _Explainer:
             why,
             alike=tuple(dict.fromkeys(alike)),
             neighbours=tuple(self.neighbours(sharding, first)),
-            alternatives=tuple(self.alternative(one, places, base) for one in marginals),
+            alternatives=tuple(
+                self.alternative(one, places, base, values[0], len(ours) + len(alike))
+                for one in marginals
+            ),
             pinned=self.pinned(),
             notes=notes,
         )
@@ -280,7 +285,10 @@ class _Explainer:
 
     # -- alternatives
 
-    def alternative(self, one: Marginal, places: Places, base: GraphSharding) -> Alternative:
+    def alternative(
+        self, one: Marginal, places: Places, base: GraphSharding, value: int | None, count: int
+    ) -> Alternative:
+        """`value`: the first of the arrays, of which there are so many with those alike."""
         tensor = self.found[0].tensor
         names = self.mesh.axis_names
         told = Alternative(
@@ -293,12 +301,8 @@ class _Explainer:
             return replace(told, step_s=one.lower_bound, is_bound=one.lower_bound < inf)
         pairwise, choice = sharding.problem.pairwise, sharding.choice
         own_s = sum(float(pairwise.costs[u][choice[u]]) for u in places)
-        moving_s = sum(
-            float(matrix[choice[u], choice[v]])
-            for u in places
-            for v, matrix in pairwise.edges.get(u, {}).items()
-            if v not in places or u < v
-        )
+        around = [] if value is None else self.neighbours(sharding, value)
+        moving_s = count * sum(neighbour.seconds for neighbour in around)
         counts, sent = changed_collectives(base, sharding)
         return replace(
             told,
@@ -353,19 +357,26 @@ class _Explainer:
         maker, result = graph.producer[value]
         made_in = sharding.layouts[maker][1][result]
         found = []
-        for index, node in enumerate(graph.nodes):
-            for position, operand in enumerate(node.operands):
-                if operand != value:
-                    continue
-                target = sharding.layouts[index][0][position]
-                weight = edge_weight(graph.nodes[maker], node)
-                found.append(
-                    self.neighbour(sharding, role, index, target, target, value, weight, made_in)
-                )
-                is_use = node.kind is NodeKind.USE and node.name != OUTPUT
-                if (is_use or node.name in _PASSED_ON) and role.count(_THERE) < 3:
-                    found += self.readers(sharding, node.results[0], _THERE + role)
+        for index, position in self.uses(graph).get(value, ()):
+            node = graph.nodes[index]
+            target = sharding.layouts[index][0][position]
+            weight = edge_weight(graph.nodes[maker], node)
+            found.append(
+                self.neighbour(sharding, role, index, target, target, value, weight, made_in)
+            )
+            is_use = node.kind is NodeKind.USE and node.name != OUTPUT
+            if (is_use or node.name in _PASSED_ON) and role.count(_THERE) < 3:
+                found += self.readers(sharding, node.results[0], _THERE + role)
         return found
+
+    def uses(self, graph: Graph) -> dict[int, list[tuple[int, int]]]:
+        """Value -> (node, position among its operands) of everything that reads it."""
+        if graph is not self._graph:
+            self._graph, self._uses = graph, {}
+            for index, node in enumerate(graph.nodes):
+                for position, value in enumerate(node.operands):
+                    self._uses.setdefault(value, []).append((index, position))
+        return self._uses
 
     def neighbour(
         self,

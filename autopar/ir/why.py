@@ -28,7 +28,7 @@ class Alternative:
     """A layout that the array could have, and the best plan with it. Seconds are per step.
 
     own_s:      of the operator that makes the array itself.
-    moving_s:   of resharding between it and its direct neighbours.
+    moving_s:   of resharding between it and the neighbours that are listed, of all arrays alike.
     step_s:     of the best plan with this layout; of a stage, its share. If `is_bound`, it takes at
                 least so long; infinite if there is no plan with it.
     fits:       whether that plan stays within the memory budget.
