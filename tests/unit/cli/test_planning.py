@@ -177,3 +177,19 @@ def test_nothing_of_a_sweep_fits(capsys) -> None:
         "--jobs", "1",
     )  # fmt: skip
     assert code == 1 and "None of them fits." in out
+
+
+@pytest.mark.slow
+def test_points_are_planned_in_other_processes(tmp_path, capsys) -> None:
+    points = tmp_path / "sweep.json"
+    code, _, err = run(
+        capsys, "sweep", STEP, "--cluster", "1x4:v100", "--devices", "2,4", "--method", "data",
+        "--jobs", "2", "--json", str(points),
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(points.read_text())["points"]
+    assert [point["num_devices"] for point in found] == [2, 4]
+    code, _, err = run(
+        capsys, "sweep", f"{FILE}:make_nothing", "--cluster", "1x4", "--devices", "2,4"
+    )
+    assert code == 2 and "returned None" in err
