@@ -11,7 +11,7 @@ plan     all of the above → ParallelPlan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, prod
@@ -65,25 +65,21 @@ from autopar.stage_plans import (
     in_flight_of,
     pins_for,
 )
-from autopar.stage_tables import TableBench, node_places, stage_tables, submesh_cluster
+from autopar.stage_tables import PRICES, TableBench, node_places, stage_tables, submesh_cluster
 from autopar.stages.given import check_layer_ids
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
+from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.schedules import in_flight_bound, make_schedule
 from autopar.stages.search import remember_search, search_stages
-from autopar.stages.submeshes import (
-    candidate_submeshes,
-    place,
-    too_slow_submeshes,
-    uniform_submesh,
-)
+from autopar.stages.submeshes import candidate_submeshes, place, uniform_submesh
 from autopar.trace.attach import boundary_bytes
 from autopar.trace.build import build_graph
 from autopar.trace.flatten import TracedStep
 from autopar.trace.held_layers import layers_by_arguments
 from autopar.trace.slices import SlicedStep
 
-# From so many devices on, small submeshes are looked at only if they can be part of a better plan.
+# From so many devices on, only what can be part of a better plan than one at hand is looked at.
 MANY_DEVICES = 128
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
@@ -372,17 +368,15 @@ class _Planner:
         submeshes = list(candidate_submeshes(self.cluster, stages.submeshes))
         if only is not None:
             submeshes = [submesh for submesh in submeshes if submesh in only]
-        small: list[Submesh] = []
-        if self.cluster.num_devices >= MANY_DEVICES:
-            even = self.cluster.num_devices / len(looped.layers)
-            small = [s for s in submeshes if prod(s) < even and len(submeshes) > 1]
         remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
         if not looped.has_backward:
             remat = (False,)
         with self.timer("tables"), paused_garbage_collector():
             bench = TableBench(graph, places, number, self.options.fold_layers, self.options.solver)
 
-        def tables_of(chosen: Sequence[Submesh]) -> list[LayerTable]:
+        def tables_of(
+            chosen: Sequence[Submesh], prices: Sequence[float] = PRICES
+        ) -> list[LayerTable]:
             with self.timer("tables"), paused_garbage_collector():
                 return stage_tables(
                     graph,
@@ -392,22 +386,18 @@ class _Planner:
                     number,
                     constraints=lambda mesh: solver_constraints(graph, step, mesh, method, asked),
                     forbidden=forbidden_collectives(self.options),
+                    prices=prices,
                     remat=remat,
                     bench=bench,
                 )
 
-        tables = tables_of([submesh for submesh in submeshes if submesh not in small])
         setting = self.setting(looped, number)
-        with self.timer("search"):
-            choice, report = search_stages(tables, setting)
-        if small:
-            known_s = inf if choice is None else choice.step_s
-            slow = too_slow_submeshes(small, lambda z: self.least_s(looped, number, z), known_s)
-            if len(slow) < len(small):
-                tables += tables_of([submesh for submesh in small if submesh not in slow])
-                with self.timer("search"):
-                    choice, report = search_stages(tables, setting)
-            report = replace(report, notes=(*report.notes, *_left_out(slow)))
+        if self.cluster.num_devices < MANY_DEVICES:
+            tables = tables_of(submeshes)
+            with self.timer("search"):
+                choice, report = search_stages(tables, setting)
+        else:
+            tables, choice, report = self.search_many(looped, setting, submeshes, tables_of)
         with self.timer("search"):
             remember_search(report)
             other = None
@@ -424,10 +414,45 @@ class _Planner:
                     other = found.choice if found.num_micro_batches != number else None
         return choice, report, other
 
-    def least_s(self, looped: Looped, number: int, num_devices: int) -> float:
-        """What all micro-batches of the lightest layer take on so many devices at full speed."""
-        flops = number * min(looped.layer_flops) / num_devices
-        return compute_s(self.cluster.spec, flops, 0.0, "bfloat16")
+    def search_many(
+        self,
+        looped: Looped,
+        setting: Setting,
+        submeshes: Sequence[Submesh],
+        tables_of: Callable[..., list[LayerTable]],
+    ) -> tuple[list[LayerTable], PipelineChoice | None, SearchReport]:
+        """(tables, the best stages, what was considered) on many devices: what the plans found so
+        far show to be of no use is left out."""
+        num_layers, number = len(looped.layers), setting.num_micro_batches
+        flops = [number * own for own in looped.layer_flops]
+        device = self.cluster.spec
+        least_s = least_times(flops, lambda own: compute_s(device, own, 0.0, "bfloat16"))
+
+        def searched(tables: list[LayerTable]) -> tuple[PipelineChoice | None, SearchReport, float]:
+            with self.timer("search"):
+                choice, report = search_stages(tables, setting)
+            used = sum(prod(stage.submesh) for stage in choice.stages) if choice else 0
+            is_whole = choice is not None and used == self.cluster.num_devices
+            return choice, report, choice.step_s if choice and is_whole else inf
+
+        even = self.cluster.num_devices / num_layers
+        large = [s for s in submeshes if prod(s) >= even] or list(submeshes)
+        tables = tables_of(large, prices=())
+        known_s = searched(tables)[2]
+        small = [s for s in submeshes if s not in large]
+        slow = too_slow_submeshes(small, least_s, num_layers, known_s)
+        tables += tables_of([s for s in small if s not in slow], prices=())
+        choice, report, known_s = searched(tables)
+        lacking = {
+            table.submesh
+            for table in tables
+            if not table.remat and may_lack_memory(table, setting, least_s, known_s)
+        }
+        if lacking:
+            tables = [table for table in tables if table.submesh not in lacking]
+            tables += tables_of([s for s in submeshes if s in lacking])
+            choice, report, _ = searched(tables)
+        return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
 
     def setting(self, looped: Looped, number: int) -> Setting:
         schedule = self.method.schedule

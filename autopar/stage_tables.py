@@ -37,7 +37,7 @@ from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, node_costs
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
-from autopar.sharding.solve import GraphSharding, fold_graph, solve_graph
+from autopar.sharding.solve import GraphSharding, fold_graph, problem_of_graph, solve_graph
 from autopar.trace.attach import LoopLayers
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import Equation
@@ -221,6 +221,7 @@ class TableBench:
         self.folded = fold_graph(graph, fold=fold)
         self.solver, self.time_limit_s = solver, time_limit_s
         self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
+        self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
 
     def terms_of(self, problem: ShardingProblem) -> LayerTerms:
         """Those of the problem's classes, which pins may have parted."""
@@ -240,25 +241,16 @@ class TableBench:
         num_in_flight: float,
         remat: Sequence[bool],
     ) -> Iterator[LayerTable]:
-        cheapest = solve_graph(
-            self.graph,
-            mesh,
-            allowed=allowed,
-            keep=keep,
-            solver=self.solver,
-            time_limit_s=self.time_limit_s,
-            folded=self.folded,
-            gap=TABLE_GAP,
-        )
-        terms = self.terms_of(cheapest.problem)
-        pricer = _Pricer(cheapest.problem, terms)
+        problem, first, objective = self.cheapest(submesh, mesh, allowed, keep)
+        terms = self.terms_of(problem)
+        pricer = _Pricer(problem, terms)
         limit = pricer.limit(*terms.priced_bytes(num_in_flight))
         seen: list[Choice] = []
-        unit = cheapest.objective / max(limit.value(cheapest.choice), 1.0)
+        unit = objective / max(limit.value(first), 1.0)
         for share in (0.0, *prices):
-            choice = cheapest.choice
+            choice = first
             if share and mesh.num_devices > 1:
-                penalised = cheapest.problem.pairwise.copy()
+                penalised = problem.pairwise.copy()
                 limit.add_to(penalised, share * unit)
                 choice = self.solve(penalised)
             if choice in seen:
@@ -269,6 +261,27 @@ class TableBench:
             table = replace(table, price_per_byte=share * unit)
             for again in remat:
                 yield terms.recomputed(table, figures) if again else table
+
+    def cheapest(
+        self, submesh: Submesh, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None
+    ) -> tuple[ShardingProblem, Choice, float]:
+        """The problem, its cheapest choice and what that costs; solved once per mesh."""
+        known = self.known.get((submesh, mesh.shape))
+        if known is not None:
+            problem = problem_of_graph(self.graph, mesh, allowed, keep, self.folded)
+            return problem, *known
+        found = solve_graph(
+            self.graph,
+            mesh,
+            allowed=allowed,
+            keep=keep,
+            solver=self.solver,
+            time_limit_s=self.time_limit_s,
+            folded=self.folded,
+            gap=TABLE_GAP,
+        )
+        self.known[submesh, mesh.shape] = found.choice, found.objective
+        return found.problem, found.choice, found.objective
 
     def solve(self, problem: PairwiseProblem) -> Choice:
         reduction = reduce_problem(problem)

@@ -17,7 +17,7 @@ a hosts, and sizes that add up need not fit together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from autopar.errors import ArgumentError, MeshError
@@ -42,15 +42,6 @@ def candidate_submeshes(cluster: ClusterSpec, shapes: str = "tiling") -> tuple[S
     else:
         raise ArgumentError(f"submeshes={shapes!r}: needs 'tiling' or 'all'.")
     return tuple(sorted(found, key=lambda submesh: (prod(submesh), submesh)))
-
-
-def too_slow_submeshes(
-    submeshes: Sequence[Submesh], least_s: Callable[[int], float], step_s: float
-) -> list[Submesh]:
-    """Those on which no stage can be part of a pipeline that is faster than one that is known.
-    `least_s`: devices -> the least time that all micro-batches of any one layer take on them. A
-    stage has at least one layer, and a step takes at least as long as one of its stages."""
-    return [submesh for submesh in submeshes if least_s(prod(submesh)) >= step_s]
 
 
 def uniform_submesh(num_stages: int, cluster: ClusterSpec) -> Submesh:

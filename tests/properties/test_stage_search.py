@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import ClusterSpec, DeviceSpec
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
+from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.search import search_stages
-from autopar.stages.submeshes import candidate_submeshes, place, too_slow_submeshes
+from autopar.stages.submeshes import candidate_submeshes, place
 
 # In flight, by micro-batches n and stages s from this one to the last.
 IN_FLIGHT = {
@@ -246,10 +247,45 @@ def test_submeshes_that_are_too_slow_are_in_no_better_plan(seed):
     ):
         return
 
-    def least_s(num_devices: int) -> float:
-        return setting.num_micro_batches * min(work_s) / num_devices
-
-    slow = too_slow_submeshes(submeshes, least_s, known.step_s)
+    least_s = least_times(setting.num_micro_batches * work_s, float)
+    slow = too_slow_submeshes(submeshes, least_s, 4, known.step_s)
     kept = [table for table in tables if table.submesh not in slow]
     found, _ = search_stages(kept, setting)
     assert found is not None and found.step_s == pytest.approx(best.step_s, rel=1e-7)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_where_memory_is_not_lacking_what_saves_it_is_of_no_use(seed):
+    """Twins that are slower and hold less, of all tables; some tables are shown not to need one."""
+    random = np.random.default_rng(seed)
+    cluster = ClusterSpec(*CLUSTERS[random.integers(len(CLUSTERS))], device=DEVICE)
+    work_s = random.uniform(1, 20, 4)
+    tables = [
+        replace(table, latency_s=work_s / prod(table.submesh) * random.uniform(1, 1.5, 4))
+        for table in random_tables(random, cluster, 4)
+    ]
+    twins = [
+        replace(
+            table,
+            latency_s=table.latency_s * random.uniform(1.05, 2),
+            held_bytes=table.held_bytes // 2,
+            in_flight_bytes=table.in_flight_bytes // 2,
+        )
+        for table in tables
+    ]
+    setting = random_setting(random, "1f1b", cluster, 4)
+    if not tables:
+        return
+    best, _ = search_stages([*tables, *twins], setting)
+    known, _ = search_stages(tables, setting)
+    known_s = inf if known is None else known.step_s
+    if known is not None and sum(prod(s.submesh) for s in known.stages) < cluster.num_devices:
+        known_s = inf
+    least_s = least_times(setting.num_micro_batches * work_s, float)
+    needed = [may_lack_memory(table, setting, least_s, known_s) for table in tables]
+    kept = [twin for twin, is_needed in zip(twins, needed, strict=True) if is_needed]
+    found, _ = search_stages([*tables, *kept], setting)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.step_s == pytest.approx(best.step_s, rel=1e-7)
