@@ -10,9 +10,9 @@ from examples.models import build
 
 
 def test_the_plan_is_that_of_all_tables(monkeypatch) -> None:
-    example = build("gpt-tiny", 64, num_layers=4)
-    method = autopar.PipeshardParallel(4)
-    cluster = autopar.ClusterSpec(4, 2, "v100", host_bandwidth=1e9)
+    example = build("gpt-tiny", 16)
+    method = autopar.PipeshardParallel(2)
+    cluster = autopar.ClusterSpec(2, 2, "v100", host_bandwidth=1e9)
 
     def planned() -> autopar.ParallelPlan:
         args = example.abstract_state(), example.abstract_batch()
