@@ -6,14 +6,18 @@ const text = (number) => DATA.texts[number];
 // An element with attributes and children. Children are nodes or text; nothing is ever read as HTML.
 function make(tag, attributes, ...children) {
   const svg = ["svg", "g", "path", "line", "rect", "text", "title"].includes(tag);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const node = svg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (name === "style") node.style.cssText = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return node;
 }
 
@@ -38,19 +42,26 @@ function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (Math.abs(value) >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  while (Math.abs(value) >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
   return `${unit ? digits(value, 2) : Math.round(value)} ${units[unit]}`;
 }
 
 function scaled(value, unit) {
   const prefixes = ["", "K", "M", "G", "T", "P", "E"];
   let step = 0;
-  while (Math.abs(value) >= 1000 && step < prefixes.length - 1) { value /= 1000; step += 1; }
+  while (Math.abs(value) >= 1000 && step < prefixes.length - 1) {
+    value /= 1000;
+    step += 1;
+  }
   return `${digits(value, 3).replace(/\.0+$/, "")} ${prefixes[step]}${unit}`;
 }
 
 const percent = (share) => (share > 0 && share < 0.005 ? "<1%" : `${Math.round(100 * share)}%`);
-const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : thing.endsWith("ch") || thing.endsWith("sh") ? "es" : "s"}`;
+const count = (number, thing) =>
+  `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : thing.endsWith("ch") || thing.endsWith("sh") ? "es" : "s"}`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 // -- colours
@@ -59,33 +70,77 @@ const NUM_COLOURS = 8;
 const colour = (number) => `var(--c${number % NUM_COLOURS})`;
 const onColour = (number) => ([0, 6].includes(number % NUM_COLOURS) ? "var(--on-dark-fill)" : "#101418"); // text upon it
 const named = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const PHASE_COLOURS = { forward: 0, backward: 1, weights: 2, update: 4, prepare: 5, send: 6, recv: 7, other: 3 };
+const PHASE_COLOURS = {
+  forward: 0,
+  backward: 1,
+  weights: 2,
+  update: 4,
+  prepare: 5,
+  send: 6,
+  recv: 7,
+  other: 3,
+};
 const phaseOf = (kind, phase) => (phase in PHASE_COLOURS ? phase : kind in PHASE_COLOURS ? kind : "other");
-const PART_COLOURS = { "forward": 0, "backward": 1, "update": 4, "communication": 3, "starting programs": 6, "waiting": 7 };
+const PART_COLOURS = {
+  forward: 0,
+  backward: 1,
+  update: 4,
+  communication: 3,
+  "starting programs": 6,
+  waiting: 7,
+};
 
 function legend(entries) {
-  return make("ul", { class: "legend" }, entries.map(([name, number]) =>
-    make("li", {}, make("i", { style: `background:${colour(number)}` }), name)));
+  return make(
+    "ul",
+    { class: "legend" },
+    entries.map(([name, number]) =>
+      make("li", {}, make("i", { style: `background:${colour(number)}` }), name),
+    ),
+  );
 }
 
 // A bar of parts: [[name, value, colour number], …] of a whole.
 function stack(parts, whole, options = {}) {
   const shown = parts.filter(([, value]) => value > 0);
-  const label = shown.map(([name, value]) => `${name} ${options.unit ? options.unit(value) : percent(value / whole)}`).join(", ");
-  return make("div", { class: options.large ? "stack large" : "stack", role: "img", "aria-label": label || "nothing", "data-tip": label },
-    shown.map(([, value, number]) => make("i", { style: `width:${whole ? (100 * value) / whole : 0}%;background:${colour(number)}` })));
+  const label = shown
+    .map(([name, value]) => `${name} ${options.unit ? options.unit(value) : percent(value / whole)}`)
+    .join(", ");
+  return make(
+    "div",
+    {
+      class: options.large ? "stack large" : "stack",
+      role: "img",
+      "aria-label": label || "nothing",
+      "data-tip": label,
+    },
+    shown.map(([, value, number]) =>
+      make("i", { style: `width:${whole ? (100 * value) / whole : 0}%;background:${colour(number)}` }),
+    ),
+  );
 }
 
 // -- sections
 
 function section(id, title, lead, ...children) {
   const head = make("h2", {}, title);
-  return make("section", { id, "aria-label": title }, head, lead ? make("p", { class: "lead" }, lead) : null, ...children);
+  return make(
+    "section",
+    { id, "aria-label": title },
+    head,
+    lead ? make("p", { class: "lead" }, lead) : null,
+    ...children,
+  );
 }
 
 function facts(pairs) {
-  return make("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== "").map(([name, value]) =>
-    [make("dt", {}, name), make("dd", {}, value)]));
+  return make(
+    "dl",
+    { class: "facts" },
+    pairs
+      .filter(([, value]) => value !== null && value !== "")
+      .map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
+  );
 }
 
 // -- the tooltip: whatever has data-tip shows it while the pointer or the focus is on it
@@ -102,7 +157,9 @@ function showTip(words, x, y) {
   tip.style.top = `${Math.max(4, below ? y + room : y - tip.offsetHeight - room)}px`;
 }
 
-function hideTip() { tip.hidden = true; }
+function hideTip() {
+  tip.hidden = true;
+}
 
 document.addEventListener("pointermove", (event) => {
   const target = event.target.closest ? event.target.closest("[data-tip]") : null;
@@ -111,11 +168,16 @@ document.addEventListener("pointermove", (event) => {
 });
 document.addEventListener("focusin", (event) => {
   const words = event.target.dataset ? event.target.dataset.tip : null;
-  if (!words) { hideTip(); return; }
+  if (!words) {
+    hideTip();
+    return;
+  }
   const place = event.target.getBoundingClientRect();
   showTip(words, place.left, place.bottom);
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") hideTip();
+});
 document.addEventListener("scroll", hideTip, { passive: true });
 
 // -- the theme; canvases are painted again when it changes

@@ -7,25 +7,54 @@ function clusterSection() {
   const size = total <= 128 ? "l" : total <= 512 ? "m" : "s";
   const cellWidth = { l: 30, m: 16, s: 8 }[size];
   const columns = perHost <= 16 ? perHost : Math.ceil(Math.sqrt(perHost));
-  const picture = make("div", { class: `hosts ${size}`, role: "img", "aria-label": clusterLabel(hosts, perHost),
-    style: `grid-template-columns:repeat(auto-fill,minmax(min(100%,${columns * cellWidth + 12}px),1fr))` });
+  const picture = make("div", {
+    class: `hosts ${size}`,
+    role: "img",
+    "aria-label": clusterLabel(hosts, perHost),
+    style: `grid-template-columns:repeat(auto-fill,minmax(min(100%,${columns * cellWidth + 12}px),1fr))`,
+  });
   for (let host = 0; host < hosts; host += 1) {
-    if (size === "s") { picture.append(hostCell(host, perHost, stageOf)); continue; }
+    if (size === "s") {
+      picture.append(hostCell(host, perHost, stageOf));
+      continue;
+    }
     const cells = make("div", { class: "cells", style: `grid-template-columns:repeat(${columns},1fr)` });
-    for (let slot = 0; slot < perHost; slot += 1) cells.append(deviceCell(host * perHost + slot, host, stageOf));
+    for (let slot = 0; slot < perHost; slot += 1)
+      cells.append(deviceCell(host * perHost + slot, host, stageOf));
     picture.append(make("div", { class: "host" }, make("div", { class: "label" }, `host ${host}`), cells));
   }
-  const node = section("cluster", "Cluster", device ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${DATA.head.pipeline ? "Colours and numbers are stages; point" : "Point"} at a device for its place in the mesh.`
-    : `${count(perHost, "device")} of a mesh that was given without a cluster.`, picture);
+  const node = section(
+    "cluster",
+    "Cluster",
+    device
+      ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${DATA.head.pipeline ? "Colours and numbers are stages; point" : "Point"} at a device for its place in the mesh.`
+      : `${count(perHost, "device")} of a mesh that was given without a cluster.`,
+    picture,
+  );
   const used = DATA.head.devices;
-  if (used < total) node.append(make("p", { class: "soft" }, `${count(total - used, "device")} (hatched) ${total - used === 1 ? "is" : "are"} not used by this plan.`));
+  if (used < total)
+    node.append(
+      make(
+        "p",
+        { class: "soft" },
+        `${count(total - used, "device")} (hatched) ${total - used === 1 ? "is" : "are"} not used by this plan.`,
+      ),
+    );
   if (device) {
-    node.append(facts([
-      ["Inside a host", `${scaled(device.intra_host_bandwidth, "B/s")} per device each way`],
-      ["Between hosts", hosts > 1 ? `${scaled(device.host_bandwidth, "B/s")} per host each way` : null],
-      ["Memory", `${scaled(device.memory_bytes, "B")} per device, read at ${scaled(device.memory_bandwidth, "B/s")}`],
-      ["Peak rate", `${scaled(device.flops_16bit, "FLOP/s")} in 16 bits, ${scaled(device.flops_32bit, "FLOP/s")} in 32; large products reach ${percent(device.efficiency)} of it`],
-    ]));
+    node.append(
+      facts([
+        ["Inside a host", `${scaled(device.intra_host_bandwidth, "B/s")} per device each way`],
+        ["Between hosts", hosts > 1 ? `${scaled(device.host_bandwidth, "B/s")} per host each way` : null],
+        [
+          "Memory",
+          `${scaled(device.memory_bytes, "B")} per device, read at ${scaled(device.memory_bandwidth, "B/s")}`,
+        ],
+        [
+          "Peak rate",
+          `${scaled(device.flops_16bit, "FLOP/s")} in 16 bits, ${scaled(device.flops_32bit, "FLOP/s")} in 32; large products reach ${percent(device.efficiency)} of it`,
+        ],
+      ]),
+    );
   }
   if (DATA.head.pipeline) node.append(make("h3", {}, "Stages"), stageTable());
   return node;
@@ -37,7 +66,8 @@ function stagesByDevice(total) {
   DATA.stages.forEach((stage, number) => {
     let position = 0;
     for (const [from, to] of stage.devices) {
-      for (let place = from; place < to; place += 1, position += 1) if (place < total) found[place].push([number, position]);
+      for (let place = from; place < to; place += 1, position += 1)
+        if (place < total) found[place].push([number, position]);
     }
   });
   return found;
@@ -54,14 +84,22 @@ function coordinates(position, shape, axes) {
 
 function deviceCell(number, host, stageOf) {
   const held = stageOf[number];
-  if (!held.length) return make("div", { class: "cell unused", "data-tip": `device ${number}, host ${host}\nnot used` });
+  if (!held.length)
+    return make("div", { class: "cell unused", "data-tip": `device ${number}, host ${host}\nnot used` });
   const lines = held.map(([stage, position]) => {
     const { shape, axes } = DATA.stages[stage];
     return `${DATA.head.pipeline ? `stage ${stage}: ` : ""}${coordinates(position, shape, axes)}`;
   });
   const stages = held.map(([stage]) => stage);
-  return make("div", { class: "cell", style: `background:${colour(DATA.stages[stages[0]].mesh)};color:${onColour(DATA.stages[stages[0]].mesh)}`, "data-tip": `device ${number}, host ${host}\n${lines.join("\n")}` },
-    DATA.head.pipeline ? stages.join(",") : String(number));
+  return make(
+    "div",
+    {
+      class: "cell",
+      style: `background:${colour(DATA.stages[stages[0]].mesh)};color:${onColour(DATA.stages[stages[0]].mesh)}`,
+      "data-tip": `device ${number}, host ${host}\n${lines.join("\n")}`,
+    },
+    DATA.head.pipeline ? stages.join(",") : String(number),
+  );
 }
 
 // A host of a large cluster as one bar, coloured along its devices.
@@ -73,13 +111,18 @@ function hostCell(host, perHost, stageOf) {
     const held = stageOf[first + slot];
     const stage = held.length ? held[0][0] : null;
     let end = slot + 1;
-    while (end < perHost && (stageOf[first + end].length ? stageOf[first + end][0][0] : null) === stage) end += 1;
+    while (end < perHost && (stageOf[first + end].length ? stageOf[first + end][0][0] : null) === stage)
+      end += 1;
     const fill = stage === null ? "var(--line)" : colour(DATA.stages[stage].mesh);
     parts.push(`${fill} ${(100 * slot) / perHost}% ${(100 * end) / perHost}%`);
     lines.push(stage === null ? "not used" : hostLine(held, stageOf[first + end - 1]));
     slot = end;
   }
-  return make("div", { class: "host whole", style: `background:linear-gradient(to right,${parts.join(",")})`, "data-tip": `host ${host}, devices ${first} to ${first + perHost - 1}\n${lines.join("\n")}` });
+  return make("div", {
+    class: "host whole",
+    style: `background:linear-gradient(to right,${parts.join(",")})`,
+    "data-tip": `host ${host}, devices ${first} to ${first + perHost - 1}\n${lines.join("\n")}`,
+  });
 }
 
 function hostLine(held, last) {
@@ -90,24 +133,52 @@ function hostLine(held, last) {
 
 function clusterLabel(hosts, perHost) {
   const parts = DATA.stages.map((stage, number) => `stage ${number} on devices ${stage.device_text}`);
-  const where = DATA.head.pipeline ? parts.slice(0, 64).join("; ") : `one mesh on devices ${DATA.stages[0].device_text}`;
+  const where = DATA.head.pipeline
+    ? parts.slice(0, 64).join("; ")
+    : `one mesh on devices ${DATA.stages[0].device_text}`;
   return `${count(hosts, "host")} with ${count(perHost, "device")} each: ${where}`;
 }
 
 function stageTable() {
   const rows = DATA.stages.map((stage, number) => ({ ...stage, number }));
-  const time = (name, tip) => ({ name: name[0], of: (row) => row[name[1]], show: (row) => (row[name[1]] ? seconds(row[name[1]]) : "–"), number: true, tip });
+  const time = (name, tip) => ({
+    name: name[0],
+    of: (row) => row[name[1]],
+    show: (row) => (row[name[1]] ? seconds(row[name[1]]) : "–"),
+    number: true,
+    tip,
+  });
   const columns = [
-    { name: "Stage", of: (row) => row.number, show: (row) => [make("span", { class: "swatch", style: `background:${colour(row.mesh)}` }), String(row.number)] },
+    {
+      name: "Stage",
+      of: (row) => row.number,
+      show: (row) => [
+        make("span", { class: "swatch", style: `background:${colour(row.mesh)}` }),
+        String(row.number),
+      ],
+    },
     { name: "Layers", of: (row) => row.layers, class: "wrap" },
     { name: "Devices", of: (row) => row.device_text, show: (row) => row.device_text },
-    { name: "Mesh", of: (row) => row.shape.join("×"), show: (row) => meshText(row.shape, row.axes), class: "array" },
+    {
+      name: "Mesh",
+      of: (row) => row.shape.join("×"),
+      show: (row) => meshText(row.shape, row.axes),
+      class: "array",
+    },
     time(["Forward", "forward_s"], "seconds of one micro-batch"),
     time(["Backward", "backward_s"], "seconds of one micro-batch"),
     time(["Once", "once_s"], "update and what else is done once per step"),
     time(["Transfer", "transfer_s"], "what it waits for from its neighbours, per micro-batch"),
     { name: "Peak memory", of: (row) => row.peak_bytes, show: (row) => bytes(row.peak_bytes), number: true },
-    ...(rows.some((row) => row.remat) ? [{ name: "Recomputed", of: (row) => (row.remat ? "yes" : "no"), tip: "the backward pass computes its layers again" }] : []),
+    ...(rows.some((row) => row.remat)
+      ? [
+          {
+            name: "Recomputed",
+            of: (row) => (row.remat ? "yes" : "no"),
+            tip: "the backward pass computes its layers again",
+          },
+        ]
+      : []),
   ];
   return sortable(columns, rows, { label: "Stages", first: 100 });
 }

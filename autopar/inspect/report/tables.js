@@ -8,11 +8,28 @@ function sortable(columns, rows, options = {}) {
   let down = options.down !== false;
   let limit = first;
   const body = make("tbody");
-  const heads = columns.map((column, index) => make("th", { class: column.number ? "num" : null, scope: "col" },
-    make("button", { type: "button", "data-tip": column.tip, onclick: () => sort(index) }, column.name)));
-  const more = make("button", { type: "button", onclick: () => { limit = Infinity; fill(); } });
+  const heads = columns.map((column, index) =>
+    make(
+      "th",
+      { class: column.number ? "num" : null, scope: "col" },
+      make("button", { type: "button", "data-tip": column.tip, onclick: () => sort(index) }, column.name),
+    ),
+  );
+  const more = make("button", {
+    type: "button",
+    onclick: () => {
+      limit = Infinity;
+      fill();
+    },
+  });
   const moreRow = make("p", {}, more);
-  const table = make("table", {}, options.caption ? make("caption", {}, options.caption) : null, make("thead", {}, make("tr", {}, heads)), body);
+  const table = make(
+    "table",
+    {},
+    options.caption ? make("caption", {}, options.caption) : null,
+    make("thead", {}, make("tr", {}, heads)),
+    body,
+  );
 
   function sort(index) {
     down = by === index ? !down : Boolean(columns[index].number);
@@ -34,15 +51,41 @@ function sortable(columns, rows, options = {}) {
   }
 
   function fill() {
-    body.replaceChildren(...order.slice(0, limit).map((row) => make("tr", { class: options.rowClass ? options.rowClass(row) : null },
-      columns.map((column) => make("td", { class: [column.number ? "num" : "", column.class || ""].join(" ").trim() || null },
-        column.show ? column.show(row) : String(column.of(row)))))));
+    body.replaceChildren(
+      ...order.slice(0, limit).map((row) =>
+        make(
+          "tr",
+          { class: options.rowClass ? options.rowClass(row) : null },
+          columns.map((column) =>
+            make(
+              "td",
+              { class: [column.number ? "num" : "", column.class || ""].join(" ").trim() || null },
+              column.show ? column.show(row) : String(column.of(row)),
+            ),
+          ),
+        ),
+      ),
+    );
     moreRow.hidden = order.length <= limit;
     more.textContent = `Show all ${order.length.toLocaleString("en")} rows`;
   }
 
   arrange();
-  return make("div", {}, make("div", { class: rows.length > 25 ? "scroll tall" : "scroll", tabindex: rows.length > 25 ? "0" : null, role: "region", "aria-label": options.label || options.caption || "table" }, table), moreRow);
+  return make(
+    "div",
+    {},
+    make(
+      "div",
+      {
+        class: rows.length > 25 ? "scroll tall" : "scroll",
+        tabindex: rows.length > 25 ? "0" : null,
+        role: "region",
+        "aria-label": options.label || options.caption || "table",
+      },
+      table,
+    ),
+    moreRow,
+  );
 }
 
 function compare(a, b) {

@@ -13,34 +13,76 @@ function timelineSection() {
   const lanes = timelines.some((one) => one.meshes.some((mesh) => mesh.longest[1] > 0)) ? 2 : 1;
   const rowHeight = Math.max(lanes === 2 ? 11 : 8, Math.min(40, Math.round(460 / (most * timelines.length))));
   const height = AXIS_HEIGHT + sum(timelines.map((one) => TITLE_HEIGHT + rowHeight * one.meshes.length)) + 4;
-  const canvas = make("canvas", { tabindex: "0", role: "img", style: `height:${height}px`, "aria-label": timelineLabel(timelines) });
+  const canvas = make("canvas", {
+    tabindex: "0",
+    role: "img",
+    style: `height:${height}px`,
+    "aria-label": timelineLabel(timelines),
+  });
   const range = make("span", { class: "soft", id: "range", role: "status" });
   const chart = { timelines, view, rowHeight, lanes, canvas, height, range };
 
   let queued = false;
-  const paint = () => { if (!queued) { queued = true; requestAnimationFrame(() => { queued = false; paintTimeline(chart); }); } };
+  const paint = () => {
+    if (!queued) {
+      queued = true;
+      requestAnimationFrame(() => {
+        queued = false;
+        paintTimeline(chart);
+      });
+    }
+  };
   chart.paint = paint;
   repaints.push(paint);
   new ResizeObserver(paint).observe(canvas);
   listenTimeline(chart);
 
-  const button = (name, label, action) => make("button", { type: "button", "aria-label": label, onclick: action }, name);
+  const button = (name, label, action) =>
+    make("button", { type: "button", "aria-label": label, onclick: action }, name);
   const used = new Set();
-  timelines.forEach((one) => one.kinds.forEach((kind) => used.add(phaseOf(text(kind[KIND.kind]), text(kind[KIND.phase])))));
+  timelines.forEach((one) =>
+    one.kinds.forEach((kind) => used.add(phaseOf(text(kind[KIND.kind]), text(kind[KIND.phase])))),
+  );
   const measured = timelines.find((one) => one.title === "measured");
   const lead = DATA.head.pipeline
     ? "What each mesh does when, in one step; numbers are micro-batches. Thin bars below are what is sent and received; gaps are waiting."
     : "The parts of one step. Collectives are counted in the part that needs them.";
-  return section("timeline", "Timeline", lead,
-    make("div", { class: "tools" }, button("+", "Zoom in", () => zoomBy(chart, 0.5)), button("−", "Zoom out", () => zoomBy(chart, 2)),
+  return section(
+    "timeline",
+    "Timeline",
+    lead,
+    make(
+      "div",
+      { class: "tools" },
+      button("+", "Zoom in", () => zoomBy(chart, 0.5)),
+      button("−", "Zoom out", () => zoomBy(chart, 2)),
       button("Reset", "Show the whole step", () => setRange(chart, 0, length)),
-      timelines.length > 1 ? stretchButton(chart) : null, range,
-      make("span", { class: "soft" }, "Drag to zoom into a range; click, then turn the wheel to zoom (or hold Ctrl); arrow keys move.")),
-    legend(Object.keys(PHASE_COLOURS).filter((name) => used.has(name)).map((name) => [name, PHASE_COLOURS[name]])),
+      timelines.length > 1 ? stretchButton(chart) : null,
+      range,
+      make(
+        "span",
+        { class: "soft" },
+        "Drag to zoom into a range; click, then turn the wheel to zoom (or hold Ctrl); arrow keys move.",
+      ),
+    ),
+    legend(
+      Object.keys(PHASE_COLOURS)
+        .filter((name) => used.has(name))
+        .map((name) => [name, PHASE_COLOURS[name]]),
+    ),
     make("div", { class: "chart" }, canvas),
-    timelines.filter((one) => one.left_out).map((one) => make("p", { class: "soft" }, `${one.title}: ${one.left_out}`)),
-    measured ? make("p", {}, `Measured step ${seconds(measured.step_s)}, predicted ${seconds(DATA.head.step_s)}: ${digits(measured.step_s / DATA.head.step_s, 3)} × as long.`) : null,
-    make("details", {}, make("summary", {}, "As a table"), timelineTable(timelines)));
+    timelines
+      .filter((one) => one.left_out)
+      .map((one) => make("p", { class: "soft" }, `${one.title}: ${one.left_out}`)),
+    measured
+      ? make(
+          "p",
+          {},
+          `Measured step ${seconds(measured.step_s)}, predicted ${seconds(DATA.head.step_s)}: ${digits(measured.step_s / DATA.head.step_s, 3)} × as long.`,
+        )
+      : null,
+    make("details", {}, make("summary", {}, "As a table"), timelineTable(timelines)),
+  );
 }
 
 // Draws all timelines equally long, so that their shapes can be compared; the clock is then in percent.
@@ -55,20 +97,53 @@ function stretchButton(chart) {
 }
 
 const stretch = (chart, timeline) => (chart.view.stretched ? chart.view.length / timeline.length_s : 1);
-const clock = (chart, time) => (chart.view.stretched ? `${Number(((100 * time) / chart.view.length).toPrecision(4))}%` : seconds(Number(time.toPrecision(6))));
+const clock = (chart, time) =>
+  chart.view.stretched
+    ? `${Number(((100 * time) / chart.view.length).toPrecision(4))}%`
+    : seconds(Number(time.toPrecision(6)));
 
 function timelineLabel(timelines) {
-  return timelines.map((one) => `${one.title} timeline of ${count(one.meshes.length, "mesh")}, ${seconds(one.step_s)} long, ${percent(one.bubble)} of it waiting`).join("; ") + ". The table below has the figures.";
+  return (
+    timelines
+      .map(
+        (one) =>
+          `${one.title} timeline of ${count(one.meshes.length, "mesh")}, ${seconds(one.step_s)} long, ${percent(one.bubble)} of it waiting`,
+      )
+      .join("; ") + ". The table below has the figures."
+  );
 }
 
 function timelineTable(timelines) {
-  const rows = timelines.flatMap((one) => one.meshes.map((mesh, number) => ({
-    title: one.title, number, events: mesh.start.length, busy: one.busy_s[number], waiting: Math.max(0, one.step_s - one.busy_s[number]),
-    first: mesh.start.length ? mesh.start[0] : null, last: mesh.end.length ? mesh.end.reduce((a, b) => Math.max(a, b), 0) : null,
-  })));
-  const time = (name, key) => ({ name, of: (row) => row[key], show: (row) => seconds(row[key]), number: true });
-  return sortable([{ name: "Timeline", of: (row) => row.title }, { name: "Mesh", of: (row) => row.number, number: true }, { name: "Events", of: (row) => row.events, number: true },
-    time("Computing", "busy"), time("Not computing", "waiting"), time("First start", "first"), time("Last end", "last")], rows, { label: "Timelines by mesh", first: 128 });
+  const rows = timelines.flatMap((one) =>
+    one.meshes.map((mesh, number) => ({
+      title: one.title,
+      number,
+      events: mesh.start.length,
+      busy: one.busy_s[number],
+      waiting: Math.max(0, one.step_s - one.busy_s[number]),
+      first: mesh.start.length ? mesh.start[0] : null,
+      last: mesh.end.length ? mesh.end.reduce((a, b) => Math.max(a, b), 0) : null,
+    })),
+  );
+  const time = (name, key) => ({
+    name,
+    of: (row) => row[key],
+    show: (row) => seconds(row[key]),
+    number: true,
+  });
+  return sortable(
+    [
+      { name: "Timeline", of: (row) => row.title },
+      { name: "Mesh", of: (row) => row.number, number: true },
+      { name: "Events", of: (row) => row.events, number: true },
+      time("Computing", "busy"),
+      time("Not computing", "waiting"),
+      time("First start", "first"),
+      time("Last end", "last"),
+    ],
+    rows,
+    { label: "Timelines by mesh", first: 128 },
+  );
 }
 
 // -- the range on screen
@@ -78,7 +153,10 @@ function setRange(chart, from, to) {
   const least = view.length * 1e-6;
   let wide = Math.min(view.length, Math.max(least, to - from));
   let start = Math.max(0, Math.min(from, view.length - wide));
-  if (!Number.isFinite(start) || !Number.isFinite(wide)) { start = 0; wide = view.length; }
+  if (!Number.isFinite(start) || !Number.isFinite(wide)) {
+    start = 0;
+    wide = view.length;
+  }
   view.from = start;
   view.to = start + wide;
   chart.paint();
@@ -91,18 +169,36 @@ function zoomBy(chart, factor, at) {
 }
 
 const plotWidth = (chart) => Math.max(1, chart.canvas.clientWidth - LABEL_WIDTH);
-const timeAt = (chart, x) => chart.view.from + ((x - LABEL_WIDTH) / plotWidth(chart)) * (chart.view.to - chart.view.from);
+const timeAt = (chart, x) =>
+  chart.view.from + ((x - LABEL_WIDTH) / plotWidth(chart)) * (chart.view.to - chart.view.from);
 
 function listenTimeline(chart) {
   const { canvas, view } = chart;
-  const place = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-  canvas.addEventListener("wheel", (event) => {
-    if (!(event.ctrlKey || event.metaKey || document.activeElement === canvas)) return;
-    event.preventDefault();
-    const width = view.to - view.from;
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) setRange(chart, view.from + (event.deltaX / plotWidth(chart)) * width, view.to + (event.deltaX / plotWidth(chart)) * width);
-    else zoomBy(chart, Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), timeAt(chart, place(event)[0]));
-  }, { passive: false });
+  const place = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      if (!(event.ctrlKey || event.metaKey || document.activeElement === canvas)) return;
+      event.preventDefault();
+      const width = view.to - view.from;
+      if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+        setRange(
+          chart,
+          view.from + (event.deltaX / plotWidth(chart)) * width,
+          view.to + (event.deltaX / plotWidth(chart)) * width,
+        );
+      else
+        zoomBy(
+          chart,
+          Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))),
+          timeAt(chart, place(event)[0]),
+        );
+    },
+    { passive: false },
+  );
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     canvas.focus({ preventScroll: true });
@@ -114,7 +210,10 @@ function listenTimeline(chart) {
     const [x, y] = place(event);
     if (view.drag) {
       view.drag.to = x;
-      if (view.drag.pans) { const moved = ((view.drag.from - x) / plotWidth(chart)) * view.drag.width; setRange(chart, view.drag.start + moved, view.drag.start + moved + view.drag.width); }
+      if (view.drag.pans) {
+        const moved = ((view.drag.from - x) / plotWidth(chart)) * view.drag.width;
+        setRange(chart, view.drag.start + moved, view.drag.start + moved + view.drag.width);
+      }
       hideTip();
     } else hoverTimeline(chart, x, y, event.clientX, event.clientY);
     chart.paint();
@@ -123,22 +222,40 @@ function listenTimeline(chart) {
     const { drag } = view;
     view.drag = null;
     if (drag && !drag.pans && Math.abs(drag.to - drag.from) > 4) {
-      const [a, b] = [timeAt(chart, Math.min(drag.from, drag.to)), timeAt(chart, Math.max(drag.from, drag.to))];
+      const [a, b] = [
+        timeAt(chart, Math.min(drag.from, drag.to)),
+        timeAt(chart, Math.max(drag.from, drag.to)),
+      ];
       setRange(chart, Math.max(view.from, a), Math.min(view.to, b));
     }
     chart.paint();
   };
   canvas.addEventListener("pointerup", drop);
-  canvas.addEventListener("pointercancel", () => { view.drag = null; chart.paint(); });
-  canvas.addEventListener("pointerleave", () => { view.hover = null; hideTip(); chart.paint(); });
+  canvas.addEventListener("pointercancel", () => {
+    view.drag = null;
+    chart.paint();
+  });
+  canvas.addEventListener("pointerleave", () => {
+    view.hover = null;
+    hideTip();
+    chart.paint();
+  });
   canvas.addEventListener("dblclick", () => setRange(chart, 0, view.length));
   canvas.addEventListener("keydown", (event) => {
     const width = view.to - view.from;
     const keys = {
-      ArrowLeft: () => setRange(chart, view.from - width / 5, view.to - width / 5), ArrowRight: () => setRange(chart, view.from + width / 5, view.to + width / 5),
-      "+": () => zoomBy(chart, 0.5), "=": () => zoomBy(chart, 0.5), "-": () => zoomBy(chart, 2), "0": () => setRange(chart, 0, view.length), Home: () => setRange(chart, 0, view.length),
+      ArrowLeft: () => setRange(chart, view.from - width / 5, view.to - width / 5),
+      ArrowRight: () => setRange(chart, view.from + width / 5, view.to + width / 5),
+      "+": () => zoomBy(chart, 0.5),
+      "=": () => zoomBy(chart, 0.5),
+      "-": () => zoomBy(chart, 2),
+      0: () => setRange(chart, 0, view.length),
+      Home: () => setRange(chart, 0, view.length),
     };
-    if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+    if (keys[event.key]) {
+      event.preventDefault();
+      keys[event.key]();
+    }
   });
 }
 
@@ -162,11 +279,17 @@ const workHeight = (chart) => (chart.lanes === 2 ? Math.round(chart.rowHeight * 
 function hoverTimeline(chart, x, y, clientX, clientY) {
   chart.view.hover = null;
   const row = x > LABEL_WIDTH ? rowAt(chart, y) : null;
-  if (!row) { hideTip(); return; }
+  if (!row) {
+    hideTip();
+    return;
+  }
   const factor = stretch(chart, row.timeline);
   const slack = (3 * (chart.view.to - chart.view.from)) / plotWidth(chart) / factor;
   const index = eventAt(row.timeline, row.mesh, row.lane, timeAt(chart, x) / factor, slack);
-  if (index < 0) { hideTip(); return; }
+  if (index < 0) {
+    hideTip();
+    return;
+  }
   chart.view.hover = { ...row, index };
   showTip(eventWords(row.timeline, row.mesh, index), clientX, clientY);
 }
@@ -177,101 +300,13 @@ function eventWords(timeline, meshNumber, index) {
   const [what, phase, name] = [text(kind[KIND.kind]), text(kind[KIND.phase]), text(kind[KIND.name])];
   const lines = [name || phase || what];
   lines.push(`${timeline.title}: ${[what, phase].filter(Boolean).join(", ")}`);
-  if (DATA.head.pipeline) lines.push(`mesh ${meshNumber}, stage ${kind[KIND.stage]}${mesh.microBatch[index] >= 0 ? `, micro-batch ${mesh.microBatch[index]}` : ""}`);
-  lines.push(`${seconds(mesh.start[index])} to ${seconds(mesh.end[index])}: ${seconds(mesh.end[index] - mesh.start[index])}`);
+  if (DATA.head.pipeline)
+    lines.push(
+      `mesh ${meshNumber}, stage ${kind[KIND.stage]}${mesh.microBatch[index] >= 0 ? `, micro-batch ${mesh.microBatch[index]}` : ""}`,
+    );
+  lines.push(
+    `${seconds(mesh.start[index])} to ${seconds(mesh.end[index])}: ${seconds(mesh.end[index] - mesh.start[index])}`,
+  );
   if (kind[KIND.bytes]) lines.push(`${bytes(kind[KIND.bytes])} sent`);
   return lines.join("\n");
-}
-
-// -- painting
-
-function paintTimeline(chart) {
-  const { canvas, view, height } = chart;
-  const width = canvas.clientWidth;
-  if (!width) return;
-  const ratio = window.devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-  }
-  const pen = canvas.getContext("2d");
-  const ink = { paper: named("--paper"), ink: named("--ink"), soft: named("--soft"), line: named("--line"), panel: named("--panel") };
-  const fills = Object.fromEntries(Object.entries(PHASE_COLOURS).map(([name, number]) => [name, named(`--c${number}`)]));
-  const onDark = named("--on-dark-fill");
-  fills.on = (number) => (onColour(number).startsWith("var") ? onDark : onColour(number));
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.fillStyle = ink.paper;
-  pen.fillRect(0, 0, width, height);
-  pen.font = "11px system-ui, sans-serif";
-  pen.textBaseline = "middle";
-  const scale = plotWidth(chart) / (view.to - view.from);
-  const xOf = (time) => LABEL_WIDTH + (time - view.from) * scale;
-
-  pen.strokeStyle = ink.line;
-  pen.fillStyle = ink.soft;
-  pen.textAlign = "center";
-  const unit = view.stretched ? view.length / 100 : 1; // round numbers of what the clock shows
-  for (const tick of axisSteps(view.from / unit, view.to / unit, plotWidth(chart) / 110).map((one) => one * unit)) {
-    const x = Math.round(xOf(tick)) + 0.5;
-    pen.beginPath(); pen.moveTo(x, AXIS_HEIGHT - 4); pen.lineTo(x, height); pen.stroke();
-    if (x < width - 20) pen.fillText(clock(chart, tick), Math.max(x, LABEL_WIDTH), AXIS_HEIGHT / 2);
-  }
-  let top = AXIS_HEIGHT;
-  for (const timeline of chart.timelines) {
-    pen.fillStyle = ink.ink;
-    pen.textAlign = "left";
-    pen.font = "600 12px system-ui, sans-serif";
-    pen.fillText(timeline.title, 6, top + TITLE_HEIGHT / 2);
-    pen.font = "11px system-ui, sans-serif";
-    top += TITLE_HEIGHT;
-    timeline.meshes.forEach((mesh, number) => {
-      if (number % 2 === 0) { pen.fillStyle = ink.panel; pen.globalAlpha = 0.6; pen.fillRect(0, top, width, chart.rowHeight); pen.globalAlpha = 1; }
-      paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills);
-      pen.fillStyle = ink.soft;
-      pen.textAlign = "left";
-      if (number % Math.ceil(12 / chart.rowHeight) === 0) pen.fillText(DATA.head.pipeline ? `mesh ${number}` : "mesh", 6, top + chart.rowHeight / 2);
-      top += chart.rowHeight;
-    });
-  }
-  if (view.drag && !view.drag.pans) {
-    pen.fillStyle = ink.soft;
-    pen.globalAlpha = 0.25;
-    pen.fillRect(Math.min(view.drag.from, view.drag.to), 0, Math.abs(view.drag.to - view.drag.from), height);
-    pen.globalAlpha = 1;
-  }
-  chart.range.textContent = `${clock(chart, view.from)} to ${clock(chart, view.to)}`;
-}
-
-function paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills) {
-  const { view } = chart;
-  const work = workHeight(chart);
-  const thin = Math.max(2, chart.rowHeight - work - 2);
-  const right = chart.canvas.clientWidth;
-  const drawnTo = [-1, -1]; // per lane, the pixel up to which very short events are drawn already
-  const factor = stretch(chart, timeline);
-  pen.textAlign = "center";
-  eachVisible(mesh, view.from / factor, view.to / factor, (index) => {
-    const kind = timeline.kinds[mesh.kind[index]];
-    const lane = chart.lanes === 2 && isTransfer(timeline, mesh.kind[index]) ? 1 : 0;
-    const a = Math.max(LABEL_WIDTH, xOf(mesh.start[index] * factor));
-    const b = Math.min(right, xOf(mesh.end[index] * factor));
-    if (b < LABEL_WIDTH || (b - a < 1 && b <= drawnTo[lane])) return;
-    const wide = Math.max(1, b - a - (b - a > 3 ? 1 : 0));
-    drawnTo[lane] = Math.max(drawnTo[lane], Math.ceil(a + wide));
-    const phase = phaseOf(text(kind[KIND.kind]), text(kind[KIND.phase]));
-    pen.fillStyle = fills[phase];
-    const y = lane ? top + work + 1 : top + 1;
-    pen.fillRect(a, y, wide, lane ? thin : work - 1);
-    if (!lane && wide > 16 && work >= 11) {
-      const label = mesh.microBatch[index] >= 0 ? String(mesh.microBatch[index]) : text(kind[KIND.phase]) || text(kind[KIND.kind]);
-      if (pen.measureText(label).width < wide - 4) { pen.fillStyle = fills.on(PHASE_COLOURS[phase]); pen.fillText(label, (a + b) / 2, y + work / 2); }
-    }
-    const { hover } = view;
-    if (hover && hover.timeline === timeline && hover.mesh === number && hover.index === index) {
-      pen.strokeStyle = named("--ink");
-      pen.lineWidth = 1.5;
-      pen.strokeRect(a + 0.5, y + 0.5, Math.max(1, wide - 1), (lane ? thin : work - 1) - 1);
-      pen.lineWidth = 1;
-    }
-  });
 }

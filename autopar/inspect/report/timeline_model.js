@@ -5,7 +5,13 @@ function readTimeline(data) {
   const meshes = [];
   let at = 0;
   data.counts.forEach((size) => {
-    const mesh = { kind: kind.slice(at, at + size), microBatch: microBatch.slice(at, at + size), start: new Float64Array(size), end: new Float64Array(size), longest: [0, 0] };
+    const mesh = {
+      kind: kind.slice(at, at + size),
+      microBatch: microBatch.slice(at, at + size),
+      start: new Float64Array(size),
+      end: new Float64Array(size),
+      longest: [0, 0],
+    };
     let clock = 0;
     for (let index = 0; index < size; index += 1) {
       clock += start[at + index];
@@ -29,7 +35,8 @@ function firstFrom(mesh, time) {
   let high = mesh.start.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (mesh.start[middle] < time) low = middle + 1; else high = middle;
+    if (mesh.start[middle] < time) low = middle + 1;
+    else high = middle;
   }
   return low;
 }
@@ -37,7 +44,11 @@ function firstFrom(mesh, time) {
 // Events of a mesh that overlap [from, to), in order of their start.
 function eachVisible(mesh, from, to, visit) {
   const longest = Math.max(...mesh.longest);
-  for (let index = firstFrom(mesh, from - longest); index < mesh.start.length && mesh.start[index] < to; index += 1) {
+  for (
+    let index = firstFrom(mesh, from - longest);
+    index < mesh.start.length && mesh.start[index] < to;
+    index += 1
+  ) {
     if (mesh.end[index] >= from) visit(index);
   }
 }
@@ -50,7 +61,10 @@ function eventAt(timeline, meshNumber, lane, time, slack) {
   eachVisible(mesh, time - slack, time + slack, (index) => {
     if (Number(isTransfer(timeline, mesh.kind[index])) !== lane) return;
     const away = Math.max(mesh.start[index] - time, time - mesh.end[index], 0);
-    if (away < distance || (away === distance && mesh.start[index] > mesh.start[best])) { distance = away; best = index; }
+    if (away < distance || (away === distance && mesh.start[index] > mesh.start[best])) {
+      distance = away;
+      best = index;
+    }
   });
   return best;
 }

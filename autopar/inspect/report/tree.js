@@ -9,15 +9,55 @@ function treeSection() {
   const model = DATA.model;
   const tree = buildTree(model, DATA.texts);
   const total = tree.root.compute + tree.root.communication;
-  const state = { open: new Set([""]), limits: new Map(), first: FIRST_CHILDREN, most: MOST_ROWS, hits: null, query: "", focus: "m", labels: tree.labels };
+  const state = {
+    open: new Set([""]),
+    limits: new Map(),
+    first: FIRST_CHILDREN,
+    most: MOST_ROWS,
+    hits: null,
+    query: "",
+    focus: "m",
+    labels: tree.labels,
+  };
   openFirst(tree.root, state);
 
   const body = make("tbody");
   const found = make("span", { class: "soft", role: "status", "aria-live": "polite" });
-  const input = make("input", { type: "search", id: "search", placeholder: "Search modules, parameters, operators, specs …", "aria-label": "Search the model" });
-  const heads = [["Module, parameter or operator"], ["Parallelism"], ["Array and spec"], ["Compute", "seconds of a device per step"], ["Communication", "seconds of a device per step"], ["Sent", "bytes that a device sends per step"], ["Share", "of all work: computing and communication"]];
-  const table = make("table", { class: "tree", role: "treegrid", "aria-label": "Model tree" },
-    make("thead", {}, make("tr", {}, heads.map(([name, words], index) => make("th", { scope: "col", class: index >= 3 && index <= 5 ? "num" : null, "data-tip": words }, name)))), body);
+  const input = make("input", {
+    type: "search",
+    id: "search",
+    placeholder: "Search modules, parameters, operators, specs …",
+    "aria-label": "Search the model",
+  });
+  const heads = [
+    ["Module, parameter or operator"],
+    ["Parallelism"],
+    ["Array and spec"],
+    ["Compute", "seconds of a device per step"],
+    ["Communication", "seconds of a device per step"],
+    ["Sent", "bytes that a device sends per step"],
+    ["Share", "of all work: computing and communication"],
+  ];
+  const table = make(
+    "table",
+    { class: "tree", role: "treegrid", "aria-label": "Model tree" },
+    make(
+      "thead",
+      {},
+      make(
+        "tr",
+        {},
+        heads.map(([name, words], index) =>
+          make(
+            "th",
+            { scope: "col", class: index >= 3 && index <= 5 ? "num" : null, "data-tip": words },
+            name,
+          ),
+        ),
+      ),
+    ),
+    body,
+  );
 
   function render(keepFocus) {
     const rows = visibleRows(tree, model, state);
@@ -29,7 +69,9 @@ function treeSection() {
   function focusRow(key) {
     const row = [...body.rows].find((one) => one.dataset.key === key);
     if (!row) return;
-    [...body.rows].forEach((one) => { one.tabIndex = -1; });
+    [...body.rows].forEach((one) => {
+      one.tabIndex = -1;
+    });
     row.tabIndex = 0;
     row.focus({ preventScroll: false });
     state.focus = key;
@@ -39,7 +81,8 @@ function treeSection() {
     const opened = state.open.has(path);
     const node = tree.modules.get(path);
     if (want !== undefined ? want === opened : false) return;
-    if (opened) state.open.delete(path); else state.open.add(path);
+    if (opened) state.open.delete(path);
+    else state.open.add(path);
     if (opened && state.hits) state.hits.open.delete(node);
     render(true);
   }
@@ -47,11 +90,17 @@ function treeSection() {
   function activate(row) {
     state.focus = row.dataset.key;
     if (row.dataset.list) {
-      state.limits.set(row.dataset.list, (state.limits.get(row.dataset.list) || FIRST_CHILDREN) + 5 * FIRST_CHILDREN);
+      state.limits.set(
+        row.dataset.list,
+        (state.limits.get(row.dataset.list) || FIRST_CHILDREN) + 5 * FIRST_CHILDREN,
+      );
       render(true);
     } else if (row.dataset.path !== undefined && row.hasAttribute("aria-expanded")) {
       const open = row.getAttribute("aria-expanded") === "true";
-      if (open && state.hits && !state.open.has(row.dataset.path)) { state.hits.open.delete(tree.modules.get(row.dataset.path)); render(true); } else toggle(row.dataset.path);
+      if (open && state.hits && !state.open.has(row.dataset.path)) {
+        state.hits.open.delete(tree.modules.get(row.dataset.path));
+        render(true);
+      } else toggle(row.dataset.path);
     }
   }
 
@@ -65,15 +114,28 @@ function treeSection() {
     const rows = [...body.rows];
     const at = rows.indexOf(row);
     const expanded = row.getAttribute("aria-expanded");
-    const go = (index) => { if (rows[index]) focusRow(rows[index].dataset.key); };
-    const parentAt = () => { let up = at; while (up > 0 && rows[up].getAttribute("aria-level") >= row.getAttribute("aria-level")) up -= 1; return up; };
+    const go = (index) => {
+      if (rows[index]) focusRow(rows[index].dataset.key);
+    };
+    const parentAt = () => {
+      let up = at;
+      while (up > 0 && rows[up].getAttribute("aria-level") >= row.getAttribute("aria-level")) up -= 1;
+      return up;
+    };
     const keys = {
-      ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(rows.length - 1),
+      ArrowDown: () => go(at + 1),
+      ArrowUp: () => go(at - 1),
+      Home: () => go(0),
+      End: () => go(rows.length - 1),
       ArrowRight: () => (expanded === "false" ? activate(row) : go(at + 1)),
       ArrowLeft: () => (expanded === "true" ? activate(row) : go(parentAt())),
-      Enter: () => activate(row), " ": () => activate(row),
+      Enter: () => activate(row),
+      " ": () => activate(row),
     };
-    if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+    if (keys[event.key]) {
+      event.preventDefault();
+      keys[event.key]();
+    }
   });
 
   let timer = 0;
@@ -84,114 +146,54 @@ function treeSection() {
       state.hits = state.query ? searchTree(tree, model, DATA.texts, state.query) : null;
       state.first = state.hits ? FIRST_MATCHES : FIRST_CHILDREN;
       state.most = state.hits ? MOST_MATCHES : MOST_ROWS;
-      if (state.hits) { state.open.clear(); state.limits.clear(); } else openFirst(tree.root, state);
-      found.textContent = state.hits ? `${count(state.hits.modules.size, "module")}, ${count(state.hits.params.size, "parameter")}, ${count(state.hits.numOps, "operator")} match` : "";
+      if (state.hits) {
+        state.open.clear();
+        state.limits.clear();
+      } else openFirst(tree.root, state);
+      found.textContent = state.hits
+        ? `${count(state.hits.modules.size, "module")}, ${count(state.hits.params.size, "parameter")}, ${count(state.hits.numOps, "operator")} match`
+        : "";
       render(false);
     }, 120);
   });
 
   render(false);
-  return section("model", "Model", `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.${DATA.head.pipeline ? " Figures are of a device of the stage; of several stages, their sum." : ""}`,
-    make("div", { class: "tools" }, input,
-      make("button", { type: "button", onclick: () => { state.open = new Set([""]); state.limits.clear(); render(false); } }, "Close all"), found),
-    legend([["compute", 0], ["communication", 3]]),
-    make("div", { class: "scroll tall" }, table));
+  return section(
+    "model",
+    "Model",
+    `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.${DATA.head.pipeline ? " Figures are of a device of the stage; of several stages, their sum." : ""}`,
+    make(
+      "div",
+      { class: "tools" },
+      input,
+      make(
+        "button",
+        {
+          type: "button",
+          onclick: () => {
+            state.open = new Set([""]);
+            state.limits.clear();
+            render(false);
+          },
+        },
+        "Close all",
+      ),
+      found,
+    ),
+    legend([
+      ["compute", 0],
+      ["communication", 3],
+    ]),
+    make("div", { class: "scroll tall" }, table),
+  );
 }
 
 // Open what would otherwise be a single line, and the first level that has a choice.
 function openFirst(root, state) {
   state.open = new Set([""]);
   let node = root;
-  while (node.children.size === 1) { node = node.children.values().next().value; state.open.add(node.path); }
-}
-
-function marked(words, query) {
-  const first = query ? query.split(/\s+/)[0].toLowerCase() : "";
-  const at = first ? words.toLowerCase().indexOf(first) : -1;
-  if (at < 0) return words;
-  return [words.slice(0, at), make("mark", {}, words.slice(at, at + first.length)), words.slice(at + first.length)];
-}
-
-function treeRow(row, model, total, state) {
-  const cells = { module: moduleCells, group: groupCells, own: ownCells, op: opCells, param: paramCells, more: moreCells, cut: cutCells }[row.kind](row, model, total, state);
-  const tr = make("tr", { class: row.kind, role: "row", "aria-level": row.level, tabindex: row.key === state.focus ? 0 : -1,
-    "aria-expanded": row.open === null || row.open === undefined ? null : String(row.open) },
-  cells.map(([content, style], index) => make("td", { role: "gridcell", class: style, style: index === 0 ? `padding-left:${6 + 16 * (row.level - 1)}px` : null }, content)));
-  tr.dataset.key = row.key;
-  if (row.kind === "module") tr.dataset.path = row.node.path;
-  if (row.kind === "group" || row.kind === "own") tr.dataset.path = row.key;
-  if (row.kind === "more") tr.dataset.list = row.list;
-  return tr;
-}
-
-const nameCell = (sign, ...content) => make("div", { class: "name" }, make("span", { class: "twist", "aria-hidden": "true" }, sign), make("span", {}, ...content));
-const timeCell = (value) => [value ? seconds(value) : "–", "num"];
-const sentCell = (value) => [value ? bytes(value) : "–", "num"];
-const shareCell = (compute, communication, total) => [total && compute + communication > 1e-3 * total ? stack([["compute", compute, 0], ["communication", communication, 3]], total) : "", ""];
-
-// `x: data, y: tensor, column` as one piece per axis.
-function wordCells(words, query, share) {
-  const parts = words.split(/, (?=[^,:]+: )/).filter(Boolean);
-  return parts.map((part, index) => make("span", { class: "axis" }, marked(part, query), share && index === parts.length - 1 ? make("span", { class: "soft" }, ` ${share}`) : null));
-}
-
-// Equal layers, with their figures added up.
-function groupCells(row, model, total, state) {
-  const { group } = row;
-  const added = { ...group[0], name: `${group[0].name} … ${group[group.length - 1].name}` };
-  for (const figure of ["compute", "communication", "bytes", "held"]) added[figure] = sum(group.map((one) => one[figure]));
-  const tag = make("span", { class: "tag" }, `${group.length} alike`);
-  return moduleCells({ node: added, open: row.open, tag }, model, total, state);
-}
-
-// Operators of a module that are in none of the modules inside of it.
-function ownCells(row, model, total, state) {
-  const where = row.node.path ? "not inside of these" : "outside of all modules";
-  const name = `${count(row.node.ops.length, "operator")} ${where}`;
-  return moduleCells({ ...row, node: { ...row.node, name, stages: new Set() } }, model, total, { ...state, query: "" });
-}
-
-function moduleCells(row, model, total, state) {
-  const { node } = row;
-  const main = mainWords(node);
-  const words = main ? wordCells(text(main.words), "", main.share < 0.995 ? percent(main.share) : "") : "";
-  const stages = DATA.head.pipeline && node.stages.size ? make("span", { class: "tag" }, node.stages.size === 1 ? `stage ${[...node.stages][0]}` : `${node.stages.size} stages`) : null;
-  const held = node.held ? `${bytes(node.held)} of parameters` : "";
-  return [
-    [nameCell(row.open === null ? "" : row.open ? "▾" : "▸", marked(node.name || "(no name)", state.query), stages, row.tag), ""],
-    [words, "words"], [make("span", { class: "soft" }, held), "spec array"], timeCell(node.compute), timeCell(node.communication), sentCell(node.bytes), shareCell(node.compute, node.communication, total),
-  ];
-}
-
-function opCells(row, model, total, state) {
-  const [number, stage] = row.item;
-  const figures = model.rows[number];
-  const of = (column) => text(figures[column]);
-  const runs = figures[ROW.runs] > 1 ? ` × ${figures[ROW.runs]}` : "";
-  const about = [of(ROW.source), figures[ROW.flops] ? `${scaled(figures[ROW.flops], "FLOP")} on each device` : "", DATA.head.pipeline ? `stage ${stage}` : ""].filter(Boolean).join("\n");
-  return [
-    [nameCell("·", make("span", { class: "opname code", "data-tip": about }, marked(of(ROW.name), state.query)), runs, make("span", { class: "tag" }, of(ROW.region) || "–")), ""],
-    [wordCells(of(ROW.words), state.query), "words"], [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
-    timeCell(figures[ROW.compute]), timeCell(figures[ROW.communication]), sentCell(figures[ROW.bytes]), shareCell(figures[ROW.compute], figures[ROW.communication], total),
-  ];
-}
-
-function paramCells(row, model, total, state) {
-  const param = model.params[row.item];
-  const path = param[PARAM.path];
-  return [
-    [nameCell("▪", make("span", { class: "pname code", "data-tip": `${path}\n${text(param[PARAM.reason])}` }, marked(state.labels[row.item], state.query)), make("span", { class: "tag" }, "parameter")), ""],
-    [wordCells(text(param[PARAM.words]), state.query), "words"], [make("span", { class: "code" }, marked(`${text(param[PARAM.array])} ${text(param[PARAM.spec])}`, state.query)), "spec"],
-    ["", "num"], ["", "num"], [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"], ["", ""],
-  ];
-}
-
-const blank = ["", ""];
-
-function cutCells(row, model, total, state) {
-  return [[state.hits ? "… and more matches: type more of the name" : "… and more: close some modules to see them", "soft"], blank, blank, blank, blank, blank, blank];
-}
-
-function moreCells(row) {
-  return [[`… ${row.left.toLocaleString("en")} more ${row.what}: click to show some`, ""], blank, blank, blank, blank, blank, blank];
+  while (node.children.size === 1) {
+    node = node.children.values().next().value;
+    state.open.add(node.path);
+  }
 }

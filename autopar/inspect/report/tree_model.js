@@ -1,10 +1,36 @@
 // The model as a tree of the user's modules, with sums, and the search in it. Nothing here touches the page.
 
-const ROW = { name: 0, region: 1, array: 2, spec: 3, words: 4, source: 5, runs: 6, flops: 7, compute: 8, communication: 9, bytes: 10 };
+const ROW = {
+  name: 0,
+  region: 1,
+  array: 2,
+  spec: 3,
+  words: 4,
+  source: 5,
+  runs: 6,
+  flops: 7,
+  compute: 8,
+  communication: 9,
+  bytes: 10,
+};
 const PARAM = { path: 0, module: 1, stage: 2, array: 3, spec: 4, words: 5, reason: 6, bytes: 7 };
 
 function newModule(name, path, parent) {
-  return { name, path, parent, children: new Map(), ops: [], params: [], compute: 0, communication: 0, bytes: 0, held: 0, numOps: 0, words: new Map(), stages: new Set() };
+  return {
+    name,
+    path,
+    parent,
+    children: new Map(),
+    ops: [],
+    params: [],
+    compute: 0,
+    communication: 0,
+    bytes: 0,
+    held: 0,
+    numOps: 0,
+    words: new Map(),
+    stages: new Set(),
+  };
 }
 
 function buildTree(model, texts) {
@@ -22,17 +48,20 @@ function buildTree(model, texts) {
     return node;
   }
 
-  model.ops.forEach(([rows, places], stage) => rows.forEach((row, index) => {
-    const node = find(texts[places[index]]);
-    const figures = model.rows[row];
-    node.ops.push([row, stage]);
-    node.compute += figures[ROW.compute];
-    node.communication += figures[ROW.communication];
-    node.bytes += figures[ROW.bytes];
-    node.stages.add(stage);
-    const weight = figures[ROW.flops] || 1e-3 * figures[ROW.compute];
-    if (figures[ROW.words] !== undefined && texts[figures[ROW.words]]) node.words.set(figures[ROW.words], (node.words.get(figures[ROW.words]) || 0) + weight);
-  }));
+  model.ops.forEach(([rows, places], stage) =>
+    rows.forEach((row, index) => {
+      const node = find(texts[places[index]]);
+      const figures = model.rows[row];
+      node.ops.push([row, stage]);
+      node.compute += figures[ROW.compute];
+      node.communication += figures[ROW.communication];
+      node.bytes += figures[ROW.bytes];
+      node.stages.add(stage);
+      const weight = figures[ROW.flops] || 1e-3 * figures[ROW.compute];
+      if (figures[ROW.words] !== undefined && texts[figures[ROW.words]])
+        node.words.set(figures[ROW.words], (node.words.get(figures[ROW.words]) || 0) + weight);
+    }),
+  );
   model.params.forEach((param, index) => {
     const node = find(texts[param[PARAM.module]]);
     node.params.push(index);
@@ -45,12 +74,17 @@ function buildTree(model, texts) {
 
 // A parameter is called by its last key, or by its path where its module has several of that name.
 function paramLabels(modules, model) {
-  const labels = model.params.map((param) => { const key = param[PARAM.path].match(/\['([^']*)'\]$/); return key ? key[1] : param[PARAM.path]; });
+  const labels = model.params.map((param) => {
+    const key = param[PARAM.path].match(/\['([^']*)'\]$/);
+    return key ? key[1] : param[PARAM.path];
+  });
   for (const node of modules.values()) {
     const times = new Map();
     node.params.forEach((index) => times.set(labels[index], (times.get(labels[index]) || 0) + 1));
     const repeated = node.params.filter((index) => times.get(labels[index]) > 1);
-    repeated.forEach((index) => { labels[index] = model.params[index][PARAM.path]; });
+    repeated.forEach((index) => {
+      labels[index] = model.params[index][PARAM.path];
+    });
   }
   return labels;
 }
@@ -75,7 +109,13 @@ function mainWords(node) {
   let best = null;
   let most = 0;
   let total = 0;
-  node.words.forEach((weight, words) => { total += weight; if (weight > most) { most = weight; best = words; } });
+  node.words.forEach((weight, words) => {
+    total += weight;
+    if (weight > most) {
+      most = weight;
+      best = words;
+    }
+  });
   return best === null ? null : { words: best, share: total ? most / total : 1 };
 }
 
@@ -83,25 +123,53 @@ function mainWords(node) {
 // `open` has the modules above, so that every match can be seen.
 function searchTree(tree, model, texts, query) {
   const wanted = query.trim().toLowerCase().split(/\s+/).filter(Boolean);
-  const about = model.rows.map((row) => [ROW.name, ROW.region, ROW.array, ROW.spec, ROW.words, ROW.source].map((column) => texts[row[column]]).join(" ").toLowerCase());
+  const about = model.rows.map((row) =>
+    [ROW.name, ROW.region, ROW.array, ROW.spec, ROW.words, ROW.source]
+      .map((column) => texts[row[column]])
+      .join(" ")
+      .toLowerCase(),
+  );
   const known = new Map(); // words that a module's path leaves to its operators -> which rows have them
   const rowsWith = (words) => {
     const key = words.join(" ");
-    if (!known.has(key)) known.set(key, about.map((low) => words.every((word) => low.includes(word))));
+    if (!known.has(key))
+      known.set(
+        key,
+        about.map((low) => words.every((word) => low.includes(word))),
+      );
     return known.get(key);
   };
   const hits = { modules: new Set(), ops: new Map(), params: new Set(), open: new Set(), numOps: 0 };
-  const openAbove = (node) => { for (let at = node; at && !hits.open.has(at); at = at.parent) hits.open.add(at); };
+  const openAbove = (node) => {
+    for (let at = node; at && !hits.open.has(at); at = at.parent) hits.open.add(at);
+  };
   for (const node of tree.modules.values()) {
     const path = node.path.toLowerCase();
     const left = wanted.filter((word) => !path.includes(word));
-    if (!left.length && node.parent) { hits.modules.add(node); openAbove(node.parent); }
+    if (!left.length && node.parent) {
+      hits.modules.add(node);
+      openAbove(node.parent);
+    }
     const ops = left.length ? node.ops.filter(([row]) => rowsWith(left)[row]) : [];
-    if (ops.length) { hits.ops.set(node, ops); hits.numOps += ops.length; openAbove(node); }
+    if (ops.length) {
+      hits.ops.set(node, ops);
+      hits.numOps += ops.length;
+      openAbove(node);
+    }
     for (const index of node.params) {
       const param = model.params[index];
-      const words = [param[PARAM.path], texts[param[PARAM.array]], texts[param[PARAM.spec]], texts[param[PARAM.words]]].join(" ").toLowerCase();
-      if (wanted.every((word) => path.includes(word) || words.includes(word))) { hits.params.add(index); openAbove(node); }
+      const words = [
+        param[PARAM.path],
+        texts[param[PARAM.array]],
+        texts[param[PARAM.spec]],
+        texts[param[PARAM.words]],
+      ]
+        .join(" ")
+        .toLowerCase();
+      if (wanted.every((word) => path.includes(word) || words.includes(word))) {
+        hits.params.add(index);
+        openAbove(node);
+      }
     }
   }
   return hits;
@@ -114,7 +182,8 @@ function siblings(node) {
   const groups = [];
   for (const child of node.children.values()) {
     const last = groups[groups.length - 1];
-    if (last && alike(last[0], child)) last.push(child); else groups.push([child]);
+    if (last && alike(last[0], child)) last.push(child);
+    else groups.push([child]);
   }
   return groups.flatMap((group) => (group.length >= FEWEST_ALIKE ? [group] : group.map((one) => [one])));
 }
@@ -122,10 +191,18 @@ function siblings(node) {
 function alike(one, other) {
   const close = (a, b) => Math.abs(a - b) <= 0.02 * Math.max(Math.abs(a), Math.abs(b));
   const places = (node) => [...node.stages].join();
-  const words = (node) => { const main = mainWords(node); return main && main.words; };
+  const words = (node) => {
+    const main = mainWords(node);
+    return main && main.words;
+  };
   const pattern = (node) => node.name.replace(/\d+/g, "*");
-  return pattern(one) === pattern(other) && one.numOps === other.numOps && words(one) === words(other) && places(one) === places(other)
-    && ["compute", "communication", "bytes", "held"].every((figure) => close(one[figure], other[figure]));
+  return (
+    pattern(one) === pattern(other) &&
+    one.numOps === other.numOps &&
+    words(one) === words(other) &&
+    places(one) === places(other) &&
+    ["compute", "communication", "bytes", "held"].every((figure) => close(one[figure], other[figure]))
+  );
 }
 
 // The rows to show, in order: {kind, node | group | op | param, level, key}. Long lists begin with `limit(key)` entries.
@@ -135,7 +212,10 @@ function visibleRows(tree, model, state) {
   let cut = false;
 
   function visit(node, level) {
-    if (rows.length >= state.most) { cut = true; return; }
+    if (rows.length >= state.most) {
+      cut = true;
+      return;
+    }
     const inner = node.children.size + node.params.length + node.ops.length > 0;
     const open = hits ? hits.open.has(node) || state.open.has(node.path) : state.open.has(node.path);
     rows.push({ kind: "module", node, level, key: `m${node.path}`, open: inner ? open : null });
@@ -163,8 +243,18 @@ function visibleRows(tree, model, state) {
   function listed(node, level, kind, all) {
     const key = `${kind}${node.path}`;
     const limit = Math.min(state.limits.get(key) || state.first, Math.max(1, state.most - rows.length));
-    all.slice(0, limit).forEach((item, index) => rows.push({ kind, item, level: level + 1, key: `${key}#${index}` }));
-    if (all.length > limit) rows.push({ kind: "more", level: level + 1, key: `${key}+`, list: key, left: all.length - limit, what: kind === "op" ? "operators" : "parameters" });
+    all
+      .slice(0, limit)
+      .forEach((item, index) => rows.push({ kind, item, level: level + 1, key: `${key}#${index}` }));
+    if (all.length > limit)
+      rows.push({
+        kind: "more",
+        level: level + 1,
+        key: `${key}+`,
+        list: key,
+        left: all.length - limit,
+        what: kind === "op" ? "operators" : "parameters",
+      });
   }
 
   visit(tree.root, 1);
