@@ -62,6 +62,19 @@ def check_planned(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
     except autopar.MeshError:  # a mesh axis that divides nothing of so small a program
         return
     assert_equal(got, want)
+    assert step.last_executable is not None
+    assert_details_add_up(step.last_executable.plan)
+
+
+def assert_details_add_up(plan: autopar.ParallelPlan) -> None:
+    """Whatever the program, what is said of operators and collectives is the whole."""
+    details = plan.details
+    assert details is not None and details.memory is not None
+    communication_s = pytest.approx(sum(m.communication_s for m in plan.modules), rel=1e-3)
+    assert sum(details.ops.communication_s) == communication_s
+    assert sum(one.seconds for one in details.collectives) == communication_s
+    assert sum(details.memory.at_peak) == pytest.approx(plan.estimated_peak_bytes, rel=1e-3)
+    assert max(map(len, plan.explain().split("\n"))) <= 100
 
 
 def check_any_strategies(program: RandomProgram, mesh_shape: tuple[int, ...], seed: int) -> None:
