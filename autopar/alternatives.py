@@ -21,6 +21,7 @@ from autopar.errors import ArgumentError, PlanError
 from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ParallelPlan, Tensor
+from autopar.ir.progress import Progress, logged
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 from autopar.ir.why import Alternative, Neighbour, Why
 from autopar.origin import Origin, spec_text
@@ -66,7 +67,8 @@ def why(plan: ParallelPlan, path: str, *, most: int = MOST_ALTERNATIVES) -> Why:
         own = own_plan
         found = _first_of_each([f for p in here for f in find_arrays(own, p, exact=True)])
     _check_alike(path, found)
-    told = _told(own, found, most)
+    with Progress(f"explaining {path}"), logged(f"explaining {path}"):
+        told = _told(own, found, most)
     reason = next((r for f in found if (r := _reason(own, f.tensor.path))), "")
     return replace(
         told,

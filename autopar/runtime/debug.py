@@ -16,6 +16,7 @@ import jax
 
 from autopar.errors import ArgumentError
 from autopar.ir.program import PipelinePrograms
+from autopar.ir.progress import Progress
 
 INDEX = "README.txt"
 
@@ -45,14 +46,17 @@ def dump(
         raise ArgumentError(f"dump_debug_info({str(directory)!r}): is a file, not a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     index, failed = [], []
-    for file in (*_plan_files(executable, figures), *programs, *executable.describe(executable)):
-        try:
-            text = file.make()
-        except Exception as error:  # one file less is better than none of the others
-            failed.append(f"{file.name}: {type(error).__name__}: {error}")
-            continue
-        _write(folder / file.name, text)
-        index.append((file.name, file.what))
+    files = (*_plan_files(executable, figures), *programs, *executable.describe(executable))
+    with Progress(f"writing what is known of {executable.plan.name}", len(files)) as progress:
+        for file in files:
+            try:
+                text = file.make()
+            except Exception as error:  # one file less is better than none of the others
+                failed.append(f"{file.name}: {type(error).__name__}: {error}")
+                continue
+            _write(folder / file.name, text)
+            index.append((file.name, file.what))
+            progress.step()
     width = max(len(name) for name, _ in index)
     lines = [f"What autopar knows of {executable.plan.name}.", ""]
     lines += [f"{name.ljust(width)}  {what}" for name, what in index]

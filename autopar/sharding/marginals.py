@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.errors import SolverError
+from autopar.ir.progress import Progress
 from autopar.ir.spec import Layout, is_partial
 from autopar.sharding.ilp import RestrictedIlp, floor_of, solve_ilp
 from autopar.sharding.problem import ShardingProblem
@@ -76,20 +77,22 @@ def min_marginals(
         shared = RestrictedIlp(reduction.problem, time_limit_s)
     deadline = time.monotonic() + budget_time_s
     found = []
-    for number, one in enumerate(tries):
-        own = (known or {}).get(one.layout)
-        if own is not None:
-            found.append(Marginal(one.layout, own, own.lower_bound))
-            continue
-        if number >= most:
-            found.append(Marginal(one.layout, None, one.bound))
-            continue
-        sharding = _solved(problem, reduction, one, shared, solver, time_limit_s)
-        if sharding is None:
-            found.append(Marginal(one.layout, None, np.inf))
-            continue
-        left = (deadline - time.monotonic()) / (min(most, len(tries)) - number)
-        found.append(_within(sharding, one.layout, budget_bytes, first_price, solver, left))
+    with Progress("layouts", len(tries)) as progress:
+        for number, one in enumerate(tries):
+            progress.step()
+            own = (known or {}).get(one.layout)
+            if own is not None:
+                found.append(Marginal(one.layout, own, own.lower_bound))
+                continue
+            if number >= most:
+                found.append(Marginal(one.layout, None, one.bound))
+                continue
+            sharding = _solved(problem, reduction, one, shared, solver, time_limit_s)
+            if sharding is None:
+                found.append(Marginal(one.layout, None, np.inf))
+                continue
+            left = (deadline - time.monotonic()) / (min(most, len(tries)) - number)
+            found.append(_within(sharding, one.layout, budget_bytes, first_price, solver, left))
     return sorted(found, key=lambda one: (one.sharding is None, _cost(one)))
 
 

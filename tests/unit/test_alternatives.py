@@ -236,6 +236,24 @@ def test_pinned_plans_run(plan: ParallelPlan, pipeline: ParallelPlan) -> None:
             )
 
 
+def test_micro_batches_and_recomputation_are_kept() -> None:
+    options = ShardingOptions(remat="all")
+    method = ShardParallel((4,), num_micro_batches=2, options=options)
+    made = autopar.plan(step, STATE, BATCH, cluster=CLUSTER, method=method)
+    pinned = made.with_pins({UP: P("x")})
+    assert made.remat and pinned.remat == made.remat and pinned.num_micro_batches == 2
+    (chosen,) = [a for a in why(made, UP).alternatives if a.is_chosen]
+    assert chosen.step_s == pytest.approx(made.estimated_step_s, rel=1e-5)
+    want_state, want = jax.jit(step)(STATE, BATCH)
+    with autopar_devices(4):
+        got_state, got = autopar.parallelize(step, method=pinned)(STATE, BATCH)
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=2e-5)
+    assert got_state["layer_1"]["up"].sharding.spec == P("x")
+    np.testing.assert_allclose(
+        got_state["layer_1"]["up"], want_state["layer_1"]["up"], rtol=2e-5, atol=1e-6
+    )
+
+
 def test_only_stages_that_pins_speak_of_are_solved(pipeline: ParallelPlan) -> None:
     pinned = pipeline.with_pins({UP: P()})
     assert pinned.stages[0].plan is pipeline.stages[0].plan
