@@ -27,7 +27,7 @@ function clusterSection() {
     "cluster",
     "Cluster",
     device
-      ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${DATA.head.pipeline ? "Colours and numbers are stages; point" : "Point"} at a device for its place in the mesh.`
+      ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${clusterHelp(size)}`
       : `${count(perHost, "device")} of a mesh that was given without a cluster.`,
     picture,
   );
@@ -58,6 +58,13 @@ function clusterSection() {
   }
   if (DATA.head.pipeline) node.append(make("h3", {}, "Stages"), stageTable());
   return node;
+}
+
+function clusterHelp(size) {
+  const stages = DATA.head.pipeline ? "Colours and numbers are stages. " : "";
+  const repeat = DATA.head.pipeline && DATA.stages.length > NUM_COLOURS ? "Colours repeat. " : "";
+  const bars = size === "s" ? "Each bar is a host. " : "";
+  return `${bars}${stages}${repeat}Point at ${size === "s" ? "one" : "a device"} for its place in the mesh.`;
 }
 
 // device number -> [[stage, position in the stage's mesh], …]; stages of an interleaved schedule share devices.
@@ -118,11 +125,20 @@ function hostCell(host, perHost, stageOf) {
     lines.push(stage === null ? "not used" : hostLine(held, stageOf[first + end - 1]));
     slot = end;
   }
-  return make("div", {
+  const attributes = {
     class: "host whole",
-    style: `background:linear-gradient(to right,${parts.join(",")})`,
+    style: `background:linear-gradient(to right,${parts.join(",")});color:${hostInk(stageOf[first])}`,
     "data-tip": `host ${host}, devices ${first} to ${first + perHost - 1}\n${lines.join("\n")}`,
-  });
+  };
+  return make("div", attributes, hostText(stageOf[first], host ? stageOf[first - perHost] : []));
+}
+
+const hostInk = (held) => (held.length ? onColour(DATA.stages[held[0][0]].mesh) : "inherit");
+
+// Stages are named where they begin; colours repeat.
+function hostText(held, before) {
+  const stages = (entries) => entries.map(([stage]) => stage).join(",");
+  return DATA.head.pipeline && stages(held) !== stages(before) ? stages(held) : "";
 }
 
 function hostLine(held, last) {
