@@ -51,7 +51,7 @@ def compile_all(
                     if stopped.is_set():
                         raise CompileError(f"verify: {job.name} was not compiled.")
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "autopar.proof.child", name],
+                        [sys.executable, "-m", "autopar.proof.child", name, str(os.getpid())],
                         env=_environment(),
                         cwd=name,
                         stdin=subprocess.DEVNULL,

@@ -5,6 +5,13 @@ With CUDA 13 everything but V100s is compiled for, with CUDA 12 everything.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -94,6 +101,54 @@ def test_a_program_that_does_not_fit(tmp_path):
     report = autopar.verify(train_step, *args, plan=plan, target=small, time_limit_s=300)
     assert not report.fits
     assert "of small" in (report.problem() or "")
+
+
+def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
+    plugin_for("h100-80gb")
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import autopar, test_gpu_compiler as own\n"
+        "cluster, args = autopar.ClusterSpec(1, 2, 'h100-sxm'), own.arguments()\n"
+        "method = autopar.ShardParallel()\n"
+        "plan = autopar.plan(own.train_step, *args, cluster=cluster, method=method)\n"
+        "autopar.verify(own.train_step, *args, plan=plan)\n"
+    )
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    environment = {**os.environ, "TMPDIR": str(jobs), "PYTHONPATH": str(Path.cwd())}
+    asking = subprocess.Popen([sys.executable, str(script)], env=environment)
+    try:
+        assert _until(lambda: compilers(jobs), 120)
+    finally:
+        asking.kill()
+        asking.wait()
+    assert _until(lambda: not compilers(jobs), 60)
+    assert list(jobs.rglob("job.bin")), "the job was not begun"
+    assert not list(jobs.rglob("result.json")), "it was compiled to the end"
+
+
+def compilers(folder: Path) -> list[str]:
+    """Processes that were told to compile something in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+        except OSError:  # it is gone
+            continue
+        if b"autopar.proof.child" in words and str(folder).encode() in words:
+            found.append(process.name)
+    return found
+
+
+def _until(holds: Callable[[], object], limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_the_time_limit_ends_the_compiler():
