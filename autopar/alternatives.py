@@ -162,6 +162,11 @@ def _told(plan: ParallelPlan, found: Sequence[_Found], most: int) -> Why:
 def origin_of(plan: ParallelPlan, call: str) -> Origin:
     if isinstance(plan.origin, Origin):
         return plan.origin
+    if plan.device == "communication only":
+        raise PlanError(
+            f"plan.{call}: needs the link costs of the mesh {plan.mesh_shape}, which a plan read "
+            "from a file does not hold. Solve again with autopar.solve_sharding(…, mesh=…)."
+        )
     raise PlanError(
         f"plan.{call}: needs the program that the plan of {plan.name} was made for, which a plan "
         "read from a file does not hold. Bind it to its function first: "

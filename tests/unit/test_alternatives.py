@@ -304,3 +304,6 @@ def test_what_only_a_mesh_knows() -> None:
     assert not told.is_timed and "ms" not in explain_why(told)
     with pytest.raises((SpecError, MeshError)):
         found.plan.with_pins({UP: P("y")})
+    read = ParallelPlan.from_json(found.plan.to_json())
+    with pytest.raises(PlanError, match="link costs of the mesh"):
+        read.explain(UP)
