@@ -24,7 +24,7 @@ def plan_of(method: autopar.ShardParallel) -> autopar.ParallelPlan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Plan GPT-1.3B and read the plan.")
     parser.add_argument("--depth", type=int, help="levels of modules that are shown")
     parser.add_argument("--save", help="write the plan to this file")
     arguments = parser.parse_args()

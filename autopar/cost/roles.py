@@ -9,7 +9,8 @@ parameter or the batch:
     feature   a dimension that a product sums over with a parameter, or gets from one
     sequence  any other
 
-A *parameter* is an input, not of the batch, that ops outside of the update read. Its *readers* are
+A *parameter* is an input, not of the batch, that ops outside of the update read, and that has
+gradients or is used by a product (averages that a layer keeps are not). Its *readers* are
 the forward ops behind its casts and transposes; its *gradients* are what the update of it reads,
 back to the product that made it.
 """
@@ -98,16 +99,25 @@ def find_roles(
     forward = [_is_forward(node, recomputed) for node in graph.nodes]
     made_of = _made_of_parameters(graph)
     readers = _readers(graph, made_of, forward)
-    parameters = frozenset(readers)
-    made_of = {v: own for v, own in made_of.items() if own[0] in parameters}
+    has_gradients = any(node.region == "backward" for node in graph.nodes)
     gradient_of: dict[int, tuple[int, Dims]] = {}
     update_of: dict[int, int] = {}
     moments = {}
     for i, o in graph.state:
         value, new = graph.inputs[i], graph.outputs[o]
-        if value in parameters and new is not None:
-            found = _update(graph, value, new, update_of, gradient_of)
-            moments[value] = found
+        if value not in readers or new is None:
+            continue
+        gradients: dict[int, tuple[int, Dims]] = {}
+        updates: dict[int, int] = {}
+        found = _update(graph, value, new, updates, gradients)
+        if not gradients and has_gradients and not _is_used(graph, readers[value][0]):
+            del readers[value]  # averages that the forward pass keeps
+            continue
+        gradient_of |= gradients
+        update_of |= updates
+        moments[value] = found
+    parameters = frozenset(readers)
+    made_of = {v: own for v, own in made_of.items() if own[0] in parameters}
     kinds = _Kinds()
     factors = _classes_of_dimensions(graph, kinds, alike)
     for index, node in enumerate(graph.nodes):
@@ -126,6 +136,11 @@ def find_roles(
         kinds,
         alike,
     )
+
+
+def _is_used(graph: Graph, reader: Reader) -> bool:
+    node = graph.nodes[reader.node]
+    return node.is_heavy or node.name == "gather"
 
 
 def _is_forward(node: Node, recomputed: Collection[int]) -> bool:
@@ -208,6 +223,8 @@ def _update(
                 moments.append(value)
             continue
         updates = node.kind is NodeKind.OP and node.region == UPDATE
+        if node.kind in (NodeKind.OP, NodeKind.FINISH) and node.region == "forward":
+            continue
         if updates and not is_gradient:
             update_of.setdefault(index, parameter)
         else:

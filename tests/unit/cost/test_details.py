@@ -209,6 +209,28 @@ def test_a_dimension_of_the_batch_that_is_contracted_is_a_feature() -> None:
     assert words_of(plan) == {"w": {"x": ROW}}
 
 
+def test_averages_that_a_layer_keeps_are_no_parameters() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            hidden = batch @ w
+            mean = 0.9 * state["mean"] + 0.1 * hidden.mean(0)
+            return jnp.mean(jnp.tanh(hidden) ** 2), mean
+
+        grad, mean = jax.grad(loss, has_aux=True)(state["w"])
+        return {"w": state["w"] - grad, "mean": mean}
+
+    shapes = {"w": (64, 64), "mean": (64,)}
+    state = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    plan = autopar.plan(step, state, batch, cluster=CLUSTER, method=autopar.DataParallel())
+    assert words_of(plan) == {"state['w']": {"x": DATA}}
+    memory = details_of(plan).memory
+    assert memory is not None
+    held = dict(zip(MEMORY_CATEGORIES, memory.at_peak, strict=True))
+    assert held["parameters"] == pytest.approx(4 * 64 * 64, rel=1e-3)
+    assert held["optimizer state"] == 4 * 64
+
+
 # -- memory
 
 
