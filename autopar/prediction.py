@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from autopar.cost.events import (
@@ -20,7 +21,7 @@ from autopar.cost.events import (
     simulate,
     timeline,
 )
-from autopar.cost.pipeline_links import crossing_time
+from autopar.cost.pipeline_links import boundary_s, crossing_time
 from autopar.cost.times import pipeline_of_times, pipeline_times
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
@@ -33,6 +34,9 @@ from autopar.lower.lanes import lane_axes, with_lanes
 from autopar.lower.pieces import Pieces, cut_into_pieces
 from autopar.lower.tiles import plan_tiles
 from autopar.stages.schedules import make_schedule
+
+# Tiles of larger meshes take seconds to plan; what crosses between them is priced in closed form.
+MOST_TILED = 256
 
 Hosts = Sequence[frozenset[int]]  # of each mesh
 
@@ -114,11 +118,29 @@ def _transfer_times(
         # What is sent is one array of one type: partial sums are finished before.
         way = (ends[0][0], aval.dtype.itemsize, ends[0][1], shapes[source], ends[1][1])
         key = (*way, shapes[target], hosts[source], hosts[target])
-        if key not in known:
+        if key not in known and max(len(devices[source]), len(devices[target])) > MOST_TILED:
+            known[key] = _in_closed_form(way[0], way[1], hosts[source], hosts[target], cluster)
+        elif key not in known:
             plan = plan_tiles(*way, shapes[target])
             known[key] = crossing_time(plan, hosts[source], hosts[target], cluster, meshes[target])
         found.append(known[key])
     return found
+
+
+def _in_closed_form(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source_hosts: Sequence[int],
+    target_hosts: Sequence[int],
+    cluster: ClusterSpec,
+) -> TransferTime:
+    """As if every byte crossed once, over all links between the two meshes."""
+    num_bytes = float(itemsize * prod(shape))
+    same_host = len({*source_hosts, *target_hosts}) == 1
+    seconds = boundary_s(num_bytes, len(source_hosts), len(target_hosts), same_host, cluster)
+    device = cluster.spec
+    latency_s = device.intra_host_alpha_s if same_host else device.inter_host_alpha_s
+    return TransferTime(num_bytes, seconds, min(latency_s, seconds))
 
 
 def _laid_out(

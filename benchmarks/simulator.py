@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    speeds = [speed(16, 256, options.rounds), speed(64, 1024, 3)]
+    speeds = [speed(16, 256, options.rounds), speed(32, 512, options.rounds)]
     for row in speeds:
         print(
             f"{row['num_stages']} stages, {row['num_micro_batches']} micro-batches: "
