@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")  # as many programs may wait at a time
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false",
@@ -244,6 +243,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
+    os.environ.setdefault("PJRT_NPROC", "32")  # as many programs may wait at a time
     load = os.getloadavg()[0]
     speeds = [speed(16, 256, options.rounds), speed(32, 512, options.rounds)]
     for row in speeds:
