@@ -71,7 +71,9 @@ def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
         shape = shape_of(equation.operands[1])
         out_feature = equation.params["dimension_numbers"].rhs_spec[0]
         groups = equation.params["batch_group_count"]
-        return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1)
+        # The gradient of a strided convolution reads its operand with zeros between: no work.
+        zeros = prod(equation.params["lhs_dilation"])
+        return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1) / zeros
     if equation.name in _FUSED_ATTENTION:
         key = shape_of(equation.operands[1])
         num_keys = key[1] if equation.params["layout"] == 0 else key[2]
