@@ -49,7 +49,7 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         saved, page = pathlib.Path(folder, "plan.json"), pathlib.Path(folder, "plan.html")
         typed = [*CASES[name], "--method", "auto", "--quiet"]
-        command = [sys.executable, "-m", "autopar_command", "plan", *typed]
+        command = [sys.executable, "-m", "autopar", "plan", *typed]
         command += ["--save", str(saved), "--report", str(page)]
         load = os.getloadavg()[0]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

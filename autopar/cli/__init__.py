@@ -1,6 +1,8 @@
 """The commands of `autopar`: from what was written on the command line to an exit code.
 
-Each module has one command. What may be written is in `autopar_command`, beside the package.
+What may be written is in `arguments`; the other modules have a command each, imported when it runs.
+
+Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input.
 """
 
 from __future__ import annotations
@@ -8,11 +10,16 @@ from __future__ import annotations
 import sys
 import traceback
 from argparse import Namespace
+from collections.abc import Sequence
 
+from autopar.cli.arguments import make_parser
 from autopar.errors import AutoparError, FactoryError, MemoryBudgetError
-from autopar_command import main
 
 OK, NOT_FITTING, WRONG_INPUT = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(make_parser().parse_args(argv))
 
 
 def run(arguments: Namespace) -> int:
@@ -72,6 +79,3 @@ def _is_ours(filename: str) -> bool:
     return "importlib" in filename or filename.replace("\\", "/").endswith(
         "autopar/cli/factories.py"
     )
-
-
-__all__ = ["main", "run"]

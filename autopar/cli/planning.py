@@ -8,12 +8,12 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from autopar.cli.arguments import STARTED
 from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.verifying import check_compiler, verify
-from autopar_command import STARTED
 
 OK, NOT_FITTING = 0, 1
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import api, methods
+from autopar.cli.arguments import METHODS
 from autopar.cli.clusters import Overrides, Target, parse_target, with_devices
 from autopar.cli.factories import UserStep, load_object, load_step, parse_options
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, FactoryError, near_names, shortened
 from autopar.ir.plan import ParallelPlan
-from autopar_command import METHODS
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def run_autopar(*arguments: str) -> subprocess.CompletedProcess[str]:
         "PYTHONIOENCODING": "utf-8",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles faster
     }
-    command = [sys.executable, "-m", "autopar.cli", *arguments]
+    command = [sys.executable, "-m", "autopar", *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8"
     )
@@ -73,14 +73,6 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in ("demo", "plan", "sweep", "report", "explain", "diff", "devices"):
         assert f"    {name} " in out
-
-
-def test_help_does_not_wait_for_jax() -> None:
-    code = "import sys, autopar_command as a; a.make_parser().format_help(); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not {"jax", "numpy", "autopar"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])

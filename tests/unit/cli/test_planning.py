@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar_command import main
+from autopar.cli import main
 
 FILE = str(Path(__file__).parent / "factories_for_tests.py")
 STEP = f"{FILE}:make_step"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from autopar.cli import main
 from autopar.inspect.perfetto import ShownStep, TraceContent, trace_json
-from autopar_command import main
 from tests.report_plans import one_mesh, pipeline, timeline
 
 

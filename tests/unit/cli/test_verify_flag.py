@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar import verifying
+from autopar.cli import main
 from autopar.proof import targets
 from autopar.proof.jobs import ProgramFigures
-from autopar_command import main
 
 STEP = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
 PLAN = ["plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet", "--verify"]

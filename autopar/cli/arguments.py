@@ -1,17 +1,9 @@
-"""The `autopar` command: what may be written on the command line.
-
-It stands beside the package because importing `autopar` imports JAX, for which nobody who asks for
-help or mistypes a flag should wait. Commands are in `autopar.cli`, imported when they run.
-
-Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input.
-"""
+"""What may be written on the command line of `autopar`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
 
 STARTED = time.perf_counter()  # near enough to the start of the process
 
@@ -26,13 +18,6 @@ as any Python program does: nothing keeps it from reading or changing your files
 CLUSTER is HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb (`autopar devices` lists them), or the path
 of a TOML file with the tables [cluster], [device] and [links]; see docs/simulation.md.
 """
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
-    from autopar.cli import run
-
-    return run(arguments)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -187,7 +172,3 @@ def _price(text: str) -> float:
     if not 0 < price < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a price > 0")
     return price
-
-
-if __name__ == "__main__":
-    sys.exit(main())

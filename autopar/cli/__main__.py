@@ -1,7 +1,0 @@
-"""`python -m autopar.cli`."""
-
-import sys
-
-from autopar.cli import main
-
-sys.exit(main())
