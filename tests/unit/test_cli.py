@@ -37,9 +37,9 @@ def test_demo() -> None:
         "one device ",
         "all devices",
         "3/3",
-        "train_step: ShardParallel() on mesh ",
+        "train_step: on a mesh ",
         "state.params['Block_*']['qkv']['kernel']",
-        "GPT/Block_*/qkv",
+        "Block_0–3 (4)",
         "losses agree",
     ):
         assert part in done.stdout
