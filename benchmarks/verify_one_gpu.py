@@ -1,0 +1,73 @@
+"""What `autopar.verify` says of one GPU, beside the same step compiled and run on it.
+
+    python -m benchmarks.verify_one_gpu [--json FILE]
+
+Needs a GPU with a description in the package. *Proved* is XLA's peak as compiled for the described
+GPU, in a process that sees none; *compiled* is XLA's peak of the program that runs here; *seen* is
+the most that JAX's allocator had in use while it ran; *predicted* is the plan's. Times: the plan's
+estimate and the median of the measured steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+import autopar
+from autopar.ir.mesh import preset_of
+from benchmarks.one_gpu import median_step_s
+from benchmarks.pipeline_rows import machine
+from examples.models import build
+
+GIB = 2**30
+
+
+def row(name: str, batch_size: int, **overrides: Any) -> dict[str, Any]:
+    device = jax.devices()[0]
+    example = build(name, batch_size=batch_size, **overrides)
+    cluster = autopar.ClusterSpec(1, 1, preset_of(device.platform, device.device_kind))
+    arguments = (example.abstract_state(), example.abstract_batch())
+    plan = autopar.plan(example.train_step, *arguments, cluster=cluster)
+    report = autopar.verify(example.train_step, *arguments, plan=plan)
+    step = autopar.parallelize(example.train_step)
+    state, batch = example.create_state(), example.make_batch()
+    state, loss = step(state, batch)
+    seconds, state = median_step_s(step, state, batch, 10)
+    assert step.last_executable is not None
+    stats = device.memory_stats() or {}
+    return {
+        "model": name,
+        "batch": batch_size,
+        **overrides,
+        "predicted_gib": plan.estimated_peak_bytes / GIB,
+        "proved_gib": report.peak_bytes / GIB,
+        "compiled_gib": step.last_executable.memory_bytes() / GIB,
+        "seen_gib": stats.get("peak_bytes_in_use", 0) / GIB,
+        "predicted_step_ms": 1e3 * plan.estimated_step_s,
+        "measured_step_ms": 1e3 * seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    rows = [  # of growing size, since the allocator tells only the most it ever had
+        row("gpt-350m", 8),
+        row("moe-380m", 16),
+        row("gpt-1.3b", 8, num_heads=16),
+        row("gpt-1.3b", 16, num_heads=16, attention="cudnn"),
+    ]
+    for one in rows:
+        print(one, flush=True)
+    if options.json:
+        about = {**machine(), "device": jax.devices()[0].device_kind, "rows": rows}
+        pathlib.Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
