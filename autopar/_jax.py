@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
@@ -112,6 +114,47 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     else:
         results = primitive.bind(*operands, **bind_params)
     return list(results) if primitive.multiple_results else [results]
+
+
+# cuDNN's fused attention as JAX binds it, and the kernels inside.
+FUSED_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+_KERNELS = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+
+
+def bind_kernel(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """As `bind`, but of fused attention the kernel alone. JAX wraps that in a partitioning of its
+    own, a callback into the process that compiles."""
+    if primitive.name in FUSED_ATTENTION:
+        return list(primitive.impl(*operands, **params))
+    return bind(primitive, params, operands)
+
+
+@contextlib.contextmanager
+def kernels_without_devices() -> Iterator[None]:
+    """Lets the kernels of fused attention be lowered for devices that are not here. JAX wants to
+    see devices for them, as for all that splits itself, though they are plain custom calls."""
+    needing = _dispatch.prim_requires_devices_during_lowering
+    with _KERNELS_LOCK:
+        allowed = {primitive for primitive in needing if primitive.name in _KERNELS}
+        needing -= allowed
+        try:
+            yield
+        finally:
+            needing |= allowed
+
+
+_KERNELS_LOCK = threading.Lock()
+
+
+def primitives_that_need_devices(jaxpr: Any) -> set[str]:
+    """Names of what JAX lowers only where there are devices."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _dispatch.prim_requires_devices_during_lowering:
+            found.add(eqn.primitive.name)
+        for inner in _core.jaxprs_in_params(eqn.params):
+            found |= primitives_that_need_devices(inner)
+    return found
 
 
 @contextlib.contextmanager

@@ -433,7 +433,8 @@ def annotate(
     plan = planned.plan
     check_devices(plan, devices)
     mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
-    if plan.num_devices == 1 and planned.traced.num_micro_batches == 1 and not plan.remat:
+    as_traced = planned.traced.num_micro_batches == 1 and not plan.remat
+    if plan.num_devices == 1 and as_traced and not isinstance(devices, OtherDevices):
         # Nothing to annotate: the step is simply jitted.
         return planned.traced.flat_fn, mesh
     program, platform = planned.traced.program, platform_of(devices)

@@ -171,9 +171,8 @@ def _exported(step_name: str, piece: LoweredPiece) -> Any:
         return exported_piece(step_name, piece, "gpu", function_name="piece")
     except CallsBackError as error:
         raise CompileError(
-            f"verify: {piece.name} of {step_name} calls back into Python (jax.debug.print, "
-            "jax.pure_callback or jax.experimental.io_callback), which a compiler in another "
-            "process cannot take. Verify the step without the call."
+            f"verify: {error} A compiler in another process cannot take it: verify the step "
+            "without it."
         ) from error
 
 

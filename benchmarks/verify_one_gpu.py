@@ -35,7 +35,7 @@ def row(name: str, batch_size: int, **overrides: Any) -> dict[str, Any]:
     report = autopar.verify(example.train_step, *arguments, plan=plan)
     step = autopar.parallelize(example.train_step)
     state, batch = example.create_state(), example.make_batch()
-    state, loss = step(state, batch)
+    state, _ = step(state, batch)
     seconds, state = median_step_s(step, state, batch, 10)
     assert step.last_executable is not None
     stats = device.memory_stats() or {}

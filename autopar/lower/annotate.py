@@ -156,7 +156,7 @@ class Writer:
             return self.cond(equation, own, operands)
         if own.lanes is not None:
             return bind_in_lanes(equation, own.lanes, operands, self.mesh)
-        return _jax.bind(equation.primitive, equation.params, operands)
+        return _jax.bind_kernel(equation.primitive, equation.params, operands)
 
     def runs_on_parts(self, equation: Any) -> bool:
         """Elsewhere than on CPUs and GPUs, XLA's random generator is not the one we know."""
@@ -186,7 +186,7 @@ class Writer:
             params = _jax.params_on_parts(
                 equation.name, equation.params, [jax.numpy.shape(part) for part in every], shapes
             )
-            results = _jax.bind(equation.primitive, params, every)
+            results = _jax.bind_kernel(equation.primitive, params, every)
             for number, layout in enumerate(result_layouts):
                 axes = tuple(n for n, e in zip(names, layout, strict=True) if e == PARTIAL)
                 if axes:

@@ -260,7 +260,7 @@ def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]
         # packed sequences have a batch of their own.
         fixed |= {batch, group}
     count = len(operands)
-    return Rule(tuple(of[:count]), tuple(of[count:]), sizes, fixed=frozenset(fixed))
+    return Rule(tuple(of[:count]), tuple(of[count:]), sizes, fixed=frozenset(fixed), local=True)
 
 
 PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {

@@ -17,7 +17,7 @@ from autopar.ir.remote import Held, LoweredPiece, PieceSpec
 from autopar.ir.spec import to_partition_spec
 
 _EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
-# What JAX says of callbacks that it cannot lower for devices elsewhere.
+# What JAX says of callbacks and other operators that it cannot lower for devices elsewhere.
 _NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
 
 
@@ -77,12 +77,17 @@ def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export
     while True:
         checks = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(known)]
         try:
-            return export.export(jitted, platforms=[platform], disabled_checks=checks)(*reads)
+            with _jax.kernels_without_devices():
+                return export.export(jitted, platforms=[platform], disabled_checks=checks)(*reads)
         except ValueError as error:
             found = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
             found |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
-            needs_devices = any(words in str(error) for words in _NEEDS_DEVICES)
-            if needs_devices or any("callback" in target for target in found):
+            if any(words in str(error) for words in _NEEDS_DEVICES):
+                needing = _jax.primitives_that_need_devices(jitted.trace(*reads).jaxpr.jaxpr)
+                if needing and not any("callback" in primitive for primitive in needing):
+                    raise _partitions_itself(name, needing) from error
+                raise _calls_back(name) from error
+            if any("callback" in target for target in found):
                 raise _calls_back(name) from error
             if not found - known:
                 raise
@@ -98,6 +103,14 @@ def _calls_back(name: str) -> CallsBackError:
         f"{name} calls back into Python (jax.debug.print, jax.pure_callback or "
         "jax.experimental.io_callback), which a worker process cannot do. Take the call out of the "
         "step, or run with autopar.init(cluster='local')."
+    )
+
+
+def _partitions_itself(name: str, primitives: set[str]) -> CallsBackError:
+    return CallsBackError(
+        f"{name} has operators that JAX lowers only where their devices are, since they say in "
+        f"Python how they are split: {', '.join(sorted(primitives))}. Use operators without a "
+        "custom_partitioning, or run with autopar.init(cluster='local')."
     )
 
 

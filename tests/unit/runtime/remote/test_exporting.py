@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import PartitionSpec as P
 
+from autopar import ClusterSpec, ManualParallel
+from autopar.compiler import OtherDevices, plan_step
 from autopar.errors import CompileError
 from autopar.ir.remote import Held, LoweredPiece, PieceSpec
 from autopar.runtime.remote.exporting import compile_piece, export_piece
+from autopar.worker_step import lower_for_workers
 
 HELD = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
 WHOLE = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))
@@ -57,3 +61,54 @@ def test_callbacks_are_refused(call: Any) -> None:
 
     with pytest.raises(CompileError, match="step of train calls back into Python"):
         export_piece("train", piece_of(function), "cpu")
+
+
+def test_fused_attention_is_lowered_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split over heads and batch: on each device the kernel is called with its part."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+
+    params = {name: jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16) for name in "qkv"}
+    batch = jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16)
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            query, key, value = (
+                jnp.einsum("bthd,hde->bthe", batch, params[name]) for name in "qkv"
+            )
+            out = jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+            return out.astype(jnp.float32).sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    planned = plan_step(
+        step,
+        (params, batch),
+        {},
+        cluster=ClusterSpec(1, 4, "h100-sxm"),
+        method=ManualParallel(
+            (2, 2), ("data", "heads"), (P("heads"), P("data", None, "heads")), P("heads")
+        ),
+    )
+    (piece,) = lower_for_workers(planned, OtherDevices(4, "gpu")).pieces
+    text = export.deserialize(bytearray(export_piece("train", piece, "gpu"))).mlir_module()
+    kernels = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
+    assert len(kernels) == 2
+    assert all("2x128x4x64xbf16" in line for line in kernels)
+
+
+def test_operators_that_split_themselves_are_refused() -> None:
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    @custom_partitioning
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    double.def_partition(
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        partition=lambda mesh, args, result: (mesh, lambda x: 2 * x, result.sharding, ()),
+        sharding_rule="i j -> i j",
+    )
+    with pytest.raises(CompileError, match=r"only where their devices are.*custom_partitioning"):
+        export_piece("train", piece_of(lambda x: [double(x)]), "cpu")
