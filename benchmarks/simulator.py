@@ -16,6 +16,9 @@ Virtual devices share the cores of one machine, and a simulated mesh has a machi
                 gain nothing by running side by side: the step is held against the simulation with
                 all pieces on one machine, one after another.
 
+What a program loses when the other core works too is measured beside it, with two processes that
+know nothing of each other: a simulated mesh loses nothing.
+
 (Layers that wait in a callback instead of computing do not help: JAX runs a program with a callback
 where it is dispatched.) On a machine that does other work, the fastest over the fastest says more.
 """
@@ -27,6 +30,8 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,6 +192,34 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     }
 
 
+_WORK = """
+import sys, time
+import jax, jax.numpy as jnp
+product = jax.jit(lambda x: jnp.tanh(x @ x) * 0.01)
+x = product(jnp.ones((256, 256))).block_until_ready()
+print("ready", flush=True)
+end, count = time.perf_counter() + float(sys.argv[1]), 0
+while time.perf_counter() < end:
+    x, count = product(x).block_until_ready(), count + 1
+print(count, flush=True)
+"""
+
+
+def speed_beside_another(seconds: float = 4.0) -> float:
+    """How fast a program on one thread runs beside another such process, over alone."""
+
+    def started() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _WORK, str(seconds)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    alone, _ = started().communicate()
+    both = [started(), started()]
+    counts = [int(process.communicate()[0]) for process in both]
+    return max(counts) / int(alone)
+
+
 def show(name: str, row: dict[str, Any]) -> str:
     how = "side by side" if row["side_by_side"] else "one after another"
     return (
@@ -211,6 +244,8 @@ def main() -> None:
             f"{row['schedule_s']:.2f} s, lists {row['lists_s']:.2f} s, work {row['work_s']:.2f} s",
             flush=True,
         )
+    beside = speed_beside_another()
+    print(f"a program beside another runs at {beside:.2f} of its speed alone", flush=True)
     rows = {}
     for case in CASES:
         rows[case.name] = measure(case, options.rounds)
@@ -220,6 +255,7 @@ def main() -> None:
             "machine": machine(),
             "load": [load, os.getloadavg()[0]],
             "rounds": options.rounds,
+            "speed_beside_another": beside,
             "speed": speeds,
             "rows": rows,
         }
