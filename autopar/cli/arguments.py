@@ -76,6 +76,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile every stage for the target GPU, without one (pip install autopar[verify])",
     )
+    plan.add_argument(
+        "--target",
+        metavar="GPU",
+        help="of --verify: a name such as a100-40gb, or a description's path; default: the device",
+    )
 
 
 def _add_sweep(sweep: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ def run_plan(arguments: Namespace) -> int:
     if arguments.batch is not None:
         request = request.with_option("batch", arguments.batch)
     if arguments.verify:
-        check_compiler(request.target().cluster)
+        check_compiler(request.target().cluster, arguments.target)
     made = make_plan(request)
     plan = made.plan
     if not arguments.quiet:
@@ -56,7 +56,8 @@ def run_plan(arguments: Namespace) -> int:
 def _verified(made: MadePlan, arguments: Namespace) -> int:
     batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
     own = made.step
-    proof = verify(own.step, *own.args, plan=made.plan, **batch, **own.kwargs)
+    target = arguments.target
+    proof = verify(own.step, *own.args, plan=made.plan, target=target, **batch, **own.kwargs)
     print()
     print(proof)
     return OK if proof.fits else NOT_FITTING

@@ -37,3 +37,13 @@ def test_a_missing_compiler_is_told_before_anything_is_planned(
     arguments = ["plan", "no_such_file.py:f", "--cluster", "1x4:h100-sxm", "--verify"]
     assert main(arguments) == 2
     assert "pip install 'autopar[verify]'" in capsys.readouterr().err
+
+
+def test_another_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = ProgramFigures(0, 0, 2**30, 0, (), 0.0, 0.1)
+    monkeypatch.setattr(verifying, "compile_all", lambda jobs, *_: [figures for _ in jobs])
+    monkeypatch.setattr(verifying, "cuda_version", lambda target: 13)
+    assert main([*PLAN, "--target", "a100-80gb"]) == 0
+    assert "(a100-80gb) without one" in capsys.readouterr().out
+    assert main([*PLAN, "--target", "a100-80"]) == 2
+    assert "a100-80gb" in capsys.readouterr().err
