@@ -7,6 +7,7 @@ Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for fail
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from argparse import Namespace
@@ -26,13 +27,18 @@ def run(arguments: Namespace) -> int:
     """Runs a command; what autopar raises is told without a traceback, what the user's own code
     raised with that code's."""
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
     except AutoparError as error:
         cause = error.__cause__
         if isinstance(error, FactoryError) and cause is not None and _is_users(cause):
             traceback.print_exception(_without_our_frames(cause))
         print(f"autopar: {error}", file=sys.stderr)
         return NOT_FITTING if isinstance(error, MemoryBudgetError) else WRONG_INPUT
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
 
 
 def _run(arguments: Namespace) -> int:

@@ -70,6 +70,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--save", metavar="FILE.json", help="write the plan")
     plan.add_argument("--report", metavar="FILE.html", help="write the plan's page")
     plan.add_argument("--depth", type=_positive, help="levels of the model's names that are shown")
+    plan.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="of an array, such as \"state.params['Dense_0']['kernel']\": why is it sharded so?",
+    )
     plan.add_argument("--quiet", action="store_true", help="the summary alone, not all of the plan")
     plan.add_argument(
         "--verify",

@@ -31,15 +31,20 @@ def run_plan(arguments: Namespace) -> int:
         check_compiler(request.target().cluster, arguments.target)
     made = make_plan(request)
     plan = made.plan
+    if arguments.save:
+        plan.save(arguments.save)
+    if arguments.report:
+        plan.report(arguments.report)
     if not arguments.quiet:
         print(plan.explain(depth=arguments.depth))
         print()
+    for path in arguments.why:
+        print(plan.explain(path))
+        print()
     print(summary(made))
     if arguments.save:
-        plan.save(arguments.save)
         print(f"saved: {arguments.save}")
     if arguments.report:
-        plan.report(arguments.report)
         print(f"report: {arguments.report}")
     code = OK
     if not fits(made):

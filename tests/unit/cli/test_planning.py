@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -12,6 +15,7 @@ from autopar.cli import main
 
 FILE = str(Path(__file__).parent / "factories_for_tests.py")
 STEP = f"{FILE}:make_step"
+ROOT = Path(__file__).parents[3]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -35,6 +39,25 @@ def test_a_plan_is_shown_saved_and_reported(tmp_path, capsys) -> None:
     assert page.read_text().lower().startswith("<!doctype html>")
     assert run(capsys, "explain", str(saved))[1].rstrip("\n") == plan.explain()
     assert run(capsys, "diff", str(saved), str(saved))[1].endswith("The plans are the same.\n")
+
+
+def test_why_is_answered_while_the_program_is_there(capsys) -> None:
+    typed = ("plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet")
+    code, out, _ = run(capsys, *typed, "--why", "params['up']")
+    assert code == 0
+    assert "params['up']: input" in out and "layouts it could have" in out
+    code, _, err = run(capsys, *typed, "--why", "params['upp']")
+    assert code == 2 and "params['up']" in err
+
+
+def test_a_reader_who_has_seen_enough() -> None:
+    """As `autopar devices | head -1` does."""
+    command = [sys.executable, "-m", "autopar", "devices"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
