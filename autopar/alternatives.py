@@ -22,9 +22,9 @@ from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.progress import Progress, logged
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, spec_to_text, to_partition_spec
 from autopar.ir.why import Alternative, Neighbour, Why
-from autopar.origin import Origin, spec_text
+from autopar.origin import Origin
 from autopar.sharding.marginals import Marginal, Places, min_marginals
 from autopar.sharding.problem import Allowed
 from autopar.sharding.solve import GraphSharding
@@ -167,7 +167,11 @@ def origin_of(plan: ParallelPlan, call: str) -> Origin:
             f"plan.{call}: needs the link costs of the mesh {plan.mesh_shape}, which a plan read "
             "from a file does not hold. Solve again with autopar.solve_sharding(…, mesh=…)."
         )
-    raise PlanError(
+    raise without_program(plan, call)
+
+
+def without_program(plan: ParallelPlan, call: str) -> PlanError:
+    return PlanError(
         f"plan.{call}: needs the program that the plan of {plan.name} was made for, which a plan "
         "read from a file does not hold. Bind it to its function first: "
         "plan = autopar.parallelize(fn, method=plan).plan(*args)."
@@ -282,7 +286,9 @@ class _Explainer:
                 requests += [asked.inputs[i] for i, o in self.origin.step.state if o == f.index]
             else:
                 requests.append(asked.named[f.index][1])
-        texts = [f"{r.source} asks for {spec_text(r.spec)}" for r in requests if r.spec is not None]
+        texts = [
+            f"{r.source} asks for {spec_to_text(r.spec)}" for r in requests if r.spec is not None
+        ]
         texts += [
             f"forbid_axes forbids to split it over {', '.join(r.forbidden_axes)}"
             for r in requests
@@ -511,7 +517,7 @@ def layout_text(layout: Layout, ndim: int, axis_names: Sequence[str]) -> str:
     """`P('x', None)`; partial sums are said so."""
     partial = [n for n, e in zip(axis_names, layout, strict=True) if e == PARTIAL]
     plain = tuple(WHOLE if e == PARTIAL else e for e in layout)
-    text = spec_text(to_partition_spec(plain, ndim, axis_names))
+    text = spec_to_text(to_partition_spec(plain, ndim, axis_names))
     return f"{text} partial along {', '.join(partial)}" if partial else text
 
 

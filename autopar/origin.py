@@ -10,7 +10,6 @@ inputs, outputs and named values.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from autopar.errors import SolverError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.spec import Layout
+from autopar.ir.spec import Layout, spec_from_text
 from autopar.memory_budget import memory_budget
 from autopar.methods import (
     DataParallel,
@@ -235,17 +234,3 @@ def bound_origin(
 
 def pins_of(plan: ParallelPlan) -> dict[str, PartitionSpec]:
     return {pattern: spec_from_text(text) for pattern, text in plan.pinned}
-
-
-def spec_text(spec: PartitionSpec) -> str:
-    return f"P({', '.join(map(repr, spec))})"
-
-
-def spec_from_text(text: str) -> PartitionSpec:
-    """The other way; what is no spec raises ValueError."""
-    inner = text.removeprefix("P(").removesuffix(")")
-    try:
-        entries = ast.literal_eval(f"({inner},)") if inner else ()
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is no spec") from error
-    return PartitionSpec(*entries)

@@ -13,12 +13,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autopar.alternatives import origin_of
+from autopar.alternatives import origin_of, without_program
 from autopar.errors import ArgumentError, PlanError, SpecError
 from autopar.inter import PipelineOrigin, repin_pipeline
 from autopar.intra import PassTimer, plan_traced
 from autopar.ir.plan import MADE, ParallelPlan
-from autopar.origin import pins_of, spec_text
+from autopar.ir.spec import spec_to_text
+from autopar.origin import pins_of
 from autopar.steering import matching_paths
 
 
@@ -33,7 +34,7 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
                 "arrays of the train step's plan, and make the initialiser from that."
             )
         if not isinstance(plan.origin, PipelineOrigin):
-            raise _unbound(plan)
+            raise without_program(plan, "with_pins(…)")
         found = repin_pipeline(plan, plan.origin, every, timer)
     else:
         if plan.num_devices == 1:
@@ -56,17 +57,9 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
     before_s = plan.unpinned_step_s if plan.pinned else plan.estimated_step_s
     return replace(
         found,
-        pinned=tuple((pattern, spec_text(spec)) for pattern, spec in every.items()),
+        pinned=tuple((pattern, spec_to_text(spec)) for pattern, spec in every.items()),
         unpinned_step_s=before_s,
         search=found.search or plan.search,
-    )
-
-
-def _unbound(plan: ParallelPlan) -> PlanError:
-    return PlanError(
-        f"plan.with_pins(…): needs the program that the plan of {plan.name} was made for, which a "
-        "plan read from a file does not hold. Bind it to its function first: "
-        "plan = autopar.parallelize(fn, method=plan).plan(*args)."
     )
 
 

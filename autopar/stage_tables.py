@@ -35,9 +35,15 @@ from autopar.ir.stages import LayerTable, Submesh
 from autopar.sharding.holdings import copy_shares
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
-from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, node_costs
+from autopar.sharding.problem import (
+    Allowed,
+    ShardingProblem,
+    StrategyFilter,
+    node_costs,
+    problem_on_mesh,
+)
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
-from autopar.sharding.solve import GraphSharding, fold_graph, problem_of_graph, solve_graph
+from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
 from autopar.trace.attach import LoopLayers
 from autopar.trace.flatten import TracedStep
 from autopar.trace.program import Equation
@@ -268,8 +274,8 @@ class TableBench:
         """The problem, its cheapest choice and what that costs; solved once per mesh."""
         known = self.known.get((submesh, mesh.shape))
         if known is not None:
-            problem = problem_of_graph(self.graph, mesh, allowed, keep, self.folded)
-            return problem, *known
+            folded = folded_for(self.graph, allowed, folded=self.folded)
+            return problem_on_mesh(folded, mesh, allowed, keep), *known
         found = solve_graph(
             self.graph,
             mesh,

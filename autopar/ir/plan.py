@@ -22,7 +22,7 @@ from autopar.ir.decode import decode
 from autopar.ir.details import PlanDetails
 from autopar.ir.mesh import ClusterSpec, decode_cluster
 from autopar.ir.schedule import SCHEDULES
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, to_partition_spec
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, spec_from_text, to_partition_spec
 from autopar.ir.stages import SearchReport, decode_search
 from autopar.ir.timeline import PipelineTimes, Timeline
 from autopar.ir.views import views
@@ -547,6 +547,13 @@ def _decode_stage(body: dict[str, Any]) -> StagePlan:
     )
 
 
+def _pins(body: Any) -> tuple[tuple[str, str], ...]:
+    pins = decode(tuple[tuple[str, str], ...], body)
+    for _, text in pins:
+        spec_from_text(text)  # raises what does not fit
+    return pins
+
+
 def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
     return ParallelPlan(
         name=str(body["name"]),
@@ -595,6 +602,6 @@ def _decode_plan(body: dict[str, Any]) -> ParallelPlan:
         cluster=None if body["cluster"] is None else decode_cluster(body["cluster"]),
         details=decode(PlanDetails | None, body["details"]),
         times=decode(PipelineTimes | None, body["times"]),
-        pinned=decode(tuple[tuple[str, str], ...], body["pinned"]),
+        pinned=_pins(body["pinned"]),
         unpinned_step_s=decode(float | None, body["unpinned_step_s"]),
     )

@@ -9,6 +9,7 @@ order, the only one autopar uses.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -117,3 +118,20 @@ def from_partition_spec(
     return tuple(
         WHOLE if size == 1 else entry for entry, size in zip(layout, mesh_shape, strict=True)
     )
+
+
+def spec_to_text(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def spec_from_text(text: str) -> PartitionSpec:
+    """The other way; what is no spec raises ValueError."""
+    inner = text.removeprefix("P(").removesuffix(")")
+    try:
+        entries = ast.literal_eval(f"({inner},)") if inner else ()
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is no spec") from error
+    names = [e for own in entries for e in (own if isinstance(own, tuple) else (own,))]
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise ValueError(f"{text!r} is no spec")
+    return PartitionSpec(*entries)

@@ -156,18 +156,6 @@ def _solver_text(found: GraphSharding) -> str:
     )
 
 
-def problem_of_graph(
-    graph: Graph,
-    mesh: LogicalMesh,
-    allowed: Allowed,
-    keep: StrategyFilter | None,
-    folded: FoldedGraph,
-) -> ShardingProblem:
-    if allowed:
-        folded = FoldedGraph(graph, _part_by_pins(graph, folded.classes, allowed))
-    return problem_on_mesh(folded, mesh, allowed, keep)
-
-
 def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
     classes = fold_repeated_layers(graph) if fold else list(range(len(graph.nodes)))
     return FoldedGraph(graph, classes)

@@ -243,6 +243,8 @@ WHOLE_2 = [WHOLE, WHOLE]
         (("inputs", 0, "layout"), [True, WHOLE], "malformed"),
         (("inputs", 0, "layout"), ["0", WHOLE], "malformed"),
         (("inputs", 0, "shape"), [7, 16], None),
+        (("pinned",), [["*", "P('x', 1)"]], "malformed"),
+        (("pinned",), [["*", "P(open('x'))"]], "malformed"),
         (("inputs", 0, "shape"), ["16", "16"], "malformed"),
         (("inputs", 0, "shape"), [16.0, 16], "malformed"),
         (("inputs", 0, "shape"), [-16, 16], "malformed"),
