@@ -11,7 +11,7 @@ plan     all of the above → ParallelPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, prod
@@ -20,16 +20,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.assemble import bind_plan, pipeline_plan
-from autopar.constraints import asked_by, solver_constraints
-from autopar.cost.compute import compute_s
+from autopar.constraints import asked_by
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
-from autopar.intra import PassTimer, PlannedStep, paused_garbage_collector
-from autopar.ir.graph import check_graph
-from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
+from autopar.intra import PassTimer, PlannedStep
+from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.progress import Progress
-from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
-from autopar.ir.text import format_bytes
+from autopar.ir.stages import SearchReport
 from autopar.looped import (
     Loop,
     Looped,
@@ -38,13 +35,11 @@ from autopar.looped import (
     even_ranges,
     find_looped,
     first_micro_batches,
-    forbidden_collectives,
     halved,
     launch_s,
     layers_of,
     slice_into,
 )
-from autopar.memory_budget import memory_budget
 from autopar.methods import (
     AutoLayers,
     AutoStages,
@@ -57,6 +52,7 @@ from autopar.methods import (
 )
 from autopar.origin import Pins, bound_origin, pins_of
 from autopar.prediction import mesh_hosts, predicted_s, stage_times
+from autopar.stage_choice import StageChooser
 from autopar.stage_plans import (
     SolvedStage,
     StageSolver,
@@ -65,24 +61,14 @@ from autopar.stage_plans import (
     in_flight_of,
     pins_for,
 )
-from autopar.stage_tables import PRICES, TableBench, node_places, stage_tables, submesh_cluster
+from autopar.stage_tables import submesh_cluster
 from autopar.stages.given import check_layer_ids
-from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
-from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
-from autopar.stages.ranges import Setting
 from autopar.stages.schedules import in_flight_bound, make_schedule
-from autopar.stages.search import remember_search, search_stages
-from autopar.stages.submeshes import candidate_submeshes, place, uniform_submesh
-from autopar.trace.attach import boundary_bytes
-from autopar.trace.build import build_graph
+from autopar.stages.search import remember_search
+from autopar.stages.submeshes import place, uniform_submesh
 from autopar.trace.flatten import TracedStep
 from autopar.trace.held_layers import layers_by_arguments
 from autopar.trace.slices import SlicedStep
-
-# From so many devices on, only what can be part of a better plan than one at hand is looked at.
-MANY_DEVICES = 128
-# A stage search at another number of micro-batches must promise this much to be made.
-WORTH_ANOTHER = 0.06
 
 
 @dataclass(frozen=True)
@@ -240,6 +226,7 @@ class _Planner:
         self.pins = pins or {}
         self.options = method.options
         self.solver = StageSolver(cluster, method.options, timer, self.pins)
+        self.chooser = StageChooser(method, cluster, timer)
         self.known: Sequence[SolvedStage | None] = ()  # stages that need not be solved again
 
     # -- stages that are given
@@ -304,19 +291,19 @@ class _Planner:
         asked = self.method.num_micro_batches
         number = first_micro_batches(self.loop(1), self.cluster) if asked == "auto" else int(asked)
         looped = self.looped(number, self.method.layers)
-        choice, report, other = self.search(looped, number, asked == "auto")
+        choice, report, other = self.chooser.search(looped, number, asked == "auto")
         if other is not None:
             submeshes = {s.submesh for plan in (*report.best, other) for s in plan.stages}
             again = self.looped(other.num_micro_batches, self.method.layers)
-            found = self.search(again, other.num_micro_batches, False, submeshes)
+            found = self.chooser.search(again, other.num_micro_batches, False, submeshes)
             if choice is None or (found[0] is not None and found[0].step_s < choice.step_s):
                 looped, (choice, report, _) = again, found
         rows = batch_rows(looped.step)
         if choice is None and asked == "auto" and rows % 2 == 0:  # as small as can be split
             looped = self.looped(rows // 2, self.method.layers)
-            choice, report, _ = self.search(looped, rows // 2, False)
+            choice, report, _ = self.chooser.search(looped, rows // 2, False)
         if choice is None:
-            raise self.nothing_fits(looped, report)
+            raise self.chooser.nothing_fits(looped, report)
         return self.best_solved(looped, report)
 
     def best_solved(self, looped: Looped, report: SearchReport) -> PlannedStep:
@@ -346,140 +333,6 @@ class _Planner:
         report = replace(report, checked=tuple(checked))
         remember_search(report)
         return replace(best, plan=replace(best.plan, search=report))
-
-    def search(
-        self,
-        looped: Looped,
-        number: int,
-        is_free: bool,
-        only: Collection[Submesh] | None = None,
-    ) -> tuple[PipelineChoice | None, SearchReport, PipelineChoice | None]:
-        """(the best stages, what was considered, stages with another number of micro-batches that
-        promise to be better). `only`: the submeshes that are searched."""
-        step = looped.step
-        stages = self.method.stages
-        assert isinstance(stages, AutoStages)
-        method = ShardParallel(options=self.options)
-        with self.timer("graph"), paused_garbage_collector():
-            graph = build_graph(step)
-            check_graph(graph)
-            places = node_places(graph, step, looped.attached)
-        asked = asked_by(step, method)
-        submeshes = list(candidate_submeshes(self.cluster, stages.submeshes))
-        if only is not None:
-            submeshes = [submesh for submesh in submeshes if submesh in only]
-        remat = {"none": (False,), "all": (True,)}.get(self.options.remat, (False, True))
-        if not looped.has_backward:
-            remat = (False,)
-        with self.timer("tables"), paused_garbage_collector():
-            bench = TableBench(graph, places, number, self.options.fold_layers, self.options.solver)
-
-        def tables_of(
-            chosen: Sequence[Submesh], prices: Sequence[float] = PRICES
-        ) -> list[LayerTable]:
-            with self.timer("tables"), paused_garbage_collector():
-                return stage_tables(
-                    graph,
-                    places,
-                    self.cluster,
-                    chosen,
-                    number,
-                    constraints=lambda mesh: solver_constraints(graph, step, mesh, method, asked),
-                    forbidden=forbidden_collectives(self.options),
-                    prices=prices,
-                    remat=remat,
-                    bench=bench,
-                )
-
-        setting = self.setting(looped, number)
-        if self.cluster.num_devices < MANY_DEVICES:
-            tables = tables_of(submeshes)
-            with self.timer("search"):
-                choice, report = search_stages(tables, setting)
-        else:
-            tables, choice, report = self.search_many(looped, setting, submeshes, tables_of)
-        with self.timer("search"):
-            remember_search(report)
-            other = None
-            if is_free:
-                rows = batch_rows(step)
-                least = min(rows, self.cluster.devices_per_host)
-                candidates = candidate_micro_batches(rows, least_rows=least)
-                found = choose_micro_batches(tables, setting, candidates)
-                if found is None:  # then smaller ones, if they fit
-                    found = choose_micro_batches(tables, setting, candidate_micro_batches(rows))
-                if found is not None and (
-                    choice is None or found.choice.step_s < choice.step_s * (1 - WORTH_ANOTHER)
-                ):
-                    other = found.choice if found.num_micro_batches != number else None
-        return choice, report, other
-
-    def search_many(
-        self,
-        looped: Looped,
-        setting: Setting,
-        submeshes: Sequence[Submesh],
-        tables_of: Callable[..., list[LayerTable]],
-    ) -> tuple[list[LayerTable], PipelineChoice | None, SearchReport]:
-        """(tables, the best stages, what was considered) on many devices: what the plans found so
-        far show to be of no use is left out."""
-        num_layers, number = len(looped.layers), setting.num_micro_batches
-        flops = [number * own for own in looped.layer_flops]
-        device = self.cluster.spec
-        least_s = least_times(flops, lambda own: compute_s(device, own, 0.0, "bfloat16"))
-
-        def searched(tables: list[LayerTable]) -> tuple[PipelineChoice | None, SearchReport, float]:
-            with self.timer("search"):
-                choice, report = search_stages(tables, setting)
-            used = sum(prod(stage.submesh) for stage in choice.stages) if choice else 0
-            is_whole = choice is not None and used == self.cluster.num_devices
-            return choice, report, choice.step_s if choice and is_whole else inf
-
-        even = self.cluster.num_devices / num_layers
-        large = [s for s in submeshes if prod(s) >= even] or list(submeshes)
-        tables = tables_of(large, prices=())
-        known_s = searched(tables)[2]
-        small = [s for s in submeshes if s not in large]
-        slow = too_slow_submeshes(small, least_s, num_layers, known_s)
-        tables += tables_of([s for s in small if s not in slow], prices=())
-        choice, report, known_s = searched(tables)
-        lacking = {
-            table.submesh
-            for table in tables
-            if not table.remat and may_lack_memory(table, setting, least_s, known_s)
-        }
-        if lacking:
-            tables = [table for table in tables if table.submesh not in lacking]
-            tables += tables_of([s for s in submeshes if s in lacking])
-            choice, report, _ = searched(tables)
-        return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
-
-    def setting(self, looped: Looped, number: int) -> Setting:
-        schedule = self.method.schedule
-        return Setting(
-            self.cluster,
-            np.array(boundary_bytes(looped.body, looped.attached), dtype=float),
-            number,
-            "1f1b" if schedule == "interleaved_1f1b" else schedule,
-            self.budget(),
-            launch_s(self.cluster),
-            looped.has_backward,
-        )
-
-    def budget(self) -> float:
-        mesh = mesh_of_cluster(self.cluster, (self.cluster.num_devices,))
-        found = memory_budget(mesh, ShardParallel(options=self.options), self.options)
-        return inf if found is None else found
-
-    def nothing_fits(self, looped: Looped, report: SearchReport) -> MemoryBudgetError:
-        budget = self.budget()
-        reasons = " ".join(report.notes)
-        return MemoryBudgetError(
-            f"{looped.step.name}: no pipeline of its {report.num_layers} layers fits into the "
-            f"budget of {format_bytes(budget)} per device. {reasons}",
-            inf,
-            budget,
-        )
 
     # -- from stages to a plan
 
@@ -666,13 +519,3 @@ class _Planner:
             cluster=self.cluster,
         )
         return replace(plan, cluster=self.cluster, times=times)
-
-
-def _left_out(submeshes: Sequence[Submesh]) -> list[str]:
-    if not submeshes:
-        return []
-    shapes = ", ".join(f"{hosts}×{devices}" for hosts, devices in submeshes)
-    return [
-        f"Submeshes {shapes} were left out: one layer on one of them, at full speed, would take as "
-        "long as the whole step of the plan that was found."
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar import inter
+from autopar import stage_choice
 from examples.models import build
 
 
@@ -18,9 +18,9 @@ def test_the_plan_is_that_of_all_tables(monkeypatch) -> None:
         args = example.abstract_state(), example.abstract_batch()
         return autopar.plan(example.train_step, *args, cluster=cluster, method=method)
 
-    assert cluster.num_devices < inter.MANY_DEVICES
+    assert cluster.num_devices < stage_choice.MANY_DEVICES
     all_tables = planned()
-    monkeypatch.setattr(inter, "MANY_DEVICES", 1)
+    monkeypatch.setattr(stage_choice, "MANY_DEVICES", 1)
     pruned = planned()
     assert pruned.estimated_step_s == pytest.approx(all_tables.estimated_step_s)
     assert [s.submesh for s in pruned.stages] == [s.submesh for s in all_tables.stages]
