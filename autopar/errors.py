@@ -51,6 +51,10 @@ class PlanError(AutoparError, ValueError):
     """A plan file that is malformed, was altered, or was made for another program."""
 
 
+class ProfileError(AutoparError, RuntimeError):
+    """A file of measured costs that cannot be read or written, or is of other hardware."""
+
+
 class FactoryError(AutoparError, RuntimeError):
     """A user's file, module or function that `autopar plan` cannot use: not there, raises, or
     returns something else than a step and its arguments."""

@@ -184,6 +184,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "proof": {"runtime", "ir", *EVERYONE},
+    "measuring": {"runtime", "ir", *EVERYONE},
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "__init__": {
         "views",

@@ -1,0 +1,259 @@
+"""What was measured on a machine, as data: the file that `autopar profile` writes.
+
+A `MachineProfile` says on what hardware and with which versions it was made, and holds samples:
+each one the shape of some work and the seconds it took, with the spread of the repetitions. How
+times between samples are found is told in `autopar.cost.measured`.
+
+The file is JSON. It is validated when it is read; a file that is cut short, of another format or
+with figures that cannot be is a `ProfileError` that says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ProfileError
+from autopar.ir.decode import decode
+
+FORMAT = 1
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# What is done to memory: read and write in order, the same with arithmetic of a few operands, sums
+# along the last and along the first dimension, a transposition, rows chosen by numbers.
+STREAMS = ("copy", "elementwise", "reduce-last", "reduce-first", "transpose", "gather", "scatter")
+CONVOLUTIONS = ("forward", "input-gradient", "kernel-gradient")
+NOISY = 0.10  # a spread above this is flagged
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median of repeated measurements, with their relative spread: the middle half of them
+    lies within `spread` of the median. `num_samples` is how many there were."""
+
+    seconds: float
+    spread: float = 0.0
+    num_samples: int = 1
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.spread > NOISY
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """`batch` matrix products of m × k by k × n, in `dtype`, one after another as one operator."""
+
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    time: Timing
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class ConvolutionTime:
+    """A 2-D convolution of images (NHWC), or one of its gradients; sizes are the forward one's."""
+
+    dtype: str
+    kind: str  # of CONVOLUTIONS
+    images: int
+    size: int  # height and width of the input
+    in_channels: int
+    out_channels: int
+    window: int
+    stride: int
+    time: Timing
+
+    @property
+    def flops(self) -> float:
+        out = -(-self.size // self.stride)
+        return 2.0 * self.images * out**2 * self.window**2 * self.in_channels * self.out_channels
+
+
+@dataclass(frozen=True)
+class StreamTime:
+    """Work bound by memory: `num_bytes` is all that is read and written."""
+
+    kind: str  # of STREAMS
+    dtype: str
+    num_bytes: float
+    time: Timing
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Attention of `heads` heads over `length` positions each way, as one kernel or as XLA writes
+    it; `backward` is the gradient alone."""
+
+    implementation: str  # "xla" or "cudnn"
+    dtype: str
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    causal: bool
+    forward: Timing
+    backward: Timing
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A collective of groups of `ranks` devices `stride` apart, all groups at once. `num_bytes` is
+    of the tensor as one device would have it if the group did not split it."""
+
+    kind: str  # of COLLECTIVES
+    ranks: int
+    stride: int
+    ranks_per_host: int
+    num_bytes: float
+    time: Timing
+
+
+@dataclass(frozen=True)
+class CrossingSample:
+    """`num_bytes` from each device of one mesh to one of another, at once."""
+
+    same_host: bool
+    num_pairs: int
+    num_bytes: float
+    time: Timing
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """All samples of one machine.
+
+    platform, device_kind:       as JAX tells them ("gpu", "NVIDIA H200").
+    num_hosts, devices_per_host: what was there when it was measured.
+    versions:                    jax, jaxlib, and of a GPU its driver, CUDA and cuDNN.
+    launch_s:                    what one more kernel costs inside of a program.
+    dispatch_s:                  what one more program costs.
+    usable_memory_bytes:         what a program can have of one device's memory.
+    seconds:                     how long measuring took; date: when it was done.
+    """
+
+    platform: str
+    device_kind: str
+    num_hosts: int
+    devices_per_host: int
+    versions: dict[str, str]
+    date: str = ""
+    seconds: float = 0.0
+    launch_s: Timing | None = None
+    dispatch_s: Timing | None = None
+    usable_memory_bytes: float | None = None
+    products: tuple[ProductTime, ...] = ()
+    convolutions: tuple[ConvolutionTime, ...] = ()
+    streams: tuple[StreamTime, ...] = ()
+    attentions: tuple[AttentionTime, ...] = ()
+    collectives: tuple[CollectiveTime, ...] = ()
+    crossings: tuple[CrossingSample, ...] = ()
+    notes: tuple[str, ...] = ()
+    name: str = field(default="", compare=False)  # the file's, without its folder
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(_body(self).encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def save(self, path: str | Path) -> None:
+        """Written whole or not at all."""
+        path = Path(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(_body(self, indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise ProfileError(f"{path}: the profile cannot be written: {error}") from error
+
+
+def load_profile(path: str | Path) -> MachineProfile:
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(
+            f"profile={str(path)!r}: cannot be read ({error}). Measure this machine with "
+            f"`autopar profile --output {path.name}`."
+        ) from error
+    return parse_profile(text, path.name)
+
+
+def parse_profile(text: str, name: str) -> MachineProfile:
+    """A profile from the text of its file."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(
+            f"profile {name}: is no JSON ({error}); it may be cut short. Measure again with "
+            "`autopar profile`."
+        ) from error
+    if not isinstance(body, dict) or body.pop("kind", None) != "autopar machine profile":
+        raise ProfileError(f"profile {name}: is no machine profile of `autopar profile`.")
+    if (given := body.pop("format", None)) != FORMAT:
+        raise ProfileError(
+            f"profile {name}: has format {given!r}; this autopar reads {FORMAT}. Measure again "
+            "with `autopar profile`."
+        )
+    try:
+        profile: MachineProfile = decode(MachineProfile, {**body, "name": name})
+        check_profile(profile)
+    except ValueError as error:
+        raise ProfileError(f"profile {name}: {error}. Measure again with `autopar profile`.") from (
+            error
+        )
+    return profile
+
+
+def check_profile(profile: MachineProfile) -> None:
+    """Figures that cannot be are a ValueError."""
+
+    def check(where: str, timing: Timing) -> None:
+        if not (0 < timing.seconds < inf and 0 <= timing.spread < inf and timing.num_samples > 0):
+            raise ValueError(f"{where}: {timing} cannot have been measured")
+
+    for name, kinds in (
+        ("convolutions", CONVOLUTIONS),
+        ("streams", STREAMS),
+        ("collectives", COLLECTIVES),
+    ):
+        for index, sample in enumerate(getattr(profile, name)):
+            if sample.kind not in kinds:
+                raise ValueError(f"{name}[{index}].kind: {sample.kind!r} is none of {kinds}")
+    for name in ("products", "convolutions", "streams", "attentions", "collectives", "crossings"):
+        for index, sample in enumerate(getattr(profile, name)):
+            for part in fields(sample):
+                value, where = getattr(sample, part.name), f"{name}[{index}].{part.name}"
+                if isinstance(value, Timing):
+                    check(where, value)
+                elif isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                    raise ValueError(f"{where}: {value} is not more than 0")
+    for name in ("num_hosts", "devices_per_host"):
+        if getattr(profile, name) < 1:
+            raise ValueError(f"{name}: {getattr(profile, name)} is not 1 or more")
+    for name in ("launch_s", "dispatch_s"):
+        if (timing := getattr(profile, name)) is not None:
+            check(name, timing)
+    if profile.usable_memory_bytes is not None and not 0 < profile.usable_memory_bytes < inf:
+        raise ValueError(f"usable_memory_bytes: {profile.usable_memory_bytes} cannot be")
+
+
+def _body(profile: MachineProfile, indent: int | None = None) -> str:
+    body: dict[str, Any] = asdict(profile)
+    del body["name"]
+    head = {"kind": "autopar machine profile", "format": FORMAT}
+    return json.dumps({**head, **body}, indent=indent)

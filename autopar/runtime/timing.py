@@ -1,0 +1,62 @@
+"""How long something takes on the devices: from a call to a `Timing`.
+
+A sample is the time of several calls, one dispatched after another, over their number; what the
+last one returns is waited for. Samples are taken until their spread is small or the time is up. A
+machine that is busy with other work shows by its spread, which every `Timing` carries.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from autopar.ir.profile import NOISY, Timing
+
+MIN_SAMPLES = 5
+LEAST_SAMPLE_S = 2e-3  # shorter samples would measure the clock
+
+
+def time_calls(
+    call: Callable[[], Any],
+    *,
+    limit_s: float = 2.0,
+    min_samples: int = MIN_SAMPLES,
+    max_samples: int = 50,
+    warm_up: int = 1,
+    spread: float = NOISY / 2,
+) -> Timing:
+    """`call` dispatches the work and returns arrays. At least `min_samples` are taken, however long
+    they are, and no more than needed for the spread that is wanted, or than `limit_s` allows."""
+    for _ in range(warm_up):
+        jax.block_until_ready(call())
+    once_s = _sample(call, 1)
+    num_calls = max(1, round(LEAST_SAMPLE_S / max(once_s, 1e-9)))
+    num_calls = min(num_calls, 1000)
+    ends_s = time.perf_counter() + limit_s
+    samples: list[float] = []
+    while len(samples) < min_samples or (
+        len(samples) < max_samples and spread_of(samples) > spread and time.perf_counter() < ends_s
+    ):
+        samples.append(_sample(call, num_calls))
+    return Timing(statistics.median(samples), round(spread_of(samples), 4), len(samples))
+
+
+def spread_of(samples: list[float]) -> float:
+    """How far from the median the middle half of the samples lies, relative to it."""
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return max(high - middle, middle - low) / middle
+
+
+def _sample(call: Callable[[], Any], num_calls: int) -> float:
+    started = time.perf_counter()
+    result = call()
+    for _ in range(num_calls - 1):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - started) / num_calls
