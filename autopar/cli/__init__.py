@@ -58,6 +58,10 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.sweep import run_sweep
 
             return run_sweep(arguments)
+        case "profile":
+            from autopar.cli.profiling import run_profile
+
+            return run_profile(arguments)
         case _:
             from autopar.cli import showing
 

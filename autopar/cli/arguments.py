@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 STARTED = time.perf_counter()  # near enough to the start of the process
 
@@ -19,6 +20,14 @@ CLUSTER is HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb (`autopar devices` lists
 of a TOML file with the tables [cluster], [device] and [links]; see docs/simulation.md.
 """
 
+_PROFILE = """\
+Without --model, the machine is measured: products, convolutions, what memory and links can do. The
+file that comes of it serves plans: `autopar plan --profile FILE`, ClusterSpec(profile="FILE").
+With --model, parts of a user's step are measured; FACTORY is as for `autopar plan`.
+See docs/profiling.md.
+"""
+_EPILOGS = {"plan": _FACTORY, "sweep": _FACTORY, "profile": _PROFILE}
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -28,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="train a small GPT, sharded and on one device"))
     _add_plan(_command(commands, "plan", "plan a step for a cluster that need not exist"))
     _add_sweep(_command(commands, "sweep", "plan for several sizes: how many devices are enough?"))
+    _add_profile(_command(commands, "profile", "measure this machine, or a model's parts on it"))
     _add_report(_command(commands, "report", "write the page of a saved plan"))
     _add_explain(_command(commands, "explain", "show a saved plan"))
     _add_diff(_command(commands, "diff", "show what differs between two saved plans"))
@@ -41,7 +51,7 @@ def _command(commands, name: str, text: str) -> argparse.ArgumentParser:
         help=text,
         description=text[0].upper() + text[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_FACTORY if name in ("plan", "sweep") else None,
+        epilog=_EPILOGS.get(name),
     )
 
 
@@ -105,16 +115,59 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--jobs", type=_positive, default=2, help="processes (default 2)")
 
 
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    profile.add_argument("--show", metavar="FILE", help="show a profile that was measured")
+    machine = profile.add_argument_group("the machine")
+    machine.add_argument(
+        "--output", "-o", metavar="FILE", help="of the profile; default: after the device's name"
+    )
+    machine.add_argument("--quick", action="store_true", help="few samples, about a minute")
+    machine.add_argument(
+        "--only", metavar="LIST", help="such as products,streams; --show tells what there is"
+    )
+    machine.add_argument(
+        "--time", type=_seconds, metavar="SECONDS", help="stop after that long with what there is"
+    )
+    machine.add_argument(
+        "--restart", action="store_true", help="forget what an earlier run left unfinished"
+    )
+    machine.add_argument("--cluster", choices=("local", "ray"), default="local")
+    machine.add_argument("--address", help="of a running Ray cluster; default: one is started here")
+    machine.add_argument("--hosts", type=_positive, metavar="N", help="of --cluster ray")
+    machine.add_argument(
+        "--devices", type=_positive, metavar="N", help="the first N; with --cluster ray, per host"
+    )
+    machine.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto: the GPUs found, else 8 virtual CPU devices",
+    )
+    model = profile.add_argument_group("a model's segments, or its strategies")
+    model.add_argument("--model", metavar="FACTORY", help="my_train.py:make_step")
+    _add_set(model)
+    model.add_argument("--mesh", metavar="SHAPE", help="such as 8 or 2x4; default: all devices")
+    model.add_argument("--profile", metavar="FILE", help="a measured machine, for predictions")
+    model.add_argument("--json", metavar="FILE", help="write all figures")
+    segments = profile.add_argument_group("segments: analysed, timed, and searched")
+    segments.add_argument(
+        "--passes", metavar="LIST", help="of analysis,profile,search; default: all three"
+    )
+    segments.add_argument("--folder", metavar="DIR", help="of the passes' files")
+    segments.add_argument("--top", type=_positive, metavar="K", help="combinations per segment")
+    segments.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile")
+    strategies = profile.add_argument_group("strategies: all of them run, and compared")
+    strategies.add_argument("--enumerate", action="store_true", help="time whole steps")
+    strategies.add_argument("--limit", type=_positive, metavar="N", help="so many at most")
+    timed = profile.add_argument_group("the database of timed plans")
+    timed.add_argument("--database", action="store_true", help="list what was timed")
+    timed.add_argument("--forget", action="store_true", help="clear it")
+
+
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("factory", metavar="FACTORY", help="my_train.py:make_step")
     parser.add_argument("--cluster", required=True, help="such as 50x4:v100-32gb, or a TOML file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of the factory; the value is JSON, or else a text",
-    )
+    _add_set(parser)
     parser.add_argument(
         "--method",
         default=None,
@@ -132,6 +185,16 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="BYTES", help="of one device, as 32GB")
     parser.add_argument("--intra-bandwidth", metavar="RATE", help="of a device's link: 300GB/s")
     parser.add_argument("--inter-bandwidth", metavar="RATE", help="of a host's network: 100Gb/s")
+
+
+def _add_set(parser: Any) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the factory; the value is JSON, or else a text",
+    )
 
 
 def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +237,16 @@ def _positions(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text} is no list of positions such as 1 or 1,2")
     return tuple(map(int, parts))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds > 0")
+    return seconds
 
 
 def _price(text: str) -> float:
