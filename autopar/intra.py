@@ -123,30 +123,54 @@ def plan_traced(
             return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings)))
         with timer("shard"):
             best = shard_on_best(graph, traced, meshes, method, asked, in_full)
-        with timer("assign"):
-            program = assign_layouts(
-                traced.program, graph, best.layouts, best.mesh, refetch=best.refetch
-            )
-            report = cost_report(graph, best.mesh, best.layouts)
-        budget = memory_budget(best.mesh, method, options_of(method))
-        plan = make_plan(
-            traced, graph, best, program, report, method, cluster, timer.seconds, budget
+        origin = Origin(
+            traced=given,
+            mesh=best.mesh,
+            cluster=cluster,
+            method=method,
+            asked=asked,
+            choice=best.choice,
+            refetch=best.refetch,
+            budget=memory_budget(best.mesh, method, options_of(method)),
+            pins=pins or {},
+            price=best.price_per_byte,
+            built=built,
         )
-    origin = Origin(
-        traced=given,
-        mesh=best.mesh,
-        cluster=cluster,
-        method=method,
-        asked=asked,
-        choice=best.choice,
-        refetch=best.refetch,
-        budget=budget,
-        pins=pins or {},
-        price=best.price_per_byte,
-        built=built,
+        return planned_as(origin, best, timer, warnings)
+
+
+def planned_as(
+    origin: Origin,
+    sharding: GraphSharding,
+    timer: PassTimer | None = None,
+    warnings: Sequence[str] = (),
+) -> PlannedStep:
+    """The plan in which the step of an origin is sharded so, whoever chose it."""
+    timer = timer or PassTimer()
+    traced, graph, mesh = origin.step, sharding.graph, sharding.mesh
+    with timer("assign"):
+        program = assign_layouts(
+            traced.program, graph, sharding.layouts, mesh, refetch=sharding.refetch
+        )
+        report = cost_report(graph, mesh, sharding.layouts)
+    plan = make_plan(
+        traced,
+        graph,
+        sharding,
+        program,
+        report,
+        origin.method,
+        origin.cluster,
+        timer.seconds,
+        origin.budget,
     )
-    plan = replace(plan, warnings=(*warnings, *plan.warnings), origin=origin)
-    return PlannedStep(traced, plan)
+    own = replace(
+        origin,
+        choice=sharding.choice,
+        refetch=sharding.refetch,
+        price=sharding.price_per_byte,
+    )
+    return PlannedStep(traced, replace(plan, warnings=(*warnings, *plan.warnings), origin=own))
 
 
 def unused_devices(given: int, used: int) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ cost, each proven to be the best of those that are left.
 
 That is Lawler's partition (1972). The best solution x of a space is found exactly; what is left of
 the space falls into disjoint parts, one per decision i: there decisions before i are as in x,
-decision i is not, and those after are free (`_parts`). Each part is solved, and the cheapest of all
-parts is next. One reduction that spares the decisions serves all solves (`_Space.solve`).
+decision i is not, and those after are free (`_Space.parts`). Each part is solved, and the cheapest
+of all parts is next. One reduction that spares the decisions serves all solves, and one relaxation
+is solved from part to part with other bounds (`_Space.solve`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from math import inf
 import numpy as np
 
 from autopar.errors import SolverError
-from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.ilp import RestrictedIlp, solve_ilp
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import (
     FORBIDDEN,
@@ -145,6 +146,9 @@ class _Space:
         self.names = labels
         self.solver, self.time_limit_s = solver, time_limit_s
         self.reduction: Reduction = reduce_problem(problem.copy(), spared=self.labels.keys())
+        self.relaxation: RestrictedIlp | None = None
+        if solver == "highs" and any(map(len, self.reduction.problem.edges.values())):
+            self.relaxation = RestrictedIlp(self.reduction.problem, time_limit_s)
 
     def whole(self, fixed: Mapping[int, Hashable]) -> _Part:
         part = {}
@@ -166,14 +170,20 @@ class _Space:
         """The cheapest choice of a part; None if nothing is allowed there."""
         if any(not len(own) for own in part.values()):
             return None
-        core = self.reduction.problem
-        kept = {u: part.get(u, np.arange(len(costs))) for u, costs in core.costs.items()}
-        second = reduce_problem(restrict(core, kept))
-        try:
-            result = solve_ilp(second.problem, solver=self.solver, time_limit_s=self.time_limit_s)
-        except SolverError:
-            return None
-        chosen = {u: int(kept[u][s]) for u, s in second.restore(result.choice).items()}
+        result = None if self.relaxation is None else self.relaxation.solve(part)
+        if result is not None:
+            chosen = result.choice
+        else:
+            core = self.reduction.problem
+            kept = {u: part.get(u, np.arange(len(costs))) for u, costs in core.costs.items()}
+            second = reduce_problem(restrict(core, kept))
+            try:
+                result = solve_ilp(
+                    second.problem, solver=self.solver, time_limit_s=self.time_limit_s
+                )
+            except SolverError:
+                return None
+            chosen = {u: int(kept[u][s]) for u, s in second.restore(result.choice).items()}
         choice = self.reduction.restore(chosen)
         objective = self.original.objective(choice)
         if objective >= FORBIDDEN / 2:
