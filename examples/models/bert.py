@@ -2,7 +2,7 @@
 
 BERT-large is that of Devlin et al. (2018) without segments and next-sentence prediction. The bare
 layers take activations and are fitted to activations, as in Alpa's tests of its sharding pass.
-Dropout is on, from a key in the state.
+Dropout is on, from a key in the state; fused attention has none, and needs `dropout=0.0`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import jax.numpy as jnp
 
 from .example import Batch, Example, Family, TrainStep
 from .transformer import (
+    AttentionKind,
     FeedForward,
     SelfAttention,
     TrainState,
     apply_layers,
+    check_attention,
     create_train_state,
     cross_entropy,
 )
@@ -36,9 +38,13 @@ class BertLayersConfig:
     seq_len: int = 512
     dropout: float = 0.1
     dtype: Any = jnp.float32
+    attention: AttentionKind = "einsum"
     remat: bool = False
     scan_layers: bool = False
     learning_rate: float = 3e-4
+
+    def __post_init__(self) -> None:
+        check_attention(self.attention, self.dropout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,7 @@ class BertLayer(nn.Module):
             causal=False,
             dropout=config.dropout,
             dtype=config.dtype,
+            kind=config.attention,
             name="attention",
         )(x)
         x = nn.LayerNorm(dtype=config.dtype, name="attention_norm")(x)

@@ -21,6 +21,7 @@ from .transformer import (
     SelfAttention,
     TrainState,
     apply_layers,
+    check_attention,
     create_train_state,
     cross_entropy,
     make_token_batch,
@@ -45,11 +46,7 @@ class GPTConfig:
     learning_rate: float = 3e-4
 
     def __post_init__(self) -> None:
-        if self.attention == "cudnn" and self.dropout:
-            raise ValueError(
-                f'attention is "cudnn" and dropout is {self.dropout}; the fused kernel has no '
-                'dropout here, so set dropout=0.0 or attention="einsum"'
-            )
+        check_attention(self.attention, self.dropout)
 
 
 class GPTLayer(nn.Module):

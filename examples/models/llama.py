@@ -17,7 +17,13 @@ import optax
 from flax import nnx
 
 from .example import Batch, Example, Family, TrainStep
-from .transformer import AttentionKind, attention, cross_entropy, make_token_batch
+from .transformer import (
+    AttentionKind,
+    attention,
+    check_attention,
+    cross_entropy,
+    make_token_batch,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,9 @@ class LlamaConfig:
     remat: bool = False
     scan_layers: bool = False
     learning_rate: float = 3e-4
+
+    def __post_init__(self) -> None:
+        check_attention(self.attention)
 
     @property
     def head_dim(self) -> int:

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 
 from .example import Batch, Example, Family, TrainStep
 from .transformer import (
+    AttentionKind,
     FeedForward,
     SelfAttention,
     TrainState,
     apply_layers,
+    check_attention,
     create_train_state,
     cross_entropy,
     make_token_batch,
@@ -49,11 +51,13 @@ class MoEConfig:
     capacity_factor: float = 2.0
     balance_weight: float = 0.01
     dtype: Any = jnp.float32
+    attention: AttentionKind = "einsum"
     remat: bool = False
     scan_layers: bool = False
     learning_rate: float = 3e-4
 
     def __post_init__(self) -> None:
+        check_attention(self.attention)
         if self.num_layers % 2:
             raise ValueError(
                 f"num_layers is {self.num_layers}; layers come in pairs of a dense and an expert "
@@ -142,7 +146,11 @@ class MoELayerPair(nn.Module):
         config = self.config
         norm = functools.partial(nn.LayerNorm, dtype=config.dtype)
         attention = functools.partial(
-            SelfAttention, config.num_heads, causal=True, dtype=config.dtype
+            SelfAttention,
+            config.num_heads,
+            causal=True,
+            dtype=config.dtype,
+            kind=config.attention,
         )
         x, balance_loss = carry
         x += attention(name="dense_attention")(norm(name="dense_attention_norm")(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,19 @@ from flax.training import train_state
 
 from .example import Batch
 
-AttentionKind = Literal["einsum", "cudnn"]
+AttentionKind = Literal["einsum", "xla", "cudnn"]
+
+
+def check_attention(kind: AttentionKind, dropout: float = 0.0) -> None:
+    """Raises ValueError if there is no such attention, or none with dropout where it is wanted."""
+    kinds = get_args(AttentionKind)
+    if kind not in kinds:
+        raise ValueError(f"attention is {kind!r}; there are {', '.join(map(repr, kinds))}")
+    if kind != "einsum" and dropout:
+        raise ValueError(
+            f'attention is "{kind}" and dropout is {dropout}; JAX\'s attention has no '
+            'dropout here, so set dropout=0.0 or attention="einsum"'
+        )
 
 
 def attention(
@@ -29,11 +41,12 @@ def attention(
     """Scaled dot-product attention over (batch, seq, heads, head_dim) arrays, softmax in float32.
 
     `key` and `value` may have fewer heads than `query`: each then serves a group of query heads.
-    "cudnn" is the fused kernel (bf16 on a GPU, no dropout).
+    "cudnn" is the fused kernel (bf16 on a GPU, no dropout), "xla" the same function of JAX as XLA
+    compiles it anywhere, "einsum" written out here.
     """
-    if kind == "cudnn":
+    if kind != "einsum":
         return jax.nn.dot_product_attention(
-            query, key, value, is_causal=causal, implementation="cudnn"
+            query, key, value, is_causal=causal, implementation=kind
         )
     batch, seq_len, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]

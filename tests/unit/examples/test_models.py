@@ -240,6 +240,38 @@ def test_grouped_queries_share_keys() -> None:
     assert np.asarray(grouped) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_attention_of_jax_agrees(causal: bool, num_kv_heads: int) -> None:
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 6, 4, 8), np.float32)
+    key, value = rng.standard_normal((2, 2, 6, num_kv_heads, 8), np.float32)
+
+    def outputs(kind: str) -> np.ndarray:
+        function = functools.partial(transformer.attention, causal=causal, kind=kind)
+        return np.asarray(jit(function)(query, key, value))
+
+    assert outputs("xla") == pytest.approx(outputs("einsum"), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "bert-tiny", "moe-tiny"])
+def test_models_use_the_attention_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_jax, calls = jax.nn.dot_product_attention, []
+
+    def noted(*args: Any, **how: Any) -> jax.Array:
+        calls.append(how)
+        return of_jax(*args, **how)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", noted)
+    no_dropout = {"dropout": 0.0} if name == "bert-tiny" else {}
+    for kind in ("einsum", "xla"):
+        example = build(name, attention=kind, **no_dropout)
+        jax.eval_shape(example.train_step, example.abstract_state(), example.abstract_batch())
+        assert bool(calls) == (kind == "xla")
+    causal = name != "bert-tiny"
+    assert all(call == {"is_causal": causal, "implementation": "xla"} for call in calls)
+
+
 @pytest.mark.gpu
 def test_fused_attention_agrees() -> None:
     query_key, kv_key = jax.random.split(jax.random.key(0))
@@ -285,3 +317,9 @@ def test_mistakes_are_named() -> None:
         build("moe-tiny", num_layers=3)
     with pytest.raises(ValueError, match=r"set dropout=0\.0"):
         build("gpt-tiny", attention="cudnn", dropout=0.1)
+    with pytest.raises(ValueError, match=r"set dropout=0\.0"):
+        build("bert-tiny", attention="cudnn")
+    with pytest.raises(
+        ValueError, match="attention is 'flash'; there are 'einsum', 'xla', 'cudnn'"
+    ):
+        build("moe-tiny", attention="flash")
