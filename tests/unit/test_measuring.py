@@ -59,7 +59,14 @@ def test_keys_are_made_up_as_keys():
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert made_up(key.shape, key.dtype, place).dtype == key.dtype
-    assert made_up((4, 2), jnp.int32, place).shape == (4, 2)
+
+
+def test_made_up_values_are_scattered_and_never_negative():
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    floats, numbers = made_up((64, 64), jnp.bfloat16, place), made_up((256,), jnp.int32, place)
+    assert floats.dtype == jnp.bfloat16 and 0 <= floats.min() < 0.005 < 0.015 < floats.max() <= 0.02
+    assert numbers.min() >= 0 and numbers.max() < 97 and len(set(numbers.tolist())) > 80
+    assert set(made_up((64,), jnp.bool_, place).tolist()) == {True, False}
 
 
 def test_the_spread_is_that_of_the_middle_half():
