@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {
     "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4,
@@ -23,6 +25,8 @@ _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/ in long tuples
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _GROUPS_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_GROUPS_TILES = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS_EACH = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
 _GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{")
 _CALLED = re.compile(
@@ -36,7 +40,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 @dataclass(frozen=True)
 class CollectiveOp:
     """One collective instruction: how often it runs in a step, over how many ranks, and the
-    shapes it moves."""
+    shapes it moves. `groups`: of devices by number; of a permutation, (source, target) pairs.
+    `dtype`: of the first array, as HLO writes it."""
 
     kind: str
     num_bytes: int
@@ -45,6 +50,8 @@ class CollectiveOp:
     trips: int = 1
     op_name: str = ""
     in_loop: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
 
     @property
     def is_scalar(self) -> bool:
@@ -95,6 +102,8 @@ def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
                 trips.get(computation, 1),
                 name[1] if name else "",
                 computation in trips,
+                _groups(line, num_devices),
+                arrays[0][0] if arrays else "",
             )
         )
     return tuple(found)
@@ -166,6 +175,49 @@ def _group_size(line: str, num_devices: int) -> int:
         return num_devices  # no groups: all devices are one
     pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
     return 2 if any(source != target for source, target in pairs) else 1
+
+
+def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Which devices take part together, by number; of a permutation, who sends to whom."""
+    if "source_target_pairs=" in line:
+        pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
+        return tuple((int(source), int(target)) for source, target in pairs)
+    if match := _GROUPS_MESH.search(line):
+        return _mesh_groups(match[1], match[2])
+    if match := _GROUPS_TILES.search(line):
+        numbers = np.arange(num_devices).reshape(_sizes(match[3]))
+        if match[4]:
+            numbers = numbers.transpose(_sizes(match[4]))
+        return _rows(numbers.reshape(int(match[1]), int(match[2])))
+    if match := _GROUPS_EACH.search(line):
+        return tuple(_sizes(group) for group in re.findall(r"\{([\d,]+)\}", match[1]))
+    return (tuple(range(num_devices)),)
+
+
+def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh whose devices are numbered in order. An axis may be a part of
+    one: `'x':(2)4` is the part of 4 behind one of 2."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    wanted = {
+        name: (int(before), int(part)) if part else (1, sizes[name])
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    }
+    shape, grouped = [], []
+    for name, size in sizes.items():
+        before, part = wanted.get(name, (size, 1))
+        grouped += [] if name not in wanted else [len(shape) + 1]
+        shape += [before, part, size // before // part]
+    others = [axis for axis in range(len(shape)) if axis not in grouped]
+    numbers = np.arange(_product(tuple(shape))).reshape(shape).transpose(*others, *grouped)
+    return _rows(numbers.reshape(-1, _product(tuple(shape[axis] for axis in grouped))))
+
+
+def _rows(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in row) for row in numbers)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _trip_counts(hlo_text: str) -> dict[str, int]:

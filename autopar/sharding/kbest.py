@@ -22,7 +22,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from math import inf
+from math import inf, prod
 
 import numpy as np
 
@@ -101,6 +101,42 @@ def k_best(
         if time.monotonic() > deadline:
             break
     return found
+
+
+def covering(
+    problem: PairwiseProblem,
+    labels: Labels,
+    num: int,
+    *,
+    deadline: float = inf,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+) -> list[Solution]:
+    """At most `num` solutions that show what there is, the cheapest first: all of them if there are
+    no more, else the cheapest third and, of decisions and labels evenly, the cheapest solution with
+    that label."""
+    how = {"solver": solver, "time_limit_s": time_limit_s}
+    if prod(len(set(own)) for own in labels.values()) <= num:
+        return k_best(problem, labels, num, deadline=deadline, **how)
+    found = k_best(problem, labels, max(1, num // 3), deadline=deadline, **how)
+    known = {_key(one) for one in found}
+    space = _Space(problem, labels, solver, time_limit_s)
+    pairs = [(node, label) for node, own in labels.items() for label in dict.fromkeys(own)]
+    # One pass takes every n-th pair, the next those beside them, until there are enough.
+    stride = max(1, -(-len(pairs) // num))
+    for start in range(stride):
+        for node, label in pairs[start::stride]:
+            if len(found) >= num or time.monotonic() > deadline:
+                break
+            one = space.solve(space.whole({node: label}))
+            if one is not None and _key(one) not in known:
+                known.add(_key(one))
+                found.append(one)
+    return sorted(found, key=lambda one: one.objective)
+
+
+def _key(solution: Solution) -> tuple[Hashable, ...]:
+    return tuple(solution.labels.values())
 
 
 def best_shardings(

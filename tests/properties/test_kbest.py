@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.kbest import (
     best_shardings,
+    covering,
     k_best,
     sharding_of,
     solutions,
@@ -85,6 +86,24 @@ def test_a_few_with_a_label_given(drawn, num: int, data) -> None:
         cutoff = sorted(wanted)[len(wanted) // 2]
         within = k_best(problem, labels, len(wanted), fixed={node: label}, cutoff=cutoff + 1e-9)
         assert len(within) == sum(c <= cutoff + 1e-9 for c in wanted)
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems(), st.integers(1, 30))
+def test_what_covers_is_the_best_of_its_kind(drawn, num: int) -> None:
+    problem, labels = drawn
+    every = every_solution(problem, labels)
+    found = covering(problem, labels, num)
+    keys = [tuple(one.labels[u] for u in sorted(labels)) for one in found]
+    assert len(keys) == len(set(keys)) <= num
+    costs = [one.objective for one in found]
+    assert costs == pytest.approx([every[key] for key in keys], rel=1e-9)
+    assert costs == sorted(costs)
+    if every:
+        assert costs[0] == pytest.approx(min(every.values()), rel=1e-9)
+    if num >= 30:  # enough for every label of at most 18, beside the cheapest third
+        shown = {(place, key[place]) for key in keys for place in range(len(key))}
+        assert shown == {(place, key[place]) for key in every for place in range(len(key))}
 
 
 def test_the_deadline_ends_the_search() -> None:

@@ -47,7 +47,14 @@ def test_each_kind(kind: str, attributes: str, sent_bytes: float) -> None:
         'metadata={op_name="jit(step)/Dense_0/dot_general" source_line=3}'
     )
     assert op == CollectiveOp(
-        kind, 256, 4, ((8, 8),), trips=1, op_name="jit(step)/Dense_0/dot_general"
+        kind,
+        256,
+        4,
+        ((8, 8),),
+        trips=1,
+        op_name="jit(step)/Dense_0/dot_general",
+        groups=((0, 1, 2, 3), (4, 5, 6, 7)),
+        dtype="f32",
     )
     assert op.sent_bytes == pytest.approx(sent_bytes)
     assert not op.is_scalar
@@ -115,6 +122,32 @@ def test_group_sizes(groups: str, size: int) -> None:
     op = only(f"%ag = f32[8]{{0}} all-gather(%p), channel_id=1, {groups}, dimensions={{0}}")
     assert op.group_size == size
     assert op.sent_bytes == pytest.approx((size - 1) / size * 32)
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"),
+    [
+        ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups={}", (tuple(range(8)),)),
+        (
+            "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", (tuple(range(8)),)),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ],
+)
+def test_groups(groups: str, wanted) -> None:
+    op = only(f"%ag = f32[8]{{0}} all-gather(%p), channel_id=1, {groups}, dimensions={{0}}")
+    assert op.groups == wanted and op.dtype == "f32"
+
+
+def test_pairs_of_a_permutation() -> None:
+    op = only("%cp = bf16[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}")
+    assert op.groups == ((0, 1), (1, 0)) and op.dtype == "bf16"
 
 
 def test_permutes_send_once_unless_to_themselves() -> None:
