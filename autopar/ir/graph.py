@@ -25,6 +25,9 @@ class NodeKind(Enum):
 OUTPUT = "output"  # the name of USE nodes that stand at outputs
 
 
+HEAVY = ("dot_general", "conv_general_dilated")
+
+
 @dataclass(frozen=True)
 class Halo:
     """A dimension of an operand that is read by windows: a part of it needs so many rows before
@@ -93,7 +96,7 @@ class Node:
     @property
     def is_heavy(self) -> bool:
         """Matrix products and convolutions: the work that must not be done twice."""
-        return self.name in ("dot_general", "conv_general_dilated")
+        return self.name in HEAVY
 
 
 @dataclass(frozen=True)

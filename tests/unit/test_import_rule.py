@@ -185,6 +185,18 @@ ALLOWED_IMPORTS = {
     },
     "proof": {"runtime", "ir", *EVERYONE},
     "measuring": {"runtime", "ir", *EVERYONE},
+    "candidates": {"intra", "origin", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "enumeration": {
+        "api",
+        "candidates",
+        "constraints",
+        "intra",
+        "measuring",
+        "origin",
+        "session",
+        *BELOW_API,
+        *EVERYONE,
+    },
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "__init__": {
         "views",
