@@ -24,6 +24,7 @@ from autopar.errors import (
     MemoryBudgetError,
     MeshError,
     PlanError,
+    ProfileError,
     SolverError,
     SpecError,
     TraceError,
@@ -33,6 +34,7 @@ from autopar.errors import (
 from autopar.inspect.diff import diff
 from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.profile import MachineProfile, load_profile
 from autopar.loading import DataLoader, data_loader
 from autopar.methods import (
     AutoLayers,
@@ -51,6 +53,7 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.profiling import profile_machine
 from autopar.proof.report import VerifyReport
 from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
@@ -80,6 +83,7 @@ __all__ = [
     "DistributedArray",
     "FollowParallel",
     "LogicalMesh",
+    "MachineProfile",
     "ManualLayers",
     "ManualParallel",
     "ManualStages",
@@ -89,6 +93,7 @@ __all__ = [
     "ParallelPlan",
     "PipeshardParallel",
     "PlanError",
+    "ProfileError",
     "ShardParallel",
     "ShardingOptions",
     "ShardingSolution",
@@ -110,9 +115,11 @@ __all__ = [
     "get_last_dp_result",
     "init",
     "latest_step",
+    "load_profile",
     "mark_layer_boundary",
     "parallelize",
     "plan",
+    "profile_machine",
     "read_trace",
     "register_rule",
     "restore_checkpoint",

@@ -244,6 +244,23 @@ def has_devices() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def installed_versions(platform: str) -> dict[str, str]:
+    """Of jax and jaxlib; of GPUs also CUDA, cuDNN and what the driver can do at most."""
+    from jax._src import lib
+
+    found = {"jax": jax.__version__, "jaxlib": lib.version_str}
+    own = lib.cuda_versions
+    if platform == "gpu" and own is not None:
+        for name, ask in (
+            ("cuda", "cuda_runtime_get_version"),
+            ("cudnn", "cudnn_get_version"),
+            ("driver", "cuda_driver_get_version"),
+        ):
+            with contextlib.suppress(AttributeError, RuntimeError):
+                found[name] = str(getattr(own, ask)())
+    return found
+
+
 def op_result_or_none(value: Any) -> Any | None:
     """The op that defines an SSA value, or None for a block argument."""
     return None if isinstance(value.owner, mlir_ir.Block) else value.owner

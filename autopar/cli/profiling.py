@@ -33,6 +33,18 @@ _TAKES = {
 def run_profile(arguments: Namespace) -> int:
     form = form_of(arguments)
     match form:
+        case "show":
+            from autopar.ir.profile import load_profile
+            from autopar.profiling import show_profile
+
+            print(show_profile(load_profile(arguments.show)))
+            return OK
+        case "machine":
+            from autopar.profiling.command import run_machine
+
+            if arguments.cluster == "local":
+                use_devices(arguments.platform)
+            return run_machine(arguments)
         case _:
             raise ArgumentError(f"autopar profile: {form} is not part of this version.")
 

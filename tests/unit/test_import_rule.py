@@ -197,9 +197,11 @@ ALLOWED_IMPORTS = {
         *BELOW_API,
         *EVERYONE,
     },
+    "profiling": {"session", "api", "measuring", "runtime", "ir", *EVERYONE},
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "__init__": {
         "views",
+        "profiling",
         "proof",
         "verifying",
         "api",
@@ -213,7 +215,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "demo": {"__init__", "errors"},  # a user's program
-    "cli": {"__init__", "api", "demo", "verifying", *PASSES, *BELOW_API, *EVERYONE},
+    "cli": {"__init__", "api", "demo", "profiling", "verifying", *PASSES, *BELOW_API, *EVERYONE},
     "__main__": {"cli"},
 }
 

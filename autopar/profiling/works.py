@@ -1,0 +1,269 @@
+"""What is timed on every device: from a sample of a profile to `Work`, which can be repeated.
+
+A step takes its *carry* to the next one's and reads *constants*. It is repeated by a loop inside of
+one program, so each must depend on the one before, or XLA would compute it once. Where a result
+does not have the shape of an operand, it is kept in the carry, and one number of it is written into
+the operand: a *tie*, one small kernel whose cost is known (`overheads`) and subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # comes with JAX
+import numpy as np
+from jax import lax
+
+from autopar.ir.profile import AttentionTime, ConvolutionTime, ProductTime, StreamTime
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array on every device. `limit` is of whole numbers below it, None of numbers in −½ … ½."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    limit: int | None = None
+    zeros: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * np_dtype(self.dtype).itemsize
+
+    def values(self) -> np.ndarray:
+        """Random numbers, since devices use less power, and clock higher, on zeros."""
+        if self.zeros:
+            return np.zeros(self.shape, np_dtype(self.dtype))
+        if self.limit is not None:
+            own = np.random.default_rng(1).integers(0, self.limit, self.shape)
+            return own.astype(np_dtype(self.dtype))
+        return np.resize(_random(self.dtype), self.shape)
+
+
+@dataclass(frozen=True)
+class Work:
+    """`flops` and `num_bytes` are of one step on one device. `is_tied`: there is a tie beside it.
+    `kind`: of works whose guessed times are wrong by about the same factor."""
+
+    kind: str
+    step: Callable[[Arrays, Arrays], Arrays]
+    carry: tuple[Operand, ...]
+    constants: tuple[Operand, ...] = ()
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    is_tied: bool = False
+
+
+def np_dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@cache
+def _random(dtype: str) -> np.ndarray:
+    numbers = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
+    return numbers.astype(np_dtype(dtype))
+
+
+def tie(operand: jax.Array, result: jax.Array) -> jax.Array:
+    """The operand with its first number changed by the result's, in place."""
+    value = 0.5 * _first(operand) + 0.01 * _first(result).astype(operand.dtype)
+    value = value.astype(operand.dtype).reshape((1,) * operand.ndim)
+    return lax.dynamic_update_slice(operand, value, (0,) * operand.ndim)
+
+
+def _first(array: jax.Array) -> jax.Array:
+    return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+
+
+def product(sample: ProductTime) -> Work:
+    """Results of fp8 products are bfloat16, as those of training are."""
+    batch = () if sample.batch == 1 else (sample.batch,)
+    out = "bfloat16" if sample.dtype.startswith("float8") else sample.dtype
+    left = Operand((*batch, sample.m, sample.k), sample.dtype)
+    right = Operand((*batch, sample.k, sample.n), sample.dtype)
+    result = Operand((*batch, sample.m, sample.n), out, zeros=True)
+    axes = tuple(range(len(batch)))
+    numbers = (((1 + len(batch),), (len(batch),)), (axes, axes))
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        x = tie(*carry)
+        return x, lax.dot_general(x, constants[0], numbers, preferred_element_type=np_dtype(out))
+
+    moved = left.num_bytes + right.num_bytes + result.num_bytes
+    kind = f"product {sample.dtype}"
+    return Work(kind, step, (left, result), (right,), sample.flops, moved, is_tied=True)
+
+
+def convolution(sample: ConvolutionTime) -> Work:
+    own = sample
+    out_size = -(-own.size // own.stride)
+    images = Operand((own.images, own.size, own.size, own.in_channels), own.dtype)
+    kernel = Operand((own.window, own.window, own.in_channels, own.out_channels), own.dtype)
+    result = Operand((own.images, out_size, out_size, own.out_channels), own.dtype)
+
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, w, (own.stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def of_images(carry: Arrays, constants: Arrays) -> Arrays:
+        x = tie(*carry)
+        return x, forward(x, constants[0])
+
+    def to_images(carry: Arrays, constants: Arrays) -> Arrays:
+        dy = tie(*carry)
+        like = jax.ShapeDtypeStruct(images.shape, np_dtype(own.dtype))
+        (dx,) = jax.linear_transpose(lambda x: forward(x, constants[0]), like)(dy)
+        return dy, dx
+
+    def to_kernel(carry: Arrays, constants: Arrays) -> Arrays:
+        dy = tie(*carry)
+        like = jax.ShapeDtypeStruct(kernel.shape, np_dtype(own.dtype))
+        (dw,) = jax.linear_transpose(lambda w: forward(constants[0], w), like)(dy)
+        return dy, dw
+
+    step, carry, constant = {
+        "forward": (of_images, (images, result), kernel),
+        "input-gradient": (to_images, (result, images), kernel),
+        "kernel-gradient": (to_kernel, (result, kernel), images),
+    }[own.kind]
+    moved = images.num_bytes + kernel.num_bytes + result.num_bytes
+    return Work(own.kind, step, carry, (constant,), own.flops, moved, is_tied=True)
+
+
+ROW = 1024  # numbers in a row of what is reduced, gathered and scattered
+
+
+def stream(sample: StreamTime) -> Work:
+    """`sample.num_bytes` is taken as what is wanted; that of the work is what it comes to."""
+    wanted, dtype = sample.num_bytes / np_dtype(sample.dtype).itemsize, sample.dtype
+    return _STREAMS[sample.kind](wanted, dtype)
+
+
+def _copy(wanted: float, dtype: str) -> Work:
+    x = Operand((_at_least_one(wanted / 2),), dtype)
+    return Work("copy", lambda carry, _: (-carry[0],), (x,), num_bytes=2 * x.num_bytes)
+
+
+def _elementwise(wanted: float, dtype: str) -> Work:
+    x = Operand((_at_least_one(wanted / 4),), dtype)
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        return (carry[0] * constants[0] + constants[1],)
+
+    return Work("elementwise", step, (x,), (x, x), num_bytes=4 * x.num_bytes)
+
+
+def _reduced(dimension: int) -> Callable[[float, str], Work]:
+    def work(wanted: float, dtype: str) -> Work:
+        rows = _at_least_one(wanted / ROW)
+        x = Operand((rows, ROW), dtype)
+        y = Operand((rows if dimension == 1 else ROW,), dtype, zeros=True)
+
+        def step(carry: Arrays, _: Arrays) -> Arrays:
+            own = tie(*carry)
+            return own, own.sum(dimension)
+
+        moved = x.num_bytes + y.num_bytes
+        return Work(f"reduce {dimension}", step, (x, y), num_bytes=moved, is_tied=True)
+
+    return work
+
+
+def _transpose(wanted: float, dtype: str) -> Work:
+    """A matrix and its transpose are added: XLA could choose a layout that makes a transposition
+    alone free. The number that ties is carried by itself, so that nothing is copied."""
+    side = max(8, int((wanted / 3) ** 0.5))
+    x = Operand((side, side), dtype)
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        (x,) = constants
+        y = x.T + x * (0.5 * carry[1]).astype(x.dtype)
+        return y, _first(y)
+
+    empty = Operand((side, side), dtype, zeros=True)
+    carry = (empty, Operand((), dtype))
+    return Work("transpose", step, carry, (x,), num_bytes=3 * x.num_bytes, is_tied=True)
+
+
+def _gather(wanted: float, dtype: str) -> Work:
+    rows = _at_least_one(wanted / 2 / ROW)
+    table = Operand((2 * rows, ROW), dtype)
+    numbers = Operand((rows,), "int32", limit=2 * rows)
+    result = Operand((rows, ROW), dtype, zeros=True)
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        chosen, last = carry
+        changed = lax.convert_element_type(_first(last) > 0, jnp.int32)[None]
+        chosen = lax.dynamic_update_slice(chosen, changed, (0,))
+        return chosen, constants[0][chosen]
+
+    moved = 2 * result.num_bytes + numbers.num_bytes
+    return Work("gather", step, (numbers, result), (table,), num_bytes=moved, is_tied=True)
+
+
+def _scatter(wanted: float, dtype: str) -> Work:
+    """Rows are added to those of a table, in place: read, and read and written."""
+    rows = _at_least_one(wanted / 3 / ROW)
+    table = Operand((2 * rows, ROW), dtype)
+    numbers = Operand((rows,), "int32", limit=2 * rows)
+    added = Operand((rows, ROW), dtype)
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        chosen, rows = constants
+        return (carry[0].at[chosen].add(rows),)
+
+    moved = 3 * added.num_bytes + numbers.num_bytes
+    return Work("scatter", step, (table,), (numbers, added), num_bytes=moved)
+
+
+_STREAMS: dict[str, Callable[[float, str], Work]] = {
+    "copy": _copy,
+    "elementwise": _elementwise,
+    "reduce-last": _reduced(1),
+    "reduce-first": _reduced(0),
+    "transpose": _transpose,
+    "gather": _gather,
+    "scatter": _scatter,
+}
+
+
+def attention(sample: AttentionTime, *, backward: bool) -> Work:
+    """With `backward`, the forward pass and the gradient by all three operands."""
+    own = sample
+    x = Operand((own.batch, own.length, own.heads, own.head_dim), own.dtype)
+    kind: Any = own.implementation
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=own.causal, implementation=kind)
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        q = tie(carry[0], carry[1])
+        if not backward:
+            return q, forward(q, *constants)
+        out, pull = jax.vjp(forward, q, *constants)
+        return q, *pull(out)
+
+    flops = 4.0 * prod(x.shape) * own.length * (0.5 if own.causal else 1.0)
+    results = (x, x, x) if backward else (x,)
+    return Work(
+        f"attention {own.implementation}",
+        step,
+        (x, *results),
+        (x, x),
+        flops * (3.5 if backward else 1.0),
+        (12 if backward else 4) * x.num_bytes,
+        is_tied=True,
+    )
+
+
+def _at_least_one(numbers: float) -> int:
+    return max(1, round(numbers))
