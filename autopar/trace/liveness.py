@@ -16,7 +16,7 @@ What a loop reads lives until its end, what it stacks lives from its start on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -263,7 +263,7 @@ class _Sweep:
 
     def reuse_buffers(self, ends: dict[int, int]) -> None:
         """An elementwise result takes over the buffer of an operand of its size that it is the
-        last to read."""
+        last to read, unless its kernel also sums that up (`is_summed_with`)."""
         for value, made_from in self.made_from.items():
             node = self.nodes[self.producer[value]]
             if node.kind is not NodeKind.OP or node.name in UNFUSED or node.name in _REDUCTIONS:
@@ -273,8 +273,48 @@ class _Sweep:
                 is_kept = self.nodes[self.producer[source]].kind is NodeKind.INPUT
                 same_size = self.values[source].num_bytes == self.values[value].num_bytes
                 if not is_kept and same_size and ends.get(source) == time:
-                    ends[source] = time - 1
+                    if not self.is_summed_with(value, source):
+                        ends[source] = time - 1
                     break
+
+    def is_summed_with(self, value: int, source: int) -> bool:
+        """Whether what an elementwise value is made from is also summed up in the same kernel: by a
+        reduction that neither waits for the other. Then threads read what others write, and each
+        needs a buffer of its own. (The logits, their gradient and the pick of the target's logit.)
+        A value that is itself summed up is in one kernel with that sum instead."""
+        if any(self.nodes[index].name in _REDUCTIONS for index in self.fused_readers(value)):
+            return False
+        made = self.producer[value]
+        return any(
+            self.nodes[index].name in _REDUCTIONS and not self.waits_for(made, index)
+            for index in self.fused_readers(source)
+        )
+
+    def fused_readers(self, value: int) -> Iterator[int]:
+        """Nodes that read a value, at once or through a few elementwise ones."""
+        frontier, seen = [value], {value}
+        while frontier and len(seen) < _FAR:
+            for reader in self.readers.get(frontier.pop(), ()):
+                node = self.nodes[reader.node]
+                if reader.unfused:
+                    continue
+                yield reader.node
+                if node.name not in _REDUCTIONS:
+                    frontier += [v for v in node.results if v not in seen]
+                    seen.update(node.results)
+
+    def waits_for(self, node: int, earlier: int) -> bool:
+        """Whether a node reads what another makes, through any others."""
+        frontier, seen = [earlier], {earlier}
+        while frontier:
+            for value in self.nodes[frontier.pop()].results:
+                for reader in self.readers.get(value, ()):
+                    if reader.node == node:
+                        return True
+                    if reader.node < node and reader.node not in seen:
+                        seen.add(reader.node)
+                        frontier.append(reader.node)
+        return False
 
     def extend(self, ends: dict[int, int], value: int, end: int) -> None:
         ends[value] = max(ends.get(value, -1), end)

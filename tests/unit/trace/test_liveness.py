@@ -88,6 +88,30 @@ def test_an_elementwise_result_takes_over_the_buffer_it_is_last_to_read() -> Non
     assert end < start
 
 
+def test_a_gradient_is_not_made_in_place_of_logits_that_its_kernel_also_sums() -> None:
+    """Picking the target's logit waits for nothing, so XLA puts it into the kernel that makes the
+    gradient. A bias's gradient, if there is one, is there instead, and the buffer is shared."""
+
+    def overlap(with_bias: bool) -> bool:
+        def loss_of(w, x):
+            logits = x @ w["w"] + (w["b"] if with_bias else 0.0)
+            is_target = jnp.arange(64) == 3
+            target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+            return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
+
+        weights = {"w": array(32, 64), "b": array(64)}
+        graph = graph_of(train(loss_of), weights, array(128, 32))
+        found = sorted(
+            (life.start, life.end)
+            for life in graph.liveness.lives
+            if graph.values[life.value].shape == (128, 64)
+        )
+        assert len(found) == 2
+        return found[0][1] >= found[1][0]
+
+    assert overlap(with_bias=False) and not overlap(with_bias=True)
+
+
 def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
     def loss_of(w, x):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"])
