@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.constraints import asked_by, options_of, solver_constraints
 from autopar.errors import SolverError
+from autopar.ir.blocks import Blocks
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
@@ -32,6 +33,7 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.sharding.blocks import find_blocks
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, problem_on_mesh
 from autopar.sharding.solve import (
     DoesNotFit,
@@ -124,6 +126,10 @@ class Origin:
                 problem, dict(self.choice), objective, objective, stats, refetch=self.refetch
             )
         return self._found_again(graph, allowed, keep)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return find_blocks(self.sharding.problem)
 
     def _found_again(
         self, graph: Graph, allowed: Allowed, keep: StrategyFilter | None

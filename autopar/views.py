@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from autopar.alternatives import why
+from autopar.block_views import blocks_of
+from autopar.inspect.blocks_text import blocks_text
 from autopar.inspect.explain import explain_plan
 from autopar.inspect.report import write_report
 from autopar.inspect.strategies import strategy_text
 from autopar.inspect.why import explain_why
+from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.ir.views import provide
+from autopar.origin import Origin
 from autopar.pinning import with_pins
 from autopar.prediction import predicted_timeline
 
@@ -21,7 +25,9 @@ class Views:
     def explain(self, plan: ParallelPlan, path: str | None, depth: int | None) -> str:
         if path is not None:
             return explain_why(why(plan, path))
-        return explain_plan(plan, depth)
+        origin = plan.origin
+        is_known = isinstance(origin, Origin) and origin.choice is not None
+        return explain_plan(plan, depth, origin.blocks if is_known else None)
 
     def report(self, plan: ParallelPlan, target: str | Path, measured: Timeline | None) -> None:
         write_report(plan, target, measured)
@@ -34,6 +40,12 @@ class Views:
 
     def strategies(self, plan: ParallelPlan) -> str:
         return strategy_text(plan)
+
+    def blocks(self, plan: ParallelPlan, stage: int) -> Blocks:
+        return blocks_of(plan, stage)
+
+    def blocks_text(self, blocks: Blocks) -> str:
+        return blocks_text(blocks)
 
 
 provide(Views())

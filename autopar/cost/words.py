@@ -80,20 +80,30 @@ class Words:
             if size > 1
         )
 
+    def of_strategy(self, index: int, factors: Factors) -> str:
+        """The words that a node would have with other factors, by what it does alone."""
+        return ", ".join(
+            f"{name}: {self._word_of_op(index, axis, factors[axis])}"
+            for axis, (name, size) in enumerate(
+                zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+            )
+            if size > 1
+        )
+
     def word(self, index: int, axis: int) -> str:
         roles, node = self.roles, self.graph.nodes[index]
         owner = roles.update_of.get(index)
         if owner is None and not node.is_heavy:
             own = roles.made_of.get(node.results[0]) or roles.gradient_of.get(node.results[0])
             owner = own[0] if own else None
-        word = self._word_of_op(index, axis)
+        word = self._word_of_op(index, axis, self.factors[index][axis])
         if owner is None or word in (DATA, REPLICATED, ADDENDS):
             return word
         return self._kept_word(owner, axis)
 
-    def _word_of_op(self, index: int, axis: int) -> str:
-        """By what the op does alone, whatever it is done to."""
-        node, factor = self.graph.nodes[index], self.factors[index][axis]
+    def _word_of_op(self, index: int, axis: int, factor: int) -> str:
+        """By what the op does alone with a factor on an axis, whatever it is done to."""
+        node = self.graph.nodes[index]
         if factor == -1 or self.mesh.shape[axis] == 1:
             return REPLICATED
         if factor < 0:
@@ -148,7 +158,7 @@ class Words:
 
     def _used(self, reader: Reader, axis: int) -> str:
         """How its reader uses an axis; a bias or scale is split as the features it belongs to."""
-        word = self._word_of_op(reader.node, axis)
+        word = self._word_of_op(reader.node, axis, self.factors[reader.node][axis])
         whole = self.layouts[reader.node][0][reader.operand][axis] < 0
         return word if whole or word != TENSOR else COLUMN
 

@@ -9,6 +9,7 @@ from math import inf
 
 from autopar.errors import ArgumentError
 from autopar.inspect.arrays import array_table
+from autopar.inspect.blocks_text import blocks_line
 from autopar.inspect.costs_text import collective_lines, memory_lines
 from autopar.inspect.figures import (
     is_timed,
@@ -29,12 +30,14 @@ from autopar.inspect.lines import (
 from autopar.inspect.search_text import search_lines, solver_lines
 from autopar.inspect.tree import tree_lines
 from autopar.inspect.why import pin_lines
+from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan, StagePlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names
 
 
-def explain_plan(plan: ParallelPlan, depth: int | None = None) -> str:
-    """`depth`: how many levels of modules are shown; as many as fit on a screen, if None."""
+def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | None = None) -> str:
+    """`depth`: how many levels of modules are shown; as many as fit on a screen, if None.
+    `blocks`: those of the step, where they are known."""
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
         raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
     cost = _time if is_timed(plan) else _plain
@@ -48,6 +51,7 @@ def explain_plan(plan: ParallelPlan, depth: int | None = None) -> str:
         memory_lines(plan),
         *_arrays(plan),
         solver_lines(plan),
+        _blocks(blocks),
         search_lines(plan.search) if plan.search is not None else [],
         [line for text in plan.warnings for line in paragraph(f"warning: {text}", "")],
     ]
@@ -163,6 +167,12 @@ def _step(plan: ParallelPlan) -> list[str]:
 def _limits(plan: ParallelPlan) -> list[str]:
     found = [line for sentence in limits_of(plan) for line in paragraph(sentence)]
     return ["what limits the step:", *found] if found else []
+
+
+def _blocks(blocks: Blocks | None) -> list[str]:
+    if blocks is None:
+        return []
+    return ["parallel blocks (plan.blocks() shows them):", *paragraph(blocks_line(blocks))]
 
 
 # -- stages

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.ir.views import views
+
 
 @dataclass(frozen=True)
 class BlockStrategy:
@@ -48,6 +50,10 @@ class Block:
     strategies:    those of the entry that all its nodes can follow.
     chosen:        the entry's strategy in the plan, as an index among those of its class; None
                    before there is a plan.
+    words, spec:   of what was chosen: `x: data, y: tensor, column`, and how the entry's result
+                   lies.
+    num_astray:    nodes of the first occurrence that do not follow in the plan: there it pays to
+                   reshard inside the block, or to sum up into parts.
     compute_s, communication_s, communication_bytes: of all occurrences in one step, on each
                    device, as the plan has it.
     """
@@ -64,7 +70,9 @@ class Block:
     strategies: tuple[BlockStrategy, ...]
     source: str = ""
     chosen: int | None = None
-    words: str = ""  # of what was chosen
+    words: str = ""
+    spec: str = ""
+    num_astray: int = 0
     compute_s: float = 0.0
     communication_s: float = 0.0
     communication_bytes: float = 0.0
@@ -116,6 +124,13 @@ class Blocks:
     sequence: tuple[Occurrence, ...]
     segments: tuple[Segment, ...]
     num_nodes: int
+
+    def text(self) -> str:
+        """Segments, their blocks, what was chosen and what it costs, as tables."""
+        return views().blocks_text(self)
+
+    def __str__(self) -> str:
+        return self.text()
 
     @cached_property
     def block_of_node(self) -> dict[int, int]:

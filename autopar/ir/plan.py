@@ -18,6 +18,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+from autopar.ir.blocks import Blocks
 from autopar.ir.decode import decode
 from autopar.ir.details import PlanDetails
 from autopar.ir.mesh import ClusterSpec, decode_cluster
@@ -257,6 +258,11 @@ class ParallelPlan:
     def timeline(self) -> Timeline:
         """When what is predicted to run in a step, on each mesh."""
         return views().timeline(self)
+
+    def blocks(self, stage: int = 0) -> Blocks:
+        """The step as parallel blocks, with the strategies of their entry operators, what was
+        chosen and what it costs: `print(plan.blocks())`. Of a pipeline, one stage's."""
+        return views().blocks(self, stage)
 
     def with_pins(self, pins: Mapping[str, Any]) -> ParallelPlan:
         """The best plan with these arrays pinned to specs, on the same meshes and stages."""

@@ -1,8 +1,8 @@
 """Ways to look at a plan that need more than the plan: layers above provide them.
 
-`ParallelPlan.explain`, `report`, `timeline` and `with_pins` are methods of data that knows nothing
-of text, pages, schedules or solvers. Whoever can do these things says so here when autopar is
-imported.
+`ParallelPlan.explain`, `report`, `timeline`, `blocks` and `with_pins` are methods of data that
+knows nothing of text, pages, schedules or solvers. Whoever can do these things says so here when
+autopar is imported.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class PlanViews(Protocol):
     def with_pins(self, plan: Any, pins: Any) -> Any: ...
 
     def strategies(self, plan: Any) -> str: ...
+
+    def blocks(self, plan: Any, stage: int) -> Any: ...
+
+    def blocks_text(self, blocks: Any) -> str: ...
 
 
 _known: list[PlanViews] = []

@@ -34,6 +34,7 @@ BESIDE_COMPILER = {
     "pipeline_following",
     "origin",
     "alternatives",
+    "block_views",
     "pinning",
 }
 BELOW_API = {"compiler", "runtime", "inspect", "methods", *BELOW_PASSES}
@@ -66,6 +67,7 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "alternatives": {"origin", "steering", *PASSES, *BELOW_PASSES, *EVERYONE},
+    "block_views": {"alternatives", "origin", *PASSES, *BELOW_PASSES, *EVERYONE},
     "pinning": {
         "alternatives",
         "origin",
