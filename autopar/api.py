@@ -37,6 +37,7 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
+from autopar.reranking import plan_fastest
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
@@ -66,6 +67,7 @@ class ParallelFunction:
         self._options = options
         self._plans: dict[Any, list[PlannedStep]] = {}
         self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
+        self._compiled: list[tuple[PlannedStep, Any]] = []  # to be timed, and not called yet
         self.last_planned: PlannedStep | None = None
         self.last_executable: Executable | None = None
         functools.update_wrapper(self, fn, updated=())
@@ -113,6 +115,10 @@ class ParallelFunction:
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         now, method, options = session.current(), self._method, self._options
+        num = getattr(getattr(method, "options", None), "rerank", 0)
+        if num:
+            _check_rerank(num, now.remote is not None)
+            return self._make_fastest(args, kwargs, num)
         if now.remote is None and is_multi_controller():
             return plan_together(
                 self._fn,
@@ -126,6 +132,26 @@ class ParallelFunction:
         return plan_step(
             self._fn, args, kwargs, cluster=now.cluster(), method=method, options=options
         )
+
+    def _make_fastest(self, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> PlannedStep:
+        """The plan that ran fastest; what was compiled for it is kept for its first call."""
+        now = session.current()
+        assert self._method is not None and not isinstance(self._method, ParallelPlan)
+        found = plan_fastest(
+            self._fn,
+            args,
+            kwargs,
+            devices=now.all_devices(),
+            cluster=now.cluster(),
+            method=self._method,
+            options=self._options,
+            num=num,
+            make_executable=make_executable,
+        )
+        if found.executable is not None:
+            found.executable.plan = found.planned.plan
+            self._compiled.append((found.planned, found.executable))
+        return found.planned
 
     def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
         """What was planned and compiled for the session's devices, the latest first."""
@@ -172,7 +198,9 @@ class ParallelFunction:
         planned = self.planned(args, kwargs)
         remote = session.current().remote
         if remote is None:
-            executable = make_executable(planned, local_devices())
+            executable = next((e for own, e in self._compiled if own is planned), None)
+            self._compiled = [entry for entry in self._compiled if entry[0] is not planned]
+            executable = executable or make_executable(planned, local_devices())
             if is_multi_controller():
                 assert isinstance(executable, LocalExecutable)  # as plan_together sees to
                 compile_together(planned.plan.name, lambda: executable.compiled)
@@ -190,6 +218,18 @@ class ParallelFunction:
         )
         executable.describe = describing(planned)
         return planned, executable
+
+
+def _check_rerank(num: int, is_remote: bool) -> None:
+    """Plans are timed on devices of this process alone."""
+    if not is_remote and not is_multi_controller():
+        return
+    where = "the devices of workers" if is_remote else "devices of several processes"
+    raise ArgumentError(
+        f"ShardingOptions(rerank={num}): plans are timed on the devices of one process, and this "
+        f"step runs on {where}. Leave rerank at 0; or find the plan in one process that has "
+        "devices of that kind, save it with plan.save(…), and use it as method=."
+    )
 
 
 def _without_values(tree: Any) -> Any:

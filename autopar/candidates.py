@@ -1,25 +1,33 @@
 """Plans that a search could have chosen: from a planned step to others of the same step.
 
+    function, arguments, method → the best few plans of the search         (`plan_candidates`)
     Origin, meshes → the best few shardings over all of them, as plans     (`best_on_meshes`)
     Origin         → shardings that show what there is on one mesh         (`covering_on_mesh`)
 
-Plans differ in how heavy operators of the forward pass are split, the *decisions*; everything else
-is the best there is with that. The whole batch or micro-batches, and recomputed layers, are those
-of the step the origin holds.
+On one mesh, plans differ in how heavy operators of the forward pass are split, the *decisions*;
+everything else is the best there is with that. Micro-batches, recomputed layers and stages differ
+as far as the search has looked at them.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
+from autopar.compiler import StepOptions, plan_step
+from autopar.constraints import candidate_meshes
 from autopar.errors import MeshError, SolverError, SpecError
-from autopar.intra import PlannedStep, planned_as
+from autopar.intra import Considered, PlannedStep, planned_as
+from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.spec import Layout
+from autopar.methods import ParallelMethod, ShardParallel
 from autopar.origin import Origin
+from autopar.sharding.blocks import is_entry
 from autopar.sharding.kbest import (
     Labels,
     Solution,
@@ -32,7 +40,59 @@ from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.solve import GraphSharding, SolveStats
 
 _SMALLEST_SHARE = 1e-3  # of the flops, from which an operator is a decision
+_MOST_PROGRAMS = 2  # of which others on one mesh are looked for
 _MOST_MISFITS = 50  # solutions in a row that do not fit, before a mesh is given up
+
+
+def plan_candidates(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cluster: ClusterSpec,
+    method: ParallelMethod | None,
+    options: StepOptions | None,
+    num: int,
+) -> list[PlannedStep]:
+    """The search's own choice and others, `num` at most, the best predicted first."""
+    considered = Considered(num)
+    chosen = plan_step(
+        fn,
+        args,
+        kwargs,
+        cluster=cluster,
+        method=method,
+        options=options,
+        considered=considered,
+    )
+    plans = [chosen, *considered.plans]
+    # Of each program (micro-batches, recomputed layers) one plan, the best, tells the others.
+    programs: dict[str, PlannedStep] = {}
+    for planned in sorted(plans, key=_predicted_s):
+        if isinstance(planned.plan.origin, Origin):
+            programs.setdefault(planned.plan.fingerprint.program, planned)
+    for planned in list(programs.values())[:_MOST_PROGRAMS]:
+        plans += best_on_meshes(planned.plan.origin, _meshes(planned, cluster, method), num)
+    different = {plan_digest(planned.plan): planned for planned in reversed(plans)}
+    found = sorted(different.values(), key=_predicted_s)
+    others = [p for p in found if p is not different[plan_digest(chosen.plan)]]
+    return sorted([chosen, *others[: num - 1]], key=_predicted_s)
+
+
+def _predicted_s(planned: PlannedStep) -> float:
+    return planned.plan.estimated_step_s
+
+
+def _meshes(
+    planned: PlannedStep, cluster: ClusterSpec, method: ParallelMethod | None
+) -> list[LogicalMesh]:
+    """Those that the method leaves open, as many devices as the plan has."""
+    origin = planned.plan.origin
+    if method is not None and getattr(method, "mesh_shape", "auto") != "auto":
+        return [origin.mesh]
+    meshes = candidate_meshes(cluster, ShardParallel(options=origin.options))
+    same = [mesh for mesh in meshes if mesh.num_devices == origin.mesh.num_devices]
+    return same or [origin.mesh]
 
 
 def best_on_meshes(
@@ -40,13 +100,29 @@ def best_on_meshes(
 ) -> list[PlannedStep]:
     """The `num` best that fit, over all these meshes, the best first."""
     deadline = time.monotonic() + time_limit_s
-    ways = [_fitting(own) for own in map(lambda mesh: on_mesh(origin, mesh), meshes)]
-    found = []
+    ways = [_fitting(on_mesh(origin, mesh)) for mesh in meshes]
+    found: dict[tuple, PlannedStep] = {}
     for _, _, own, sharding in heapq.merge(*map(_ordered, ways, range(len(ways)))):
-        found.append(planned_as(own, sharding))
+        key = _places(sharding)
+        if key not in found:
+            found[key] = planned_as(own, sharding)
         if len(found) >= num or time.monotonic() > deadline:
             break
-    return found
+    return list(found.values())
+
+
+def _places(sharding: GraphSharding) -> tuple:
+    """Which part of every operand and result is where: the same on meshes of other shapes, if their
+    axes are not used apart."""
+    shape = sharding.mesh.shape
+    known: dict[Layout, tuple] = {}
+    places = []
+    for operands, results in sharding.layouts:
+        for layout in (*operands, *results):
+            if layout not in known:
+                known[layout] = placement(layout, shape)
+            places.append(known[layout])
+    return tuple(places)
 
 
 def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> list[PlannedStep]:
@@ -85,15 +161,16 @@ def on_mesh(origin: Origin, mesh: LogicalMesh) -> Origin:
 
 
 def decisions(problem: ShardingProblem) -> Labels:
-    """The classes whose strategies tell plans apart: products and convolutions of the forward pass,
-    or all of them in a step without one."""
+    """The classes whose strategies tell plans apart: entries of blocks in the forward pass that are
+    products, convolutions or kernels; in a step without a forward pass, all such."""
     graph = problem.graph
     nodes = {owner: graph.nodes[node] for owner, node in problem.representative.items()}
-    heavy = {owner: node for owner, node in nodes.items() if node.is_heavy}
-    forward = {owner: node for owner, node in heavy.items() if node.region == "forward"} or heavy
-    flops = {owner: node.flops * node.weight for owner, node in forward.items()}
+    heavy = {u: node for u, node in nodes.items() if node.is_heavy or node.rule.local}
+    heavy = {u: node for u, node in heavy.items() if is_entry(node)}
+    forward = {u: node for u, node in heavy.items() if node.region == "forward"} or heavy
+    flops = {u: node.flops * node.weight for u, node in forward.items()}
     least = _SMALLEST_SHARE * max(flops.values(), default=0.0)
-    return strategy_labels(problem, [owner for owner in flops if flops[owner] >= least])
+    return strategy_labels(problem, [u for u in flops if flops[u] >= least])
 
 
 def _problem(origin: Origin) -> ShardingProblem:

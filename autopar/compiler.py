@@ -29,14 +29,14 @@ from autopar import _jax
 from autopar.assemble import bind_plan, check_same_inputs
 from autopar.auto import plan_automatically
 from autopar.constraints import candidate_meshes, options_of
-from autopar.errors import MeshError, TraceError, shortened
+from autopar.errors import ArgumentError, MeshError, TraceError, shortened
 from autopar.following import (
     arguments_of_training,
     placed_like_training,
     state_of_training,
 )
 from autopar.inter import bind_pipeline, plan_pipeline
-from autopar.intra import PassTimer, PlannedStep, plan_traced
+from autopar.intra import Considered, PassTimer, PlannedStep, plan_traced
 from autopar.ir.checks import check_programs
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import MADE, ParallelPlan
@@ -98,12 +98,20 @@ def plan_step(
     options: StepOptions | None = None,
     mesh: LogicalMesh | None = None,
     one_mesh: bool = False,
+    considered: Considered | None = None,
 ) -> PlannedStep:
     """Run every pass up to the plan. `mesh` replaces the meshes the cluster would give; `one_mesh`
-    keeps the default from searching pipelines."""
+    keeps the default from searching pipelines; `considered` takes other plans that were made."""
+    if considered is None and options_of(method).rerank:
+        raise ArgumentError(
+            f"ShardingOptions(rerank={options_of(method).rerank}): plans are run on devices to be "
+            "ranked, and here a plan is made without any. Use parallelize(fn, method=…) and its "
+            ".plan(…) where the devices are, or leave rerank at 0."
+        )
     name = getattr(fn, "__name__", type(fn).__name__)
     with Progress(f"planning {name}"), logged(f"planning {name}"):
-        planned = _planned_step(fn, args, kwargs, cluster, method, options, mesh, one_mesh)
+        timer = PassTimer(considered=considered)
+        planned = _planned_step(fn, args, kwargs, cluster, method, options, mesh, one_mesh, timer)
     if debugs("plan"):
         tell("plan", planned.plan.explain())
     if debugs("strategies"):
@@ -120,9 +128,9 @@ def _planned_step(
     options: StepOptions | None,
     mesh: LogicalMesh | None,
     one_mesh: bool,
+    timer: PassTimer,
 ) -> PlannedStep:
     options = options or StepOptions()
-    timer = PassTimer()
     with timer("trace"):
         traced = trace(fn, args, kwargs, options)
     loop = _looper(traced, fn, options)
@@ -192,8 +200,10 @@ def plan_on_one_mesh(
             if mesh is None and shape is not None:  # the candidate, with what its method forbids
                 known = candidate_meshes(cluster, method or ShardParallel())
                 only = next((m for m in known if m.shape == shape), None)
-            return plan_traced(
-                step, cluster=cluster, method=method, mesh=only, timer=timer, in_full=in_full
+            return timer.consider(
+                plan_traced(
+                    step, cluster=cluster, method=method, mesh=only, timer=timer, in_full=in_full
+                )
             )
 
         def candidates() -> tuple[Layer, ...]:
@@ -205,7 +215,9 @@ def plan_on_one_mesh(
         layers = layers_to_recompute(traced, method)
     with timer("trace"):
         traced = rewritten(traced, micro, num_micro_batches, layers)
-    return plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+    return timer.consider(
+        plan_traced(traced, cluster=cluster, method=method, mesh=mesh, timer=timer)
+    )
 
 
 def plan_beside_training(

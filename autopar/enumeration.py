@@ -166,7 +166,8 @@ def covering_plans(
     meshes = [mesh_of_cluster(cluster, shape) for shape in shapes]
     meshes = meshes or candidate_meshes(cluster, method)
     found: list[PlannedStep] = []
-    share = -(-limit // len(meshes))
+    # Meshes share some plans: more are asked of each.
+    share = limit if len(meshes) == 1 else -(-3 * limit // (2 * len(meshes)))
     with Progress("solving meshes", len(meshes)) as progress:
         for mesh in meshes:
             try:
@@ -177,7 +178,9 @@ def covering_plans(
             progress.step()
     different = {plan_digest(planned.plan): planned for planned in reversed(found)}
     plans = sorted(different.values(), key=lambda planned: planned.plan.estimated_step_s)
-    return plans[:limit]
+    step = max(1.0, (len(plans) - 1) / max(1, limit - 1))  # of too many, some of all costs
+    places = dict.fromkeys(round(k * step) for k in range(min(limit, len(plans))))
+    return [plans[k] for k in places]
 
 
 def timed_plans(

@@ -308,18 +308,21 @@ class _Planner:
 
     def best_solved(self, looped: Looped, report: SearchReport) -> PlannedStep:
         """The best of the plans that the tables give, as solved exactly: the first, and others as
-        long as the tables promise more than has been found."""
+        long as the tables promise more than has been found, or others are wanted too."""
+        considered = self.timer.considered
+        least = 1 if considered is None else considered.num
         best: PlannedStep | None = None
         misfit: MemoryBudgetError | None = None
         checked: list[tuple[float, float]] = []
         for choice in report.best:
-            if best is not None and choice.step_s >= best.plan.estimated_step_s:
+            enough = len(checked) >= least
+            if best is not None and enough and choice.step_s >= best.plan.estimated_step_s:
                 break
             specs = [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages]
             if self.method.schedule == "interleaved_1f1b":
                 specs = halved(specs, looped)
             try:
-                found = self.finish(looped, specs, report)
+                found = self.timer.consider(self.finish(looped, specs, report))
             except MemoryBudgetError as error:
                 misfit = misfit or error
                 continue

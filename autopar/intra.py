@@ -57,10 +57,25 @@ _DOING = {
 
 
 @dataclass
+class Considered:
+    """Plans of the whole step that a search makes on its way, chosen or not; `num` are wanted."""
+
+    num: int
+    plans: list[PlannedStep] = field(default_factory=list)
+
+
+@dataclass
 class PassTimer:
-    """Seconds per pass, in order. Passes are logged, and shown on a terminal."""
+    """Seconds per pass, in order. Passes are logged, and shown on a terminal. `considered` is
+    there where plans that are not chosen are wanted too."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    considered: Considered | None = None
+
+    def consider(self, planned: PlannedStep) -> PlannedStep:
+        if self.considered is not None:
+            self.considered.plans.append(planned)
+        return planned
 
     @contextmanager
     def __call__(self, name: str):

@@ -37,6 +37,8 @@ class ShardingOptions:
                             device has.
     remat:                  layers that are computed again in the backward pass instead of being
                             kept: "auto" as many as pay where memory is short, "none", or "all".
+    rerank:                 so many of the best plans found are compiled, run on the devices with
+                            made-up inputs, and the fastest is taken; 0 takes the best predicted.
 
     With `mesh_shape="auto"`, meshes on which the options cannot be kept are left out.
     """
@@ -52,6 +54,7 @@ class ShardingOptions:
     allow_replicated_parameters: bool = True
     memory_budget_bytes: float | None = None
     remat: str = "auto"
+    rerank: int = 0
 
     def __post_init__(self) -> None:
         if not _is_number(self.solver_time_limit_s) or not self.solver_time_limit_s > 0:
@@ -66,6 +69,8 @@ class ShardingOptions:
             _refuse(self, "memory_budget_bytes", "a number of bytes > 0, or None")
         if self.remat not in ("none", "auto", "all"):
             _refuse(self, "remat", "'none', 'auto' or 'all'")
+        if self.rerank != 0 and not _is_count(self.rerank):
+            _refuse(self, "rerank", "a number of plans ≥ 0")
         self._check_patterns()
 
     def _check_patterns(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 
 from autopar.inspect.figures import is_timed
 from autopar.inspect.lines import counted, paragraph
 from autopar.ir.plan import ParallelPlan, SolverReport
-from autopar.ir.stages import PipelineChoice, SearchReport
-from autopar.ir.text import format_seconds
+from autopar.ir.stages import PipelineChoice, SearchReport, TriedPlan
+from autopar.ir.text import format_bytes, format_seconds
 
 
 def solver_lines(plan: ParallelPlan) -> list[str]:
@@ -66,6 +67,24 @@ def search_lines(search: SearchReport) -> list[str]:
         lines += paragraph(f"as solved exactly: {', '.join(solved)}")
     for note in search.notes:
         lines += paragraph(note)
+    if search.tried:
+        lines += _tried_lines(search.tried)
+    return lines
+
+
+def _tried_lines(tried: Sequence[TriedPlan]) -> list[str]:
+    """Plans that were run, with what was predicted of them; the one that was taken is marked."""
+    lines = [f"  run with made-up inputs, the fastest taken ({counted(len(tried), 'plan')}):"]
+    for one in tried:
+        predicted = f"predicted {format_seconds(one.predicted_s)}"
+        if one.measured_s is None:
+            measured = f"did not run: {one.failure}"
+        else:
+            measured = f"measured {format_seconds(one.measured_s)} ± {one.spread:.0%}"
+            measured += f", {format_bytes(one.memory_bytes)}" if one.memory_bytes else ""
+        known = ", timed earlier" if one.is_known else ""
+        mark = "→ " if one.is_chosen else "  "
+        lines += paragraph(f"{mark}{predicted}, {measured}{known}: {one.what}", "    ")
     return lines
 
 

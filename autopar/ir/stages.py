@@ -64,6 +64,28 @@ class PipelineChoice:
 
 
 @dataclass(frozen=True)
+class TriedPlan:
+    """A plan that was compiled and run to find out how fast it is (`ShardingOptions(rerank=…)`).
+
+    what:         the plan in a few words.
+    measured_s:   of a step with made-up inputs; None if it did not run.
+    memory_bytes: XLA's figure of the peak on one device; 0 if not known.
+    failure:      why it did not run.
+    is_known:     it was timed earlier, and not again.
+    """
+
+    what: str
+    predicted_s: float
+    measured_s: float | None
+    spread: float
+    predicted_bytes: float
+    memory_bytes: float
+    failure: str = ""
+    is_known: bool = False
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True)
 class SearchReport:
     """What a stage search considered: `plan.search`."""
 
@@ -76,6 +98,7 @@ class SearchReport:
     checked: tuple[tuple[float, float], ...] = ()  # step by tables and as solved, of those solved
     intra_only_s: float | None = None  # predicted step time without a pipeline; None if none fits
     notes: tuple[str, ...] = ()
+    tried: tuple[TriedPlan, ...] = ()  # those that were run, the best predicted first
 
 
 def decode_search(body: dict[str, Any]) -> SearchReport:
@@ -112,4 +135,20 @@ def decode_search(body: dict[str, Any]) -> SearchReport:
         tuple((float(a), float(b)) for a, b in body["checked"]),
         None if intra is None else float(intra),
         tuple(str(note) for note in body["notes"]),
+        tuple(_decode_tried(one) for one in body.get("tried", ())),
+    )
+
+
+def _decode_tried(body: dict[str, Any]) -> TriedPlan:
+    measured = body["measured_s"]
+    return TriedPlan(
+        what=str(body["what"]),
+        predicted_s=float(body["predicted_s"]),
+        measured_s=None if measured is None else float(measured),
+        spread=float(body["spread"]),
+        predicted_bytes=float(body["predicted_bytes"]),
+        memory_bytes=float(body["memory_bytes"]),
+        failure=str(body["failure"]),
+        is_known=bool(body["is_known"]),
+        is_chosen=bool(body["is_chosen"]),
     )

@@ -1,0 +1,181 @@
+"""The fastest of the best few plans, by running them: `ShardingOptions(rerank=k)`.
+
+    function, arguments, devices → the k best plans → their times → PlannedStep   (`plan_fastest`)
+
+Each plan is compiled and run with made-up inputs on the devices at hand, unless the database knows
+it. One that does not fit into memory is out, whatever was predicted. What was tried is part of the
+plan: `plan.search.tried`, and `plan.explain()` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from autopar.candidates import plan_candidates
+from autopar.compiler import StepOptions
+from autopar.database import Database, default_database, key_of
+from autopar.errors import MemoryBudgetError
+from autopar.intra import PlannedStep
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.progress import Progress, debugs, tell
+from autopar.ir.stages import SearchReport, TriedPlan
+from autopar.ir.text import format_bytes, format_seconds
+from autopar.measuring import StepTiming, time_executable
+from autopar.methods import ParallelMethod
+
+MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Fastest:
+    """`executable`: what was compiled to time the plan; None if the database knew it."""
+
+    planned: PlannedStep
+    executable: Any
+
+
+def plan_fastest(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    devices: Sequence[Any],
+    cluster: ClusterSpec,
+    method: ParallelMethod,
+    options: StepOptions,
+    num: int,
+    make_executable: MakeExecutable,
+    database: Database | None = None,
+) -> Fastest:
+    """The fastest of the `num` best plans that the method's search finds."""
+    candidates = plan_candidates(
+        fn, args, kwargs, cluster=cluster, method=method, options=options, num=num
+    )
+    return fastest(candidates, devices, make_executable, database)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    planned: PlannedStep
+    timing: StepTiming
+    is_known: bool
+
+    @property
+    def step_s(self) -> float:
+        return inf if self.timing.step is None else self.timing.step.seconds
+
+
+def fastest(
+    candidates: Sequence[PlannedStep],
+    devices: Sequence[Any],
+    make_executable: MakeExecutable,
+    database: Database | None = None,
+) -> Fastest:
+    """The plan whose step took least time, of those that fit; it says what was tried."""
+    database = database or default_database()
+    tried: list[_Tried] = []
+    best: tuple[_Tried, Any] | None = None
+    with Progress("timing plans", len(candidates)) as progress:
+        for planned in candidates:
+            one, executable = _timed(planned, devices, make_executable, database)
+            tried.append(one)
+            if one.timing.step is not None and (best is None or one.step_s < best[0].step_s):
+                best = one, executable
+            if debugs("solver"):
+                tell("solver", f"autopar rerank: {_text(one)}")
+            progress.step()
+    if best is None:
+        raise _none_fits(tried)
+    winner, executable = best
+    report = winner.planned.plan.search or SearchReport(0, 0, 0, 0)
+    report = replace(report, tried=tuple(_record(one, one is winner) for one in tried))
+    plan = replace(winner.planned.plan, search=report)
+    return Fastest(replace(winner.planned, plan=plan), executable)
+
+
+def _timed(
+    planned: PlannedStep, devices: Sequence[Any], make: MakeExecutable, database: Database
+) -> tuple[_Tried, Any]:
+    key = key_of(planned.plan, planned.traced.donated, devices)
+    known = database.find(key)
+    if known is not None:
+        return _Tried(planned, known, True), None
+    executable = make(planned, devices)
+    timing = time_executable(executable, state=planned.traced.state)
+    database.keep(key, timing, f"{planned.plan.name}: {in_few_words(planned.plan)}")
+    return _Tried(planned, timing, False), executable
+
+
+def _record(one: _Tried, is_chosen: bool) -> TriedPlan:
+    plan, step = one.planned.plan, one.timing.step
+    return TriedPlan(
+        what=in_few_words(plan),
+        predicted_s=plan.estimated_step_s,
+        measured_s=None if step is None else step.seconds,
+        spread=0.0 if step is None else step.spread,
+        predicted_bytes=plan.estimated_peak_bytes,
+        memory_bytes=one.timing.memory_bytes,
+        failure=one.timing.failure,
+        is_known=one.is_known,
+        is_chosen=is_chosen,
+    )
+
+
+def in_few_words(plan: ParallelPlan) -> str:
+    """`mesh 2×4, 12 × (x data y column), 3 × (x ZeRO y row)` by how parameters are used, or the
+    stages of a pipeline."""
+    parts = []
+    if plan.is_pipeline:
+        for stage in plan.stages:
+            layers = stage.layers[1] - stage.layers[0]
+            parts.append(f"{layers} layers on {_shape(stage.mesh_shape)}")
+        parts = [f"{len(plan.stages)} stages: {'; '.join(parts)}", plan.schedule]
+    else:
+        parts.append(f"mesh {_shape(plan.mesh_shape)}")
+        if plan.details is not None:
+            parts += _kinds(plan)
+    if plan.num_micro_batches > 1:
+        parts.append(f"{plan.num_micro_batches} micro-batches")
+    if plan.remat:
+        parts.append(f"{len(plan.remat)} layers recomputed")
+    return ", ".join(parts)
+
+
+def _kinds(plan: ParallelPlan) -> list[str]:
+    """How parameters are used, and how many of each."""
+    assert plan.details is not None
+    counts: dict[str, int] = {}
+    for own in plan.details.parallelism:
+        words = " ".join(f"{axis} {word.replace('tensor, ', '')}" for axis, word in own.words)
+        counts[words] = counts.get(words, 0) + 1
+    return [f"{count} × ({words})" for words, count in counts.items()]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _text(one: _Tried) -> str:
+    plan = one.planned.plan
+    took = one.timing.failure if one.timing.step is None else format_seconds(one.step_s)
+    known = ", known" if one.is_known else ""
+    return f"{in_few_words(plan)}: predicted {format_seconds(plan.estimated_step_s)}, {took}{known}"
+
+
+def _none_fits(tried: Sequence[_Tried]) -> MemoryBudgetError:
+    first = tried[0]
+    needed = min(one.timing.memory_bytes for one in tried)
+    budget = first.planned.plan.memory_budget_bytes
+    lines = "\n".join(f"  - {_text(one)}" for one in tried)
+    return MemoryBudgetError(
+        f"{first.planned.plan.name}: ShardingOptions(rerank={len(tried)}) ran {len(tried)} plans, "
+        f"and all of them ran out of memory; the smallest needs {format_bytes(needed)} per device "
+        f"by XLA's figure.\n{lines}\nGive ShardingOptions(memory_budget_bytes=…) below what the "
+        "devices have, or remat='all', or a smaller batch.",
+        needed,
+        budget,
+    )
