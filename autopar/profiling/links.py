@@ -24,18 +24,23 @@ from autopar.profiling.works import Arrays, Operand, tie
 from autopar.runtime.timing import time_calls
 
 _NUMBER = 4  # bytes of a float32
+# What is repeated on its own result. With a tie XLA would copy: GPUs reduce in place, and CPUs
+# compute the slices of an all-to-all together with a tie.
+_CHAINED = {(False, "all-reduce"), (True, "all-to-all")}  # (on CPUs, kind)
 
 
 def placements(num_devices: int, ranks_per_host: int) -> Iterator[tuple[int, int, int]]:
     """(ranks, stride, ranks on one host) of the groups along an axis of the meshes that the devices
     can form; several hosts are parted in equal blocks of devices."""
-    for ranks in (2**p for p in range(1, num_devices.bit_length())):
-        for stride in (2**p for p in range(num_devices.bit_length())):
+    for ranks in range(2, num_devices + 1):
+        for stride in range(1, num_devices // ranks + 1):
             if num_devices % (ranks * stride) == 0:
                 yield ranks, stride, max(1, min(ranks, ranks_per_host // stride))
 
 
-def collective(sample: CollectiveTime) -> tuple[tuple[Operand, ...], Callable[[Arrays], Arrays]]:
+def collective(
+    sample: CollectiveTime, platform: str
+) -> tuple[tuple[Operand, ...], Callable[[Arrays], Arrays]]:
     """What every device holds, and one collective over the axis "g" of the mesh."""
     ranks = sample.ranks
     whole = max(1, round(sample.num_bytes / _NUMBER / ranks**2)) * ranks**2
@@ -56,10 +61,8 @@ def collective(sample: CollectiveTime) -> tuple[tuple[Operand, ...], Callable[[A
         x = tie(*carry)
         return x, run(x)
 
-    if (
-        sample.kind == "all-to-all"
-    ):  # slices of what it takes; on CPUs a tie would become their part
-        return (part,), lambda carry: (run(carry[0]),)
+    if (platform == "cpu", sample.kind) in _CHAINED:
+        return (operand,), lambda carry: (run(carry[0]),)
     return (operand, result), step
 
 
@@ -70,7 +73,7 @@ def collective_program(
     shape = (len(devices) // (sample.ranks * sample.stride), sample.ranks, sample.stride)
     mesh = Mesh(np.array(devices).reshape(shape), ("o", "g", "i"))
     spec = PartitionSpec(("o", "g", "i"))
-    operands, step = collective(sample)
+    operands, step = collective(sample, devices[0].platform)
 
     def loop(*carry: jax.Array) -> Arrays:
         own = tuple(x.reshape(x.shape[1:]) for x in carry)

@@ -84,8 +84,8 @@ class Bench:
     def time_loop(self, work: Work, trips: int, num_samples: int | None = None) -> Timing:
         """Seconds per trip, everything counted."""
         program = self.program(work, trips)
-        carry = tuple(map(self._on_all, work.carry))
-        constants = tuple(map(self._on_all, work.constants))
+        carry = tuple(map(self.on_all, work.carry))
+        constants = tuple(map(self.on_all, work.constants))
         compiled = program.lower(carry, constants).compile()
         state = [jax.block_until_ready(compiled(carry, constants))]
         del carry
@@ -130,7 +130,7 @@ class Bench:
     def mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), ("d",))
 
-    def _on_all(self, operand: Operand) -> jax.Array:
+    def on_all(self, operand: Operand) -> jax.Array:
         values = operand.values()
         if len(self.devices) == 1:
             return jax.device_put(values, self.devices[0])

@@ -152,7 +152,6 @@ def _on_gpu(able: Abilities) -> Iterator[Planned]:
             (1, 8192, 16, 128, True),
         )
         yield from _attentions(1, "cudnn", half, shapes)
-    yield from _attentions(1, "xla", half, ((8, 1024, 16, 64, True), (4, 1024, 16, 128, True)))
     for size in (1024, 4096, 8192):
         yield _product(1, "float16", 1, size, size, size)
         if able.has_fp8:
@@ -182,6 +181,7 @@ def _on_gpu(able: Abilities) -> Iterator[Planned]:
     if able.has_cudnn:
         shapes = ((32, 512, 16, 64, False), (8, 4096, 16, 128, True), (32, 1024, 16, 128, True))
         yield from _attentions(2, "cudnn", half, shapes)
+    yield from _attentions(3, "xla", half, ((8, 1024, 16, 64, True),))
     yield from _convolutions(3, half, _MORE_GPU_CONVOLUTIONS)
 
 

@@ -73,8 +73,8 @@ def _random(dtype: str) -> np.ndarray:
 
 
 def tie(operand: jax.Array, result: jax.Array) -> jax.Array:
-    """The operand with its first number changed by the result's, in place."""
-    value = 0.5 * _first(operand) + 0.01 * _first(result).astype(operand.dtype)
+    """The operand with its first number made of the result's, in place."""
+    value = 0.1 + 0.01 * _first(result).astype(jnp.float32)
     value = value.astype(operand.dtype).reshape((1,) * operand.ndim)
     return lax.dynamic_update_slice(operand, value, (0,) * operand.ndim)
 
