@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.mesh import device_spec, preset_of
 from autopar.ir.profile import Timing
-from autopar.profiling.works import Arrays, Operand, Work
+from autopar.profiling.works import Arrays, Operand, Work, np_dtype
 from autopar.runtime.timing import time_calls
 
 MOST_TRIPS = 4000
@@ -131,6 +132,8 @@ class Bench:
         return Mesh(np.array(self.devices), ("d",))
 
     def on_all(self, operand: Operand) -> jax.Array:
+        if len(self.devices) == 1 and operand.zeros:
+            return jnp.zeros(operand.shape, np_dtype(operand.dtype), device=self.devices[0])
         values = operand.values()
         if len(self.devices) == 1:
             return jax.device_put(values, self.devices[0])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -45,7 +44,7 @@ class Operand:
         if self.limit is not None:
             own = np.random.default_rng(1).integers(0, self.limit, self.shape)
             return own.astype(np_dtype(self.dtype))
-        return np.resize(_random(self.dtype), self.shape)
+        return _random(self.dtype, prod(self.shape)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,17 @@ def np_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-@cache
-def _random(dtype: str) -> np.ndarray:
-    numbers = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
-    return numbers.astype(np_dtype(dtype))
+_numbers: dict[str, np.ndarray] = {}
+
+
+def _random(dtype: str, count: int) -> np.ndarray:
+    """So many numbers, of which a million are different; the longest array so far is kept."""
+    if dtype not in _numbers:
+        own = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
+        _numbers[dtype] = own.astype(np_dtype(dtype))
+    if _numbers[dtype].size < count:
+        _numbers[dtype] = np.resize(_numbers[dtype], count)
+    return _numbers[dtype][:count]
 
 
 def tie(operand: jax.Array, result: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ PLANNED = [
 
 
 class Devices:
-    """Every sample takes 1 ms; `noisy` ones have a wide spread so many times; `failing` ones raise."""
+    """A sample takes 1 ms; `noisy` ones have a wide spread so many times; `failing` ones raise."""
 
     def __init__(self, noisy=None, failing=None, stop_after=None):
         self.noisy, self.failing = dict(noisy or {}), failing or {}
