@@ -1,0 +1,1 @@
+"""Segments of a step: analysed, profiled on real devices, searched."""
