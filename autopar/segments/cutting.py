@@ -149,7 +149,7 @@ class _Cutter:
         mine = [v for v in program.inputs if graph.producer[v][0] in own]
         inputs = dict.fromkeys(v for e in equations for v in values_of(e) if v not in made)
         inputs.update(dict.fromkeys(mine))
-        sources = self.sources(own, inputs.keys() - set(mine), number_of)
+        sources = self.sources(own, [v for v in inputs if v not in set(mine)], number_of)
         order = [graph.producer[v][0] if v not in sources else -1 for v in inputs]
         order += [i for i in own if i not in set(order)]
         nodes = self.nodes(list(inputs), order, own, positions)
@@ -159,9 +159,7 @@ class _Cutter:
         sent = sorted(v for v in sent if v not in dict(captured))
         outputs += [v for v in sent if v not in outputs]
         inward = {result: carry for carry, result in self.outside.items()}
-        graph_outputs += [
-            v if v in producer else inward[v] for v in outputs[len(graph_outputs) :]
-        ]
+        graph_outputs += [v if v in producer else inward[v] for v in outputs[len(graph_outputs) :]]
         cut = Program(tuple(inputs), tuple(outputs), equations, program.avals, captured)
         own_graph = Graph(
             values=graph.values,
@@ -183,7 +181,7 @@ class _Cutter:
     ) -> dict[int, tuple[Source, ...]]:
         """Of every port the nodes elsewhere whose results are read through it."""
         graph = self.graph
-        found: dict[int, dict[int, None]] = {v: {} for v in sorted(ports)}
+        found: dict[int, dict[int, None]] = {v: {} for v in ports}
         for index in own:
             for value in graph.nodes[index].operands:
                 if graph.producer[value][0] not in own:

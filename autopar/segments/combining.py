@@ -1,0 +1,212 @@
+"""The leading strategy combinations of a segment on a mesh: from a `Part` to a `SegmentSpace`.
+
+A segment's space is the product of the strategies of its blocks' entries. The cost model prunes it:
+
+- for each layout that the activations at its boundaries can have, the best combinations in which
+  all of them have it (`sharding.kbest`), since neighbours that agree on one need no resharding
+  between them, and those that do not are resharded at a price that is known;
+- what the solver chose for the segment in its best plan of the whole step, so that the search has
+  that plan among its own.
+
+Boundaries take turns, the cheapest first, until there are as many as wanted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, prod
+
+from autopar.cost.report import cost_report
+from autopar.ir.blocks import Blocks
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import Layout, all_layouts, spec_to_text, to_partition_spec
+from autopar.segments.cutting import Part
+from autopar.segments.files import Combination, SegmentSpace
+from autopar.sharding.blocks import find_blocks, is_entry
+from autopar.sharding.kbest import solutions, strategy_labels
+from autopar.sharding.problem import FoldedGraph, ShardingProblem, problem_on_mesh
+
+TOP = 12
+_FAR = 10.0  # a boundary whose best is so many times the best of all is left out
+_Factors = tuple[tuple[int, ...], ...]
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+
+
+def part_problem(part: Part, mesh: LogicalMesh) -> ShardingProblem:
+    """The segment as a sharding problem. What other parts read is complete: partial sums do not
+    leave a segment."""
+    graph = part.graph
+    allowed = {
+        value: frozenset(all_layouts(graph.values[value].shape, mesh.shape))
+        for value in (_made(part, v) for v in part.sent)
+        if graph.values[value].shape
+    }
+    return problem_on_mesh(FoldedGraph(graph, list(range(len(graph.nodes)))), mesh, allowed)
+
+
+def layouts_of(problem: ShardingProblem, factors: _Factors) -> tuple[NodeLayouts, ...] | None:
+    """(operand layouts, result layouts) of every node; None if that is no combination of this
+    problem."""
+    if len(factors) != len(problem.strategies):
+        return None
+    found = []
+    for node, own in enumerate(factors):
+        one = next((s for s in problem.strategies[node] if s.factors == own), None)
+        if one is None:
+            return None
+        found.append((one.operands, one.results))
+    return tuple(found)
+
+
+def segment_space(
+    parts: Sequence[Part],
+    numbers: Sequence[int],
+    mesh: LogicalMesh,
+    top: int,
+    given: Sequence[_Factors],
+) -> SegmentSpace:
+    """`numbers`: of its occurrences among the step's parts; `given`: combinations that the best
+    plan of the whole step has."""
+    part = parts[numbers[0]]
+    problem = part_problem(part, mesh)
+    blocks = find_blocks(problem)
+    entries = _entries(part.graph, problem, blocks)
+    found: dict[_Factors, str] = {}
+    for factors in given:
+        if layouts_of(problem, factors) is not None:
+            found[factors] = "the best plan of the step"
+    for factors, why in _leading(part, problem):
+        if len(found) >= top:
+            break
+        found.setdefault(factors, why)
+    described = [_described(part, problem, mesh, factors, why) for factors, why in found.items()]
+    return SegmentSpace(
+        name=part.name,
+        key=part.key,
+        parts=tuple(numbers),
+        num_equations=part.program.num_equations(),
+        num_nodes=len(part.nodes),
+        num_blocks=len(blocks.sequence),
+        entries=entries,
+        num_strategies=float(prod(count for _, count in entries)),
+        combinations=tuple(sorted(described, key=lambda c: c.symbolic_s)),
+    )
+
+
+def _leading(part: Part, problem: ShardingProblem) -> Iterator[tuple[_Factors, str]]:
+    """The best of every boundary, then the second of every boundary, and so on: they differ in how
+    a forward product is split, or any entry if there is none."""
+    boundary = _boundary_nodes(part)
+    nodes = part.graph.nodes
+    differ = [i for i, n in enumerate(nodes) if n.is_heavy and n.region == "forward"]
+    differ = differ or [i for i, n in enumerate(nodes) if is_entry(n)]
+    crossing = {i: [s.results[r] for s in problem.strategies[i]] for i, r in boundary.items()}
+    labels = {**strategy_labels(problem, [i for i in differ if i not in crossing]), **crossing}
+    shared = [set(own) for own in crossing.values()]
+    ways = [
+        solutions(problem.pairwise, labels, fixed=dict.fromkeys(crossing, layout))
+        for layout in (sorted(set.intersection(*shared)) if shared else ())
+    ] or [solutions(problem.pairwise, labels)]
+    best, word = inf, "the best with its boundary"
+    while ways:
+        found = [(one, way) for way in ways if (one := next(way, None)) is not None]
+        found.sort(key=lambda pair: pair[0].objective)
+        best = min([best, *(one.objective for one, _ in found)])
+        near = [(one, way) for one, way in found if one.objective <= _FAR * best]
+        for one, _ in near:
+            yield _factors(problem, one.choice), word
+        ways, word = [way for _, way in near], "next in cost"
+
+
+def _factors(problem: ShardingProblem, choice: Mapping[int, int]) -> _Factors:
+    return tuple(
+        problem.strategies[node][choice[node]].factors for node in range(len(problem.strategies))
+    )
+
+
+def _boundary_nodes(part: Part) -> dict[int, int]:
+    """Nodes whose results cross the boundaries in the shape that is most of what crosses, as node
+    -> result: the activations of a transformer and their cotangents."""
+    graph = part.graph
+    crossing = [(port.node, 0) for port in part.ports]
+    crossing += [graph.producer[_made(part, value)] for value in part.sent]
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for node, result in crossing:
+        value = graph.values[graph.nodes[node].results[result]]
+        sizes[value.shape] += value.num_bytes
+    if not sizes:
+        return {}
+    shape, _ = max(sizes.items(), key=lambda item: item[1])
+    return {
+        node: result
+        for node, result in crossing
+        if shape and graph.values[graph.nodes[node].results[result]].shape == shape
+    }
+
+
+def _made(part: Part, value: int) -> int:
+    """The graph's number of a value that is sent."""
+    at = part.program.outputs.index(value)
+    found = part.graph.outputs[at]
+    assert found is not None
+    return found
+
+
+def _entries(graph: Graph, problem: ShardingProblem, blocks: Blocks) -> tuple[tuple[str, int], ...]:
+    """Operators at which blocks begin, those with one strategy left out."""
+    found = []
+    for own in blocks.sequence:
+        node, count = graph.nodes[own.entry], len(problem.strategies[own.entry])
+        if count > 1 and node.kind is NodeKind.OP:
+            name = f"{node.name} of {node.module}" if node.module else node.name
+            found.append((f"{name} ({node.region})", count))
+    return tuple(found)
+
+
+def _described(
+    part: Part, problem: ShardingProblem, mesh: LogicalMesh, factors: _Factors, why: str
+) -> Combination:
+    layouts = layouts_of(problem, factors)
+    assert layouts is not None
+    report = cost_report(part.graph, mesh, layouts)
+    return Combination(
+        factors=factors,
+        symbolic_s=report.compute_s + report.communication_s,
+        communication_s=report.communication_s,
+        boundary=_boundary_text(part, mesh, layouts),
+        words=_words(part.graph, mesh, layouts),
+        why=why,
+    )
+
+
+def _boundary_text(part: Part, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
+    specs = [
+        _spec(part.graph, mesh, layouts, node, result)
+        for node, result in _boundary_nodes(part).items()
+    ]
+    return ", ".join(dict.fromkeys(specs)) or "-"
+
+
+def _spec(
+    graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], node: int, result: int
+) -> str:
+    value = graph.values[graph.nodes[node].results[result]]
+    layout = layouts[node][1][result]
+    if min(layout, default=0) < -1:
+        return "partial"
+    return spec_to_text(to_partition_spec(layout, len(value.shape), mesh.axis_names))
+
+
+def _words(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
+    """How the results of the forward products lie, as `P('x'): qkv, out`."""
+    found: dict[str, list[str]] = {}
+    for index, node in enumerate(graph.nodes):
+        if not node.is_heavy or node.region != "forward":
+            continue
+        name = node.module.rsplit("/", 1)[-1] or node.name
+        own = found.setdefault(_spec(graph, mesh, layouts, index, 0), [])
+        if name not in own:
+            own.append(name)
+    return "; ".join(f"{spec}: {', '.join(names)}" for spec, names in found.items())

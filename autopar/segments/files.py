@@ -1,0 +1,203 @@
+"""What the passes over segments hand on, as data and as JSON files that are checked when read.
+
+    analysis.json   `Analysis`: segments, their spaces and leading combinations, per mesh
+    profile.json    `SegmentProfile`: what each combination and each resharding took
+    plan.json       a `ParallelPlan`, written by the search
+
+A combination is a strategy for every node of a segment, told by the factor of the node's rule that
+each mesh axis is on, so that it means the same wherever the step is traced again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ProfileError
+from autopar.ir.decode import decode
+from autopar.ir.profile import Timing
+from autopar.ir.spec import Layout
+
+FORMAT = 1
+_KINDS = {"analysis": "autopar segment analysis", "profile": "autopar segment profile"}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """`factors`: per node, the factor on each mesh axis (as of `Strategy`). `symbolic_s`: what the
+    cost model says one occurrence takes, `communication_s` of it between devices. `words`: how its
+    products are split; `why`: what brought it among the leading ones."""
+
+    factors: tuple[tuple[int, ...], ...]
+    symbolic_s: float
+    communication_s: float
+    boundary: str
+    words: str
+    why: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.factors).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class SegmentSpace:
+    """A unique segment on one mesh. `parts`: its occurrences, by number and in the order of the
+    step. `entries`: operators at which its blocks begin, with how many strategies each has;
+    `num_strategies` is the product of these. `key`: of its program and graph."""
+
+    name: str
+    key: str
+    parts: tuple[int, ...]
+    num_equations: int
+    num_nodes: int
+    num_blocks: int
+    entries: tuple[tuple[str, int], ...]
+    num_strategies: float
+    combinations: tuple[Combination, ...]
+
+
+@dataclass(frozen=True)
+class MeshSpace:
+    """`symbolic_s`: the step as the solver alone would plan it on this mesh."""
+
+    shape: tuple[int, ...]
+    symbolic_s: float
+    segments: tuple[SegmentSpace, ...]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """`program`: the step's fingerprint; `parts`: the names of all occurrences in order."""
+
+    step: str
+    program: str
+    jax_version: str
+    device: str
+    parts: tuple[str, ...]
+    meshes: tuple[MeshSpace, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CombinationTime:
+    """What running a combination once showed. `time` is None if it did not fit; then `failure`
+    says how. `memory_bytes`: XLA's figure of one device's peak."""
+
+    segment: str  # its key
+    mesh: tuple[int, ...]
+    combination: str  # its digest
+    time: Timing | None
+    memory_bytes: float
+    compile_s: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class ReshardTime:
+    mesh: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    source: Layout
+    target: Layout
+    time: Timing
+
+
+@dataclass(frozen=True)
+class DispatchTime:
+    """A program that takes a segment's arguments and does nothing with them."""
+
+    segment: str
+    mesh: tuple[int, ...]
+    time: Timing
+
+
+@dataclass(frozen=True)
+class SegmentProfile:
+    """All times, of one program on one kind of device."""
+
+    program: str
+    device_kind: str
+    versions: dict[str, str]
+    combinations: tuple[CombinationTime, ...] = ()
+    reshards: tuple[ReshardTime, ...] = ()
+    dispatches: tuple[DispatchTime, ...] = ()
+    seconds: float = 0.0
+
+    def with_sample(self, sample: CombinationTime | ReshardTime | DispatchTime) -> SegmentProfile:
+        match sample:
+            case CombinationTime():
+                return replace(self, combinations=(*self.combinations, sample))
+            case ReshardTime():
+                return replace(self, reshards=(*self.reshards, sample))
+            case DispatchTime():
+                return replace(self, dispatches=(*self.dispatches, sample))
+
+    @property
+    def timings(self) -> list[Timing]:
+        found = [s.time for s in self.combinations if s.time is not None]
+        return [*found, *(s.time for s in self.reshards), *(s.time for s in self.dispatches)]
+
+
+def save(found: Analysis | SegmentProfile, path: Path) -> None:
+    """Written whole or not at all."""
+    kind = _KINDS["analysis" if isinstance(found, Analysis) else "profile"]
+    text = json.dumps({"kind": kind, "format": FORMAT, **asdict(found)}, separators=(",", ":"))
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ProfileError(f"{path}: cannot be written: {error}") from error
+
+
+def load_analysis(path: Path) -> Analysis:
+    found: Analysis = _load(path, "analysis", Analysis)
+    axes_fit = all(
+        len(factors) == len(mesh.shape)
+        for mesh in found.meshes
+        for segment in mesh.segments
+        for combination in segment.combinations
+        for factors in combination.factors
+    )
+    if not axes_fit:
+        raise _unusable(path, "a combination has another number of axes than its mesh", "analysis")
+    return found
+
+
+def load_segment_profile(path: Path) -> SegmentProfile:
+    found: SegmentProfile = _load(path, "profile", SegmentProfile)
+    for timing in found.timings:
+        if not (0 < timing.seconds < inf and 0 <= timing.spread < inf and timing.num_samples > 0):
+            raise _unusable(path, f"{timing} cannot have been measured", "profile")
+    return found
+
+
+def _load(path: Path, name: str, kind: Any) -> Any:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(
+            f"{path}: cannot be read ({error}). Run the pass {name} first: "
+            f"autopar profile --model … --passes {name} --folder {path.parent}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _unusable(path, f"is no JSON ({error}); it may be cut short", name) from error
+    if not isinstance(body, dict) or body.pop("kind", None) != _KINDS[name]:
+        raise _unusable(path, f"is no {_KINDS[name]}", name)
+    if (given := body.pop("format", None)) != FORMAT:
+        raise _unusable(path, f"has format {given!r}; this autopar reads {FORMAT}", name)
+    try:
+        return decode(kind, body)
+    except (ValueError, RecursionError) as error:
+        raise _unusable(path, str(error), name) from error
+
+
+def _unusable(path: Path, why: str, name: str) -> ProfileError:
+    return ProfileError(f"{path}: {why}. Remove it and run the pass {name} again.")
