@@ -13,6 +13,7 @@ Boundaries take turns, the cheapest first, until there are as many as wanted.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf, prod
@@ -25,7 +26,7 @@ from autopar.ir.spec import Layout, all_layouts, spec_to_text, to_partition_spec
 from autopar.segments.cutting import Part
 from autopar.segments.files import Combination, SegmentSpace
 from autopar.sharding.blocks import find_blocks, is_entry
-from autopar.sharding.kbest import solutions, strategy_labels
+from autopar.sharding.kbest import solutions_of_each, strategy_labels
 from autopar.sharding.problem import FoldedGraph, ShardingProblem, problem_on_mesh
 
 TOP = 12
@@ -66,21 +67,24 @@ def segment_space(
     mesh: LogicalMesh,
     top: int,
     given: Sequence[_Factors],
+    time_limit_s: float = 30.0,
 ) -> SegmentSpace:
     """`numbers`: of its occurrences among the step's parts; `given`: combinations that the best
-    plan of the whole step has."""
+    plan of the whole step has; `time_limit_s`: of looking for others."""
     part = parts[numbers[0]]
     problem = part_problem(part, mesh)
     blocks = find_blocks(problem)
     entries = _entries(part.graph, problem, blocks)
-    found: dict[_Factors, str] = {}
-    for factors in given:
-        if layouts_of(problem, factors) is not None:
-            found[factors] = "the best plan of the step"
-    for factors, why in _leading(part, problem):
+    known = [factors for factors in given if layouts_of(problem, factors) is not None]
+    found = dict.fromkeys(known, "the best plan of the step")
+    seen = {_inside(part.graph, factors) for factors in known}
+    for factors, why in _leading(part, problem, time_limit_s):
         if len(found) >= top:
             break
-        found.setdefault(factors, why)
+        inside = _inside(part.graph, factors)
+        if inside not in seen:
+            seen.add(inside)
+            found[factors] = why
     described = [_described(part, problem, mesh, factors, why) for factors, why in found.items()]
     return SegmentSpace(
         name=part.name,
@@ -95,29 +99,47 @@ def segment_space(
     )
 
 
-def _leading(part: Part, problem: ShardingProblem) -> Iterator[tuple[_Factors, str]]:
-    """The best of every boundary, then the second of every boundary, and so on: they differ in how
-    a forward product is split, or any entry if there is none."""
+def _leading(
+    part: Part, problem: ShardingProblem, time_limit_s: float
+) -> Iterator[tuple[_Factors, str]]:
+    """The best of every boundary, then the second of every boundary, and so on."""
+    ends = time.monotonic() + time_limit_s
     boundary = _boundary_nodes(part)
-    nodes = part.graph.nodes
-    differ = [i for i, n in enumerate(nodes) if n.is_heavy and n.region == "forward"]
-    differ = differ or [i for i, n in enumerate(nodes) if is_entry(n)]
+    differ = _decisions(part.graph)
     crossing = {i: [s.results[r] for s in problem.strategies[i]] for i, r in boundary.items()}
     labels = {**strategy_labels(problem, [i for i in differ if i not in crossing]), **crossing}
     shared = [set(own) for own in crossing.values()]
-    ways = [
-        solutions(problem.pairwise, labels, fixed=dict.fromkeys(crossing, layout))
-        for layout in (sorted(set.intersection(*shared)) if shared else ())
-    ] or [solutions(problem.pairwise, labels)]
+    layouts = sorted(set.intersection(*shared)) if shared else []
+    fixed = [dict.fromkeys(crossing, layout) for layout in layouts] or [{}]
+    ways = solutions_of_each(problem.pairwise, labels, fixed)
     best, word = inf, "the best with its boundary"
-    while ways:
-        found = [(one, way) for way in ways if (one := next(way, None)) is not None]
+    while ways and (best == inf or time.monotonic() < ends):
+        found = []
+        for way in ways:
+            one = next(way, None)
+            if one is not None:
+                found.append((one, way))
+            if time.monotonic() > ends:
+                break
         found.sort(key=lambda pair: pair[0].objective)
         best = min([best, *(one.objective for one, _ in found)])
         near = [(one, way) for one, way in found if one.objective <= _FAR * best]
         for one, _ in near:
             yield _factors(problem, one.choice), word
         ways, word = [way for _, way in near], "next in cost"
+
+
+def _decisions(graph: Graph) -> list[int]:
+    """What combinations differ in: how the forward products are split, or any entry if there are
+    none."""
+    products = [i for i, n in enumerate(graph.nodes) if n.is_heavy and n.region == "forward"]
+    return products or [i for i, n in enumerate(graph.nodes) if is_entry(n)]
+
+
+def _inside(graph: Graph, factors: _Factors) -> object:
+    """Equal for combinations that differ in nothing but their boundaries and what follows: those
+    are the same with a resharding before and after. Where nothing is decided, boundaries are."""
+    return tuple(factors[i] for i in _decisions(graph)) or factors
 
 
 def _factors(problem: ShardingProblem, choice: Mapping[int, int]) -> _Factors:

@@ -1,12 +1,13 @@
 """A step cut into segments: from a `TracedStep` and its `Graph` to a `CutStep` of `Part`s.
 
-A *part* is one occurrence of a segment: the forward, backward and update equations of one layer as a
-program of their own, with the nodes that they have in the step's graph. Parts that are the same
+A *part* is one occurrence of a segment: the forward, backward and update equations of one layer as
+a program of their own, with the nodes that they have in the step's graph. Parts that are the same
 program with the same graph are occurrences of one segment, which is compiled and timed once.
 
 What a part reads of others enters through *ports*: inputs of its program that may have any layout.
-So a part is sharded like a step, and whatever was chosen for its nodes holds in the whole graph, where
-they are the same nodes. State never crosses: an argument belongs to the part that makes its successor.
+So a part is sharded like a step, and whatever is chosen for its nodes holds in the whole graph,
+where they are the same nodes. State never crosses: an argument belongs to the part that makes what
+replaces it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """`nodes`: of every node of `graph` its number in the whole graph, −1 for ports. `sent`: program
-    values that other parts read. `key`: equal for parts that are the same segment."""
+    """`nodes`: of every node of `graph` its number in the whole graph, −1 for ports. `sent`: values
+    of the program that other parts read. `key`: equal for parts that are the same segment."""
 
     name: str
     program: Program

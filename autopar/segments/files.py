@@ -110,7 +110,8 @@ class ReshardTime:
 
 @dataclass(frozen=True)
 class DispatchTime:
-    """A program that takes a segment's arguments and does nothing with them."""
+    """A program that takes a segment's arguments, or one array if the key is empty, and does nothing
+    with them."""
 
     segment: str
     mesh: tuple[int, ...]

@@ -61,8 +61,26 @@ def solutions(
 ) -> Iterator[Solution]:
     """All solutions that differ in some label, the cheapest first; none if nothing is allowed.
     `fixed`: decisions that have this label in all of them. `time_limit_s` is for one solve."""
+    (found,) = solutions_of_each(
+        problem, labels, [fixed or {}], solver=solver, time_limit_s=time_limit_s
+    )
+    return found
+
+
+def solutions_of_each(
+    problem: PairwiseProblem,
+    labels: Labels,
+    fixed: Sequence[Mapping[int, Hashable]],
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+) -> list[Iterator[Solution]]:
+    """As `solutions`, for several ways to fix some decisions; the reduction serves all of them."""
     space = _Space(problem, labels, solver, time_limit_s)
-    first = space.whole(fixed or {})
+    return [_in_order(space, space.whole(own)) for own in fixed]
+
+
+def _in_order(space: _Space, first: _Part) -> Iterator[Solution]:
     order = count()  # of equal ones, that which was found first
     waiting: list[tuple[float, int, Solution, _Part]] = []
 

@@ -1,0 +1,283 @@
+"""The second pass: every combination of every unique segment compiled and timed on real devices.
+
+    PreparedStep, Analysis, devices → SegmentProfile
+
+Programs are compiled first, where `compile_ahead` can by other processes, which leave what they made
+in a cache of compiled programs; then they are timed, one after another, with nothing else running
+here. Reshardings between segments are timed once for each (shape, type, from, to). Samples go to
+`keep` as they come, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jaxlib
+
+from autopar.errors import ProfileError
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.progress import Progress
+from autopar.ir.spec import Layout
+from autopar.measuring import StepTiming, time_executable
+from autopar.segments.analysing import PreparedStep
+from autopar.segments.combining import NodeLayouts, layouts_of, part_problem
+from autopar.segments.cutting import CutStep
+from autopar.segments.files import (
+    Analysis,
+    CombinationTime,
+    DispatchTime,
+    MeshSpace,
+    ReshardTime,
+    SegmentProfile,
+    SegmentSpace,
+)
+from autopar.segments.running import (
+    Runnable,
+    empty_program,
+    jax_mesh,
+    reshard_program,
+    segment_program,
+)
+
+LIMIT_S = 2.0  # of repeating one program
+ONE_ARRAY = ""  # in place of a segment's key: a program of one array
+Sample = CombinationTime | ReshardTime | DispatchTime
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program to compile, by its numbers in the analysis."""
+
+    mesh: int
+    segment: int
+    combination: int
+
+
+@dataclass(frozen=True)
+class Reshard:
+    shape: tuple[int, ...]
+    dtype: str
+    source: Layout
+    target: Layout
+
+
+def new_profile(step: PreparedStep, devices: Sequence[Any]) -> SegmentProfile:
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return SegmentProfile(step.fingerprint, devices[0].device_kind, versions)
+
+
+def check_profile_fits(
+    profile: SegmentProfile, step: PreparedStep, devices: Sequence[Any], file: str
+) -> None:
+    """Times of other programs, devices or versions are refused; the error says what differs."""
+    step.check_same("", profile.program, file)
+    here = new_profile(step, devices)
+    differing = [
+        f"{name} was {old}, here it is {new}"
+        for name, old, new in (
+            ("device", profile.device_kind, here.device_kind),
+            *((n, profile.versions.get(n, "unknown"), v) for n, v in here.versions.items()),
+        )
+        if old != new
+    ]
+    if differing:
+        raise ProfileError(
+            f"{file}: {'; '.join(differing)}. Remove it and run the pass profile again, or give "
+            "another --folder."
+        )
+
+
+def segment_layouts(
+    step: PreparedStep, mesh: LogicalMesh, space: SegmentSpace
+) -> list[tuple[NodeLayouts, ...]]:
+    """Of each combination, the layouts of every node."""
+    part = step.cut.parts[space.parts[0]]
+    problem = part_problem(part, mesh)
+    found = [layouts_of(problem, c.factors) for c in space.combinations]
+    if part.key != space.key or None in found:
+        raise ProfileError(
+            f"analysis.json: the segment {space.name} is another one now; another version of "
+            "autopar may have written the file. Run the pass analysis again."
+        )
+    return [own for own in found if own is not None]
+
+
+def profile_segments(
+    step: PreparedStep,
+    analysis: Analysis,
+    devices: Sequence[Any],
+    *,
+    known: SegmentProfile | None = None,
+    keep: Callable[[SegmentProfile], Any] = lambda profile: None,
+    tell: Callable[[str, Sample], Any] = lambda what, sample: None,
+    compile_ahead: Callable[[list[Task]], Any] | None = None,
+    limit_s: float = LIMIT_S,
+) -> SegmentProfile:
+    """`known`: samples of an earlier run; `tell` hears of each new one."""
+    started = time.perf_counter()
+    profile = known or new_profile(step, devices)
+    before_s = profile.seconds
+    have = {(s.segment, s.mesh, s.combination) for s in profile.combinations}
+    tasks = [
+        Task(m, s, c)
+        for m, mesh in enumerate(analysis.meshes)
+        for s, segment in enumerate(mesh.segments)
+        for c, own in enumerate(segment.combinations)
+        if (segment.key, mesh.shape, own.digest) not in have
+    ]
+    if compile_ahead is not None and tasks:
+        compile_ahead(tasks)
+    with Progress("timing segments", max(1, len(tasks))) as progress:
+        for space in analysis.meshes:
+            for what, sample in _samples(step, space, devices, profile, limit_s):
+                profile = replace(
+                    profile.with_sample(sample), seconds=before_s + time.perf_counter() - started
+                )
+                keep(profile)
+                tell(what, sample)
+                if isinstance(sample, CombinationTime):
+                    progress.step()
+    return profile
+
+
+def _samples(
+    step: PreparedStep,
+    space: MeshSpace,
+    devices: Sequence[Any],
+    profile: SegmentProfile,
+    limit_s: float,
+) -> Iterator[tuple[str, Sample]]:
+    mesh = step.mesh(space.shape)
+    on = jax_mesh(mesh, devices)
+    have = {(s.segment, s.combination) for s in profile.combinations if s.mesh == mesh.shape}
+    dispatched = {s.segment for s in profile.dispatches if s.mesh == mesh.shape}
+    every: list[list[tuple[NodeLayouts, ...]]] = []
+    for segment in space.segments:
+        part = step.cut.parts[segment.parts[0]]
+        every.append(segment_layouts(step, mesh, segment))
+        for number, own in enumerate(segment.combinations):
+            if (segment.key, own.digest) in have and segment.key in dispatched:
+                continue
+            program = segment_program(part, mesh, every[-1][number], on)
+            if segment.key not in dispatched:
+                dispatched.add(segment.key)
+                handed = [(i, n) for n, (i, _) in enumerate(part.graph.state)]
+                found = _timed(empty_program(program, part.graph.state), handed, limit_s)
+                if found.step is not None:
+                    yield (
+                        f"a call of {segment.name}",
+                        DispatchTime(segment.key, mesh.shape, found.step),
+                    )
+            if (segment.key, own.digest) in have:
+                continue
+            found = _timed(program, part.graph.state, limit_s)
+            yield (
+                f"{segment.name}, combination {number + 1} of {len(segment.combinations)}",
+                CombinationTime(
+                    segment.key,
+                    mesh.shape,
+                    own.digest,
+                    found.step,
+                    found.memory_bytes,
+                    found.compile_s,
+                    found.failure,
+                ),
+            )
+    moves = reshards(step.cut, space, every)
+    if moves and ONE_ARRAY not in dispatched:
+        first = moves[0]
+        program = reshard_program(mesh, first.shape, first.dtype, first.source, first.source, on)
+        found = _timed(empty_program(program, ()), (), limit_s / 2)
+        if found.step is not None:
+            yield "a call with one array", DispatchTime(ONE_ARRAY, mesh.shape, found.step)
+    timed = {
+        Reshard(s.shape, s.dtype, s.source, s.target)
+        for s in profile.reshards
+        if s.mesh == mesh.shape
+    }
+    for move in moves:
+        if move in timed:
+            continue
+        program = reshard_program(mesh, move.shape, move.dtype, move.source, move.target, on)
+        found = _timed(program, (), limit_s / 2)
+        if found.step is None:
+            raise ProfileError(f"{program.name}: {found.failure}. Use a smaller batch.")
+        yield (
+            program.name,
+            ReshardTime(mesh.shape, move.shape, move.dtype, move.source, move.target, found.step),
+        )
+
+
+def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) -> StepTiming:
+    """Timed, and if the repetitions differ much, timed once more: the steadier one counts."""
+    found = time_executable(program, state=state, limit_s=limit_s)
+    if found.step is None or not found.step.is_noisy:
+        return found
+    again = time_executable(program, state=state, limit_s=limit_s)
+    if again.step is None or again.step.spread >= found.step.spread:
+        return found
+    return replace(found, step=again.step)
+
+
+def program_of_task(
+    step: PreparedStep, analysis: Analysis, task: Task, devices: Sequence[Any]
+) -> Runnable:
+    """The very program that is timed, for a process that compiles it ahead."""
+    space = analysis.meshes[task.mesh]
+    mesh = step.mesh(space.shape)
+    segment = space.segments[task.segment]
+    part = step.cut.parts[segment.parts[0]]
+    only = replace(segment, combinations=(segment.combinations[task.combination],))
+    (layouts,) = segment_layouts(step, mesh, only)
+    return segment_program(part, mesh, layouts, jax_mesh(mesh, devices))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one part to another. Per combination of either's segment, where it is
+    made and where it is wanted."""
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    made: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+
+
+def crossings(
+    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
+) -> Iterator[Crossing]:
+    """`layouts`: by segment of the mesh and combination, those of every node."""
+    segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
+    places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
+    for number, part in enumerate(cut.parts):
+        for port in part.ports:
+            value = part.graph.values[port.value]
+            if not value.shape:
+                continue
+            wanted = tuple(own[port.node][1][0] for own in layouts[segment_of[number]])
+            for source in port.sources:
+                node = places[source.part][source.node]
+                made = tuple(
+                    own[node][1][source.result] for own in layouts[segment_of[source.part]]
+                )
+                yield Crossing(source.part, number, value.shape, value.dtype, made, wanted)
+
+
+def reshards(
+    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
+) -> list[Reshard]:
+    """Every resharding that may be between two segments."""
+    found = {
+        Reshard(c.shape, c.dtype, made, wanted): None
+        for c in crossings(cut, space, layouts)
+        for made in c.made
+        for wanted in c.wanted
+        if made != wanted
+    }
+    return list(found)
