@@ -1,1 +1,25 @@
-"""Segments of a step: analysed, profiled on real devices, searched."""
+"""Segments of a model: cut out of its step, compiled and timed in their leading combinations of
+strategies, and put together by an exact search over what was measured.
+
+    prepare_step, run_passes   the three passes, by their files (`passes`)
+    analyse                    a step → its segments and their spaces (`analysing`)
+    profile_segments           combinations timed on devices (`profiling`)
+    search                     measured times → a plan (`searching`)
+"""
+
+from autopar.segments.analysing import PreparedStep, analyse
+from autopar.segments.passes import PASSES, prepare_step, run_passes
+from autopar.segments.profiling import Task, profile_segments
+from autopar.segments.searching import SearchResult, search
+
+__all__ = [
+    "PASSES",
+    "PreparedStep",
+    "SearchResult",
+    "Task",
+    "analyse",
+    "prepare_step",
+    "profile_segments",
+    "run_passes",
+    "search",
+]

@@ -110,8 +110,8 @@ class ReshardTime:
 
 @dataclass(frozen=True)
 class DispatchTime:
-    """A program that takes a segment's arguments, or one array if the key is empty, and does nothing
-    with them."""
+    """A program that takes a segment's arguments and does nothing with them; without a key, that
+    takes one array."""
 
     segment: str
     mesh: tuple[int, ...]
@@ -131,9 +131,12 @@ class SegmentProfile:
     seconds: float = 0.0
 
     def with_sample(self, sample: CombinationTime | ReshardTime | DispatchTime) -> SegmentProfile:
+        """With a sample more, which replaces an earlier one of the same combination."""
         match sample:
             case CombinationTime():
-                return replace(self, combinations=(*self.combinations, sample))
+                same = (sample.segment, sample.mesh, sample.combination)
+                kept = [s for s in self.combinations if (s.segment, s.mesh, s.combination) != same]
+                return replace(self, combinations=(*kept, sample))
             case ReshardTime():
                 return replace(self, reshards=(*self.reshards, sample))
             case DispatchTime():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
@@ -89,8 +90,6 @@ class Runnable:
 
 
 def jax_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
-    import numpy as np
-
     grid = np.array(list(devices[: mesh.num_devices]), dtype=object).reshape(mesh.shape)
     return _jax.fresh_mesh(grid, mesh.axis_names)
 

@@ -9,9 +9,9 @@ Choose a combination x_p for every part p: minimise
 with t what the segment took less what its call took, and r what the resharding took (`_problem`).
 Parts are a chain, but for what is read far away (tied embeddings), so min-plus elimination of one
 part after another solves it, and what is left goes to the solver of shardings: it is exact either
-way (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. A combination that ran out of memory
-is not to be had. What is found is a sharding of every node of the step's graph, whose memory is looked
-at as for any plan; if it does not fit, bytes are priced until it does (`_fitting`).
+way (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. A combination that ran out of
+memory is not to be had. What is found is a sharding of every node of the step's graph, whose memory
+is looked at as for any plan; if it does not fit, bytes are priced until it does (`_fitting`).
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ def _planned(
     symbolic = format_seconds(plan.estimated_step_s)
     note = (
         f"the step of {format_seconds(best.step_s)} was found from measured times of "
-        f"{len(step.cut.segments)} segments on this mesh; the cost model says {symbolic}, and times "
-        "of modules and operators are its own"
+        f"{len(step.cut.segments)} segments on this mesh; the cost model says {symbolic}, and "
+        "times of modules and operators are its own"
     )
     plan = replace(
         plan,
