@@ -45,6 +45,10 @@ def run_profile(arguments: Namespace) -> int:
             if arguments.cluster == "local":
                 use_devices(arguments.platform)
             return run_machine(arguments)
+        case "segments":
+            from autopar.cli.segments import run_segments
+
+            return run_segments(arguments)
         case _:
             raise ArgumentError(f"autopar profile: {form} is not part of this version.")
 

@@ -48,10 +48,11 @@ def prepare_step(
     kwargs: dict[str, Any],
     cluster: ClusterSpec,
     mesh_shape: tuple[int, ...] | str = "auto",
+    options: StepOptions | None = None,
 ) -> PreparedStep:
     """`mesh_shape`: that of the one mesh that is looked at, or "auto" for all of the cluster's."""
     with Progress("tracing"):
-        traced = trace(fn, args, kwargs, StepOptions())
+        traced = trace(fn, args, kwargs, options or StepOptions())
     return PreparedStep(traced, cluster, ShardParallel(mesh_shape=mesh_shape))  # type: ignore[arg-type]
 
 

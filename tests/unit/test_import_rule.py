@@ -227,6 +227,20 @@ ALLOWED_IMPORTS = {
         *BELOW_API,
         *EVERYONE,
     },
+    "segments": {
+        "assemble",
+        "compiler",
+        "constraints",
+        "intra",
+        "measuring",
+        "memory_budget",
+        "methods",
+        "origin",
+        "runtime",
+        *PASSES,
+        *BELOW_PASSES,
+        *EVERYONE,
+    },
     "profiling": {"session", "api", "measuring", "runtime", "ir", *EVERYONE},
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "__init__": {
@@ -245,7 +259,18 @@ ALLOWED_IMPORTS = {
         *EVERYONE,
     },
     "demo": {"__init__", "errors"},  # a user's program
-    "cli": {"__init__", "api", "demo", "profiling", "verifying", *PASSES, *BELOW_API, *EVERYONE},
+    "cli": {
+        "__init__",
+        "api",
+        "demo",
+        "profiling",
+        "segments",
+        "session",
+        "verifying",
+        *PASSES,
+        *BELOW_API,
+        *EVERYONE,
+    },
     "__main__": {"cli"},
 }
 

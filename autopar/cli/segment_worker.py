@@ -1,0 +1,48 @@
+"""A process that compiles programs of segments: a request and tasks come in as lines of JSON, a
+line goes out for each. Compiled programs are left in the cache of the request's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from autopar.ir.decode import decode
+
+
+def main(lines: TextIO, answers: TextIO) -> None:
+    from autopar.cli.segments import SegmentRequest, step_of
+    from autopar.segments.files import load_analysis
+    from autopar.segments.passes import ANALYSIS, CACHE
+    from autopar.segments.profiling import Task, program_of_task
+    from autopar.segments.running import compilation_cache_in
+
+    body = json.loads(lines.readline())
+    options = body.pop("options")
+    fields = {**body, "mesh": None if body["mesh"] is None else tuple(body["mesh"])}
+    request = SegmentRequest(options=options, **fields)
+    step, devices = step_of(request)
+    folder = Path(request.folder)
+    analysis = load_analysis(folder / ANALYSIS)
+    with compilation_cache_in(folder / CACHE):
+        for line in lines:
+            task: Task = decode(Task, json.loads(line))
+            started = time.perf_counter()
+            answer: dict[str, Any] = {"combination": task.combination, "segment": task.segment}
+            try:
+                program_of_task(step, analysis, task, devices).memory_bytes()
+            except Exception as error:  # whoever times it will meet it and say so
+                answer["error"] = f"{type(error).__name__}: {error}"
+            answer["seconds"] = time.perf_counter() - started
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as own:
+        os.dup2(
+            sys.stderr.fileno(), sys.stdout.fileno()
+        )  # what the user's code prints is no answer
+        main(sys.stdin, own)

@@ -1,0 +1,213 @@
+"""`autopar profile --model FACTORY`: the passes over a model's segments; processes that compile.
+
+Each of the latter (`segment_worker`) makes the step anew from the factory, and leaves the programs that
+it compiles in the folder's cache, where the process that times them finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from autopar.api import ParallelFunction
+from autopar.cli.factories import UserStep, load_step, parse_options
+from autopar.errors import ArgumentError
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.progress import Progress
+from autopar.segments import PASSES, PreparedStep, Task, prepare_step, run_passes
+from autopar.segments.combining import TOP
+from autopar.session import cluster_of_devices
+
+OK = 0
+
+
+@dataclass(frozen=True)
+class SegmentRequest:
+    """What a process needs to make the same step: texts and numbers alone."""
+
+    factory: str
+    options: dict[str, Any]
+    mesh: tuple[int, ...] | None
+    devices: int | None
+    platform: str
+    profile: str | None
+    folder: str
+
+
+def run_segments(arguments: Namespace) -> int:
+    started = time.perf_counter()
+    passes = tuple(PASSES if arguments.passes is None else arguments.passes.split(","))
+    unknown = [name for name in passes if name not in PASSES]
+    if unknown:
+        raise ArgumentError(
+            f"--passes {arguments.passes}: there is no pass {', '.join(unknown)}; needs some of "
+            f"{','.join(PASSES)}."
+        )
+    folder = Path(arguments.folder or f"{Path(arguments.model.rpartition(':')[0]).stem}-segments")
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"--folder {folder}: is a file; give the path of a folder.")
+    request = SegmentRequest(
+        factory=arguments.model,
+        options=parse_options(arguments.set),
+        mesh=parse_mesh(arguments.mesh),
+        devices=arguments.devices,
+        platform=arguments.platform,
+        profile=arguments.profile,
+        folder=str(folder),
+    )
+    step, devices = step_of(request)
+    jobs = arguments.jobs or default_jobs()
+
+    def compile_ahead(tasks: list[Task]) -> None:
+        compile_in_processes(request, tasks, min(jobs, len(tasks)))
+
+    result = run_passes(
+        step,
+        folder,
+        devices,
+        passes=passes,
+        top=arguments.top or TOP,
+        compile_ahead=compile_ahead if jobs > 1 else None,
+        say=lambda words: print(words, flush=True),
+    )
+    if result is not None:
+        print(f"saved: {folder / 'plan.json'}, for parallelize(step, method=plan)")
+    print(f"{', '.join(passes)} in {time.perf_counter() - started:.1f} s; files in {folder}")
+    return OK
+
+
+def default_jobs() -> int:
+    return max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+def parse_mesh(text: str | None) -> tuple[int, ...] | None:
+    """`8` or `2x4`."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > 2:
+        raise ArgumentError(f"--mesh {text}: needs one or two sizes, such as 8 or 2x4.")
+    return tuple(map(int, parts))
+
+
+def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[PreparedStep, Any]:
+    """The step with its segments, and the devices that it is for."""
+    from autopar.cli.profiling import use_devices
+
+    use_devices(request.platform)
+    import jax
+
+    own = load_step(request.factory, request.options) if loaded is None else loaded
+    devices = jax.devices()[: request.devices]
+    if request.devices is not None and len(devices) < request.devices:
+        raise ArgumentError(f"--devices {request.devices}: there are {len(devices)} here.")
+    cluster = cluster_of_devices(devices)
+    if request.profile is not None:
+        cluster = _with_profile(cluster, request.profile)
+    fn, options = own.step, None
+    if isinstance(fn, ParallelFunction):
+        fn, options = fn.__wrapped__, fn.options  # type: ignore[attr-defined]
+    mesh = request.mesh or (len(devices),)
+    return prepare_step(fn, own.args, own.kwargs, cluster, mesh, options), devices
+
+
+def _with_profile(cluster: ClusterSpec, profile: str) -> ClusterSpec:
+    return replace(cluster, profile=profile)  # type: ignore[call-arg]
+
+
+# -- compiling
+
+
+def compile_in_processes(
+    request: SegmentRequest,
+    tasks: Sequence[Task],
+    num: int,
+    tell: Callable[[dict[str, Any]], Any] = lambda done: None,
+) -> None:
+    """Every program compiled, `num` at a time. What cannot be compiled there is left to whoever
+    times it, and then says why."""
+    left: SimpleQueue[Task] = SimpleQueue()
+    for task in tasks:
+        left.put(task)
+    with Progress(f"compiling in {num} processes", len(tasks)) as progress:
+
+        def serve() -> None:
+            with _Worker(request) as worker:
+                while True:
+                    try:
+                        task = left.get_nowait()
+                    except Empty:
+                        return
+                    done = worker.compile(task)
+                    if done is None:  # it ended; the others go on
+                        return
+                    tell(done)
+                    progress.step()
+
+        threads = [threading.Thread(target=serve, daemon=True) for _ in range(num)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class _Worker:
+    """A process of `segment_worker`, spoken to by lines of JSON."""
+
+    def __init__(self, request: SegmentRequest) -> None:
+        package = str(Path(__file__).parents[2])
+        path = os.environ.get("PYTHONPATH")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "AUTOPAR_PROGRESS": "0",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "autopar.cli.segment_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.send(asdict(request))
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+
+    def send(self, message: dict[str, Any]) -> bool:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def compile(self, task: Task) -> dict[str, Any] | None:
+        """What the worker said of it; None if it has ended."""
+        assert self.process.stdout is not None
+        if not self.send(asdict(task)):
+            return None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
