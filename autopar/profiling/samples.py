@@ -113,76 +113,77 @@ _MORE_GPU_CONVOLUTIONS = (
 )
 
 
+def _layers(round: int, tokens: int, hidden: int) -> Iterator[Planned]:
+    """Products of a transformer's layer: forward (the gradients of inputs are alike), and the
+    gradients of weights."""
+    for n, k in ((1, 1), (3, 1), (4, 1), (1, 4)):
+        yield _product(round, "bfloat16", 1, tokens, n * hidden, k * hidden)
+    for m, n in ((1, 1), (4, 1)):
+        yield _product(round, "bfloat16", 1, m * hidden, n * hidden, tokens)
+
+
+def _heads(round: int, batch: int, length: int, dim: int) -> Iterator[Planned]:
+    """Attention as two products."""
+    yield _product(round, "bfloat16", batch, length, length, dim)
+    yield _product(round, "bfloat16", batch, length, dim, length)
+
+
 def _on_gpu(able: Abilities) -> Iterator[Planned]:
-    half, single = "bfloat16", "float32"
+    half, single, few = "bfloat16", "float32", "float8_e4m3fn"
     for size in (512, 1024, 2048, 4096, 8192):
         yield _product(0, half, 1, size, size, size)
-    for m, n, k in (
-        (16384, 2048, 2048),
-        (16384, 8192, 2048),
-        (16384, 2048, 8192),
-        (8192, 2048, 16384),
-        (16384, 51200, 2048),
-        (16384, 2048, 51200),
-        (51200, 2048, 16384),
-    ):
+    yield from _layers(0, 16384, 2048)
+    for m, n, k in ((16384, 51200, 2048), (16384, 2048, 51200), (51200, 2048, 16384)):
         yield _product(0, half, 1, m, n, k)
     for size in (1024, 4096):
         yield _product(0, single, 1, size, size, size)
-    yield _product(0, half, 256, 1024, 1024, 128)
-    yield _product(0, half, 256, 1024, 128, 1024)
+    yield from _heads(0, 256, 1024, 128)
     yield from _streams(0, (256 * KIB, 16 * MIB, 512 * MIB))
     yield from _convolutions(0, single, _GPU_CONVOLUTIONS[:2])
     if able.has_cudnn:
-        yield from _attentions(
-            0, "cudnn", half, ((16, 1024, 16, 128, True), (4, 2048, 32, 128, True))
-        )
+        shapes = ((16, 1024, 16, 128, True), (4, 2048, 32, 128, True))
+        yield from _attentions(0, "cudnn", half, shapes)
 
-    yield from _grid(1, half, (256, 1024, 4096, 16384), 1e13)
+    for tokens, hidden in ((8192, 4096), (32768, 1024), (16384, 768)):
+        yield from _layers(1, tokens, hidden)
+    for m, n, k in ((8192, 32000, 4096), (8192, 11008, 4096), (8192, 4096, 11008)):
+        yield _product(1, half, 1, m, n, k)
+    for batch, length, dim in ((128, 2048, 128), (1024, 512, 64), (256, 1024, 48), (64, 256, 64)):
+        yield from _heads(1, batch, length, dim)
+    for m, n, k in ((4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096)):
+        yield _product(1, half, 8, m, n, k)
     yield from _streams(1, (16 * KIB, 2 * MIB, 64 * MIB))
-    yield from _streams(
-        1, (2 * MIB, 64 * MIB, 512 * MIB), half, ("elementwise", "reduce-last", "scatter")
-    )
+    kinds = ("elementwise", "reduce-last", "scatter")
+    yield from _streams(1, (2 * MIB, 64 * MIB, 512 * MIB), half, kinds)
     yield from _convolutions(1, single, _GPU_CONVOLUTIONS[2:])
     if able.has_cudnn:
-        shapes = (
-            (8, 1024, 16, 64, True),
-            (16, 512, 16, 64, False),
-            (4, 1024, 16, 128, True),
-            (1, 8192, 16, 128, True),
-        )
+        shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, False), (4, 1024, 16, 128, True))
         yield from _attentions(1, "cudnn", half, shapes)
     for size in (1024, 4096, 8192):
         yield _product(1, "float16", 1, size, size, size)
         if able.has_fp8:
-            yield _product(1, "float8_e4m3fn", 1, size, size, size)
-    for batch, length, dim in ((16, 2048, 128), (128, 512, 64), (512, 128, 64), (128, 1024, 64)):
-        yield _product(1, half, batch, length, length, dim)
-        yield _product(1, half, batch, length, dim, length)
-    for batch, m, n, k in ((8, 2048, 4096, 1024), (8, 2048, 1024, 4096), (16, 1024, 3072, 768)):
-        yield _product(1, half, batch, m, n, k)
+            yield _product(1, few, 1, size, size, size)
 
-    for m, n, k in pairs_of((2048, 8192, 32768), (2048, 8192), (2048, 8192)):
-        yield _product(2, half, 1, m, n, k)
-    for small, (m, n) in pairs_of((16, 64, 128), ((1024, 1024), (4096, 4096), (16384, 4096))):
-        yield _product(2, half, 1, m, n, small)
-        yield _product(2, half, 1, m, small, n)
-    yield from _grid(2, single, (512, 2048, 8192), 3e12)
+    yield from _grid(2, half, (256, 1024, 4096, 16384), 1e13)
     yield from _convolutions(2, single, _MORE_GPU_CONVOLUTIONS)
-    yield from _convolutions(2, half, _GPU_CONVOLUTIONS)
-    yield from _streams(2, (1024 * MIB,))
-    for batch, length, dim in ((64, 2048, 64), (512, 512, 128), (16, 1024, 64)):
-        yield _product(2, half, batch, length, length, dim)
-        yield _product(2, half, batch, length, dim, length)
-    for m, n, k in ((16384, 2048, 8192), (16384, 8192, 2048), (2048, 2048, 2048)):
-        yield _product(2, "float16", 1, m, n, k)
-        if able.has_fp8:
-            yield _product(2, "float8_e4m3fn", 1, m, n, k)
+    yield from _grid(2, single, (512, 2048, 8192), 3e12)
+    yield from _heads(2, 16, 2048, 128)
+    yield from _heads(2, 512, 128, 64)
     if able.has_cudnn:
-        shapes = ((32, 512, 16, 64, False), (8, 4096, 16, 128, True), (32, 1024, 16, 128, True))
+        shapes = ((32, 512, 16, 64, False), (2, 8192, 16, 128, True), (32, 1024, 16, 128, True))
         yield from _attentions(2, "cudnn", half, shapes)
+    yield from _streams(2, (1024 * MIB,))
+
+    for small, (m, n) in pairs_of((16, 64, 128), ((1024, 1024), (4096, 4096), (16384, 4096))):
+        yield _product(3, half, 1, m, n, small)
+        yield _product(3, half, 1, m, small, n)
+    for m, n, k in ((16384, 2048, 8192), (16384, 8192, 2048), (2048, 2048, 2048)):
+        yield _product(3, "float16", 1, m, n, k)
+        if able.has_fp8:
+            yield _product(3, few, 1, m, n, k)
+    yield from _convolutions(3, half, _GPU_CONVOLUTIONS)
     yield from _attentions(3, "xla", half, ((8, 1024, 16, 64, True),))
-    yield from _convolutions(3, half, _MORE_GPU_CONVOLUTIONS)
+    yield from _convolutions(4, half, _MORE_GPU_CONVOLUTIONS)
 
 
 _CPU_CONVOLUTIONS = ((2, 16, 16, 32, 3, 1), (2, 32, 3, 16, 7, 2))
