@@ -12,6 +12,7 @@ never less than nothing.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -190,14 +191,17 @@ def timed_plans(
     limit_s: float = 1.0,
     rounds: int = 1,
     collectives: CollectiveTimes | None = None,
+    tell: Callable[[PlannedStep, StepTiming], None] = lambda planned, timing: None,
 ) -> Iterator[TimedPlan]:
     """Each plan with what running it showed: as soon as it was timed, or, with several rounds,
-    after the last."""
+    after the last. `tell` hears of each when it has been compiled and run for the first time."""
     times = collectives or CollectiveTimes(devices, min(limit_s, 0.5))
     if rounds == 1:
         for planned in plans:
             executable = make_executable(planned, devices)
-            yield _timed(planned, executable, [_once(planned, executable, limit_s)], times)
+            timing = _once(planned, executable, limit_s)
+            tell(planned, timing)
+            yield _timed(planned, executable, [timing], times)
         return
     executables = [make_executable(planned, devices) for planned in plans]
     timings: list[list[StepTiming]] = [[] for _ in plans]
@@ -205,6 +209,8 @@ def timed_plans(
         for planned, executable, own in zip(plans, executables, timings, strict=True):
             if not own or own[-1].step is not None:
                 own.append(_once(planned, executable, limit_s))
+                if len(own) == 1:
+                    tell(planned, own[0])
     for planned, executable, own in zip(plans, executables, timings, strict=True):
         yield _timed(planned, executable, own, times)
 
@@ -244,14 +250,16 @@ def strategies_in_words(plan: ParallelPlan) -> tuple[tuple[str, str], ...]:
         return ()
     rows = [row for row in plan.details.ops.rows() if row.flops > 0 and row.name in HEAVY]
     rows = [row for row in rows if row.region == "forward"] or rows
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    counts: Counter[str] = Counter()
+    groups: dict[tuple[str, int], dict[str, list[str]]] = {}
     for row in rows:
-        key = (name_skeleton(row.module), row.name, row.words)
-        groups.setdefault(key, []).append(row.module)
-    found: dict[str, str] = {}
-    for (_, name, words), modules in groups.items():
-        operator = name_pattern(modules) or name
-        while operator in found:  # another product of the same module
-            operator += "'"
-        found[operator] = words
-    return tuple(found.items())
+        # The n-th product of a module is another operator than the others, in every layer alike.
+        key = (name_skeleton(row.module), counts[row.module])
+        counts[row.module] += 1
+        groups.setdefault(key, {}).setdefault(row.words, []).append(row.module)
+    found = []
+    for (_, place), ways in groups.items():
+        for words, modules in ways.items():
+            name = name_pattern(modules) or "product"
+            found.append((f"{name} #{place + 1}" if counts[modules[0]] > 1 else name, words))
+    return tuple(found)

@@ -49,8 +49,17 @@ def run_profile(arguments: Namespace) -> int:
             from autopar.cli.segments import run_segments
 
             return run_segments(arguments)
+        case "enumerate":
+            use_devices(arguments.platform)
+            from autopar.cli.enumerating import run_enumerate
+
+            return run_enumerate(arguments)
+        case "database":
+            from autopar.cli.enumerating import run_database
+
+            return run_database(arguments)
         case _:
-            raise ArgumentError(f"autopar profile: {form} is not part of this version.")
+            raise AssertionError(form)
 
 
 def form_of(arguments: Namespace) -> str:

@@ -262,7 +262,11 @@ ALLOWED_IMPORTS = {
     "cli": {
         "__init__",
         "api",
+        "database",
         "demo",
+        "enumeration",
+        "intra",
+        "measuring",
         "profiling",
         "segments",
         "session",
