@@ -20,6 +20,7 @@ import jax
 
 from autopar.cli.factories import load_step, parse_options
 from autopar.cli.planning import check_target
+from autopar.cli.segments import parse_mesh
 from autopar.database import default_database
 from autopar.enumeration import TimedPlan, covering_plans, timed_plans
 from autopar.errors import ArgumentError
@@ -45,7 +46,10 @@ def run_enumerate(arguments: Namespace) -> int:
         )
     if arguments.json is not None:
         check_target(arguments.json, "--json")
+    shape = parse_mesh(arguments.mesh)
     devices = jax.devices()[: arguments.devices]
+    if arguments.devices is not None and len(devices) < arguments.devices:
+        raise ArgumentError(f"--devices {arguments.devices}: there are {len(devices)} here.")
     cluster = cluster_of_devices(devices)
     if arguments.profile is not None:
         cluster = replace(cluster, profile=arguments.profile)
@@ -54,7 +58,7 @@ def run_enumerate(arguments: Namespace) -> int:
         user.args,
         devices,
         arguments.limit or DEFAULT_LIMIT,
-        mesh_shapes=None if arguments.mesh is None else [_mesh_shape(arguments.mesh)],
+        mesh_shapes=None if shape is None else [shape],
         cluster=cluster,
     )
     meshes = dict.fromkeys(_shape(planned.plan.mesh_shape) for planned in plans)
@@ -78,13 +82,6 @@ def run_enumerate(arguments: Namespace) -> int:
     if arguments.json is not None:
         print(f"\nfigures: {arguments.json}")
     return OK if any(one.step_s is not None for one in found) else NOT_FITTING
-
-
-def _mesh_shape(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if not 1 <= len(parts) <= 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ArgumentError(f"--mesh {text}: needs a mesh of one or two axes, such as 8 or 2x4.")
-    return tuple(int(part) for part in parts)
 
 
 def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedPlan]) -> None:

@@ -45,8 +45,9 @@ def test_plans_are_run_and_compared(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "2x2x2"], "--mesh 2x2x2: needs a mesh of one or two axes"),
+        (["--mesh", "2x2x2"], "--mesh 2x2x2: needs one or two sizes"),
         (["--mesh", "4x4"], "needs 16 devices; 8 were given"),
+        (["--devices", "9"], "--devices 9: there are 8 here"),
         (["--devices", "1"], "on one device there is one way to run a step"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json"),
         (["--quick"], "autopar profile --quick: is an option of"),
