@@ -9,7 +9,8 @@ collective did not split it, and n ranks:
     all-to-all          α + β · (n − 1)/n² · B
 
 so a reduce-scatter and an all-gather cost an all-reduce and one α. `alpha_share` scales α for
-collectives that XLA merges with others of their kind.
+collectives that XLA merges with others of their kind. On a mesh with a profile that has samples of
+such groups, they tell what it costs (`measured`), and α is what the least bytes take.
 """
 
 from __future__ import annotations
@@ -17,39 +18,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from autopar.cost.measured import measured_costs
 from autopar.ir.mesh import LogicalMesh
 
-Collective = Callable[..., float]
 
-
-def _ring(mesh: LogicalMesh, axes: tuple[int, ...], share: float, volume: float) -> float:
+def _seconds(
+    mesh: LogicalMesh,
+    axes: tuple[int, ...],
+    kind: str,
+    num_bytes: float,
+    share: float,
+    volume: Callable[[int], float],
+) -> float:
+    """`volume(n)`: the share of the bytes that each of n ranks sends."""
+    ranks = prod(mesh.shape[a] for a in axes)
+    if ranks == 1:
+        return 0.0
+    if mesh.profile is not None and mesh.profile.collectives:
+        place = mesh.placement(axes)
+        known = measured_costs(mesh.profile).collective_s(kind, *place, num_bytes, share)
+        if known is not None:
+            return known
     alpha, beta = mesh.link(axes)
-    return share * alpha + beta * volume
-
-
-def _ranks(mesh: LogicalMesh, axes: tuple[int, ...]) -> int:
-    return prod(mesh.shape[a] for a in axes)
+    return share * alpha + beta * volume(ranks) * num_bytes
 
 
 def all_reduce_s(
     mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float, alpha_share: float = 1.0
 ) -> float:
-    n = _ranks(mesh, axes)
-    return 0.0 if n == 1 else _ring(mesh, axes, alpha_share, 2 * (n - 1) / n * num_bytes)
+    return _seconds(mesh, axes, "all-reduce", num_bytes, alpha_share, lambda n: 2 * (n - 1) / n)
 
 
 def all_gather_s(
     mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float, alpha_share: float = 1.0
 ) -> float:
-    n = _ranks(mesh, axes)
-    return 0.0 if n == 1 else _ring(mesh, axes, alpha_share, (n - 1) / n * num_bytes)
+    return _seconds(mesh, axes, "all-gather", num_bytes, alpha_share, lambda n: (n - 1) / n)
 
 
-reduce_scatter_s = all_gather_s
+def reduce_scatter_s(
+    mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float, alpha_share: float = 1.0
+) -> float:
+    return _seconds(mesh, axes, "reduce-scatter", num_bytes, alpha_share, lambda n: (n - 1) / n)
 
 
 def all_to_all_s(
     mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float, alpha_share: float = 1.0
 ) -> float:
-    n = _ranks(mesh, axes)
-    return 0.0 if n == 1 else _ring(mesh, axes, alpha_share, (n - 1) / n**2 * num_bytes)
+    return _seconds(mesh, axes, "all-to-all", num_bytes, alpha_share, lambda n: (n - 1) / n**2)
+
+
+def shift_s(mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float) -> float:
+    """So many bytes from every device to its neighbour along the axes."""
+    return _seconds(mesh, axes, "collective-permute", num_bytes, 1.0, lambda _: 1.0)

@@ -61,7 +61,7 @@ def plan_details(
         moved_s, moved_bytes = charges.of_node.get(index, (0.0, 0.0))
         if node.kind is not NodeKind.OP and not moved_s:
             continue
-        key = (roles.alike[index], node.touched_bytes)
+        key = (roles.alike[index], node.touched_bytes, node.traffic)
         if key not in known:
             known[key] = _figures(graph, mesh, node, layouts[index])
         compute_s, own_flops, array, spec, runs = known[key]

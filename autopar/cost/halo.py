@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from autopar.cost.collectives import all_gather_s
+from autopar.cost.collectives import all_gather_s, shift_s
 from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
@@ -39,8 +39,8 @@ def halo_steps(
             continue
         shifts = sum(1 for rows in halo.rows if rows)
         sent_bytes = local_bytes * ranks / length * sum(halo.rows)
-        alpha, beta = mesh.link(axes)
-        yield axes, shifts * alpha + beta * sent_bytes, sent_bytes, shifts
+        seconds = shifts * shift_s(mesh, axes, sent_bytes / max(shifts, 1))
+        yield axes, seconds, sent_bytes, shifts
 
 
 def halo_s(

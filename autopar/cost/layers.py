@@ -122,7 +122,7 @@ class LayerTerms:
         known: dict[tuple, int] = {}
         groups = np.empty(len(self.graph.nodes), dtype=np.int64)
         for index, (owner, node) in enumerate(zip(self.classes, self.graph.nodes, strict=True)):
-            key = (owner, node.touched_bytes, node.flops, node.weight)
+            key = (owner, node.touched_bytes, node.flops, node.weight, node.traffic)
             groups[index] = known.setdefault(key, len(known))
             if groups[index] == len(self.node_groups):
                 self.node_groups.append(index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, prod
 
-from autopar.cost.collectives import all_gather_s
+from autopar.cost.collectives import all_gather_s, shift_s
 from autopar.cost.events import TransferTime
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.spec import WHOLE, num_shards
@@ -67,9 +67,8 @@ def _gather_s(plan: TilePlan, target_mesh: LogicalMesh) -> float:
         if dim == own == WHOLE and plan.target_mesh[axis] > 1
     )
     if copied:
-        local_alpha, local_beta = target_mesh.link(copied)
         parts = prod(plan.target_mesh[axis] for axis in cut)
-        seconds += local_alpha + local_beta * shard_bytes / parts
+        seconds += shift_s(target_mesh, copied, shard_bytes / parts)
     if cut:
         seconds += all_gather_s(target_mesh, cut, shard_bytes)
     return seconds

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from autopar.cost.compute import compute_s
 from autopar.cost.halo import halo_steps
+from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -194,14 +195,15 @@ def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts
         return 0.0
     values = (*node.operands, *node.results)
     all_layouts = (*own[0], *own[1])
+    ways = parallelism(node, own, mesh)
+    if mesh.profile is not None:
+        return node.weight * measured_op_s(node, graph.values, mesh, all_layouts, ways)
     moved = sum(
         touched / num_shards(layout, mesh.shape)
         for touched, layout in zip(node.touched_bytes, all_layouts, strict=True)
     )
     dtype = graph.values[values[0]].dtype
-    return node.weight * compute_s(
-        mesh.device, node.flops / parallelism(node, own, mesh), moved, dtype
-    )
+    return node.weight * compute_s(mesh.device, node.flops / ways, moved, dtype)
 
 
 def parallelism(node: Node, own: NodeLayouts, mesh: LogicalMesh) -> int:

@@ -78,6 +78,33 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What tells how long a product, a convolution or an attention kernel takes. Each size is the
+    product of some dimensions, as (operand or result, dimension); results count after operands.
+
+    product:                                  batch, m, n, k
+    forward, input-gradient, kernel-gradient: images, positions of a result, in and out channels,
+                                              positions of a window: of a convolution
+    attention, attention-gradient:            heads of all sequences, queries, keys, head size
+    """
+
+    kind: str
+    sizes: tuple[tuple[tuple[int, int], ...], ...]
+    is_causal: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a node's part of compiled kernels moves to and from memory. `num_bytes` is per operand,
+    then per result, at full size; `stream` the kind of access (of `profile.STREAMS`); `num_kernels`
+    how many kernels end with it."""
+
+    num_bytes: tuple[float, ...]
+    stream: str = "elementwise"
+    num_kernels: float = 0.0
+
+
+@dataclass(frozen=True)
 class Node:
     kind: NodeKind
     name: str
@@ -92,6 +119,8 @@ class Node:
     equation: int | None = None
     batch_factor: int | None = None  # the factor that carries the batch dimension
     signature: int = -1  # equal signatures have equal rules, costs and strategies
+    work: Work | None = None  # of a product, convolution or attention kernel
+    traffic: Traffic | None = None  # None where nothing is moved
 
     @property
     def is_heavy(self) -> bool:

@@ -3,7 +3,8 @@
 A `ClusterSpec` is hosts × devices with two kinds of link. A `LogicalMesh` arranges devices in a
 grid of named axes and prices each axis: α seconds per collective, β seconds per byte. Axes of a
 mesh made from a cluster know how many of their ranks share a host; a group that leaves its host
-is priced at the slow link, which the groups of one host share.
+is priced at the slow link, which the groups of one host share. With a `MachineProfile` the cluster
+and its meshes carry what was measured; presets then price only what was not.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from autopar.errors import ArgumentError, MeshError, near_names
+from autopar.errors import ArgumentError, MeshError, ProfileError, near_names
 from autopar.ir.decode import decode
+from autopar.ir.profile import MachineProfile, ProfileSummary, find_profile, restored_profile
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
 AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that others can replace
@@ -99,19 +101,27 @@ _PRESETS_BY_NAME = (
 )
 
 
-def preset_of(platform: str, kind: str) -> str:
-    """The preset of a device by its platform and its name (`jax.Device.device_kind`)."""
+FALLBACK_PRESET = "h100-sxm"
+
+
+def known_preset(platform: str, kind: str) -> str | None:
+    """The preset of a device by its platform and its name (`jax.Device.device_kind`), if any."""
     if platform == "cpu":
         return "cpu"
-    for sign, preset in _PRESETS_BY_NAME:
-        if sign in kind.upper():
-            return preset
+    return next((preset for sign, preset in _PRESETS_BY_NAME if sign in kind.upper()), None)
+
+
+def preset_of(platform: str, kind: str) -> str:
+    """The same, with a warning and the figures of an H100 for a device that is not known."""
+    preset = known_preset(platform, kind)
+    if preset is not None:
+        return preset
     warnings.warn(
         f"autopar knows no figures of the device {kind!r} and prices it as an H100; shardings stay "
         "correct, estimates may be off.",
         stacklevel=3,
     )
-    return "h100-sxm"
+    return FALLBACK_PRESET
 
 
 def device_spec(device: str | DeviceSpec) -> DeviceSpec:
@@ -124,6 +134,16 @@ def device_spec(device: str | DeviceSpec) -> DeviceSpec:
             "autopar.DeviceSpec with your own figures."
         )
     return DEVICES[device]
+
+
+def _check_same_device(profile: MachineProfile | ProfileSummary, name: str) -> None:
+    preset = known_preset(profile.platform, profile.device_kind)
+    if preset is not None and preset != name:
+        raise ProfileError(
+            f"profile {profile.name or profile.digest}: was measured on {profile.device_kind} "
+            f"({preset}), and the cluster's device is {name!r}. Give device={preset!r}, or a "
+            f"profile of {name!r} (`autopar profile` measures one)."
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -141,16 +161,30 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 @dataclass(frozen=True)
 class ClusterSpec:
     """`num_hosts` hosts of `devices_per_host` equal devices. Any figure of the preset can be
-    replaced: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`."""
+    replaced: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`.
+
+    device:  a preset's name or figures; by default the profile's device, or else "h100-sxm".
+    profile: what was measured on such devices, by `autopar profile`: the path of its file, the name
+             of a table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster
+             of a plan file has its summary, unless the table comes with autopar.
+    """
 
     num_hosts: int
     devices_per_host: int
-    device: str | DeviceSpec = "h100-sxm"
+    device: str | DeviceSpec = ""
     memory_bytes: float | None = None
     intra_host_bandwidth: float | None = None
     host_bandwidth: float | None = None
+    profile: MachineProfile | ProfileSummary | str | None = None
 
     def __post_init__(self) -> None:
+        profile = self.profile
+        if profile is not None and not isinstance(profile, (MachineProfile, ProfileSummary)):
+            profile = find_profile(profile)
+            object.__setattr__(self, "profile", profile)
+        if self.device == "":
+            own = None if profile is None else known_preset(profile.platform, profile.device_kind)
+            object.__setattr__(self, "device", own or FALLBACK_PRESET)
         for name in ("num_hosts", "devices_per_host"):
             given = getattr(self, name)
             if not _is_count(given):
@@ -159,20 +193,41 @@ class ClusterSpec:
             given = getattr(self, name)
             if given is not None and not (_is_number(given) and given > 0):
                 raise ArgumentError(f"ClusterSpec({name}={given!r}): needs a number > 0, or None.")
-        device_spec(self.device)
+        name = device_spec(self.device).name
+        if profile is not None and name in DEVICES:
+            _check_same_device(profile, name)
 
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
     @property
+    def measured(self) -> MachineProfile | None:
+        """The profile, if it is here and not its summary alone."""
+        return self.profile if isinstance(self.profile, MachineProfile) else None
+
+    @property
+    def priced_by(self) -> ProfileSummary | None:
+        profile = self.profile
+        return profile.summary if isinstance(profile, MachineProfile) else profile  # type: ignore
+
+    def _fits_hosts(self, group_size: int, stride: int, num_devices: int | None) -> bool:
+        """Whether every group stays on one host."""
+        one_host = (num_devices or self.num_devices) <= self.devices_per_host
+        # Where the groups do not fill a host evenly, the next host begins inside one of them.
+        return group_size == 1 or one_host or self.devices_per_host % (group_size * stride) == 0
+
+    @property
     def spec(self) -> DeviceSpec:
-        """The device with this cluster's own figures put in."""
+        """The device with this cluster's own figures put in, and the memory that was measured."""
         own = {
             name: getattr(self, name)
             for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth")
             if getattr(self, name) is not None
         }
+        measured = self.priced_by
+        if measured is not None and measured.usable_memory_bytes is not None:
+            own.setdefault("memory_bytes", measured.usable_memory_bytes)
         return replace(device_spec(self.device), **own)
 
     def link(
@@ -181,9 +236,7 @@ class ClusterSpec:
         """(α, β) of rings over `group_size` devices `stride` apart in host-major order, all side
         by side on the first `num_devices` (all, if None)."""
         device = self.spec
-        one_host = (num_devices or self.num_devices) <= self.devices_per_host
-        # Where the groups do not fill a host evenly, the next host begins inside one of them.
-        if group_size == 1 or one_host or self.devices_per_host % (group_size * stride) == 0:
+        if self._fits_hosts(group_size, stride, num_devices):
             return device.intra_host_alpha_s, 1 / device.intra_host_bandwidth
         ranks_per_host = max(1, min(group_size, self.devices_per_host // stride))
         # Each ring crosses the host's boundary once each way; the rings of the groups that share
@@ -197,8 +250,11 @@ def decode_cluster(body: dict[str, Any]) -> ClusterSpec:
     """A cluster from a plan file; wrong figures are an `ArgumentError` or a ValueError."""
     device = body.get("device")
     own = device if isinstance(device, str) else decode(DeviceSpec, device)
-    rest = {name: value for name, value in body.items() if name != "device"}
-    return ClusterSpec(device=own, **rest)
+    rest = {name: value for name, value in body.items() if name not in ("device", "profile")}
+    profile = decode(ProfileSummary | None, body.get("profile"))
+    known = None if profile is None else restored_profile(profile)
+    return ClusterSpec(device=own, profile=known, **rest)
+
 
 
 @dataclass(frozen=True)
@@ -213,6 +269,8 @@ class LogicalMesh:
                   not be computed redundantly.
     joint_link:   (α, β) of one ring through all devices; the worst axis if None.
     forbidden:    collectives that may not be used: "reduce-scatter", "all-to-all".
+    profile:      what was measured on such devices; it prices all that it has samples of.
+    num_on_host:  devices of one host; 0 if all are on one.
     """
 
     shape: tuple[int, ...]
@@ -223,6 +281,8 @@ class LogicalMesh:
     device: DeviceSpec | None = None
     joint_link: tuple[float, float] | None = None
     forbidden: frozenset[str] = frozenset()
+    profile: MachineProfile | None = None
+    num_on_host: int = 0
 
     def __post_init__(self) -> None:
         shape = _as_tuple(self.shape)
@@ -267,6 +327,16 @@ class LogicalMesh:
             return self.joint_link
         return max(self.alpha[a] for a in axes), max(self.beta[a] for a in axes)
 
+    def placement(self, axes: tuple[int, ...]) -> tuple[int, int, int]:
+        """Of the groups of a collective: how many ranks, how far apart, how many on one host."""
+        ranks = prod(self.shape[a] for a in axes)
+        split = [a for a in axes if self.shape[a] > 1] or list(axes)
+        stride = prod(self.shape[max(split) + 1 :])
+        per_host = self.num_on_host
+        if not per_host or self.num_devices <= per_host or per_host % (ranks * stride) == 0:
+            return ranks, stride, ranks
+        return ranks, stride, max(1, min(ranks, per_host // stride))
+
 
 def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh:
     """Arrange a cluster's devices, host-major, in a grid and price its axes."""
@@ -286,4 +356,6 @@ def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh
         memory_bytes=cluster.spec.memory_bytes,
         device=cluster.spec,
         joint_link=cluster.link(total, 1, total),
+        profile=cluster.measured,
+        num_on_host=0 if cluster.profile is None else cluster.devices_per_host,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -443,8 +443,12 @@ def _digest(body: Any) -> str:
 
 
 def _encode(value: Any) -> Any:
+    if isinstance(value, ClusterSpec) and value.measured is not None:
+        return _encode(replace(value, profile=value.priced_by))
     if hasattr(value, "__dataclass_fields__"):
         skip = ("in_tree", "out_tree", "origin")
+        if isinstance(value, ClusterSpec) and value.profile is None:
+            skip = (*skip, "profile")
         names = [n for n in value.__dataclass_fields__ if n not in skip]
         return {n: _encode(getattr(value, n)) for n in names}
     if isinstance(value, (tuple, list)):

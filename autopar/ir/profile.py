@@ -14,12 +14,12 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import ProfileError
+from autopar.errors import ArgumentError, ProfileError, near_names
 from autopar.ir.decode import decode
 
 FORMAT = 1
@@ -130,6 +130,38 @@ class CrossingSample:
     time: Timing
 
 
+PARTS = ("products", "convolutions", "streams", "attentions", "collectives", "crossings")
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """Which profile a plan was priced by: all that a plan file holds of it. `parts`: what it has
+    samples of; all else was priced by the device's figures."""
+
+    name: str
+    digest: str
+    platform: str
+    device_kind: str
+    versions: dict[str, str]
+    parts: tuple[str, ...]
+    date: str = ""
+    usable_memory_bytes: float | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def text(self) -> str:
+        """`h200.json (8d3f…): NVIDIA H200, jax 0.11.2`."""
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        date = f", measured on {self.date}" if self.date else ""
+        return f"{self.name or 'a profile'} ({self.digest}): {self.device_kind}, {versions}{date}"
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(part for part in PARTS if part not in self.parts)
+
+
 @dataclass(frozen=True)
 class MachineProfile:
     """All samples of one machine.
@@ -166,6 +198,19 @@ class MachineProfile:
     def digest(self) -> str:
         return hashlib.sha256(_body(self).encode()).hexdigest()[:16]
 
+    @cached_property
+    def summary(self) -> ProfileSummary:
+        return ProfileSummary(
+            self.name,
+            self.digest,
+            self.platform,
+            self.device_kind,
+            self.versions,
+            tuple(part for part in PARTS if getattr(self, part)),
+            self.date,
+            self.usable_memory_bytes,
+        )
+
     def __hash__(self) -> int:
         return hash(self.digest)
 
@@ -181,16 +226,58 @@ class MachineProfile:
             raise ProfileError(f"{path}: the profile cannot be written: {error}") from error
 
 
+SHIPPED = Path(__file__).parents[1] / "profiles"
+
+
+def find_profile(given: Any) -> MachineProfile:
+    """A profile by the path of its file, or by the name of one that comes with autopar."""
+    if isinstance(given, MachineProfile):
+        return given
+    if not isinstance(given, (str, Path)) or not str(given):
+        raise ArgumentError(
+            f"profile={given!r}: needs the path of a file that `autopar profile` wrote, the name "
+            "of a table that comes with autopar, or an autopar.MachineProfile."
+        )
+    shipped = SHIPPED / f"{given}.json"
+    if isinstance(given, str) and given.isidentifier() and shipped.is_file():
+        return load_profile(shipped)
+    if isinstance(given, str) and given.isidentifier() and not Path(given).exists():
+        names = shipped_profiles()
+        raise ProfileError(
+            f"profile={given!r}: there is no such table{near_names(given, names)}. There are "
+            f"{', '.join(names) or 'none'}; a path names a file, such as ./{given}.json."
+        )
+    return load_profile(given)
+
+
+def restored_profile(summary: ProfileSummary) -> MachineProfile | ProfileSummary:
+    """The profile that a plan file speaks of, if it comes with autopar and is still the same."""
+    name = summary.name.removesuffix(".json")
+    if name in shipped_profiles() and (own := find_profile(name)).digest == summary.digest:
+        return own
+    return summary
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.json"))
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, changed: float) -> MachineProfile:
+    """One object per file as long as it stays the same, so that what is made of it is kept."""
+    del changed
+    return parse_profile(path.read_text(encoding="utf-8"), path.name)
+
+
 def load_profile(path: str | Path) -> MachineProfile:
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return _read(path.absolute(), path.stat().st_mtime)
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(
             f"profile={str(path)!r}: cannot be read ({error}). Measure this machine with "
             f"`autopar profile --output {path.name}`."
         ) from error
-    return parse_profile(text, path.name)
 
 
 def parse_profile(text: str, name: str) -> MachineProfile:
@@ -234,7 +321,7 @@ def check_profile(profile: MachineProfile) -> None:
         for index, sample in enumerate(getattr(profile, name)):
             if sample.kind not in kinds:
                 raise ValueError(f"{name}[{index}].kind: {sample.kind!r} is none of {kinds}")
-    for name in ("products", "convolutions", "streams", "attentions", "collectives", "crossings"):
+    for name in PARTS:
         for index, sample in enumerate(getattr(profile, name)):
             for part in fields(sample):
                 value, where = getattr(sample, part.name), f"{name}[{index}].{part.name}"

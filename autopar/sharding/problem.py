@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.cost.compute import compute_s, tie_break_s
 from autopar.cost.halo import halo_s
+from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import SolverError
@@ -136,7 +137,7 @@ def problem_on_mesh(
 
 def _price_key(node: Node) -> tuple:
     """Members of a class with equal keys cost the same."""
-    return node.touched_bytes, node.flops, node.weight
+    return node.touched_bytes, node.flops, node.weight, node.traffic
 
 
 def _allowed(
@@ -197,7 +198,11 @@ def node_costs(
     cost = np.array(
         [tie_break_s(mesh, float(b)) for b in (sizes[results] / shards[:, results]).sum(axis=1)]
     )
-    if mesh.device is not None and node.kind is NodeKind.OP:
+    if mesh.device is not None and mesh.profile is not None and node.kind is NodeKind.OP:
+        for i, s in enumerate(strategies):
+            layouts = (*s.operands, *s.results)
+            cost[i] += measured_op_s(node, graph.values, mesh, layouts, s.parallelism)
+    elif mesh.device is not None and node.kind is NodeKind.OP:
         moved = (touched / shards).sum(axis=1)
         dtype = graph.values[node.operands[0] if node.operands else node.results[0]].dtype
         for i, strategy in enumerate(strategies):

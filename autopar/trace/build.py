@@ -22,7 +22,7 @@ from math import prod
 from typing import Any
 
 from autopar import _jax
-from autopar.ir.graph import Graph, Node, NodeKind, Rule, Unruled, Value
+from autopar.ir.graph import Graph, Node, NodeKind, Rule, Traffic, Unruled, Value, Work
 from autopar.trace.compose import RuledEquation, replicated_rule
 from autopar.trace.figures import (
     batch_factors,
@@ -31,11 +31,13 @@ from autopar.trace.figures import (
     touched_bytes,
 )
 from autopar.trace.flatten import TracedStep
+from autopar.trace.kernels import node_traffic
 from autopar.trace.liveness import find_lives
 from autopar.trace.program import LOOPS, Equation, Operand, Program
 from autopar.trace.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.trace.rules import equation_key, identity_rule, rules_of_equations
 from autopar.trace.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
+from autopar.trace.work import equation_work
 
 
 def build_graph(step: TracedStep) -> Graph:
@@ -62,6 +64,7 @@ class _Signature:
     ruled: RuledEquation
     rule: Rule  # of the operands that are not constant
     flops: float
+    work: Work | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class _Builder:
         for number, (equation, ruled) in enumerate(zip(first, rules, strict=True)):
             flops = equation_flops(equation, self.program.avals) if equation.results else 0.0
             rule = _without_constants(equation, ruled.rule)
-            self.signatures.append(_Signature(number, ruled, rule, flops))
+            work = equation_work(equation, self.program.avals)
+            self.signatures.append(_Signature(number, ruled, rule, flops, work))
         self.signature_of = [None if n is None else self.signatures[n] for n in numbers]
 
     # -- the graph
@@ -141,8 +145,13 @@ class _Builder:
         in_place = {outputs[o] for i, o in state if i in donated}
         liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops)
         nodes = tuple(
-            _completed(node, touched_bytes(node, self.values, liveness.in_memory), factor)
-            for node, factor in zip(self.nodes, factors, strict=True)
+            _completed(node, touched_bytes(node, self.values, liveness.in_memory), factor, traffic)
+            for node, factor, traffic in zip(
+                self.nodes,
+                factors,
+                node_traffic(self.nodes, self.values, liveness.in_memory, in_place),
+                strict=True,
+            )
         )
         deferred = deferred_values(nodes, batch_inputs)
         values = tuple(
@@ -261,6 +270,7 @@ class _Builder:
             region=here.region,
             equation=index,
             signature=signature.number,
+            work=signature.work,
         )
         self.nodes.append(node)
         if partial:
@@ -534,7 +544,12 @@ def _without_constants(equation: Equation, rule: Rule) -> Rule:
     return replace(rule, operands=operands, linear=False)
 
 
-def _completed(node: Node, touched: tuple[float, ...], batch_factor: int | None) -> Node:
+def _completed(
+    node: Node,
+    touched: tuple[float, ...],
+    batch_factor: int | None,
+    traffic: Traffic | None,
+) -> Node:
     return Node(
         node.kind,
         node.name,
@@ -549,4 +564,6 @@ def _completed(node: Node, touched: tuple[float, ...], batch_factor: int | None)
         node.equation,
         batch_factor,
         node.signature,
+        node.work,
+        traffic,
     )

@@ -1,0 +1,291 @@
+"""Times of work that was measured: from a `MachineProfile` to seconds for any size.
+
+A function gives None where the profile has no sample that could tell; then the caller falls back
+to the symbolic model. How samples are joined is told in `curves`.
+
+Collectives. Samples of one kind, number of ranks and placement (how far apart ranks are, how many
+of them share a host) make a curve over bytes. Ranks that were not measured take the curve of the
+nearest that were, with bytes scaled by the ring law. On all of it these laws hold, as they do for
+rings, by taking the least of what the laws allow:
+
+    all-gather, reduce-scatter ≤ all-reduce ≤ reduce-scatter + all-gather + α
+    all-to-all ≤ all-gather
+    more bytes, and (but for all-to-all) more ranks, never cost less
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import log, prod
+
+from autopar.cost.curves import Bounds, Curve
+from autopar.ir.profile import MachineProfile
+
+_CACHED = 65536
+# Types that take each other's samples where there are none of their own, best first.
+_LIKE = {
+    "bfloat16": ("float16",),
+    "float16": ("bfloat16",),
+    "float64": (),
+}
+_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+Sample = tuple[tuple[float, ...], float, float]  # sizes, seconds, flops
+
+
+class MeasuredCosts:
+    def __init__(self, profile: MachineProfile) -> None:
+        self.profile = profile
+        self._products = _bounds(
+            (p.dtype, ((p.batch, p.m, p.n, p.k), p.time.seconds, p.flops)) for p in profile.products
+        )
+        self._convolutions = _bounds(
+            (
+                (c.dtype, c.kind),
+                (_convolution_sizes(c), c.time.seconds, c.flops),
+            )
+            for c in profile.convolutions
+        )
+        attentions = [a for a in profile.attentions if a.implementation == "cudnn"]
+        self._attentions = _bounds(
+            ((a.dtype, backward, a.causal), _attention_sample(a, backward))
+            for a in attentions
+            for backward in (False, True)
+        )
+        streams: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for s in profile.streams:
+            streams[s.kind, s.dtype].append((s.num_bytes, s.time.seconds))
+        self._streams = {key: Curve(samples) for key, samples in streams.items()}
+        self._collectives = _Collectives(profile)
+        crossings: dict[tuple[bool, int], list[tuple[float, float]]] = defaultdict(list)
+        for c in profile.crossings:
+            crossings[c.same_host, c.num_pairs].append((c.num_bytes, c.time.seconds))
+        self._crossings = {key: Curve(samples) for key, samples in crossings.items()}
+        # Caches of this object, so that a profile that is no longer used can go.
+        self.product_s = lru_cache(_CACHED)(self._product_s)
+        self.convolution_s = lru_cache(_CACHED)(self._convolution_s)
+        self.attention_s = lru_cache(_CACHED)(self._attention_s)
+        self.stream = lru_cache(_CACHED)(self._stream)
+
+    @property
+    def launch_s(self) -> float:
+        return 0.0 if self.profile.launch_s is None else self.profile.launch_s.seconds
+
+    @property
+    def dispatch_s(self) -> float | None:
+        return None if self.profile.dispatch_s is None else self.profile.dispatch_s.seconds
+
+    def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
+        found = _of_type(self._products, dtype)
+        return None if found is None else found((batch, m, n, k), 2.0 * batch * m * n * k)
+
+    def _convolution_s(
+        self,
+        dtype: str,
+        kind: str,
+        images: float,
+        positions: float,
+        in_channels: float,
+        out_channels: float,
+        window: float,
+    ) -> float | None:
+        """`positions` of an image's result, `window` of a position: both counted in all."""
+        sizes = (images, positions, in_channels, out_channels, window)
+        for own in (dtype, *_LIKE.get(dtype, ())):
+            found = self._convolutions.get((own, kind))
+            if found is not None:
+                return found(sizes, 2.0 * prod(sizes))
+        return None
+
+    def _attention_s(
+        self,
+        dtype: str,
+        backward: bool,
+        causal: bool,
+        heads: float,
+        length: float,
+        head_dim: float,
+    ) -> float | None:
+        """Of one kernel over so many heads, those of all sequences together."""
+        sizes = (heads, length, length, head_dim)
+        for own in (dtype, *_LIKE.get(dtype, ())):
+            for is_causal in (causal, not causal):
+                found = self._attentions.get((own, backward, is_causal))
+                if found is not None:
+                    half = {(False, True): 0.5, (True, False): 2.0}.get((is_causal, causal), 1.0)
+                    return half * found(sizes, prod(sizes))
+        return None
+
+    def _stream(self, kind: str, dtype: str) -> Curve | None:
+        """The curve of a kind of work that is bound by memory; of the type whose elements are as
+        long, and of arithmetic where the kind was not measured."""
+        size = _SIZES.get(dtype, 4)
+        for own_kind in (kind, "elementwise", "copy"):
+            types = [d for k, d in self._streams if k == own_kind]
+            if dtype in types:
+                return self._streams[own_kind, dtype]
+            if types:
+                nearest = min(types, key=lambda d: abs(_SIZES.get(d, 4) - size))
+                return self._streams[own_kind, nearest]
+        return None
+
+    def stream_s(self, kind: str, num_bytes: float, dtype: str = "float32") -> float | None:
+        curve = self.stream(kind, dtype)
+        return None if curve is None else curve(num_bytes)
+
+    def collective_s(
+        self,
+        kind: str,
+        ranks: int,
+        stride: int,
+        ranks_per_host: int,
+        num_bytes: float,
+        alpha_share: float = 1.0,
+    ) -> float | None:
+        """`num_bytes` is of the tensor as it would be on one device if nothing were split."""
+        return self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, alpha_share)
+
+    def crossing_s(self, same_host: bool, num_pairs: int, num_bytes: float) -> float | None:
+        """`num_bytes` from each of so many devices to one of another mesh."""
+        pairs = [n for own, n in self._crossings if own == same_host]
+        if not pairs:
+            return None
+        nearest = min(pairs, key=lambda n: abs(log(n / max(num_pairs, 1))))
+        return self._crossings[same_host, nearest](num_bytes)
+
+
+@lru_cache(maxsize=16)
+def measured_costs(profile: MachineProfile) -> MeasuredCosts:
+    return MeasuredCosts(profile)
+
+
+def _bounds(samples: Iterable[tuple[object, Sample]]) -> dict:
+    grouped: dict[object, list[Sample]] = defaultdict(list)
+    for key, sample in samples:
+        grouped[key].append(sample)
+    return {key: Bounds(*zip(*own, strict=True)) for key, own in grouped.items()}
+
+
+def _of_type(found: dict[str, Bounds], dtype: str) -> Bounds | None:
+    for own in (dtype, *_LIKE.get(dtype, ())):
+        if own in found:
+            return found[own]
+    return None
+
+
+def _convolution_sizes(c) -> tuple[float, ...]:
+    positions = (-(-c.size // c.stride)) ** 2
+    return c.images, positions, c.in_channels, c.out_channels, c.window**2
+
+
+def _attention_sample(a, backward: bool) -> Sample:
+    sizes = (a.batch * a.heads, a.length, a.length, a.head_dim)
+    return sizes, (a.backward if backward else a.forward).seconds, float(prod(sizes))
+
+
+# -- collectives
+
+_VOLUME: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n**2,
+    "collective-permute": lambda n: 1.0,
+}
+
+
+class _Collectives:
+    def __init__(self, profile: MachineProfile) -> None:
+        samples: dict[tuple[str, bool], dict[tuple[int, int, int], list]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for c in profile.collectives:
+            if c.ranks > 1:
+                place = c.ranks, c.stride, c.ranks_per_host
+                own = samples[c.kind, c.ranks_per_host < c.ranks][place]
+                own.append((c.num_bytes, c.time.seconds))
+        self.curves = {
+            family: {place: Curve(own) for place, own in places.items()}
+            for family, places in samples.items()
+        }
+        self.kept = lru_cache(_CACHED)(self.family)
+        self.cached = lru_cache(_CACHED)(self.lawful)
+
+    def __call__(
+        self, kind: str, ranks: int, stride: int, per_host: int, num_bytes: float, share: float
+    ) -> float | None:
+        if ranks == 1:
+            return 0.0
+        place = (ranks, stride, per_host)
+        seconds = self.cached(kind, place, float(num_bytes))
+        if seconds is None or share == 1.0:
+            return seconds
+        alpha = self.cached(kind, place, 0.0)
+        return seconds - (1 - share) * (alpha or 0.0)
+
+    def lawful(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
+        """The measured time, no more than what laws allow."""
+        own = self.known(kind, place, num_bytes)
+        if own is None or kind == "collective-permute":
+            return own
+        reduce_s = self.known("all-reduce", place, num_bytes) or own
+        if kind in ("all-gather", "reduce-scatter"):
+            return min(own, reduce_s)
+        gather_s = min(self.known("all-gather", place, num_bytes) or own, reduce_s)
+        if kind == "all-to-all":
+            return min(own, gather_s)
+        scatter_s = min(self.known("reduce-scatter", place, num_bytes) or own, reduce_s)
+        gather_alpha = self.known("all-gather", place, 0.0) or 0.0
+        reduce_alpha = self.known("all-reduce", place, 0.0) or 0.0
+        return min(own, gather_s + scatter_s + min(gather_alpha, reduce_alpha))
+
+    def known(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
+        own = self.raw(kind, place, num_bytes)
+        return self.by_another(kind, place, num_bytes) if own is None else own
+
+    def by_another(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
+        """A kind that was not measured, by the ring law from one that was."""
+        volume = _VOLUME[kind](place[0])
+        for other in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+            if other != kind:
+                scale = volume / _VOLUME[other](place[0])
+                found = self.raw(other, place, num_bytes * scale)
+                if found is not None:
+                    return found
+        return None
+
+    def raw(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
+        """By the kind's own samples: never less than fewer ranks take, never more than more."""
+        members = self.kept(kind, *place)
+        if not members:
+            return None
+        ranks, volume = place[0], _VOLUME[kind]
+        grows = kind not in ("all-to-all", "collective-permute")
+        below = [(n, curve) for n, curve in members if n <= ranks]
+        above = [(n, curve) for n, curve in members if n > ranks]
+        nearest, curve = below[-1] if below else above[0]
+        seconds = curve(num_bytes * volume(ranks) / volume(nearest))
+        if grows:
+            seconds = max([seconds, *(own(num_bytes) for _, own in below)])
+            if above:
+                most = max(own(num_bytes) for _, own in (*below, above[0]))
+                seconds = min(seconds, most)
+        return seconds
+
+    def family(
+        self, kind: str, ranks: int, stride: int, per_host: int
+    ) -> tuple[tuple[int, Curve], ...]:
+        """Per number of ranks that was measured, fewest first, the curve of the placement that is
+        most like this one."""
+        places = self.curves.get((kind, per_host < ranks), {})
+        found: dict[int, tuple[float, Curve]] = {}
+        for (n, own_stride, own_per_host), curve in places.items():
+            distance = abs(log(own_stride / stride))
+            if per_host < ranks:
+                distance += 4 * abs(log(own_per_host / per_host))
+            if n not in found or distance < found[n][0]:
+                found[n] = distance, curve
+        return tuple((n, found[n][1]) for n in sorted(found))
+

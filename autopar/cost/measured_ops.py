@@ -1,0 +1,90 @@
+"""What an op takes on one device by what was measured: from a node and its layouts to seconds.
+
+Products, convolutions and attention kernels take what samples of their local sizes took. All else
+is bound by memory: the kernels that end with the node take the least time of their kind each, and
+the bytes that the node's part of kernels moves go at the rate that so many bytes go (see
+`Traffic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from autopar.cost.compute import compute_s
+from autopar.cost.measured import MeasuredCosts, measured_costs
+from autopar.ir.graph import Node, NodeKind, Value
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import Layout, num_shards
+
+
+def measured_op_s(
+    node: Node,
+    values: Sequence[Value],
+    mesh: LogicalMesh,
+    layouts: Sequence[Layout],
+    parallelism: int,
+) -> float:
+    """Seconds of one run; `layouts` are of operands, then of results."""
+    assert mesh.profile is not None and mesh.device is not None
+    if node.kind is not NodeKind.OP:
+        return 0.0
+    costs = measured_costs(mesh.profile)
+    own = (*node.operands, *node.results)
+    dtype = values[own[0]].dtype
+    if node.work is not None:
+        seconds = _work_s(node, values, mesh, layouts, costs, dtype)
+        if seconds is not None:
+            return seconds
+        moved = _moved(node.touched_bytes, layouts, mesh)
+        return compute_s(mesh.device, node.flops / parallelism, moved, dtype)
+    traffic = node.traffic
+    if traffic is None:
+        return 0.0
+    moved = _moved(traffic.num_bytes, layouts, mesh)
+    result = values[node.results[0]].dtype
+    curve = costs.stream(traffic.stream, result)
+    if curve is None:
+        return moved / mesh.device.memory_bandwidth + traffic.num_kernels * costs.launch_s
+    floor = curve.floor_s
+    return traffic.num_kernels * floor + max(0.0, curve(moved) - floor)
+
+
+def _moved(num_bytes: Sequence[float], layouts: Sequence[Layout], mesh: LogicalMesh) -> float:
+    return sum(
+        size / num_shards(layout, mesh.shape)
+        for size, layout in zip(num_bytes, layouts, strict=True)
+        if size
+    )
+
+
+def _work_s(
+    node: Node,
+    values: Sequence[Value],
+    mesh: LogicalMesh,
+    layouts: Sequence[Layout],
+    costs: MeasuredCosts,
+    dtype: str,
+) -> float | None:
+    work = node.work
+    assert work is not None
+    own = (*node.operands, *node.results)
+    local: list[int] = []
+    for dims in work.sizes:
+        size = 1
+        for position, dim in dims:
+            size *= values[own[position]].shape[dim]
+            for entry, ways in zip(layouts[position], mesh.shape, strict=True):
+                if entry == dim:
+                    size //= ways
+        local.append(max(size, 1))
+    if work.kind == "product":
+        return costs.product_s(dtype, *local)
+    if work.kind.startswith("attention"):
+        heads, queries, keys, head_dim = local
+        length = sqrt(queries * keys)
+        backward = work.kind == "attention-gradient"
+        return costs.attention_s(dtype, backward, work.is_causal, heads, length, head_dim)
+    return costs.convolution_s(dtype, work.kind, *map(float, local))
+
+
