@@ -36,6 +36,10 @@ Loop = Callable[[int], TracedStep]  # the step as a loop over so many micro-batc
 
 
 def launch_s(cluster: ClusterSpec) -> float:
+    """As measured, if it was."""
+    measured = cluster.measured
+    if measured is not None and measured.dispatch_s is not None:
+        return measured.dispatch_s.seconds
     return LAUNCH_S.get(cluster.spec.name, GPU_LAUNCH_S)
 
 

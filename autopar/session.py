@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from autopar import _jax
-from autopar.errors import ArgumentError, MeshError
+from autopar.errors import ArgumentError, MeshError, ProfileError
 from autopar.ir.mesh import ClusterSpec, preset_of
+from autopar.ir.profile import MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.remote.words import describe_instruction
@@ -30,17 +31,19 @@ class Session:
     """devices: those that were chosen, or None for all of this process.
     remote:  the cluster, if it is not this process.
     options: what `init` was given, to start again with.
+    profile: what was measured on these devices, if anything.
     """
 
     number: int
     devices: tuple[Any, ...] | None = None
     remote: RemoteSession | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    profile: MachineProfile | None = None
 
     @property
     def key(self) -> Any:
         """Equal for sessions for which the same programs serve."""
-        return ("local", self.devices) if self.remote is None else self.number
+        return ("local", self.devices, self.profile) if self.remote is None else self.number
 
     def all_devices(self) -> tuple[Any, ...]:
         """Of this process, or of all that `jax.distributed` has joined, one after another; nobody
@@ -51,8 +54,10 @@ class Session:
 
     def cluster(self) -> ClusterSpec:
         if self.remote is not None:
-            return self.remote.cluster.spec
-        return cluster_of_devices(self.all_devices())
+            found = self.remote.cluster.spec
+        else:
+            found = cluster_of_devices(self.all_devices())
+        return found if self.profile is None else replace(found, profile=self.profile)
 
 
 _numbers = itertools.count()
@@ -81,6 +86,7 @@ def init(
     silence_limit_s: float | None = None,
     hang_limit_s: float | None = None,
     start_limit_s: float | None = None,
+    profile: MachineProfile | str | None = None,
 ) -> None:
     """Choose where parallelized functions run.
 
@@ -95,10 +101,14 @@ def init(
                      A worker that dies is noticed within 10 s; one that is silent for
                      `silence_limit_s` (30), or makes no progress in a step for `hang_limit_s` (300)
                      counts as lost. Workers must have started within `start_limit_s` (120).
+
+    Plans are priced by `profile`, if it is given: the path of a file that `autopar profile` wrote on
+    such devices, the name of a table that comes with autopar ("h200", "cpu"), or the profile.
     """
     global _current
     if cluster not in CLUSTERS:
         raise ArgumentError(f"init(cluster={cluster!r}): needs 'local' or 'ray'.")
+    measured = None if profile is None else find_profile(profile)
     limits = {
         "heartbeat_s": heartbeat_s,
         "silence_limit_s": silence_limit_s,
@@ -121,8 +131,10 @@ def init(
                 "takes devices=… only."
             )
         chosen = None if devices is None else checked_devices("init", devices)
+        if measured is not None:
+            check_profile_here(measured, Session(-1, chosen).all_devices()[0])
         shutdown()
-        _current = Session(next(_numbers), chosen)
+        _current = Session(next(_numbers), chosen, profile=measured)
         return
     if devices is not None:
         raise ArgumentError(
@@ -145,11 +157,51 @@ def init(
         if joined.platform == "gpu":
             _leave_gpus_to_workers()
         remote = _remote(joined, transport)
+        if measured is not None:
+            replace(joined.spec, profile=measured)  # an error if it is of another device
+            _warn_of_versions(measured, joined.platform)
     except BaseException:
         joined.close()
         raise
-    options = tuple((name, value) for name, value in for_ray.items() if value is not None)
-    _current = Session(next(_numbers), None, remote, options)
+    given = {**for_ray, "profile": measured}
+    options = tuple((name, value) for name, value in given.items() if value is not None)
+    _current = Session(next(_numbers), None, remote, options, measured)
+
+
+def check_profile_here(profile: MachineProfile, device: Any) -> None:
+    """A profile of other hardware is an error, one of other versions a warning."""
+    name = profile.name or profile.digest
+    for field, given, here in (
+        ("platform", profile.platform, device.platform),
+        ("device_kind", profile.device_kind, device.device_kind),
+    ):
+        if given != here:
+            raise ProfileError(
+                f"profile {name}: its {field} is {given!r}, and the devices here are {here!r}. "
+                "Measure these with `autopar profile`, or leave profile out."
+            )
+    _warn_of_versions(profile, device.platform)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_of_versions(profile: MachineProfile, platform: str) -> None:
+    """Once per profile: which versions it was measured with, where others are used here."""
+    here = _jax.installed_versions(platform)
+    other = [
+        f"{field} {profile.versions[field]} there and {here[field]} here"
+        for field in here
+        if profile.versions.get(field, here[field]) != here[field]
+    ]
+    key = (profile.digest, platform)
+    if other and key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"profile {profile.name or profile.digest}: was measured with other versions: "
+            f"{', '.join(other)}. Predicted times may be off; `autopar profile` measures anew.",
+            stacklevel=4,
+        )
 
 
 def _leave_gpus_to_workers() -> None:

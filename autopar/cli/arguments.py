@@ -182,6 +182,11 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-argnums", type=_positions, metavar="LIST", help="arguments with a batch dimension"
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="costs as measured by `autopar profile`: its file, or a name such as h200",
+    )
     parser.add_argument("--memory", metavar="BYTES", help="of one device, as 32GB")
     parser.add_argument("--intra-bandwidth", metavar="RATE", help="of a device's link: 300GB/s")
     parser.add_argument("--inter-bandwidth", metavar="RATE", help="of a host's network: 100Gb/s")

@@ -3,6 +3,7 @@
     [cluster]
     hosts = 50
     devices_per_host = 4
+    profile = "my_machine.json"
     [device]
     preset = "v100"
     name = "my device"
@@ -18,7 +19,7 @@
     inter_host_latency = "15 us"
 
 What is not given is the preset's; without a preset all figures of [device] and both bandwidths are
-needed. `inter_host_bandwidth` is that of a host's whole network, `intra_host_bandwidth` of one
+needed, unless a profile says which device it is. A profile's path is relative to the file. `inter_host_bandwidth` is that of a host's whole network, `intra_host_bandwidth` of one
 device's link, each way.
 
 Links may be in relative units instead, `alpha = [1, 1]` and `beta = [1, 0.01]`: between hosts
@@ -36,7 +37,15 @@ from typing import Any
 
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, near_names, shortened
-from autopar.ir.mesh import DEVICES, ClusterSpec, DeviceSpec, LogicalMesh, device_spec
+from autopar.ir.mesh import (
+    DEVICES,
+    ClusterSpec,
+    DeviceSpec,
+    LogicalMesh,
+    device_spec,
+    known_preset,
+)
+from autopar.ir.profile import MachineProfile, find_profile
 
 MOST_DEVICES = 65_536
 
@@ -58,7 +67,7 @@ _LINK_FIELDS = {
 _NEEDED = ("flops_16bit", "flops_32bit", "memory", "memory_bandwidth")
 _NEEDED_LINKS = ("intra_host_bandwidth", "inter_host_bandwidth")
 _FIELDS = {
-    "cluster": ("hosts", "devices_per_host"),
+    "cluster": ("hosts", "devices_per_host", "profile"),
     "device": ("preset", "name", "efficiency", *_DEVICE_FIELDS),
     "links": ("alpha", "beta", *_LINK_FIELDS),
 }
@@ -75,29 +84,33 @@ class Target:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Flags that replace figures of the device, as text with units."""
+    """Flags that replace figures of the device, as text with units; `profile` is a file's path, or
+    the name of a table that comes with autopar."""
 
     memory: str | None = None
     intra_bandwidth: str | None = None
     inter_bandwidth: str | None = None
+    profile: str | None = None
 
 
 def parse_target(text: str, overrides: Overrides | None = None) -> Target:
-    """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of h100-sxm), or the path of a TOML file."""
+    """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of the profile's device, or h100-sxm), or the path of
+    a TOML file."""
+    profile = None if overrides is None else overrides.profile
     match = _SHAPE.fullmatch(text)
     if match is not None:
         hosts, per_host = int(match[1]), int(match[2])
         _check_size(hosts, per_host, f"--cluster {text}")
-        device = match[3] or "h100-sxm"
-        if device not in DEVICES:
+        device = match[3] or ""
+        if device and device not in DEVICES:
             raise ArgumentError(
                 f"--cluster {text}: there is no device {device!r}{near_names(device, DEVICES)}. "
                 f"Choose one of {_KNOWN} (`autopar devices` has their figures), or describe yours "
                 "in a TOML file and give its path."
             )
-        target = Target(ClusterSpec(hosts, per_host, device))
+        target = Target(ClusterSpec(hosts, per_host, device, profile=profile))
     elif text.endswith(".toml") or Path(text).is_file():
-        target = _read_toml(Path(text))
+        target = _read_toml(Path(text), profile)
     else:
         raise ArgumentError(
             f"--cluster {text}: needs HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb, or the path of "
@@ -150,7 +163,8 @@ def with_devices(target: Target, num_devices: int) -> Target:
 # -- files
 
 
-def _read_toml(path: Path) -> Target:
+def _read_toml(path: Path, profile: str | None) -> Target:
+    """`profile`: that of the command line, which goes before the file's."""
     where = f"--cluster {path}"
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -166,12 +180,19 @@ def _read_toml(path: Path) -> Target:
                 f"{path}: {section} is {shortened(own)}; needs a table [{section}]."
             )
         _check_names(own, names, f"{path}: [{section}]")
-    hosts, per_host = (_count(body.get("cluster", {}), name, path) for name in _FIELDS["cluster"])
+    own = body.get("cluster", {})
+    hosts, per_host = (_count(own, name, path) for name in ("hosts", "devices_per_host"))
     _check_size(hosts, per_host, str(path))
     links = body.get("links", {})
     is_relative = "alpha" in links or "beta" in links
-    device = _device(body.get("device", {}), links, path, is_relative)
-    cluster = ClusterSpec(hosts, per_host, device)
+    measured = find_profile(profile) if profile else _profile(own, path)
+    if measured is not None and is_relative:
+        raise ArgumentError(
+            f"{path}: [links] has relative units (alpha, beta), and a profile has seconds. Give "
+            "either."
+        )
+    device = _device(body.get("device", {}), links, path, is_relative, measured)
+    cluster = ClusterSpec(hosts, per_host, device, profile=measured)
     return Target(cluster, _relative_mesh(cluster, links, path) if is_relative else None)
 
 
@@ -192,8 +213,25 @@ def _count(body: Mapping[str, Any], name: str, path: Path) -> int:
     return given
 
 
+def _profile(body: Mapping[str, Any], path: Path) -> MachineProfile | None:
+    given = body.get("profile")
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given:
+        raise ArgumentError(
+            f"{path}: [cluster] profile = {shortened(given)}: needs the path of a file that "
+            "`autopar profile` wrote, or the name of a table that comes with autopar."
+        )
+    beside = path.parent / given
+    return find_profile(str(beside) if beside.is_file() else given)
+
+
 def _device(
-    body: Mapping[str, Any], links: Mapping[str, Any], path: Path, is_relative: bool
+    body: Mapping[str, Any],
+    links: Mapping[str, Any],
+    path: Path,
+    is_relative: bool,
+    profile: MachineProfile | None,
 ) -> DeviceSpec:
     figures: dict[str, Any] = {}
     for section, own, fields in (
@@ -214,6 +252,9 @@ def _device(
     for name in ("name", "preset"):
         if name in body and not (isinstance(body[name], str) and body[name]):
             raise ArgumentError(f"{path}: [device] {name} = {shortened(body[name])}: needs a text.")
+    measured = None if profile is None else known_preset(profile.platform, profile.device_kind)
+    if measured is not None and not any(name in body for name in ("preset", "name")):
+        return replace(device_spec(measured), **figures)
     if "preset" in body:
         if body["preset"] not in DEVICES:
             raise ArgumentError(

@@ -66,7 +66,12 @@ def request_of(arguments: Namespace) -> PlanRequest:
         factory=arguments.factory,
         cluster=arguments.cluster,
         options=tuple(parse_options(arguments.set).items()),
-        overrides=Overrides(arguments.memory, arguments.intra_bandwidth, arguments.inter_bandwidth),
+        overrides=Overrides(
+            arguments.memory,
+            arguments.intra_bandwidth,
+            arguments.inter_bandwidth,
+            arguments.profile,
+        ),
         method=arguments.method,
         stages=arguments.stages,
         layers=arguments.layers,

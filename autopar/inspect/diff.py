@@ -13,7 +13,7 @@ from math import inf
 
 from autopar.errors import ArgumentError
 from autopar.inspect.arrays import common_path, tail_of
-from autopar.inspect.explain import cluster_text, where_text
+from autopar.inspect.explain import cluster_text, costs_text, where_text
 from autopar.inspect.figures import is_timed, num_devices, own_plans, rates_of, shares_of, why
 from autopar.inspect.lines import WIDTH, elided, number_range, paragraph, table
 from autopar.inspect.tree import words_text
@@ -135,6 +135,7 @@ def _choices(a: ParallelPlan, b: ParallelPlan) -> list[str]:
 def _choices_of(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     yield "method", plan.method
     yield "cluster", cluster_text(plan)
+    yield "costs", costs_text(plan) or "by the device's figures"
     axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
     mesh = " × ".join(f"{name}={size}" for name, size in axes)
     yield "mesh", "a pipeline" if plan.is_pipeline else mesh

@@ -93,6 +93,8 @@ def _head(plan: ParallelPlan) -> list[str]:
     lines = paragraph(where_text(plan), "")
     lines += paragraph(f"method    {plan.method}")
     lines += paragraph(f"cluster   {cluster_text(plan)}")
+    if (costs := costs_text(plan)) is not None:
+        lines += paragraph(f"costs     {costs}")
     if plan.schedule:
         micro_batches = counted(plan.num_micro_batches, "micro-batch")
         lines.append(f"  schedule  {plan.schedule}, {micro_batches}")
@@ -120,6 +122,25 @@ def cluster_text(plan: ParallelPlan) -> str:
         f"{hosts} × {cluster.devices_per_host} {device.name} "
         f"({format_bytes(device.memory_bytes)} each), {links}"
     )
+
+
+def costs_text(plan: ParallelPlan) -> str | None:
+    """By what was measured the plan is priced, and what was not."""
+    profile = None if plan.cluster is None else plan.cluster.priced_by
+    if profile is None or not is_timed(plan):
+        return None
+    text = f"measured: {', '.join(profile.parts) or 'nothing but overheads'}; by {profile.text}"
+    missing = [_UNMEASURED.get(part, part) for part in profile.missing]
+    if missing:
+        text += f". By the device's figures: {', '.join(missing)}"
+    return text
+
+
+_UNMEASURED = {
+    "collectives": "collectives (links)",
+    "crossings": "transfers between meshes",
+    "streams": "what is bound by memory",
+}
 
 
 # -- the step

@@ -1,7 +1,7 @@
 // The cluster: hosts and their devices, coloured by stage.
 
 function clusterSection() {
-  const { hosts, per_host: perHost, device } = DATA.cluster;
+  const { hosts, per_host: perHost, device, costs } = DATA.cluster;
   const total = Math.max(hosts * perHost, 1);
   const stageOf = stagesByDevice(total);
   const size = total <= 128 ? "l" : total <= 512 ? "m" : "s";
@@ -53,6 +53,7 @@ function clusterSection() {
           "Peak rate",
           `${scaled(device.flops_16bit, "FLOP/s")} in 16 bits, ${scaled(device.flops_32bit, "FLOP/s")} in 32; large products reach ${percent(device.efficiency)} of it`,
         ],
+        ["Costs", costs || null],
       ]),
     );
   }

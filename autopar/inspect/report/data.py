@@ -10,6 +10,7 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+from autopar.inspect.explain import costs_text
 from autopar.inspect.figures import own_plans
 from autopar.inspect.report.charts import breakdown, collective_data, memory_data, timeline_data
 from autopar.inspect.report.encode import Texts, run_text, runs, short
@@ -87,7 +88,12 @@ def _cluster(plan: ParallelPlan) -> dict[str, Any]:
         key: value if isinstance(value, str) else short(value)
         for key, value in asdict(cluster.spec).items()
     }
-    return {"hosts": cluster.num_hosts, "per_host": cluster.devices_per_host, "device": device}
+    return {
+        "hosts": cluster.num_hosts,
+        "per_host": cluster.devices_per_host,
+        "device": device,
+        "costs": costs_text(plan),
+    }
 
 
 def _stage(plan: ParallelPlan, number: int) -> dict[str, Any]:
