@@ -102,8 +102,8 @@ def init(
                      `silence_limit_s` (30), or makes no progress in a step for `hang_limit_s` (300)
                      counts as lost. Workers must have started within `start_limit_s` (120).
 
-    Plans are priced by `profile`, if it is given: the path of a file that `autopar profile` wrote on
-    such devices, the name of a table that comes with autopar ("h200", "cpu"), or the profile.
+    Plans are priced by `profile`, if it is given: the path of a file that `autopar profile` wrote
+    on such devices, the name of a table that comes with autopar ("h200", "cpu"), or the profile.
     """
     global _current
     if cluster not in CLUSTERS:

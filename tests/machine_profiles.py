@@ -22,6 +22,7 @@ LAUNCH_S = 3e-6
 RATE = 600e12
 BANDWIDTH = 4e12
 LINK = 300e9
+PASSES = (1e-9, 3e-9)  # seconds per square position of attention, forward and backward
 VOLUME = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -70,7 +71,7 @@ def machine_profile(
     ]
     attentions = [
         AttentionTime(
-            "cudnn", "bfloat16", 8, length, 16, 64, True, Timing(1e-9 * length**2), Timing(3e-9 * length**2)
+            "cudnn", "bfloat16", 8, length, 16, 64, True, *(Timing(s * length**2) for s in PASSES)
         )
         for length in (512, 2048)
     ]

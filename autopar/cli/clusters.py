@@ -19,8 +19,9 @@
     inter_host_latency = "15 us"
 
 What is not given is the preset's; without a preset all figures of [device] and both bandwidths are
-needed, unless a profile says which device it is. A profile's path is relative to the file. `inter_host_bandwidth` is that of a host's whole network, `intra_host_bandwidth` of one
-device's link, each way.
+needed, unless a profile says which device it is. A profile's path is relative to the file.
+`inter_host_bandwidth` is that of a host's whole network, `intra_host_bandwidth` of one device's
+link, each way.
 
 Links may be in relative units instead, `alpha = [1, 1]` and `beta = [1, 0.01]`: between hosts
 first, then inside of one. Then communication alone is priced, on one mesh of hosts × devices.
@@ -94,8 +95,8 @@ class Overrides:
 
 
 def parse_target(text: str, overrides: Overrides | None = None) -> Target:
-    """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of the profile's device, or h100-sxm), or the path of
-    a TOML file."""
+    """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of the profile's device, or h100-sxm), or the path
+    of a TOML file."""
     profile = None if overrides is None else overrides.profile
     match = _SHAPE.fullmatch(text)
     if match is not None:

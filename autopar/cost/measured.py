@@ -248,7 +248,7 @@ class _Collectives:
     def by_another(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
         """A kind that was not measured, by the ring law from one that was."""
         volume = _VOLUME[kind](place[0])
-        for other in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+        for other in ("all-gather", "reduce-scatter", "all-reduce"):
             if other != kind:
                 scale = volume / _VOLUME[other](place[0])
                 found = self.raw(other, place, num_bytes * scale)
@@ -288,4 +288,3 @@ class _Collectives:
             if n not in found or distance < found[n][0]:
                 found[n] = distance, curve
         return tuple((n, found[n][1]) for n in sorted(found))
-

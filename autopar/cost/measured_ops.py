@@ -86,5 +86,3 @@ def _work_s(
         backward = work.kind == "attention-gradient"
         return costs.attention_s(dtype, backward, work.is_causal, heads, length, head_dim)
     return costs.convolution_s(dtype, work.kind, *map(float, local))
-
-

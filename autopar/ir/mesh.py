@@ -256,7 +256,6 @@ def decode_cluster(body: dict[str, Any]) -> ClusterSpec:
     return ClusterSpec(device=own, profile=known, **rest)
 
 
-
 @dataclass(frozen=True)
 class LogicalMesh:
     """Devices in a grid; the solver's whole picture of the machine.

@@ -113,7 +113,7 @@ class _Kernels:
 
     def written_bytes(self, node: Node, value: int) -> float:
         size = float(self.values[value].num_bytes)
-        if node.name.startswith("scatter") or node.name == "dynamic_update_slice":
+        if _is_in_place(node):
             # In place: the rest of the array is neither read nor written.
             position = 1 if node.name == "dynamic_update_slice" else len(node.operands) - 1
             size = min(size, float(self.values[node.operands[position]].num_bytes))
@@ -174,7 +174,7 @@ class _Kernels:
         size = float(self.values[operand].num_bytes)
         if position == 0 and node.name in _GATHERS:
             size = min(size, float(self.values[node.results[0]].num_bytes))
-        elif position == 0 and (node.name.startswith("scatter") or node.name == "dynamic_update_slice"):
+        elif position == 0 and _is_in_place(node):
             size = self.written_bytes(node, node.results[0])
         return size
 
@@ -201,3 +201,7 @@ class _Kernels:
 
     def moves_last(self, node: Node) -> bool:
         return node.rule.operands[0][-1:] != node.rule.results[0][-1:]
+
+
+def _is_in_place(node: Node) -> bool:
+    return node.name.startswith("scatter") or node.name == "dynamic_update_slice"

@@ -1,5 +1,7 @@
-"""What a product, a convolution or an attention kernel is, as far as its time depends on it: from an
-equation to `Work`, which dimensions of its operands are which size."""
+"""What a product, a convolution or an attention kernel is, as far as its time depends on it.
+
+From an equation to `Work`: which dimensions of its operands are which size.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def equation_work(equation: Equation, avals: Sequence[Any]) -> Work | None:
 
 def _product(equation: Equation, avals: Sequence[Any]) -> Work:
     (contracting, right_contracting), (batch, right_batch) = equation.params["dimension_numbers"]
-    ndims = [len(avals[o].shape) for o in equation.operands]
+    ndims = [len(shape) for shape in _shapes(equation, avals)]
     rows = [d for d in range(ndims[0]) if d not in (*contracting, *batch)]
     columns = [d for d in range(ndims[1]) if d not in (*right_contracting, *right_batch)]
     return Work(
@@ -46,7 +48,7 @@ def _convolution(equation: Equation, avals: Sequence[Any]) -> Work | None:
         return None
     numbers = params["dimension_numbers"]
     left, right, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    shapes = [tuple(avals[v].shape) for v in (*equation.operands, *equation.results)]
+    shapes = _shapes(equation, avals)
 
     def size(position: int, spec: Sequence[int]) -> int:
         return prod(shapes[position][d] for d in spec[2:])
@@ -70,6 +72,11 @@ def _attention(equation: Equation) -> Work:
     kind = "attention" if equation.name == _jax.FUSED_ATTENTION[0] else "attention-gradient"
     dims = (_of(0, (0, heads)), _of(0, (length,)), _of(1, (length,)), _of(0, (3,)))
     return Work(kind, dims, is_causal)
+
+
+def _shapes(equation: Equation, avals: Sequence[Any]) -> list[tuple[int, ...]]:
+    own = (*equation.operands, *equation.results)
+    return [tuple(avals[v].shape) for v in own if isinstance(v, int)]
 
 
 def _of(position: int, dims: Sequence[int]) -> tuple[tuple[int, int], ...]:
