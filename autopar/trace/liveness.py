@@ -316,6 +316,23 @@ class _Sweep:
                         frontier.append(reader.node)
         return False
 
+    def turned_kernels(self, ends: dict[int, int]) -> list[Life]:
+        """Copies of convolutions' kernels: XLA turns what is given as it is into the order that
+        its library wants, and keeps that for the backward pass. A kernel that is cast before is
+        cast into that order."""
+        found: dict[int, Life] = {}
+        for index, node in enumerate(self.nodes):
+            if node.name != "conv_general_dilated" or node.region == UPDATE:
+                continue
+            kernel = node.operands[1]
+            made = self.nodes[self.producer[kernel]]
+            while self.is_view(made):
+                made = self.nodes[self.producer[made.operands[0]]]
+            if made.kind is NodeKind.INPUT and kernel not in found:
+                start = self.times[index]
+                found[kernel] = Life(kernel, start, max(ends[kernel], start))
+        return list(found.values())
+
     def extend(self, ends: dict[int, int], value: int, end: int) -> None:
         ends[value] = max(ends.get(value, -1), end)
 
@@ -338,7 +355,7 @@ class _Sweep:
         self.find_readers()
         written = self.written_values()
         node_ends, ends = self.last_needed(written)
-        found = self.made_again(node_ends, ends)
+        found = self.made_again(node_ends, ends) + self.turned_kernels(ends)
         self.reuse_buffers(ends)
         last = len(self.nodes)
         for index, node in enumerate(self.nodes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autopar.ir.graph import Graph, NodeKind
 from autopar.trace.build import build_graph
@@ -164,3 +165,29 @@ def test_an_update_in_another_order_of_dimensions_is_not_in_place() -> None:
     graph = graph_of(train(loss_of), array(4, 64, 32), array(4, 16, 64))
     assert any(n.name == "transpose" and n.region == "backward" for n in graph.nodes)
     assert lives_by_op(graph)["sub"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_kernel_is_turned_once_for_both_passes(dtype) -> None:
+    """In float32 it is a copy of the parameter; in bfloat16 the cast is that already."""
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w.astype(dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss_of(w, x):
+        x = conv(jnp.sin(x.astype(dtype)), w["a"])
+        return jnp.sum(jnp.sin(conv(jnp.sin(x), w["b"])).astype(jnp.float32))
+
+    weights = {"a": array(3, 3, 16, 32), "b": array(3, 3, 32, 8)}
+    graph = graph_of(train(loss_of), weights, array(4, 8, 8, 16))
+    backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
+    across = [
+        graph.values[life.value]
+        for life in graph.liveness.lives
+        if graph.nodes[graph.producer[life.value][0]].kind is not NodeKind.INPUT
+        and graph.values[life.value].shape == (3, 3, 32, 8)
+        and life.start < min(backward) <= life.end
+    ]
+    assert [value.dtype for value in across] == [jnp.dtype(dtype).name]
