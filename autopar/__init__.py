@@ -55,6 +55,7 @@ from autopar.methods import (
 )
 from autopar.profiling import profile_machine
 from autopar.proof.report import VerifyReport
+from autopar.proved_plans import plan_verified
 from autopar.restoring import restore_checkpoint
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import init, shutdown
@@ -119,6 +120,7 @@ __all__ = [
     "mark_layer_boundary",
     "parallelize",
     "plan",
+    "plan_verified",
     "profile_machine",
     "read_trace",
     "register_rule",

@@ -106,7 +106,8 @@ def plan_step(
         raise ArgumentError(
             f"ShardingOptions(rerank={options_of(method).rerank}): plans are run on devices to be "
             "ranked, and here a plan is made without any. Use parallelize(fn, method=…) and its "
-            ".plan(…) where the devices are, or leave rerank at 0."
+            ".plan(…) where the devices are; or autopar.plan_verified(…), which compiles them for "
+            "GPUs that are not there; or leave rerank at 0."
         )
     name = getattr(fn, "__name__", type(fn).__name__)
     with Progress(f"planning {name}"), logged(f"planning {name}"):

@@ -131,8 +131,9 @@ def in_few_words(plan: ParallelPlan) -> str:
     parts = []
     if plan.is_pipeline:
         for stage in plan.stages:
-            layers = stage.layers[1] - stage.layers[0]
-            parts.append(f"{layers} layers on {_shape(stage.mesh_shape)}")
+            count = stage.layers[1] - stage.layers[0]
+            layers = "1 layer" if count == 1 else f"{count} layers"
+            parts.append(f"{layers} on {_shape(stage.mesh_shape)}")
         parts = [f"{len(plan.stages)} stages: {'; '.join(parts)}", plan.schedule]
     else:
         parts.append(f"mesh {_shape(plan.mesh_shape)}")

@@ -74,10 +74,16 @@ def search_lines(search: SearchReport) -> list[str]:
 
 def _tried_lines(tried: Sequence[TriedPlan]) -> list[str]:
     """Plans that were run, with what was predicted of them; the one that was taken is marked."""
-    lines = [f"  run with made-up inputs, the fastest taken ({counted(len(tried), 'plan')}):"]
+    ran = any(one.compiled_s is None for one in tried)
+    how = "run with made-up inputs, the fastest taken" if ran else "compiled, the best taken"
+    lines = [f"  {how} ({counted(len(tried), 'plan')}):"]
     for one in tried:
         predicted = f"predicted {format_seconds(one.predicted_s)}"
-        if one.measured_s is None:
+        if one.compiled_s is not None:
+            measured = f"as XLA compiled it {format_seconds(one.compiled_s)}"
+            measured += f", {format_bytes(one.memory_bytes)}"
+            measured += f", {one.failure}" if one.failure else ""
+        elif one.measured_s is None:
             measured = f"did not run: {one.failure}"
         else:
             measured = f"measured {format_seconds(one.measured_s)} ± {one.spread:.0%}"

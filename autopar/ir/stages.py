@@ -65,13 +65,15 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan that was compiled and run to find out how fast it is (`ShardingOptions(rerank=…)`).
+    """A plan that was compiled, and run if there were devices, to be ranked
+    (`ShardingOptions(rerank=…)`).
 
     what:         the plan in a few words.
     measured_s:   of a step with made-up inputs; None if it did not run.
     memory_bytes: XLA's figure of the peak on one device; 0 if not known.
-    failure:      why it did not run.
+    failure:      why it did not run, or does not fit.
     is_known:     it was timed earlier, and not again.
+    compiled_s:   if it was only compiled: predicted, with the communication that XLA made of it.
     """
 
     what: str
@@ -83,6 +85,7 @@ class TriedPlan:
     failure: str = ""
     is_known: bool = False
     is_chosen: bool = False
+    compiled_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def decode_search(body: dict[str, Any]) -> SearchReport:
 
 
 def _decode_tried(body: dict[str, Any]) -> TriedPlan:
-    measured = body["measured_s"]
+    measured, compiled = body["measured_s"], body["compiled_s"]
     return TriedPlan(
         what=str(body["what"]),
         predicted_s=float(body["predicted_s"]),
@@ -151,4 +154,5 @@ def _decode_tried(body: dict[str, Any]) -> TriedPlan:
         failure=str(body["failure"]),
         is_known=bool(body["is_known"]),
         is_chosen=bool(body["is_chosen"]),
+        compiled_s=None if compiled is None else float(compiled),
     )

@@ -243,7 +243,18 @@ ALLOWED_IMPORTS = {
     },
     "profiling": {"session", "api", "measuring", "runtime", "ir", *EVERYONE},
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
+    "proved_plans": {
+        "candidates",
+        "compiler",
+        "methods",
+        "proof",
+        "reranking",
+        "verifying",
+        *BELOW_PASSES,
+        *EVERYONE,
+    },
     "__init__": {
+        "proved_plans",
         "views",
         "profiling",
         "proof",
