@@ -270,6 +270,7 @@ def _read(path: Path, changed: float) -> MachineProfile:
 
 
 def load_profile(path: str | Path) -> MachineProfile:
+    """The profile in a file that `autopar profile` wrote; `ProfileError` if it is not whole."""
     path = Path(path)
     try:
         return _read(path.absolute(), path.stat().st_mtime)
