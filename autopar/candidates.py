@@ -25,6 +25,7 @@ from autopar.intra import Considered, PlannedStep, planned_as
 from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import Layout
+from autopar.memory_budget import memory_budget
 from autopar.methods import ParallelMethod, ShardParallel
 from autopar.origin import Origin
 from autopar.sharding.blocks import is_entry
@@ -157,7 +158,8 @@ def repriced(planned: PlannedStep, cluster: ClusterSpec) -> PlannedStep:
 
 def on_mesh(origin: Origin, mesh: LogicalMesh) -> Origin:
     """The origin of the same step on another mesh, whose sharding is not known."""
-    return replace(origin, mesh=mesh, choice=None, price=0.0, layouts=None)
+    budget = memory_budget(mesh, origin.method, origin.options)
+    return replace(origin, mesh=mesh, budget=budget, choice=None, price=0.0, layouts=None)
 
 
 def decisions(problem: ShardingProblem) -> Labels:

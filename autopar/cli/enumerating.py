@@ -26,10 +26,11 @@ from autopar.enumeration import TimedPlan, covering_plans, timed_plans
 from autopar.errors import ArgumentError
 from autopar.intra import PlannedStep
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.profile import find_profile
 from autopar.ir.ranking import rank_correlation, ranks
 from autopar.ir.text import format_bytes, format_seconds, rows_of
 from autopar.measuring import StepTiming
-from autopar.session import cluster_of_devices
+from autopar.session import check_profile_here, cluster_of_devices
 
 OK = 0
 NOT_FITTING = 1
@@ -52,7 +53,9 @@ def run_enumerate(arguments: Namespace) -> int:
         raise ArgumentError(f"--devices {arguments.devices}: there are {len(devices)} here.")
     cluster = cluster_of_devices(devices)
     if arguments.profile is not None:
-        cluster = replace(cluster, profile=arguments.profile)
+        measured = find_profile(arguments.profile)
+        check_profile_here(measured, devices[0])
+        cluster = replace(cluster, profile=measured)
     plans = covering_plans(
         user.step,
         user.args,
@@ -61,10 +64,12 @@ def run_enumerate(arguments: Namespace) -> int:
         mesh_shapes=None if shape is None else [shape],
         cluster=cluster,
     )
+    priced = "of measured costs" if arguments.profile is not None else "of the symbolic model"
     meshes = dict.fromkeys(_shape(planned.plan.mesh_shape) for planned in plans)
     print(
         f"{plans[0].plan.name}: {len(plans)} plans on {len(devices)} × {devices[0].device_kind}, "
-        f"meshes {', '.join(meshes)}; each is compiled and run with made-up inputs."
+        f"meshes {', '.join(meshes)}; each is compiled and run with made-up inputs, "
+        f"predictions are {priced}."
     )
     numbers = {id(planned): number for number, planned in enumerate(plans, 1)}
 

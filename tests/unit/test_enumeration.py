@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.candidates import repriced
 from autopar.enumeration import covering_plans, enumerate_plans, strategies_in_words, timed_plans
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.identity import placement, plan_digest
@@ -56,6 +57,17 @@ def test_the_best_predicted_is_the_solvers_own(step):
     assert seconds == sorted(seconds) and len(plans) <= 6
     best = autopar.parallelize(step[0], method=autopar.ShardParallel()).plan(*step[1])
     assert seconds[0] == pytest.approx(best.estimated_step_s)
+
+
+def test_a_plan_is_the_same_with_the_figures_of_another_cluster(step):
+    plans = covering_plans(*step, jax.devices(), 3, mesh_shapes=[(2, 4)])
+    for planned in plans:
+        same = repriced(planned, planned.plan.cluster)
+        assert same.plan.estimated_step_s == pytest.approx(planned.plan.estimated_step_s)
+        other = repriced(planned, autopar.ClusterSpec(1, 8, "h100-sxm"))
+        assert plan_digest(other.plan) == plan_digest(same.plan) == plan_digest(planned.plan)
+        assert other.plan.estimated_step_s < planned.plan.estimated_step_s
+        assert other.plan.device != planned.plan.device
 
 
 def test_operators_are_named_and_equal_layers_are_one():

@@ -199,6 +199,7 @@ ALLOWED_IMPORTS = {
         "compiler",
         "constraints",
         "intra",
+        "memory_budget",
         "methods",
         "origin",
         *PASSES,
