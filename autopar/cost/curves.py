@@ -10,8 +10,8 @@ at least as long as the share of p that q is:
 
     t_p · Π min(1, q_d / p_d)  ≤  t_q  ≤  t_p · Π max(1, q_d / p_d)
 
-and no less than its work at the best rate measured. The estimate is the geometric mean of the
-highest lower and the lowest upper bound. All bounds grow with every size, so more work is never
+and no less than its work at the best rate of large samples. The estimate is the geometric mean of
+the highest lower and the lowest upper bound. All bounds grow with every size, so more work is never
 cheaper; samples that do not contradict each other are met exactly; large work tends to the best
 rate, small work to the shortest time.
 """
@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from math import exp, log
 
 import numpy as np
+
+LARGE = 1000.0  # samples of at least this part of the most work tell the best rate
 
 
 class Curve:
@@ -38,7 +40,7 @@ class Curve:
         self.seconds = [exp(mean) for mean in _isotonic(means)]
         last, took_s = self.sizes[-1], self.seconds[-1]
         beyond = took_s - self.seconds[0] if len(self.sizes) > 1 else took_s
-        self.slope_s = (beyond if beyond > 0 else took_s) / last
+        self.slope_s = (beyond if beyond > 0 else took_s) / last  # per byte
 
     @property
     def floor_s(self) -> float:
@@ -78,7 +80,9 @@ class Bounds:
         sizes."""
         self.log_sizes = np.log(np.asarray(sizes, dtype=float))
         self.log_seconds = np.log(np.asarray(seconds, dtype=float))
-        self.log_rate = float((np.log(np.asarray(work, dtype=float)) - self.log_seconds).max())
+        log_work = np.log(np.asarray(work, dtype=float))
+        is_large = log_work >= log_work.max() - log(LARGE)
+        self.log_rate = float((log_work - self.log_seconds)[is_large].max())
         self.log_floor = float(self.log_seconds.min())
 
     def __call__(self, sizes: Sequence[float], work: float) -> float:

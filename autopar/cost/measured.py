@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import log, prod
 
 from autopar.cost.curves import Bounds, Curve
@@ -130,6 +130,24 @@ class MeasuredCosts:
                 nearest = min(types, key=lambda d: abs(_SIZES.get(d, 4) - size))
                 return self._streams[own_kind, nearest]
         return None
+
+    def kernels_s(
+        self, kind: str, dtype: str, num_kernels: float, num_bytes: float
+    ) -> float | None:
+        """Kernels that move so many bytes together. On GPUs what a step reads was written too long
+        ago to be in a cache: the rate is that of the most bytes measured."""
+        curve = self.stream(kind, dtype)
+        if curve is None:
+            return None
+        floor_s = min(curve.floor_s, self.least_kernel_s)
+        if self.profile.platform == "cpu":
+            return num_kernels * floor_s + max(0.0, curve(num_bytes) - curve.floor_s)
+        return num_kernels * floor_s + num_bytes * curve.slope_s
+
+    @cached_property
+    def least_kernel_s(self) -> float:
+        """What the smallest kernel takes, of whatever kind."""
+        return max(self.launch_s, min(curve.floor_s for curve in self._streams.values()))
 
     def stream_s(self, kind: str, num_bytes: float, dtype: str = "float32") -> float | None:
         curve = self.stream(kind, dtype)

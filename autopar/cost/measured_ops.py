@@ -13,7 +13,7 @@ from math import sqrt
 
 from autopar.cost.compute import compute_s
 from autopar.cost.measured import MeasuredCosts, measured_costs
-from autopar.ir.graph import Node, NodeKind, Value
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Node, NodeKind, Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 
@@ -42,12 +42,12 @@ def measured_op_s(
     if traffic is None:
         return 0.0
     moved = _moved(traffic.num_bytes, layouts, mesh)
+    moved += traffic.instructions / INSTRUCTIONS_PER_BYTE / parallelism
     result = values[node.results[0]].dtype
-    curve = costs.stream(traffic.stream, result)
-    if curve is None:
+    seconds = costs.kernels_s(traffic.stream, result, traffic.num_kernels, moved)
+    if seconds is None:
         return moved / mesh.device.memory_bandwidth + traffic.num_kernels * costs.launch_s
-    floor = curve.floor_s
-    return traffic.num_kernels * floor + max(0.0, curve(moved) - floor)
+    return seconds
 
 
 def _moved(num_bytes: Sequence[float], layouts: Sequence[Layout], mesh: LogicalMesh) -> float:

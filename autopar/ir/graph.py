@@ -93,15 +93,20 @@ class Work:
     is_causal: bool = False
 
 
+# So many instructions on elements take as long as moving one byte.
+INSTRUCTIONS_PER_BYTE = 20.0
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """What a node's part of compiled kernels moves to and from memory. `num_bytes` is per operand,
-    then per result, at full size; `stream` the kind of access (of `profile.STREAMS`); `num_kernels`
-    how many kernels end with it."""
+    """A node's part of compiled kernels that are bound by memory, at full size. `num_bytes` that it
+    moves are per operand, then per result; `stream` is the kind of access (of `profile.STREAMS`),
+    `num_kernels` how many kernels it begins, `instructions` those of all elements."""
 
     num_bytes: tuple[float, ...]
     stream: str = "elementwise"
     num_kernels: float = 0.0
+    instructions: float = 0.0
 
 
 @dataclass(frozen=True)

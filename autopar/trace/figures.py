@@ -28,6 +28,12 @@ UNFUSED = {
     "pallas_call", "argsort", "scan_slice", "scan_stack", "dot_product_attention_fwd_wrapper",
     "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
+# Instructions per element of what is dear to compute; 1 for all else.
+INSTRUCTIONS = {
+    "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,
+    "log": 12.0, "log1p": 20.0, "expm1": 20.0, "logistic": 20.0, "sin": 20.0, "cos": 20.0,
+    "div": 8.0, "sqrt": 8.0, "rsqrt": 8.0, "threefry2x32": 60.0, "random_bits": 60.0,
+}  # fmt: skip
 # The kernels of fused attention and how many products each is made of.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 _READS_PART = ("gather", "dynamic_slice")  # of their first operand

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.graph import Life, Liveness, Node, NodeKind, Value
-from autopar.trace.figures import UNFUSED, VIEWS
+from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Life, Liveness, Node, NodeKind, Value
+from autopar.trace.figures import INSTRUCTIONS, UNFUSED, VIEWS
 from autopar.trace.regions import UPDATE
 
 # Fused with what they read, but their results are written.
@@ -31,14 +31,6 @@ _REDUCTIONS = {
 }  # fmt: skip
 # Unfused by name, yet XLA takes the slice inside of its reader.
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
-# Instructions per element of what is dear to compute again, 1 for all else, and how many of them
-# take as long as moving one byte.
-_DEAR = {
-    "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,
-    "log": 12.0, "log1p": 20.0, "expm1": 20.0, "logistic": 20.0, "sin": 20.0, "cos": 20.0,
-    "div": 8.0, "sqrt": 8.0, "rsqrt": 8.0, "threefry2x32": 60.0, "random_bits": 60.0,
-}  # fmt: skip
-_INSTRUCTIONS_PER_BYTE = 20.0
 # What is this dear and needed in both passes has at least so many readers: one forward, and in the
 # backward pass the slope and what it is multiplied with.
 _TOO_DEAR = 20.0
@@ -161,7 +153,7 @@ class _Sweep:
                 made_from = frozenset().union(
                     *(sources.get(v, frozenset((v,))) for v in node.operands)
                 )
-            own = 0.0 if self.is_view(node) else _DEAR.get(node.name, 1.0)
+            own = 0.0 if self.is_view(node) else INSTRUCTIONS.get(node.name, 1.0)
             own += sum(work.get(v, 0.0) for v in node.operands)
             turns = node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
             turns = turns or any(v in turned for v in node.operands)
@@ -199,9 +191,9 @@ class _Sweep:
         size = self.values[value].num_bytes
         source_bytes = sum(self.values[v].num_bytes for v in made_from)
         elements = prod(self.values[value].shape)
-        again = source_bytes + work * elements / _INSTRUCTIONS_PER_BYTE
+        again = source_bytes + work * elements / INSTRUCTIONS_PER_BYTE
         count = len({r.node for r in fused})
-        if _DEAR.get(node.name, 1.0) >= _TOO_DEAR and self.crosses(value):
+        if INSTRUCTIONS.get(node.name, 1.0) >= _TOO_DEAR and self.crosses(value):
             count = max(count, _CROSSING_READERS)
         return (count - 1) * again > (count + 1) * size
 
