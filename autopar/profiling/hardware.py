@@ -77,8 +77,8 @@ def check_same(path: str, here: Hardware, there: Hardware | MachineProfile) -> N
         )
 
 
-def abilities_of(hardware: Hardware, devices: tuple[Any, ...]) -> Abilities:
-    capability = str(getattr(devices[0], "compute_capability", "0"))
+def abilities(hardware: Hardware, capability: str) -> Abilities:
+    """`capability`: of GPUs, such as "9.0"."""
     try:
         level = float(capability)
     except ValueError:

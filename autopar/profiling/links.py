@@ -85,6 +85,13 @@ def collective_program(
     return program, tuple(placed(o.values(), NamedSharding(mesh, spec)) for o in operands)
 
 
+def whole_bytes(sample: CollectiveTime, carry: Arrays, num_devices: int) -> float:
+    """Of the tensor as one device would have it if the group did not split it."""
+    of_operand = carry[0].nbytes / num_devices
+    is_whole = sample.kind in ("all-reduce", "reduce-scatter")
+    return float(of_operand if is_whole else of_operand * sample.ranks)
+
+
 def time_collective(
     bench: Bench, sample: CollectiveTime, num_samples: int | None = None
 ) -> CollectiveTime:
@@ -92,9 +99,7 @@ def time_collective(
     guess_s = bench.guess_link_s(sample.kind, sample.num_bytes)
     trips = max(1, min(500, round(bench.pace.program_s / guess_s)))
     program, carry = collective_program(sample, bench.devices, trips)
-    num_bytes = carry[0].nbytes / len(bench.devices)
-    if sample.kind not in ("all-reduce", "reduce-scatter"):
-        num_bytes *= sample.ranks
+    num_bytes = whole_bytes(sample, carry, len(bench.devices))
     compiled = program.lower(*carry).compile()
     state = [jax.block_until_ready(compiled(*carry))]
     del carry
@@ -117,7 +122,7 @@ def time_collective(
     others_s = bench.tied_loop_s if len(state[0]) > 1 else bench.loop_s
     each_s = timing.seconds / trips
     timing = replace(timing, seconds=max(each_s - others_s, 0.1 * each_s))
-    return replace(sample, num_bytes=float(num_bytes), time=timing)
+    return replace(sample, num_bytes=num_bytes, time=timing)
 
 
 def time_crossing(

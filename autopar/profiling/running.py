@@ -17,16 +17,15 @@ from typing import Any
 import jax
 
 from autopar.errors import ArgumentError, ProfileError, near_names
-from autopar.ir.profile import MachineProfile, Timing, check_profile, load_profile
-from autopar.profiling import links, overheads, works
+from autopar.ir.profile import MachineProfile, check_profile, load_profile
 from autopar.profiling.hardware import (
     Hardware,
-    abilities_of,
+    abilities,
     check_same,
     hardware_of,
-    others_on_gpu,
     profile_of,
 )
+from autopar.profiling.local import LocalMachine
 from autopar.profiling.part_file import PartFile, Taken, part_path
 from autopar.profiling.repeating import PACES, Bench
 from autopar.profiling.samples import GROUPS, Planned, planned_samples
@@ -35,6 +34,7 @@ from autopar.profiling.show import describe, range_line, times_of
 PARTS = ("overheads", "memory", *GROUPS)
 _AGAIN = 0.9  # of a time limit, after which only noisy samples are taken again
 _NAMED = 8  # so many samples are named in a note
+_MOST_FAILURES = 8  # in a row, other than for memory: the devices are not there any more
 
 Report = Callable[[str], None]
 
@@ -63,11 +63,12 @@ def profile_machine(
     if not own:
         raise ArgumentError("profile_machine(devices=[]): needs one device or more.")
     hardware = hardware_of(own)
+    capability = str(getattr(own[0], "compute_capability", "0"))
     pace = PACES["gpu" if hardware.platform == "gpu" else "cpu", quick]
     return Run(
         hardware,
         LocalMachine(Bench(own, pace)),
-        planned_samples(abilities_of(hardware, own), quick),
+        planned_samples(abilities(hardware, capability), quick),
         output=None if output is None else Path(output),
         only=checked_parts(only),
         time_limit_s=time_limit_s,
@@ -88,51 +89,6 @@ def checked_parts(only: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(only)
 
 
-class LocalMachine:
-    """How samples are taken on the devices of this process."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-
-    def launch(self) -> Timing:
-        return overheads.measure_launch(self.bench)
-
-    def dispatch(self) -> Timing:
-        return overheads.measure_dispatch(self.bench)
-
-    def memory(self) -> float | None:
-        return overheads.measure_memory(self.bench)
-
-    def disturbed_by(self) -> list[str]:
-        return others_on_gpu() if self.bench.platform == "gpu" else []
-
-    def take(self, planned: Planned, num_samples: int | None = None) -> Any:
-        """The sample with its time."""
-        own, bench = planned.sample, self.bench
-        match planned.group:
-            case "products":
-                return replace(own, time=bench.time_work(works.product(own), num_samples))
-            case "convolutions":
-                return replace(own, time=bench.time_work(works.convolution(own), num_samples))
-            case "streams":
-                work = works.stream(own)
-                time = bench.time_work(work, num_samples)
-                return replace(own, num_bytes=float(work.num_bytes), time=time)
-            case "attentions":
-                forward, both = (
-                    bench.time_work(works.attention(own, backward=backward), num_samples)
-                    for backward in (False, True)
-                )
-                alone_s = max(both.seconds - forward.seconds, 0.1 * both.seconds)
-                spread = max(forward.spread, both.spread)
-                backward = Timing(alone_s, spread, both.num_samples)
-                return replace(own, forward=forward, backward=backward)
-            case "collectives":
-                return links.time_collective(bench, own, num_samples)
-            case _:
-                return links.time_crossing(bench, own, num_samples)
-
-
 @dataclass
 class Run:
     """One call of `profile_machine`."""
@@ -146,6 +102,7 @@ class Run:
     restart: bool
     report: Report
     notes: list[str] = field(default_factory=list)
+    failures: int = 0  # in a row
     started_s: float = field(default_factory=time.perf_counter)
 
     def finish(self) -> MachineProfile:
@@ -234,7 +191,9 @@ class Run:
     def _take(self, planned: Planned, num_samples: int | None = None) -> Any:
         """None if it is too large for the devices, or they cannot do it."""
         try:
-            return self.machine.take(planned, num_samples)
+            sample = self.machine.take(planned, num_samples)
+            self.failures = 0
+            return sample
         except ProfileError:
             raise
         except Exception as error:
@@ -242,6 +201,13 @@ class Run:
             text = f"{type(error).__name__}: {lines[0]}"
             if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
                 text = "too large for the memory"
+            else:
+                self.failures += 1
+            if self.failures == _MOST_FAILURES:
+                raise ProfileError(
+                    f"{_MOST_FAILURES} samples in a row failed, the last with {text}. What was "
+                    "measured before is kept, and the same call goes on with it."
+                ) from error
             self.notes.append(f"skipped {describe(planned.sample)}: {text[:200]}")
             self.report(f"  {self.notes[-1]}")
             return None
@@ -256,7 +222,9 @@ class Run:
         if not noisy:
             return
         self.report(f"{len(noisy)} samples had a wide spread and are taken again")
-        noisy.sort(key=lambda taken: -(_spread(taken.sample) or 0))
+        noisy.sort(
+            key=lambda taken: (taken.planned.group == "crossings", -(_spread(taken.sample) or 0))
+        )
         still = []
         for taken in noisy:
             again = self._take(taken.planned, 11) if self._left_s() > 0 else None

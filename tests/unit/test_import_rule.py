@@ -242,7 +242,7 @@ ALLOWED_IMPORTS = {
         *BELOW_PASSES,
         *EVERYONE,
     },
-    "profiling": {"session", "api", "measuring", "runtime", "ir", *EVERYONE},
+    "profiling": {"session", "api", "measuring", "methods", "runtime", "ir", *EVERYONE},
     "verifying": {"api", "worker_step", "memory_budget", "proof", *BELOW_API, *EVERYONE},
     "proved_plans": {
         "candidates",

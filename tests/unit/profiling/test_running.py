@@ -227,7 +227,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopar.profiling.running.LocalMachine.take", interrupted)
+    monkeypatch.setattr("autopar.profiling.local.LocalMachine.take", interrupted)
     output = tmp_path / "p.json"
     assert main(["profile", "--only", "crossings", "-o", str(output)]) == 130
     assert "same command goes on" in capsys.readouterr().err
