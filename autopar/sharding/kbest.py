@@ -133,12 +133,16 @@ def covering(
     """At most `num` solutions that show what there is, the cheapest first: all of them if there are
     no more, else the cheapest third and, of decisions and labels evenly, the cheapest solution with
     that label."""
-    how = {"solver": solver, "time_limit_s": time_limit_s}
-    if prod(len(set(own)) for own in labels.values()) <= num:
-        return k_best(problem, labels, num, deadline=deadline, **how)
-    found = k_best(problem, labels, max(1, num // 3), deadline=deadline, **how)
-    known = {_key(one) for one in found}
     space = _Space(problem, labels, solver, time_limit_s)
+    is_small = prod(len(set(own)) for own in labels.values()) <= num
+    found: list[Solution] = []
+    for one in islice(_in_order(space, space.whole({})), num if is_small else max(1, num // 3)):
+        found.append(one)
+        if time.monotonic() > deadline:
+            break
+    if is_small:
+        return found
+    known = {_key(one) for one in found}
     pairs = [(node, label) for node, own in labels.items() for label in dict.fromkeys(own)]
     # One pass takes every n-th pair, the next those beside them, until there are enough.
     stride = max(1, -(-len(pairs) // num))
