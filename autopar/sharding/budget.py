@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
+from autopar.sharding.contract import solve_contracted
 from autopar.sharding.holdings import Holdings
-from autopar.sharding.ilp import solve_ilp, solve_with_limits
+from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem, restrict
@@ -77,7 +78,7 @@ def solve_within_budget(
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
         reduction = reduce_problem(pairwise)
         left = max(deadline - time.monotonic(), 1.0)
-        result = solve_ilp(reduction.problem, solver=solver, time_limit_s=left)
+        result = solve_contracted(reduction.problem, solver=solver, time_limit_s=left)
         return reduction.restore(result.choice), result.lower_bound
 
     search = _Search(problem, budget_bytes, solve, deadline, cutoff, first_price)

@@ -35,9 +35,9 @@ class Descent:
 def descend(
     problem: PairwiseProblem, time_limit_s: float = 1.0, max_passes: int = _MAX_PASSES
 ) -> Descent:
-    order = _along_edges(problem)
-    moved = _Moved(problem, order)
-    choice, bound = _settled(problem, moved.greedy_choice()), moved.lower_bound()
+    order = along_edges(problem)
+    moved = Moved(problem, order)
+    choice, bound = settled(problem, moved.greedy_choice()), moved.lower_bound()
     deadline = time.monotonic() + time_limit_s
     for number in range(1, max_passes + 1):
         moved.pass_on(order)
@@ -45,14 +45,14 @@ def descend(
         is_last = number == max_passes or time.monotonic() > deadline
         if is_last or number % _PASSES_PER_CHOICE == 0:
             bound = max(bound, moved.lower_bound())
-            candidate = _settled(problem, moved.greedy_choice())
+            candidate = settled(problem, moved.greedy_choice())
             choice = min(choice, candidate, key=problem.objective)
             if is_last or problem.objective(choice) <= bound * (1 + 1e-9):
                 break
     return Descent(choice, bound)
 
 
-class _Moved:
+class Moved:
     """The problem's tables with costs moved between them; the problem itself is left alone."""
 
     def __init__(self, problem: PairwiseProblem, order: list[int]) -> None:
@@ -70,6 +70,20 @@ class _Moved:
                 if u < v:
                     self.edges[u][v] = np.minimum(matrix, ceiling)
                     self.edges[v][u] = self.edges[u][v].T  # a view: both are one table
+
+    def problem(self, original: PairwiseProblem) -> PairwiseProblem:
+        """The original with costs moved: every choice costs what it did."""
+        costs = {
+            u: np.where(original.costs[u] >= FORBIDDEN / 2, FORBIDDEN, cost)
+            for u, cost in self.costs.items()
+        }
+        moved = PairwiseProblem(costs, {}, self.constant)
+        for u, row in original.edges.items():
+            for v, matrix in row.items():
+                if u < v:
+                    banned = matrix >= FORBIDDEN / 2
+                    moved.add_edge(u, v, np.where(banned, FORBIDDEN, self.edges[u][v]))
+        return moved
 
     def lower_bound(self) -> float:
         tables = [*self.costs.values()]
@@ -102,7 +116,7 @@ class _Moved:
         return choice
 
 
-def _settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
+def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
     """The choice after changes of single nodes, until none helps."""
     for _ in range(_MAX_SWEEPS):
         changed = False
@@ -119,7 +133,7 @@ def _settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]
     return choice
 
 
-def _along_edges(problem: PairwiseProblem) -> list[int]:
+def along_edges(problem: PairwiseProblem) -> list[int]:
     """All nodes, each component from its node of most neighbours outwards."""
     order: list[int] = []
     seen: set[int] = set()

@@ -106,7 +106,7 @@ def solve_ilp(
         found = descend(problem, time_limit_s, _FIRST_PASSES)
         objective = problem.objective(found.choice)
         if objective < FORBIDDEN / 2 and _is_proven(objective, found.lower_bound):
-            return IlpResult(found.choice, objective, objective, *_size(problem), True)
+            return IlpResult(found.choice, objective, objective, *size_of(problem), True)
     model = _model(problem)
     if solver == "highs":
         solution, bound, integral = _solve_with_highs(model, time_limit_s, gap)
@@ -179,7 +179,7 @@ def _is_proven(objective: float, lower_bound: float, gap: float = _PROVEN) -> bo
     return objective - lower_bound <= gap * max(abs(objective), 1e-30)
 
 
-def _size(problem: PairwiseProblem) -> tuple[int, int]:
+def size_of(problem: PairwiseProblem) -> tuple[int, int]:
     """Variables and constraints that the model would have."""
     counts = {u: len(c) for u, c in problem.costs.items()}
     ends = sum(counts[u] * len(row) for u, row in problem.edges.items())

@@ -83,6 +83,8 @@ class Reduction:
     undo: list[_Undo]
     tolerance: float
     spared: frozenset[int] = frozenset()  # nodes that stay, with all of their strategies
+    # Nodes with tables that changed since it was looked whether a strategy is dominated.
+    touched: set[int] = field(default_factory=set)
 
     def restore(self, choice: dict[int, int]) -> dict[int, int]:
         """From indices into the reduced problem to indices into the original."""
@@ -101,7 +103,7 @@ def reduce_problem(problem: PairwiseProblem, spared: Collection[int] = ()) -> Re
     what is left tells what each of their strategies costs."""
     kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
     tolerance = _ROUNDING * _largest_cost(problem)
-    reduction = Reduction(problem, kept, [], tolerance, frozenset(spared))
+    reduction = Reduction(problem, kept, [], tolerance, frozenset(spared), set(problem.costs))
     for u in list(problem.edges):
         for v in list(problem.edges[u]):
             if u < v:
@@ -179,6 +181,7 @@ def _eliminate(reduction: Reduction, u: int) -> list[int]:
     )
     for v, _ in around:
         del problem.edges[v][u]
+        reduction.touched.add(v)
     if not around:
         problem.constant += float(cost.min())
     elif len(around) == 1:
@@ -199,14 +202,17 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
     for u in sorted(problem.costs, key=lambda n: len(problem.costs[n])):
         cost = problem.costs[u]
         count = len(cost)
-        if count == 1 or u in reduction.spared:
+        if count == 1 or u in reduction.spared or u not in reduction.touched:
             continue
+        reduction.touched.discard(u)
         # gain[t, s]: the most that taking t instead of s can cost
         gain = cost[:, None] - cost[None, :]
         for matrix in problem.edges.get(u, {}).values():
             gain = gain + _worst_difference(matrix)
         beats = gain <= reduction.tolerance
         np.fill_diagonal(beats, False)
+        if not beats.any():
+            continue
         alive = np.ones(count, dtype=bool)
         for s in range(count):
             rivals = beats[:, s] & alive
@@ -218,6 +224,7 @@ def _drop_dominated(reduction: Reduction) -> set[int]:
         reduction.kept[u] = reduction.kept[u][alive]
         problem.costs[u] = cost[alive]
         changed.add(u)
+        reduction.touched.update((u, *problem.edges.get(u, ())))
         for v in list(problem.edges.get(u, {})):
             matrix = problem.edges[u][v][alive]
             problem.edges[u][v] = matrix

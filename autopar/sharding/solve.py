@@ -18,6 +18,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.progress import debugs, tell
 from autopar.ir.spec import Layout
 from autopar.sharding.budget import solve_within_budget
+from autopar.sharding.contract import solve_contracted
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import (
@@ -109,10 +110,11 @@ def solve_graph(
     fold: bool = True,
     folded: FoldedGraph | None = None,
     gap: float = 0.0,
+    contract: bool = True,
 ) -> GraphSharding:
     """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may. `folded`:
     the graph with its classes, where they are known already. `gap`: how near to the optimum is
-    near enough."""
+    near enough. `contract`: False leaves all that reductions leave to the integer programme."""
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
@@ -124,7 +126,8 @@ def solve_graph(
     reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
     core_nodes = len(reduction.problem.costs)
-    result = solve_ilp(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
+    solve = solve_contracted if contract else solve_ilp
+    result = solve(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     clock.lap("solve")
     choice = reduction.restore(result.choice)
     stats = SolveStats(
