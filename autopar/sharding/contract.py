@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.errors import SolverError
 from autopar.sharding.descent import Moved, along_edges, settled
-from autopar.sharding.ilp import IlpResult, size_of, solve_ilp
+from autopar.sharding.ilp import IlpResult, check_feasible, size_of, solve_ilp
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, Reduction, reduce_problem, restrict
 
 _SMALL = 30_000  # entries of edges up to which a solver is as fast
@@ -68,10 +68,12 @@ def solve_contracted(
     sizes = size_of(problem)
     if rest is None:
         best = search.best
+        check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)
     left = max(search.deadline - time.monotonic(), 1.0)
     found = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap)
     search.take(found.choice)
+    check_feasible(search.best)
     lower = min(max(found.lower_bound, search.bound), search.best)
     if search.best - lower <= _ROUNDING * abs(search.best):
         lower = search.best

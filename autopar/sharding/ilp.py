@@ -100,7 +100,7 @@ def solve_ilp(
     """Solve what the reductions left; empty problems cost nothing. A solution that is proven to be
     within `gap` of the optimum, as a ratio, is good enough."""
     if not problem.costs:
-        _check_feasible(problem.constant)
+        check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
     if solver == "highs" and problem.num_edge_entries >= _LARGE:
         found = descend(problem, time_limit_s, _FIRST_PASSES)
@@ -127,7 +127,7 @@ def solve_ilp(
                     "search. Raise ShardingOptions(solver_time_limit_s=…), or ask for fewer specs."
                 )
     objective = problem.objective(choice)
-    _check_feasible(objective)
+    check_feasible(objective)
     lower = min(lower, objective)
     if _is_proven(objective, lower):
         lower = objective
@@ -242,7 +242,7 @@ def floor_of(problem: PairwiseProblem) -> float:
     return problem.constant + sum(float(t.min()) for t in (*problem.costs.values(), *edges))
 
 
-def _check_feasible(objective: float) -> None:
+def check_feasible(objective: float) -> None:
     """The reductions only add up what is forbidden, so a forbidden total may come out of them."""
     if objective >= FORBIDDEN / 2:
         raise SolverError(
@@ -381,7 +381,7 @@ def _branched(
     relaxed: np.ndarray | None = None
     relaxed_bound = -np.inf
     if status == highspy.HighsModelStatus.kInfeasible:
-        _check_feasible(np.inf)
+        check_feasible(np.inf)
     if status == highspy.HighsModelStatus.kOptimal:
         relaxed = np.array(highs.getSolution().col_value)
         relaxed_bound = highs.getInfo().objective_function_value
@@ -409,7 +409,7 @@ def _branched(
     highs.run()
     info = highs.getInfo()
     if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        _check_feasible(np.inf)
+        check_feasible(np.inf)
     bound = max(info.mip_dual_bound, relaxed_bound)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return near, bound, False
@@ -460,7 +460,7 @@ def _solve_with_pulp(
         problem, problem.solve(pulp.getSolver(solver, msg=False, timeLimit=time_limit_s))
     )
     if status == "Infeasible":
-        _check_feasible(np.inf)
+        check_feasible(np.inf)
     if not has_solution:
         if status in ("Undefined", "Error"):
             raise SolverError(f"{solver} failed ({status}). Use the default solver 'highs'.")
