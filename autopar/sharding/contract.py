@@ -70,7 +70,7 @@ def solve_contracted(
         best = search.best
         check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)
-    left = max(search.deadline - time.monotonic(), 1.0)
+    left = max(search.deadline - time.monotonic(), 0.01)
     found = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap)
     search.take(found.choice)
     check_feasible(search.best)
@@ -99,6 +99,8 @@ class _Search:
                 self.pass_on(moved, current)
                 if self.is_proven(gap):
                     return None
+                if time.monotonic() > self.deadline:
+                    return current
             current = moved.problem(current)
             excess = _excess(current)
             self.try_small(current, excess)
