@@ -82,7 +82,9 @@ TINY_GROUPS: dict[str, list[Case]] = {
 def example_of(case: Case, *, remat: bool | None = None) -> Example:
     """`remat` overrides whether layers are recomputed by the model itself."""
     by_model = case.remat == "model" if remat is None else remat
-    overrides = {**case.config, "remat": True} if by_model else case.config
+    overrides = {**case.config, "remat": True} if by_model else dict(case.config)
+    if "dtype" in overrides:  # by its name, as JSON has it
+        overrides["dtype"] = jnp.dtype(overrides["dtype"])
     return build(case.model, batch_size=case.batch, **overrides)
 
 

@@ -1,0 +1,269 @@
+"""Predicted against measured: step time and memory of many plans, and whether the order is right.
+
+    python -m benchmarks.accuracy --profile cpu --json FILE     (8 virtual CPU devices)
+    python -m benchmarks.accuracy --measured benchmarks/results/one_gpu_h200*.json --profile h200
+
+The first form makes plans of a GPT and an MoE on several meshes that differ in how products are
+split, from the best predicted to poor ones, adds the plans that each cost model chooses itself,
+compiles and times all of them in turns, and sets the prediction of every cost model beside it:
+`symbolic` is the preset of the device, `measured` the profile. Told are the rank correlation
+(Spearman) over all plans and the *regret* of each cost model: the measured time of the plan that
+it chooses over that of the fastest of all.
+
+The second form takes the rows of `benchmarks.one_gpu`, measured where a GPU is, and predicts them
+here: planning needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+if "--measured" not in sys.argv:  # before JAX is imported
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autopar
+from autopar.api import make_executable
+from autopar.candidates import repriced
+from autopar.compiler import PlannedStep, plan_step
+from autopar.enumeration import covering_plans, strategies_in_words
+from autopar.measuring import made_up
+from autopar.runtime.timing import spread_of
+from autopar.session import cluster_of_devices
+from benchmarks.accuracy_tables import one_gpu_text, plan_line, summary, summary_text
+from benchmarks.one_gpu_cases import Case, example_of, method_of
+from benchmarks.pipeline_rows import machine
+from examples.models import Example, gpt, moe
+
+NUM_DEVICES = 8
+MESHES = ((8,), (2, 4), (4, 2))
+LEAST_SAMPLE_S = 0.1
+
+
+def models() -> dict[str, Example]:
+    """Small, with steps of tens of milliseconds, so that a busy machine disturbs them less."""
+    return {
+        "gpt": gpt.example(gpt.GPTConfig(256, 2, 8, seq_len=64, vocab_size=1024), 16),
+        "moe": moe.example(
+            moe.MoEConfig(128, 2, 8, num_heads=8, seq_len=64, vocab_size=1024, group_size=128), 16
+        ),
+    }
+
+
+class Runner:
+    """A planned step with made-up inputs on the devices, ready to run again and again."""
+
+    def __init__(self, planned: PlannedStep, devices: Sequence[Any]) -> None:
+        started = time.perf_counter()
+        self.executable = make_executable(planned, devices)
+        self.memory_bytes = float(self.executable.memory_bytes())
+        self.compile_s = time.perf_counter() - started
+        avals, places = self.executable.avals, self.executable.input_shardings
+        self._leaves = [made_up(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)]
+        self._state = planned.traced.state
+        self.samples: list[float] = []
+        self._num_steps = 1
+        self.run(1)
+        self._num_steps = max(1, round(LEAST_SAMPLE_S / self.run(1)))
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of a step."""
+        started = time.perf_counter()
+        results: Any = None
+        for _ in range(num_steps):
+            results = self.executable(self._leaves)
+            for i, o in self._state:
+                self._leaves[i] = results[o]
+        jax.block_until_ready(results)
+        return (time.perf_counter() - started) / num_steps
+
+    def sample(self) -> None:
+        self.samples.append(self.run(self._num_steps))
+
+
+def plans_of(
+    example: Example, clusters: dict[str, Any], limit: int, meshes: Sequence[tuple[int, ...]]
+) -> list[tuple[str, PlannedStep]]:
+    """(who chose it, a plan): first what each cost model chooses, then what shows the rest."""
+    arguments = (example.abstract_state(), example.abstract_batch())
+    found = []
+    for name, cluster in clusters.items():
+        method = autopar.ShardParallel()
+        planned = plan_step(example.train_step, arguments, {}, cluster=cluster, method=method)
+        found.append((name, planned))
+    others = covering_plans(
+        example.train_step,
+        arguments,
+        jax.devices()[:NUM_DEVICES],
+        limit,
+        mesh_shapes=meshes,
+        cluster=clusters["symbolic"],
+    )
+    return found + [("", planned) for planned in others]
+
+
+def distinct(plans: list[tuple[str, PlannedStep]]) -> list[tuple[list[str], PlannedStep]]:
+    """Equal plans once, with all who chose them."""
+    found: dict[Any, tuple[list[str], PlannedStep]] = {}
+    for name, planned in plans:
+        origin: Any = planned.plan.origin
+        key = (planned.plan.mesh_shape, origin.refetch, tuple(sorted(origin.choice.items())))
+        found.setdefault(key, ([], planned))[0].extend([name] if name else [])
+    return list(found.values())
+
+
+def measure_plans(
+    example: Example, clusters: dict[str, Any], options: argparse.Namespace, ends_s: float
+) -> list[dict[str, Any]]:
+    devices = jax.devices()[:NUM_DEVICES]
+    plans = distinct(plans_of(example, clusters, options.plans, options.meshes))
+    runners = []
+    for chosen_by, planned in plans:
+        if time.perf_counter() > ends_s and not chosen_by:
+            break
+        runners.append((chosen_by, planned, Runner(planned, devices)))
+    print(f"{example.name}: {len(runners)} of {len(plans)} plans compiled", flush=True)
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        for _, _, runner in order.sample(runners, len(runners)):
+            runner.sample()
+    rows = []
+    for chosen_by, planned, runner in runners:
+        predicted = {
+            name: figures(repriced(planned, cluster).plan) for name, cluster in clusters.items()
+        }
+        rows.append(
+            {
+                "model": example.name,
+                "mesh": list(planned.plan.mesh_shape),
+                "chosen_by": chosen_by,
+                "strategies": dict(strategies_in_words(planned.plan)),
+                "predicted": predicted,
+                "predicted_bytes": planned.plan.estimated_peak_bytes,
+                "step_s": statistics.median(runner.samples),
+                "spread": spread_of(runner.samples),
+                "least_s": min(runner.samples),
+                "xla_bytes": runner.memory_bytes,
+                "compile_s": runner.compile_s,
+            }
+        )
+    return sorted(rows, key=lambda row: row["step_s"])
+
+
+def figures(plan: autopar.ParallelPlan) -> dict[str, float]:
+    return {
+        "step_s": plan.estimated_step_s,
+        "compute_s": sum(module.compute_s for module in plan.modules),
+        "communication_s": sum(module.communication_s for module in plan.modules),
+    }
+
+
+def run_plans(options: argparse.Namespace) -> dict[str, Any]:
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    cluster = cluster_of_devices(jax.devices()[:NUM_DEVICES])
+    clusters = {"symbolic": cluster}
+    if options.profile:
+        clusters["measured"] = dataclasses.replace(cluster, profile=options.profile)
+    document: dict[str, Any] = {"rounds": options.rounds, "rows": [], "summary": {}}
+    started = time.perf_counter()
+    for index, name in enumerate(options.model):
+        share = options.limit_s * (index + 0.6) / len(options.model)  # the rest is for timing
+        rows = measure_plans(models()[name], clusters, options, started + share)
+        for row in rows:
+            print(plan_line(row), flush=True)
+        document["rows"] += rows
+        document["summary"][name] = summary(rows)
+        print(summary_text(name, document["summary"][name]), flush=True)
+        write(options, document)
+    return document
+
+
+def run_measured(options: argparse.Namespace) -> dict[str, Any]:
+    allow_fused_attention()
+    files = [json.loads(pathlib.Path(path).read_text()) for path in options.measured]
+    cluster = autopar.ClusterSpec(1, 1, options.device)
+    clusters = {"symbolic": cluster}
+    if options.profile:
+        clusters["measured"] = dataclasses.replace(cluster, profile=options.profile)
+    document: dict[str, Any] = {"measured": options.measured, "on": files[0]["device"], "rows": []}
+    names = [field.name for field in dataclasses.fields(Case)]
+    for row in (row for file in files for row in file["rows"]):
+        if "error" in row:
+            continue
+        case = Case(**{name: row[name] for name in names})
+        example = example_of(case)
+        arguments = (example.abstract_state(), example.abstract_batch())
+        predicted = {}
+        peak_bytes = 0.0
+        for name, own in clusters.items():
+            plan = autopar.plan(example.train_step, *arguments, cluster=own, method=method_of(case))
+            predicted[name] = figures(plan)
+            peak_bytes = plan.estimated_peak_bytes
+        document["rows"].append(
+            {
+                "label": case.label(),
+                "model": case.model,
+                "step_s": row.get("autopar_step_s", row["jit_step_s"]),
+                "spread": row.get("autopar_spread"),
+                "predicted": predicted,
+                "predicted_bytes": peak_bytes,
+                "xla_bytes": row.get("autopar_xla_bytes", row["jit_xla_bytes"]),
+                "seen_bytes": row.get("seen_bytes"),
+            }
+        )
+        write(options, document)
+    print(one_gpu_text(document["rows"]))
+    return document
+
+
+def allow_fused_attention() -> None:
+    """JAX asks cuDNN for its version when it traces fused attention; here it is only planned."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_cudnn_version = lambda *_: 91000
+
+
+def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    if options.json:
+        command = " ".join(["python -m benchmarks.accuracy", *sys.argv[1:]])
+        about = {"command": command, **machine(), "profile": options.profile}
+        about["load"] = os.getloadavg()[0]
+        text = json.dumps({**about, **document}, indent=1) + "\n"
+        pathlib.Path(options.json).write_text(text)
+
+
+def mesh_shape(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("x"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    parser.add_argument("--plans", type=int, default=36, help="per model")
+    parser.add_argument("--meshes", nargs="+", type=mesh_shape, default=list(MESHES))
+    parser.add_argument("--rounds", type=int, default=7, help="how often each plan is timed")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="compile no more plans then")
+    parser.add_argument("--profile", help="a profile's file, or the name of a shipped one")
+    parser.add_argument("--measured", nargs="+", metavar="FILE", help="rows of one_gpu")
+    parser.add_argument("--device", default="h200-sxm", help="preset, with --measured")
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    if options.measured:
+        run_measured(options)
+    else:
+        run_plans(options)
+
+
+if __name__ == "__main__":
+    main()
