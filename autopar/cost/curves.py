@@ -1,19 +1,16 @@
-"""Times between samples: monotone curves over bytes, and bounds over several sizes.
+"""Times between samples: monotone curves over bytes, and rates over several sizes.
 
 `Curve` goes through samples of (bytes, seconds). Where noise makes more bytes cheaper, neighbours
 are pooled (isotonic regression). Between samples it is straight, below the first it is flat, and
 beyond the last it goes on at the average rate.
 
-`Bounds` is for work with several sizes, such as a product's m, n and k. A sample of p bounds the
-time of q from both sides: q takes at most as long as doing p as often as it takes to cover q, and
-at least as long as the share of p that q is:
-
-    t_p · Π min(1, q_d / p_d)  ≤  t_q  ≤  t_p · Π max(1, q_d / p_d)
-
-and no less than its work at the best rate of large samples. The estimate is the geometric mean of
-the highest lower and the lowest upper bound. All bounds grow with every size, so more work is never
-cheaper; samples that do not contradict each other are met exactly; large work tends to the best
-rate, small work to the shortest time.
+`Rates` is for work with several sizes, such as a product's m, n and k. On a grid of sizes, each
+twice the one before, rates (work per second) are those of the samples around, nearer ones counting
+for more; distances are logarithmic, and sizes beyond all samples count as the nearest that there
+are. From these come times, never less than the shortest measured; where a larger size would be
+cheaper on the grid, it costs the same. Between the grid's points times are interpolated in
+logarithms, which keeps the order: more work is never cheaper. Beyond the grid time grows with the
+work.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ from math import exp, log
 
 import numpy as np
 
-LARGE = 1000.0  # samples of at least this part of the most work tell the best rate
+_MOST_BITS = 17  # of the largest size on a grid
+_CHUNK = 2048
 
 
 class Curve:
@@ -72,22 +70,44 @@ def _isotonic(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(int(count))]
 
 
-class Bounds:
+class Rates:
     def __init__(
-        self, sizes: Sequence[Sequence[float]], seconds: Sequence[float], work: Sequence[float]
+        self,
+        samples: Sequence[tuple[Sequence[float], float]],
+        powers: Sequence[float],
+        steps: Sequence[int] | None = None,
     ) -> None:
-        """Per sample its sizes, seconds and work (flops); work must be a product of powers of
-        sizes."""
-        self.log_sizes = np.log(np.asarray(sizes, dtype=float))
-        self.log_seconds = np.log(np.asarray(seconds, dtype=float))
-        log_work = np.log(np.asarray(work, dtype=float))
-        is_large = log_work >= log_work.max() - log(LARGE)
-        self.log_rate = float((log_work - self.log_seconds)[is_large].max())
-        self.log_floor = float(self.log_seconds.min())
+        """Samples are (sizes, seconds); work is the product of sizes to the `powers`. `steps`: by
+        how many powers of two neighbours of the grid differ in each size; one, if None."""
+        self.powers = np.asarray(powers, dtype=float)
+        self.steps = np.asarray(steps or [1] * len(powers), dtype=float)
+        places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
+        seconds = np.log2(np.asarray([took for _, took in samples], dtype=float))
+        counts = [int(_MOST_BITS // step) + 1 for step in self.steps]
+        axes = [step * np.arange(count) for step, count in zip(self.steps, counts, strict=True)]
+        grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+        inside = np.clip(grid, places.min(axis=0), places.max(axis=0)).reshape(-1, len(powers))
+        rates = np.empty(len(inside))
+        own = places @ self.powers - seconds
+        for first in range(0, len(inside), _CHUNK):
+            here = inside[first : first + _CHUNK]
+            apart = ((here[:, None, :] - places[None]) ** 2).sum(axis=-1)
+            weights = 1.0 / (apart**2 + 1e-6)
+            rates[first : first + _CHUNK] = (weights * own).sum(axis=1) / weights.sum(axis=1)
+        times = np.maximum(grid @ self.powers - rates.reshape(counts), seconds.min())
+        for axis in range(len(powers)):
+            times = np.maximum.accumulate(times, axis=axis)
+        self.times = times
+        corners = np.indices((2,) * len(powers)).reshape(len(powers), -1).T
+        self.corners = corners
 
-    def __call__(self, sizes: Sequence[float], work: float) -> float:
-        ratios = np.log(np.maximum(np.asarray(sizes, dtype=float), 1.0)) - self.log_sizes
-        upper = (self.log_seconds + np.maximum(ratios, 0.0).sum(axis=1)).min()
-        lower = (self.log_seconds + np.minimum(ratios, 0.0).sum(axis=1)).max()
-        least = max(float(lower), log(max(work, 1.0)) - self.log_rate, self.log_floor)
-        return exp((float(upper) + least) / 2)
+    def __call__(self, *sizes: float) -> float:
+        at = np.log2(np.maximum(np.asarray(sizes, dtype=float), 1.0)) / self.steps
+        most = np.asarray(self.times.shape) - 1
+        beyond = float((np.maximum(at - most, 0.0) * self.steps) @ self.powers)
+        at = np.minimum(at, most)
+        low = np.minimum(at.astype(int), most - 1)
+        part = at - low
+        shares = np.where(self.corners == 1, part, 1.0 - part).prod(axis=1)
+        near = self.times[tuple((low + self.corners).T)]
+        return float(2.0 ** (shares @ near + beyond))

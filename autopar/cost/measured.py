@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
-from math import log, prod
+from math import log
 
-from autopar.cost.curves import Bounds, Curve
-from autopar.ir.profile import MachineProfile
+from autopar.cost.curves import Curve, Rates
+from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
 # Types that take each other's samples where there are none of their own, best first.
@@ -32,27 +32,30 @@ _LIKE = {
 }
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-Sample = tuple[tuple[float, ...], float, float]  # sizes, seconds, flops
-
 
 class MeasuredCosts:
     def __init__(self, profile: MachineProfile) -> None:
         self.profile = profile
-        self._products = _bounds(
-            (p.dtype, ((p.batch, p.m, p.n, p.k), p.time.seconds, p.flops)) for p in profile.products
+        self._products = _Lazy(
+            ((p.dtype, (p.batch, p.m, p.n, p.k), p.time.seconds) for p in profile.products),
+            (1, 1, 1, 1),
+            (2, 1, 1, 1),
         )
-        self._convolutions = _bounds(
+        self._convolutions = _Lazy(
             (
-                (c.dtype, c.kind),
-                (_convolution_sizes(c), c.time.seconds, c.flops),
-            )
-            for c in profile.convolutions
+                ((c.dtype, c.kind), _as_product(*_convolution_sizes(c)), c.time.seconds)
+                for c in profile.convolutions
+            ),
+            (1, 1, 1),
         )
-        attentions = [a for a in profile.attentions if a.implementation == "cudnn"]
-        self._attentions = _bounds(
-            ((a.dtype, backward, a.causal), _attention_sample(a, backward))
-            for a in attentions
-            for backward in (False, True)
+        self._attentions = _Lazy(
+            (
+                ((a.dtype, backward, a.causal), (a.batch * a.heads, a.length, a.head_dim), took_s)
+                for a in profile.attentions
+                if a.implementation == "cudnn"
+                for backward, took_s in ((False, a.forward.seconds), (True, a.backward.seconds))
+            ),
+            (1, 2, 1),
         )
         streams: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for s in profile.streams:
@@ -78,8 +81,10 @@ class MeasuredCosts:
         return None if self.profile.dispatch_s is None else self.profile.dispatch_s.seconds
 
     def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
-        found = _of_type(self._products, dtype)
-        return None if found is None else found((batch, m, n, k), 2.0 * batch * m * n * k)
+        for own in (dtype, *_LIKE.get(dtype, ())):
+            if (found := self._products.get(own)) is not None:
+                return found(batch, m, n, k)
+        return None
 
     def _convolution_s(
         self,
@@ -92,11 +97,9 @@ class MeasuredCosts:
         window: float,
     ) -> float | None:
         """`positions` of an image's result, `window` of a position: both counted in all."""
-        sizes = (images, positions, in_channels, out_channels, window)
         for own in (dtype, *_LIKE.get(dtype, ())):
-            found = self._convolutions.get((own, kind))
-            if found is not None:
-                return found(sizes, 2.0 * prod(sizes))
+            if (found := self._convolutions.get((own, kind))) is not None:
+                return found(*_as_product(images, positions, in_channels, out_channels, window))
         return None
 
     def _attention_s(
@@ -109,13 +112,11 @@ class MeasuredCosts:
         head_dim: float,
     ) -> float | None:
         """Of one kernel over so many heads, those of all sequences together."""
-        sizes = (heads, length, length, head_dim)
         for own in (dtype, *_LIKE.get(dtype, ())):
             for is_causal in (causal, not causal):
-                found = self._attentions.get((own, backward, is_causal))
-                if found is not None:
+                if (found := self._attentions.get((own, backward, is_causal))) is not None:
                     half = {(False, True): 0.5, (True, False): 2.0}.get((is_causal, causal), 1.0)
-                    return half * found(sizes, prod(sizes))
+                    return half * found(heads, length, head_dim)
         return None
 
     def _stream(self, kind: str, dtype: str) -> Curve | None:
@@ -179,28 +180,37 @@ def measured_costs(profile: MachineProfile) -> MeasuredCosts:
     return MeasuredCosts(profile)
 
 
-def _bounds(samples: Iterable[tuple[object, Sample]]) -> dict:
-    grouped: dict[object, list[Sample]] = defaultdict(list)
-    for key, sample in samples:
-        grouped[key].append(sample)
-    return {key: Bounds(*zip(*own, strict=True)) for key, own in grouped.items()}
+class _Lazy:
+    """Samples by key, of which `Rates` are made when they are first asked for."""
+
+    def __init__(
+        self,
+        samples: Iterable[tuple[object, tuple[float, ...], float]],
+        powers: tuple[int, ...],
+        steps: tuple[int, ...] | None = None,
+    ) -> None:
+        self.samples: dict[object, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
+        for key, sizes, seconds in samples:
+            self.samples[key].append((sizes, seconds))
+        self.powers, self.steps = powers, steps
+        self.made: dict[object, Rates] = {}
+
+    def get(self, key: object) -> Rates | None:
+        if key not in self.made and key in self.samples:
+            self.made[key] = Rates(self.samples[key], self.powers, self.steps)
+        return self.made.get(key)
 
 
-def _of_type(found: dict[str, Bounds], dtype: str) -> Bounds | None:
-    for own in (dtype, *_LIKE.get(dtype, ())):
-        if own in found:
-            return found[own]
-    return None
-
-
-def _convolution_sizes(c) -> tuple[float, ...]:
+def _convolution_sizes(c: ConvolutionTime) -> tuple[float, ...]:
     positions = (-(-c.size // c.stride)) ** 2
     return c.images, positions, c.in_channels, c.out_channels, c.window**2
 
 
-def _attention_sample(a, backward: bool) -> Sample:
-    sizes = (a.batch * a.heads, a.length, a.length, a.head_dim)
-    return sizes, (a.backward if backward else a.forward).seconds, float(prod(sizes))
+def _as_product(
+    images: float, positions: float, in_channels: float, out_channels: float, window: float
+) -> tuple[float, float, float]:
+    """A convolution is a product of windows with the kernel."""
+    return images * positions, out_channels, in_channels * window
 
 
 # -- collectives

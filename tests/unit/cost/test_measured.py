@@ -44,7 +44,7 @@ def test_samples_are_met() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 500, 3000, 900), (1, 9000, 9000, 2048)])
 def test_products_between_samples_are_near_the_truth(shape) -> None:
-    assert COSTS.product_s("bfloat16", *shape) == pytest.approx(product_s(*shape), rel=0.15)
+    assert COSTS.product_s("bfloat16", *shape) == pytest.approx(product_s(*shape), rel=0.3)
 
 
 def test_outside_of_samples() -> None:
