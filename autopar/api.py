@@ -88,7 +88,8 @@ class ParallelFunction:
         return bound
 
     def plan(self, *args: Any, **kwargs: Any) -> ParallelPlan:
-        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`); runs nothing."""
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`). Runs nothing, unless
+        the method says that plans are to be re-ranked."""
         return self.planned(args, kwargs).plan
 
     @property

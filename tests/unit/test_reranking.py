@@ -164,6 +164,20 @@ def test_the_measured_order_counts_and_memory_comes_first(monkeypatch):
     assert "did not run: RESOURCE_EXHAUSTED" in found.planned.plan.explain()
 
 
+def test_what_is_nearly_as_fast_is_timed_again(monkeypatch):
+    plans = candidates(autopar.ShardParallel(mesh_shape=(8,), options=OPTIONS), 3)
+
+    def noisy(seconds):
+        return StepTiming(Timing(seconds, 0.5, 5), 1.0, 2.0**20)
+
+    Figures(monkeypatch, noisy(2.0), noisy(1.5), took(9.0), noisy(1.0), noisy(1.6))
+    found = reranking.fastest(plans, jax.devices(), lambda *_: object(), Database(None))
+    plan = found.planned.plan
+    assert plan_digest(plan) == plan_digest(plans[0].plan)  # which had been disturbed
+    assert [one.measured_s for one in plan.search.tried] == [1.0, 1.5, 9.0]
+    assert "time varied by 50%: the devices seem busy" in plan.warnings[-1]
+
+
 def test_where_nothing_fits_all_that_was_tried_is_said(monkeypatch):
     plans = candidates(autopar.ShardParallel(mesh_shape=(8,), options=OPTIONS), 2)
     Figures(monkeypatch, FULL, FULL)
