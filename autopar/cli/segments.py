@@ -1,7 +1,7 @@
 """`autopar profile --model FACTORY`: the passes over a model's segments; processes that compile.
 
-Each of the latter (`segment_worker`) makes the step anew from the factory, and leaves the programs that
-it compiles in the folder's cache, where the process that times them finds them.
+Each of the latter (`segment_worker`) makes the step anew from the factory, and leaves the programs
+that it compiles in the folder's cache, where the process that times them finds them.
 """
 
 from __future__ import annotations

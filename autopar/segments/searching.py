@@ -37,7 +37,7 @@ from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph
 
 _SMALLEST_S = 1e-9  # what nothing takes less than
-_PRICES = 24  # tries to keep to a budget
+_PRICES = 16  # tries to keep to a budget
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,33 @@ class _Table:
         self.costs = {p: self.times[n] for p, n in sorted(self.segment_of.items())}
         self.crossings = list(crossings(self.cut, space, self.layouts))
 
-    def problem(self, price: float = 0.0) -> PairwiseProblem:
-        costs = {p: self.costs[p] + price * self.bytes[self.segment_of[p]] for p in self.costs}
+    def problem(self, prices: Mapping[int, float] | None = None) -> PairwiseProblem:
+        """`prices`: time of the step's program -> price of a byte that is held then."""
+        costs = dict(self.costs)
+        for at, price in (prices or {}).items():
+            for part, held in self.held(at).items():
+                costs[part] = costs[part] + price * held
         problem = PairwiseProblem(costs)
         for crossing in self.crossings:
             problem.add_edge(crossing.source, crossing.target, self.matrix(crossing))
         return problem
+
+    def held(self, at: int) -> dict[int, np.ndarray]:
+        """Per part and combination, the bytes of its values that are in memory at a time."""
+        graph = self.step.graph
+        place = {
+            whole: (p, n) for p, x in enumerate(self.cut.parts) for n, whole in enumerate(x.nodes)
+        }
+        found = {p: np.zeros(len(own)) for p, own in self.costs.items()}
+        for life in graph.liveness.lives:
+            if not life.start <= at <= life.end:
+                continue
+            node, result = graph.producer[life.value]
+            part, own = place[node]
+            size = graph.values[life.value].num_bytes * life.count
+            for number, layouts in enumerate(self.layouts[self.segment_of[part]]):
+                found[part][number] += size / num_shards(layouts[own][1][result], self.mesh.shape)
+        return found
 
     def matrix(self, crossing: Crossing) -> np.ndarray:
         return np.array(
@@ -201,10 +222,10 @@ def solve(problem: PairwiseProblem) -> dict[int, int]:
 
 def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
     """The best choice that stays within the memory budget: the best of all, or else the best found
-    at some price per byte of what its segments take."""
+    at some price of the bytes held when too many were."""
     budget = step.origin(table.mesh).budget
     try:
-        first = solve(table.problem())
+        found, sharding = _completed(step, table, solve(table.problem()))
     except SolverError as error:
         raise MemoryBudgetError(
             f"{step.traced.name}: some segment ran out of memory in every combination on the mesh "
@@ -212,21 +233,22 @@ def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
             float(max(own.max() for own in table.bytes)),
             budget or 0.0,
         ) from error
-    found, sharding = _completed(step, table, first)
     if budget is None or found.peak_bytes <= budget:
         return found, sharding
-    scale = found.step_s / max(found.peak_bytes, 1.0)
     best: tuple[Found, GraphSharding] | None = None
-    low, high = 0.0, None
-    price = scale
-    smallest = found.peak_bytes
+    smallest, times = found.peak_bytes, [sharding.memory.peak_time]
+    low, high, price = 0.0, None, found.step_s / found.peak_bytes
     for _ in range(_PRICES):
-        tried = _completed(step, table, solve(table.problem(price)))
-        smallest = min(smallest, tried[0].peak_bytes)
-        if tried[0].peak_bytes <= budget:
+        prices = dict.fromkeys(times, price / len(times))
+        tried = _completed(step, table, solve(table.problem(prices)))
+        peak, at = tried[0].peak_bytes, tried[1].memory.peak_time
+        smallest = min(smallest, peak)
+        if peak <= budget:
             high = price
             if best is None or tried[0].step_s < best[0].step_s:
                 best = tried
+        elif at not in times:
+            times.append(at)
         else:
             low = price
         price = price * 4 if high is None else (low + high) / 2
