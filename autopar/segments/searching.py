@@ -6,7 +6,7 @@ Choose a combination x_p for every part p: minimise
 
     Σ_p t[segment of p, x_p]  +  Σ_crossings r(made by x_p, wanted by x_q)
 
-with t what the segment took less what its call took, and r what the resharding took (`_problem`).
+with t what the segment took and r what the resharding took, both less what a call takes (`_Table`).
 Parts are a chain, but for what is read far away (tied embeddings), so min-plus elimination of one
 part after another solves it, and what is left goes to the solver of shardings: it is exact either
 way (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. A combination that ran out of
@@ -18,16 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
+from autopar.cost.reshard import reshard_table
 from autopar.errors import MemoryBudgetError, ProfileError, SolverError
 from autopar.intra import PlannedStep, planned_as
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import Layout, num_shards
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.segments.analysing import PreparedStep
 from autopar.segments.cutting import CutStep
-from autopar.segments.files import Analysis, MeshSpace, SegmentProfile
+from autopar.segments.files import Analysis, MeshSpace, ReshardTime, SegmentProfile
 from autopar.segments.profiling import ONE_ARRAY, Crossing, crossings, segment_layouts
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.kbest import Solution as Ranked
@@ -109,7 +112,9 @@ class _Table:
         self.call_s = max(dispatch.values(), default=0.0)
         one_array_s = dispatch.get(ONE_ARRAY, 0.0)
         self.moved = {
-            (s.shape, s.dtype, s.source, s.target): max(s.time.seconds - one_array_s, _SMALLEST_S)
+            (s.shape, s.dtype, s.source, s.target): max(
+                s.time.seconds - one_array_s, _modelled_s(self.mesh, s)
+            )
             for s in profile.reshards
             if s.mesh == shape
         }
@@ -175,9 +180,7 @@ class _Table:
             ]
         )
 
-    def reshard_s(
-        self, crossing: Crossing, made: tuple[int, ...], wanted: tuple[int, ...]
-    ) -> float:
+    def reshard_s(self, crossing: Crossing, made: Layout, wanted: Layout) -> float:
         if made == wanted:
             return 0.0
         key = (crossing.shape, crossing.dtype, made, wanted)
@@ -212,6 +215,14 @@ class _Table:
         ranked: list[Ranked] = k_best(problem, labels, num)
         for one in ranked:
             yield self.found({p: one.choice[n] for p, n in self.segment_of.items()})
+
+
+def _modelled_s(mesh: LogicalMesh, move: ReshardTime) -> float:
+    """What the cost model says of a resharding. One that is as short as the call itself is lost in
+    the noise of both, and is not free for that."""
+    num_bytes = float(prod(move.shape) * np.dtype(move.dtype).itemsize)
+    table = reshard_table(mesh, move.shape, num_bytes, False)
+    return float(table.cost_s[table.index[move.source], table.index[move.target]])
 
 
 def solve(problem: PairwiseProblem) -> dict[int, int]:
