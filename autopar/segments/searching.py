@@ -222,7 +222,7 @@ def _modelled_s(mesh: LogicalMesh, move: ReshardTime) -> float:
     the noise of both, and is not free for that."""
     num_bytes = float(prod(move.shape) * np.dtype(move.dtype).itemsize)
     table = reshard_table(mesh, move.shape, num_bytes, False)
-    return float(table.cost_s[table.index[move.source], table.index[move.target]])
+    return table.cost(move.source, move.target)
 
 
 def solve(problem: PairwiseProblem) -> dict[int, int]:
