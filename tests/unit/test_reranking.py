@@ -131,6 +131,38 @@ def test_candidates_of_a_pipeline_search_have_other_stages():
     assert all("8 micro-batches" in reranking.in_few_words(planned.plan) for planned in plans)
 
 
+def test_candidates_keep_to_the_budget_and_recompute_what_the_search_did():
+    def deep(state, batch):
+        def loss(layers):
+            x = batch
+            for number, (up, down) in enumerate(layers):
+                with jax.named_scope(f"layer_{number}"):
+                    x = x + jnp.tanh(x @ up) @ down
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    args = [(of(64, 256), of(256, 64))] * 4, of(65536, 64)
+    budget = 1.5e8  # about 70 % of what it takes without recomputation
+    options = autopar.ShardingOptions(memory_budget_bytes=budget, rerank=3)
+    plans = plan_candidates(
+        deep,
+        args,
+        {},
+        cluster=autopar.ClusterSpec(1, 2, "v100-32gb"),
+        method=autopar.ShardParallel((2,), options=options),
+        options=None,
+        num=3,
+    )
+    assert len(plans) == 3
+    assert all(planned.plan.remat for planned in plans)
+    assert all(planned.plan.estimated_peak_bytes <= budget for planned in plans)
+    assert "layers recomputed" in reranking.in_few_words(plans[0].plan)
+
+
 class Figures:
     """Stands for the devices: what each plan takes, in the order in which they are tried."""
 
