@@ -47,6 +47,7 @@ from autopar.trace.micro import MicroBatches, Notes, Scope, add
 from autopar.trace.placement import Pair, Placement
 from autopar.trace.program import Equation, Operand, Program
 from autopar.trace.remat import rematerialise, with_remat
+from autopar.trace.turned_products import with_turned_products
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:
@@ -97,6 +98,8 @@ def accumulate(
     part = align(full.program, micro.program, full.name)
     if layers:
         full, part = with_remat(full, layers), rematerialise(part, layers)
+    full = replace(full, program=with_turned_products(full.program))
+    part = with_turned_products(part)
     shapes = RowShapes(full.program.avals, part.avals)
     size = batch_size(full, num_micro_batches)
     sizes = _row_sizes(part, shapes, num_micro_batches)

@@ -155,6 +155,27 @@ def test_embedding_gradient_is_a_scatter_to_zeros():
     check_exact(sgd(lambda w, t: jnp.mean(jnp.sin(w[t]) ** 2)), W, tokens)
 
 
+def test_gradients_are_added_up_in_the_order_of_their_weights():
+    """JAX transposes the gradient of a weight; the update would do so behind the loop."""
+
+    def loss(w, x):
+        hidden = jnp.einsum("bi,ihk->bhk", x, w["in"])
+        return jnp.sum(jnp.tanh(jnp.einsum("bhk,hkj->bj", hidden, w["out"])))
+
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        return jax.tree.map(lambda p, g: p - g, w, grads)
+
+    weights = {"in": RNG.normal(size=(6, 2, 3)), "out": RNG.normal(size=(2, 3, 5))}
+    weights = jax.tree.map(lambda w: w.astype(np.float32), weights)
+    traced = trace(step, (weights, X), {}, StepOptions())
+    assert "transpose" in outside(traced)
+    in_a_loop = accumulated(step, weights, X)
+    assert in_a_loop.loop is not None
+    assert "transpose" not in outside(in_a_loop)[in_a_loop.loop :]
+    check_exact(step, weights, X)
+
+
 def test_what_a_scatter_adds_to_counts_once():
     rows = RNG.integers(0, 6, size=(16,))
     check_exact(lambda w, rows: w.at[rows].add(0.5) * 2, W, rows)
