@@ -58,7 +58,7 @@ def collective(
     }[sample.kind]
 
     def step(carry: Arrays) -> Arrays:
-        x = tie(*carry)
+        x = tie(carry[0], carry[1], platform)
         return x, run(x)
 
     if (platform == "cpu", sample.kind) in _CHAINED:

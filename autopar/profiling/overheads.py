@@ -1,8 +1,9 @@
 """What is paid beside the work: for one more kernel, one more program, and what memory is there.
 
 A chain of products of 4 × 4 numbers is as many kernels on every platform, however XLA fuses: the
-slope of its time over its length is what a kernel costs at least. A loop of nothing but a tie is
-what every sample has beside its work.
+slope of its time over its length is what a kernel costs at least, and what is left at length 0 is
+the loop's. Both lengths are such that XLA starts a trip's kernels together, where it does that. On
+CPUs a loop of nothing but a tie is what samples have beside their work.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar.profiling.repeating import Bench, placed
 from autopar.profiling.works import Arrays, Operand, Work, tie
 from autopar.runtime.timing import time_calls
 
-LENGTHS = (2, 34)
+LENGTHS = (16, 80)
 _TRIPS = 200
 
 
@@ -39,7 +40,7 @@ def chain(length: int) -> Work:
 
 def tie_alone() -> Work:
     def step(carry: Arrays, _: Arrays) -> Arrays:
-        return (tie(carry[0], carry[0]),)
+        return (tie(carry[0], carry[0], "cpu"),)
 
     return Work("tie", step, (Operand((64, 1024)),))
 
@@ -49,8 +50,12 @@ def measure_launch(bench: Bench) -> Timing:
     short, long = (bench.time_loop(chain(length), _TRIPS) for length in LENGTHS)
     slope_s = (long.seconds - short.seconds) / (LENGTHS[1] - LENGTHS[0])
     launch_s = max(slope_s, 0.01 * long.seconds / LENGTHS[1])
-    bench.tied_loop_s = bench.time_loop(tie_alone(), _TRIPS).seconds
-    bench.loop_s = max(0.0, bench.tied_loop_s - launch_s)
+    if bench.platform == "cpu":
+        bench.tied_loop_s = bench.time_loop(tie_alone(), _TRIPS).seconds
+        bench.loop_s = max(0.0, bench.tied_loop_s - launch_s)
+    else:
+        bench.loop_s = bench.tied_loop_s = launch_s  # the kernel that counts trips
+        bench.together_s = max(0.0, short.seconds - LENGTHS[0] * launch_s)
     spread = max(short.spread, long.spread)
     return Timing(launch_s, spread, min(short.num_samples, long.num_samples))
 

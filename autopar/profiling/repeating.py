@@ -21,10 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.mesh import device_spec, preset_of
 from autopar.ir.profile import Timing
-from autopar.profiling.works import Arrays, Operand, Work, np_dtype
+from autopar.profiling.works import Arrays, Operand, Work, first_of, np_dtype, tie
 from autopar.runtime.timing import time_calls
 
 MOST_TRIPS = 4000
+SHORT_BYTES, SHORT_STEPS = 64e6, 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ PACES = {
 class Bench:
     """The devices, and what is known of them so far.
 
-    loop_s, tied_loop_s: what the loop around a step adds to its time, without and with a tie.
+    loop_s, tied_loop_s: what the loop adds to a trip of one step, without and with a tie.
+    together_s:          what it adds to a trip of several steps, which are started together.
     slowness:            measured over guessed seconds, by the kind of the work.
     """
 
@@ -59,6 +61,7 @@ class Bench:
     pace: Pace
     loop_s: float = 0.0
     tied_loop_s: float = 0.0
+    together_s: float = 0.0
     slowness: dict[str, float] = field(default_factory=dict)
     _spec: Any = field(init=False, repr=False)
 
@@ -71,21 +74,28 @@ class Bench:
         return self.devices[0].platform
 
     def time_work(self, work: Work, num_samples: int | None = None) -> Timing:
-        """Of one step alone: tie and loop are taken off. It is never less than a tenth of what was
-        measured: what is much smaller than its tie cannot be seen."""
-        guess_s = self._guess_s(work)
-        trips = min(MOST_TRIPS, max(1, round(self.pace.program_s / guess_s)))
-        with_ties = self.time_loop(work, trips, num_samples)
-        self.slowness[work.kind] = self._slowness(work) * with_ties.seconds / guess_s
+        """Of one step alone: what the loop costs is taken off. It is never less than half of what
+        was measured: what is much shorter than the loop cannot be seen."""
+        guess_s, steps = self._guess_s(work), self.steps_per_trip(work)
+        trips = min(MOST_TRIPS, max(1, round(self.pace.program_s / guess_s / steps)))
+        trip = self.time_loop(work, trips, num_samples)
+        each_s = trip.seconds / steps
+        self.slowness[work.kind] = self._slowness(work) * each_s / guess_s
         others_s = self.tied_loop_s if work.is_tied else self.loop_s
-        return replace(
-            with_ties, seconds=max(with_ties.seconds - others_s, 0.1 * with_ties.seconds)
-        )
+        if steps > 1:
+            others_s = self.together_s / steps + (self.tied_loop_s if work.is_tied else 0.0)
+        return replace(trip, seconds=max(each_s - others_s, 0.5 * each_s))
+
+    def steps_per_trip(self, work: Work) -> int:
+        """Short works on GPUs: so many kernels that XLA starts them together, as those of a whole
+        step, and not one by one."""
+        is_short = 0 < work.num_bytes < SHORT_BYTES and not work.is_fusible
+        return SHORT_STEPS if is_short and self.platform != "cpu" else 1
 
     def time_loop(self, work: Work, trips: int, num_samples: int | None = None) -> Timing:
         """Seconds per trip, everything counted."""
         program = self.program(work, trips)
-        carry = tuple(map(self.on_all, work.carry))
+        carry = tuple(map(self.on_all, self.carry_of(work)))
         constants = tuple(map(self.on_all, work.constants))
         compiled = program.lower(carry, constants).compile()
         state = [jax.block_until_ready(compiled(carry, constants))]
@@ -113,7 +123,7 @@ class Bench:
         """The jitted loop, on global arrays whose first dimension is the devices'."""
 
         def loop(carry: Arrays, constants: Arrays) -> Arrays:
-            return lax.fori_loop(0, trips, lambda _, own: work.step(own, constants), carry)
+            return lax.fori_loop(0, trips, lambda _, own: self._trip(work, own, constants), carry)
 
         if len(self.devices) == 1:
             return jax.jit(loop, donate_argnums=0)
@@ -127,6 +137,34 @@ class Bench:
             ),
             donate_argnums=0,
         )
+
+    def carry_of(self, work: Work) -> tuple[Operand, ...]:
+        """With the results of all steps of a trip, so that none is computed for nothing, and what
+        ties each step to the next."""
+        steps = self.steps_per_trip(work)
+        if steps == 1 or not work.is_tied:
+            return work.carry
+        marks = (Operand((), work.carry[1].dtype, zeros=True),) * steps
+        return (work.carry[0], *(work.carry[1:] * steps), *marks)
+
+    def _trip(self, work: Work, carry: Arrays, constants: Arrays) -> Arrays:
+        steps = self.steps_per_trip(work)
+        if not work.is_tied:
+            for _ in range(steps):
+                carry = work.step(carry, constants)
+                if steps > 1:  # or XLA would compute them as one
+                    carry = tuple(lax.optimization_barrier(carry))
+            return carry
+        if steps == 1:
+            return work.step((tie(carry[0], carry[1], self.platform), *carry[1:]), constants)
+        own = carry[: len(work.carry)]
+        results, marks = [], []
+        for _ in range(steps):
+            first, mark = lax.optimization_barrier((own[0], first_of(own[1])))
+            own = work.step((first, *own[1:]), constants)
+            results += own[1:]
+            marks.append(mark)  # or XLA would forget what it waits for
+        return (own[0], *results, *marks)
 
     def mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), ("d",))

@@ -148,6 +148,9 @@ def _on_gpu(able: Abilities) -> Iterator[Planned]:
         yield from _layers(1, tokens, hidden)
     for m, n, k in ((8192, 32000, 4096), (8192, 11008, 4096), (8192, 4096, 11008)):
         yield _product(1, half, 1, m, n, k)
+    odd = 30522  # a vocabulary that no power of two divides takes other kernels
+    for m, n, k in ((32768, odd, 1024), (32768, 1024, odd), (odd, 1024, 32768)):
+        yield _product(1, half, 1, m, n, k)
     for batch, length, dim in ((128, 2048, 128), (1024, 512, 64), (256, 1024, 48), (64, 256, 64)):
         yield from _heads(1, batch, length, dim)
     for m, n, k in ((4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096)):
@@ -182,7 +185,8 @@ def _on_gpu(able: Abilities) -> Iterator[Planned]:
         if able.has_fp8:
             yield _product(3, few, 1, m, n, k)
     yield from _convolutions(3, half, _GPU_CONVOLUTIONS)
-    yield from _attentions(3, "xla", half, ((8, 1024, 16, 64, True),))
+    shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, True), (4, 2048, 16, 64, True))
+    yield from _attentions(3, "xla", half, shapes)
     yield from _convolutions(4, half, _MORE_GPU_CONVOLUTIONS)
 
 

@@ -2,8 +2,9 @@
 
 A step takes its *carry* to the next one's and reads *constants*. It is repeated by a loop inside of
 one program, so each must depend on the one before, or XLA would compute it once. Where a result
-does not have the shape of an operand, it is kept in the carry, and one number of it is written into
-the operand: a *tie*, one small kernel whose cost is known (`overheads`) and subtracted.
+does not have the shape of an operand, the carry has both, and they are *tied* before each step. On
+GPUs an optimization barrier does that, which costs nothing. For CPUs XLA drops barriers too early:
+there one number of the result is written into the operand, in place.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Work:
-    """`flops` and `num_bytes` are of one step on one device. `is_tied`: there is a tie beside it.
-    `kind`: of works whose guessed times are wrong by about the same factor."""
+    """`flops` and `num_bytes` are of one step on one device. `is_tied`: the first of the carry has
+    to be tied to the second before each step. `kind`: of works whose guessed times are wrong by
+    about the same factor. `is_fusible`: XLA would compute several steps of a trip as one."""
 
     kind: str
     step: Callable[[Arrays, Arrays], Arrays]
@@ -59,6 +61,7 @@ class Work:
     flops: float = 0.0
     num_bytes: float = 0.0
     is_tied: bool = False
+    is_fusible: bool = False
 
 
 def np_dtype(name: str) -> np.dtype:
@@ -78,14 +81,17 @@ def _random(dtype: str, count: int) -> np.ndarray:
     return _numbers[dtype][:count]
 
 
-def tie(operand: jax.Array, result: jax.Array) -> jax.Array:
-    """The operand with its first number made of the result's, in place."""
-    value = 0.1 + 0.01 * _first(result).astype(jnp.float32)
+def tie(operand: jax.Array, result: jax.Array, platform: str) -> jax.Array:
+    """The operand, such that it is there only when the result is. The number that is written reads
+    nothing of the operand, or XLA would write all of it."""
+    if platform != "cpu":
+        return lax.optimization_barrier((operand, first_of(result)))[0]
+    value = 0.1 + 0.01 * first_of(result).astype(jnp.float32)
     value = value.astype(operand.dtype).reshape((1,) * operand.ndim)
     return lax.dynamic_update_slice(operand, value, (0,) * operand.ndim)
 
 
-def _first(array: jax.Array) -> jax.Array:
+def first_of(array: jax.Array) -> jax.Array:
     return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
 
 
@@ -100,7 +106,7 @@ def product(sample: ProductTime) -> Work:
     numbers = (((1 + len(batch),), (len(batch),)), (axes, axes))
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
-        x = tie(*carry)
+        x = carry[0]
         return x, lax.dot_general(x, constants[0], numbers, preferred_element_type=np_dtype(out))
 
     moved = left.num_bytes + right.num_bytes + result.num_bytes
@@ -121,17 +127,16 @@ def convolution(sample: ConvolutionTime) -> Work:
         )
 
     def of_images(carry: Arrays, constants: Arrays) -> Arrays:
-        x = tie(*carry)
-        return x, forward(x, constants[0])
+        return carry[0], forward(carry[0], constants[0])
 
     def to_images(carry: Arrays, constants: Arrays) -> Arrays:
-        dy = tie(*carry)
+        dy = carry[0]
         like = jax.ShapeDtypeStruct(images.shape, np_dtype(own.dtype))
         (dx,) = jax.linear_transpose(lambda x: forward(x, constants[0]), like)(dy)
         return dy, dx
 
     def to_kernel(carry: Arrays, constants: Arrays) -> Arrays:
-        dy = tie(*carry)
+        dy = carry[0]
         like = jax.ShapeDtypeStruct(kernel.shape, np_dtype(own.dtype))
         (dw,) = jax.linear_transpose(lambda w: forward(constants[0], w), like)(dy)
         return dy, dw
@@ -175,8 +180,7 @@ def _reduced(dimension: int) -> Callable[[float, str], Work]:
         y = Operand((rows if dimension == 1 else ROW,), dtype, zeros=True)
 
         def step(carry: Arrays, _: Arrays) -> Arrays:
-            own = tie(*carry)
-            return own, own.sum(dimension)
+            return carry[0], carry[0].sum(dimension)
 
         moved = x.num_bytes + y.num_bytes
         return Work(f"reduce {dimension}", step, (x, y), num_bytes=moved, is_tied=True)
@@ -193,11 +197,11 @@ def _transpose(wanted: float, dtype: str) -> Work:
     def step(carry: Arrays, constants: Arrays) -> Arrays:
         (x,) = constants
         y = x.T + x * (0.5 * carry[1]).astype(x.dtype)
-        return y, _first(y)
+        return y, first_of(y)
 
     empty = Operand((side, side), dtype, zeros=True)
     carry = (empty, Operand((), dtype))
-    return Work("transpose", step, carry, (x,), num_bytes=3 * x.num_bytes, is_tied=True)
+    return Work("transpose", step, carry, (x,), num_bytes=3 * x.num_bytes)
 
 
 def _gather(wanted: float, dtype: str) -> Work:
@@ -207,13 +211,18 @@ def _gather(wanted: float, dtype: str) -> Work:
     result = Operand((rows, ROW), dtype, zeros=True)
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
-        chosen, last = carry
-        changed = lax.convert_element_type(_first(last) > 0, jnp.int32)[None]
-        chosen = lax.dynamic_update_slice(chosen, changed, (0,))
-        return chosen, constants[0][chosen]
+        return carry[0], constants[0][carry[0]]
 
     moved = 2 * result.num_bytes + numbers.num_bytes
-    return Work("gather", step, (numbers, result), (table,), num_bytes=moved, is_tied=True)
+    return Work(
+        "gather",
+        step,
+        (numbers, result),
+        (table,),
+        num_bytes=moved,
+        is_tied=True,
+        is_fusible=True,
+    )
 
 
 def _scatter(wanted: float, dtype: str) -> Work:
@@ -252,7 +261,7 @@ def attention(sample: AttentionTime, *, backward: bool) -> Work:
         return jax.nn.dot_product_attention(q, k, v, is_causal=own.causal, implementation=kind)
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
-        q = tie(carry[0], carry[1])
+        q = carry[0]
         if not backward:
             return q, forward(q, *constants)
         out, pull = jax.vjp(forward, q, *constants)

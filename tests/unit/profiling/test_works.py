@@ -41,6 +41,12 @@ def loop_text(bench: Bench, work: Work) -> str:
     return body_of(program.lower(arrays(work.carry), arrays(work.constants)).compile().as_text())
 
 
+class OnGpu(Bench):
+    """The loops that GPUs get, on CPUs."""
+
+    platform = "gpu"
+
+
 def body_of(text: str) -> str:
     """All computations but the entry and the loop's condition; the loop itself must be there."""
     body = re.search(r"while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
@@ -78,7 +84,8 @@ def test_products_depend_on_each_other(bench):
     carry, constants = arrays(work.carry), arrays(work.constants)
     wanted = carry
     for _ in range(TRIPS):
-        wanted = work.step(wanted, constants)
+        tied = works.tie(wanted[0], wanted[1], "cpu")
+        wanted = work.step((tied, wanted[1]), constants)
     alone = Bench(bench.devices[:1], bench.pace)
     found = alone.program(work, TRIPS)(carry, constants)
     for one, other in zip(found, wanted, strict=True):
@@ -166,3 +173,25 @@ def test_placements_are_the_axes_of_meshes():
     ]  # fmt: skip
     assert list(placements(1, 1)) == []
     assert list(placements(6, 6)) == [(2, 1, 2), (2, 3, 2), (3, 1, 3), (3, 2, 3), (6, 1, 6)]
+
+
+@pytest.mark.parametrize("kind", ["product", "reduce-last", "scatter"])
+def test_several_steps_of_a_trip_on_gpus_are_those_steps(bench, kind):
+    """Short works are repeated within a trip, and the results of all of them are kept."""
+    if kind == "product":
+        work = works.product(ProductTime("float32", 1, 8, 8, 8, UNTIMED))
+    else:
+        work = works.stream(StreamTime(kind, "float32", 2**16, UNTIMED))
+    gpu = OnGpu(bench.devices[:1], bench.pace)
+    steps = gpu.steps_per_trip(work)
+    assert steps > 1 and bench.steps_per_trip(work) == 1
+    carry, constants = arrays(gpu.carry_of(work)), arrays(work.constants)
+    assert len(carry) == (1 + 2 * steps if work.is_tied else len(work.carry))
+    wanted = arrays(work.carry)
+    for _ in range(TRIPS * steps):
+        wanted = work.step(wanted, constants)
+    lowered = gpu.program(work, TRIPS).lower(carry, constants)
+    assert lowered.as_text().count("optimization_barrier") == steps
+    found = lowered.compile()(carry, constants)
+    last = found[steps] if work.is_tied else found[0]
+    np.testing.assert_allclose(last, wanted[-1], rtol=1e-3, atol=1e-5)
