@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.stages import SearchReport, TriedPlan
 from tests.report_plans import one_mesh, pipeline, timeline
 
 SECTIONS = [
@@ -63,6 +64,18 @@ def test_warnings_and_pins_are_shown(open_page: Any) -> None:
     assert "mind the gap" in page.inner_text(".box.warn")
     page.click("text=How the plan was made")
     assert "a/kernel to P('x')" in page.inner_text("#summary")
+
+
+def test_plans_that_were_run_are_shown(open_page: Any) -> None:
+    tried = (
+        TriedPlan("mesh 8", 0.02, None, 0.0, 1e9, 2e9, failure="RESOURCE_EXHAUSTED"),
+        TriedPlan("mesh 2×4", 0.03, 0.05, 0.02, 1e9, 1e9, is_chosen=True),
+    )
+    page = open_page(replace(one_mesh(), search=SearchReport(0, 0, 0, 0, tried=tried)))
+    text = page.inner_text("#plans")
+    assert "the fastest that fits was taken" in text and "Nothing else" not in text
+    assert "50.0 ms ± 2%" in text and "RESOURCE_EXHAUSTED" in text
+    assert shown(page, "#plans tr.chosen td:first-child") == ["mesh 2×4 (chosen)"]
 
 
 # -- the tree

@@ -218,6 +218,49 @@ function arraysSection() {
   );
 }
 
+function triedTable(tried) {
+  const compiled = tried.some((row) => row.compiled_s !== null);
+  const found = (row) => (compiled ? row.compiled_s : row.measured_s);
+  const text = (row) => {
+    if (row.failure) return row.failure;
+    return compiled ? seconds(found(row)) : `${seconds(found(row))} ± ${(100 * row.spread).toFixed(0)}%`;
+  };
+  return [
+    make(
+      "p",
+      { class: "lead" },
+      compiled
+        ? "The best plans were compiled; the best by XLA's communication, of those that fit, was taken."
+        : "The best plans were run with made-up inputs; the fastest that fits was taken.",
+    ),
+    sortable(
+      [
+        {
+          name: "Plan",
+          of: (row) => row.what,
+          show: (row) => [row.what, row.chosen ? make("strong", {}, " (chosen)") : ""],
+          class: "wrap",
+        },
+        {
+          name: "Memory, by XLA",
+          of: (row) => row.memory_bytes,
+          show: (row) => (row.memory_bytes === null ? "–" : bytes(row.memory_bytes)),
+          number: true,
+        },
+        {
+          name: "Predicted",
+          of: (row) => row.predicted_s,
+          show: (row) => seconds(row.predicted_s),
+          number: true,
+        },
+        { name: compiled ? "As compiled" : "Measured", of: found, show: text, number: true },
+      ],
+      tried,
+      { by: 2, down: false, rowClass: (row) => (row.chosen ? "chosen" : null), label: "Plans that were run" },
+    ),
+  ];
+}
+
 function searchSection() {
   const { search, solver } = DATA;
   const node = section("plans", "Plans considered", null);
@@ -261,7 +304,7 @@ function searchSection() {
         { by: 4, down: false, rowClass: (row) => (row.chosen ? "chosen" : null), label: "Plans considered" },
       ),
     );
-  } else
+  } else if (!search || !search.tried.length)
     node.append(
       make(
         "p",
@@ -269,6 +312,7 @@ function searchSection() {
         "Nothing else was searched: the method says how the step is run, and the solver chose the sharding.",
       ),
     );
+  if (search && search.tried.length) node.append(...triedTable(search.tried));
   const gap =
     solver.gap === 0
       ? "proven optimal by the cost model"

@@ -46,7 +46,24 @@ def search_data(plan: ParallelPlan) -> dict[str, Any] | None:
         "seconds": {name: short(value) for name, value in search.seconds.items()},
         "checked": [[short(tables), short(solved)] for tables, solved in search.checked],
         "notes": list(search.notes),
+        "tried": [
+            {
+                "what": one.what,
+                "predicted_s": short(one.predicted_s),
+                "measured_s": _short(one.measured_s),
+                "spread": short(one.spread),
+                "compiled_s": _short(one.compiled_s),
+                "memory_bytes": short(one.memory_bytes) if one.memory_bytes else None,
+                "failure": one.failure,
+                "chosen": one.is_chosen,
+            }
+            for one in search.tried
+        ],
     }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else short(value)
 
 
 def _is_chosen(plan: ParallelPlan, choice: PipelineChoice) -> bool:
