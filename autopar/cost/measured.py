@@ -24,6 +24,7 @@ from autopar.cost.curves import Curve, Rates
 from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
+_LONG = 256
 # Types that take each other's samples where there are none of their own, best first.
 _LIKE = {
     "bfloat16": ("float16",),
@@ -36,8 +37,13 @@ _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 class MeasuredCosts:
     def __init__(self, profile: MachineProfile) -> None:
         self.profile = profile
+        # Transposing everything exchanges m and n.
         self._products = _Lazy(
-            ((p.dtype, (p.batch, p.m, p.n, p.k), p.time.seconds) for p in profile.products),
+            (
+                ((p.dtype, _is_aligned(p.dtype, p.n, p.k)), sizes, p.time.seconds)
+                for p in profile.products
+                for sizes in {(p.batch, p.m, p.n, p.k), (p.batch, p.n, p.m, p.k)}
+            ),
             (1, 1, 1, 1),
             (2, 1, 1, 1),
         )
@@ -81,9 +87,12 @@ class MeasuredCosts:
         return None if self.profile.dispatch_s is None else self.profile.dispatch_s.seconds
 
     def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
+        """Sizes that libraries cannot take, since rows are no multiples of 16 bytes, are priced by
+        samples of such sizes, if there are any."""
         for own in (dtype, *_LIKE.get(dtype, ())):
-            if (found := self._products.get(own)) is not None:
-                return found(batch, m, n, k)
+            for is_aligned in (_is_aligned(dtype, n, k), True):
+                if (found := self._products.get((own, is_aligned))) is not None:
+                    return found(batch, m, n, k)
         return None
 
     def _convolution_s(
@@ -199,6 +208,13 @@ class _Lazy:
         if key not in self.made and key in self.samples:
             self.made[key] = Rates(self.samples[key], self.powers, self.steps)
         return self.made.get(key)
+
+
+def _is_aligned(dtype: str, *lengths: int) -> bool:
+    """Whether rows of these lengths are whole blocks of 16 bytes; so are all short ones, as they
+    make no difference."""
+    block = 16 // _SIZES.get(dtype, 4)
+    return all(length % block == 0 for length in lengths if length >= _LONG)
 
 
 def _convolution_sizes(c: ConvolutionTime) -> tuple[float, ...]:

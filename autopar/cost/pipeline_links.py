@@ -1,7 +1,8 @@
 """What it costs to take an array from one mesh to another.
 
 `transfer_s` prices a plan on one kind of link, `crossing_time` on those of a cluster, where what
-leaves a host shares its network. `boundary_s` is the closed form that the stage search uses before
+leaves a host shares its network; where such links were measured, by the samples of the busiest
+device's bytes. `boundary_s` is the closed form that the stage search uses before
 there are any layouts: all bytes cross once, over all the links that the two submeshes have between
 them.
 """
@@ -13,6 +14,7 @@ from math import ceil, prod
 
 from autopar.cost.collectives import all_gather_s, shift_s
 from autopar.cost.events import TransferTime
+from autopar.cost.measured import measured_costs
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.spec import WHOLE, num_shards
 from autopar.ir.tiles import TilePlan, num_elements
@@ -52,8 +54,24 @@ def crossing_time(
     latency_s = device.inter_host_alpha_s if on_network else device.intra_host_alpha_s
     rest_s = max(on_device.values(), default=0) / device.intra_host_bandwidth
     rest_s = max(rest_s, max(on_network.values(), default=0) / device.host_bandwidth)
+    pairs = len([key for key in on_device if key[0]])
+    known = _measured(cluster, not on_network, pairs, max(on_device.values(), default=0))
+    if known is not None:
+        latency_s, rest_s = known
     rest_s += _gather_s(plan, target_mesh)
     return TransferTime(float(plan.link_bytes), latency_s + rest_s, latency_s)
+
+
+def _measured(
+    cluster: ClusterSpec, same_host: bool, num_pairs: int, num_bytes: float
+) -> tuple[float, float] | None:
+    """(seconds of the least bytes, what these take beyond), by samples of such links."""
+    if cluster.measured is None or not cluster.measured.crossings:
+        return None
+    costs = measured_costs(cluster.measured)
+    least_s = costs.crossing_s(same_host, num_pairs, 0.0)
+    whole_s = costs.crossing_s(same_host, num_pairs, num_bytes)
+    return None if least_s is None or whole_s is None else (least_s, whole_s - least_s)
 
 
 def _gather_s(plan: TilePlan, target_mesh: LogicalMesh) -> float:
@@ -87,6 +105,9 @@ def boundary_s(
         return 0.0
     device = cluster.spec
     num_links = min(num_source_devices, num_target_devices)
+    known = _measured(cluster, same_host, num_links, num_bytes / num_links)
+    if known is not None:
+        return sum(known)
     bandwidth = num_links * device.intra_host_bandwidth
     if same_host:
         return device.intra_host_alpha_s + num_bytes / bandwidth

@@ -149,7 +149,7 @@ class _Builder:
             for node, factor, traffic in zip(
                 self.nodes,
                 factors,
-                node_traffic(self.nodes, self.values, liveness.in_memory, in_place),
+                node_traffic(self.nodes, self.values, liveness.in_memory, in_place, outputs),
                 strict=True,
             )
         )

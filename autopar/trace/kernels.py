@@ -5,7 +5,8 @@ between it and the written values that it is made from, and reads each of these 
 of its ops use it; an op that several kernels compute again is part of each. As XLA does on GPUs,
 kernels that go over the same large value and do not wait for each other are one: sums of the same
 values, what is kept of an activation beside its result, the updates of a parameter and of its
-moments. So is a sum over rows with the kernel that makes the rows.
+moments. So is an elementwise kernel, or a sum over rows, with the one that makes what it reads;
+what only their own ops read is then not written at all.
 
 What is read is charged to the first op of the kernel that reads it, what is written to the op that
 makes it, so that it is divided as that op's sharding divides it. Updated state is written although
@@ -21,7 +22,6 @@ from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.trace.figures import INSTRUCTIONS, UNFUSED, VIEWS
-from autopar.trace.regions import UPDATE
 
 _NOTHING = ("scan_slice", "scan_stack", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
@@ -60,9 +60,10 @@ def node_traffic(
     values: Sequence[Value],
     in_memory: Collection[int],
     in_place: Collection[int | None],
+    outputs: Collection[int | None],
 ) -> list[Traffic | None]:
     """`in_place`: updated state, which is in memory without being new there."""
-    return _Kernels(nodes, values, in_memory, in_place).traffic()
+    return _Kernels(nodes, values, in_memory, in_place, outputs).traffic()
 
 
 class _Kernels:
@@ -72,12 +73,18 @@ class _Kernels:
         values: Sequence[Value],
         in_memory: Collection[int],
         in_place: Collection[int | None],
+        outputs: Collection[int | None],
     ) -> None:
         self.nodes, self.values = nodes, values
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
         finish = {n.operands[0]: n.results[0] for n in nodes if n.kind is NodeKind.FINISH}
         self.written = {v for v in in_memory if not self.is_view(self.producer[v])}
         self.written |= {v for v in self.producer if finish.get(v, v) in in_place}
+        self.is_result = {v for v in self.producer if finish.get(v, v) in {*outputs, *in_place}}
+        self.users: dict[int, list[int]] = {}  # a written value -> ops that read it
+        for index, node in enumerate(nodes):
+            for operand in () if self.is_view(index) else node.operands:
+                self.users.setdefault(self.source(operand), []).append(index)
         self.parts: dict[int, _Part] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
@@ -160,7 +167,7 @@ class _Kernels:
 
     def kernel_for(self, node: Node, sources: set[int], size: int) -> _Kernel | None:
         """The kernel that computes a root too, if there is one."""
-        joins = node.region == UPDATE or self.sums_rows(node)
+        joins = self.sums_rows(node) or not node.name.startswith(_REDUCTIONS)
         tried: list[_Kernel] = []
         for value in sources:
             if self.elements(value) < size or size <= _FEW:
@@ -229,10 +236,16 @@ class _Kernels:
                     seen.add(value)
                     self.add(part, position, self.read_bytes(node, position, operand), stream)
             for position, value in enumerate(node.results):
-                if value in made and value in self.written:
+                if value in made and self.is_kept(value, kernel):
                     size = self.written_bytes(node, value)
                     self.add(part, len(node.operands) + position, size, stream)
         self.part(kernel.first).num_kernels += 1.0
+
+    def is_kept(self, value: int, kernel: _Kernel) -> bool:
+        if value not in self.written:
+            return False
+        users = self.users.get(value, ())
+        return value in self.is_result or not users or not kernel.members.issuperset(users)
 
     def add(self, part: _Part, position: int, num_bytes: float, stream: str) -> None:
         part.num_bytes[position] += num_bytes
