@@ -123,7 +123,9 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--quick", action="store_true", help="few samples, about a minute")
     machine.add_argument(
-        "--only", metavar="LIST", help="such as products,streams; --show tells what there is"
+        "--only",
+        metavar="LIST",
+        help="of overheads,memory,products,convolutions,streams,attentions,collectives,crossings",
     )
     machine.add_argument(
         "--time", type=_seconds, metavar="SECONDS", help="stop after that long with what there is"
