@@ -3,12 +3,11 @@
     python -m benchmarks.accuracy --profile cpu --json FILE     (8 virtual CPU devices)
     python -m benchmarks.accuracy --measured benchmarks/results/one_gpu_h200*.json --profile h200
 
-The first form makes plans of a GPT and an MoE on several meshes that differ in how products are
-split, from the best predicted to poor ones, adds the plans that each cost model chooses itself,
-compiles and times all of them in turns, and sets the prediction of every cost model beside it:
-`symbolic` is the preset of the device, `measured` the profile. Told are the rank correlation
-(Spearman) over all plans and the *regret* of each cost model: the measured time of the plan that
-it chooses over that of the fastest of all.
+The first form makes plans of a GPT and an MoE on several meshes (`accuracy_plans`), among them
+those that each cost model chooses, compiles all, times them in turns, and sets the prediction of
+every cost model beside it: `symbolic` is the preset of the device, `measured` the profile. Told are
+the rank correlation (Spearman) over all plans and the *regret* of each cost model: the measured
+time of the plan that it chooses over that of the fastest of all.
 
 The second form takes the rows of `benchmarks.one_gpu`, measured where a GPU is, and predicts them
 here: planning needs no GPU.
@@ -36,28 +35,27 @@ import jax
 import autopar
 from autopar.api import make_executable
 from autopar.candidates import repriced
-from autopar.compiler import PlannedStep, plan_step
-from autopar.enumeration import covering_plans, strategies_in_words
+from autopar.compiler import PlannedStep
+from autopar.enumeration import strategies_in_words
 from autopar.measuring import made_up
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
+from benchmarks.accuracy_plans import MESHES, plans_of
 from benchmarks.accuracy_tables import one_gpu_text, plan_line, summary, summary_text
 from benchmarks.one_gpu_cases import Case, example_of, method_of
 from benchmarks.pipeline_rows import machine
 from examples.models import Example, gpt, moe
 
 NUM_DEVICES = 8
-MESHES = ((8,), (2, 4), (4, 2))
 LEAST_SAMPLE_S = 0.1
 
 
 def models() -> dict[str, Example]:
-    """Small, with steps of tens of milliseconds, so that a busy machine disturbs them less."""
+    """Small, and wide for their batches: where parameters lie matters as much as products do."""
+    small: dict[str, Any] = {"seq_len": 32, "vocab_size": 1024}
     return {
-        "gpt": gpt.example(gpt.GPTConfig(256, 2, 8, seq_len=64, vocab_size=1024), 16),
-        "moe": moe.example(
-            moe.MoEConfig(128, 2, 8, num_heads=8, seq_len=64, vocab_size=1024, group_size=128), 16
-        ),
+        "gpt": gpt.example(gpt.GPTConfig(256, 2, 8, **small), 8),
+        "moe": moe.example(moe.MoEConfig(128, 2, 8, num_heads=8, group_size=64, **small), 16),
     }
 
 
@@ -73,6 +71,7 @@ class Runner:
         self._leaves = [made_up(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)]
         self._state = planned.traced.state
         self.samples: list[float] = []
+        self.processor_samples: list[float] = []
         self._num_steps = 1
         self.run(1)
         self._num_steps = max(1, round(LEAST_SAMPLE_S / self.run(1)))
@@ -89,45 +88,16 @@ class Runner:
         return (time.perf_counter() - started) / num_steps
 
     def sample(self) -> None:
+        started = time.process_time()
         self.samples.append(self.run(self._num_steps))
-
-
-def plans_of(
-    example: Example, clusters: dict[str, Any], limit: int, meshes: Sequence[tuple[int, ...]]
-) -> list[tuple[str, PlannedStep]]:
-    """(who chose it, a plan): first what each cost model chooses, then what shows the rest."""
-    arguments = (example.abstract_state(), example.abstract_batch())
-    found = []
-    for name, cluster in clusters.items():
-        method = autopar.ShardParallel()
-        planned = plan_step(example.train_step, arguments, {}, cluster=cluster, method=method)
-        found.append((name, planned))
-    others = covering_plans(
-        example.train_step,
-        arguments,
-        jax.devices()[:NUM_DEVICES],
-        limit,
-        mesh_shapes=meshes,
-        cluster=clusters["symbolic"],
-    )
-    return found + [("", planned) for planned in others]
-
-
-def distinct(plans: list[tuple[str, PlannedStep]]) -> list[tuple[list[str], PlannedStep]]:
-    """Equal plans once, with all who chose them."""
-    found: dict[Any, tuple[list[str], PlannedStep]] = {}
-    for name, planned in plans:
-        origin: Any = planned.plan.origin
-        key = (planned.plan.mesh_shape, origin.refetch, tuple(sorted(origin.choice.items())))
-        found.setdefault(key, ([], planned))[0].extend([name] if name else [])
-    return list(found.values())
+        self.processor_samples.append((time.process_time() - started) / self._num_steps)
 
 
 def measure_plans(
     example: Example, clusters: dict[str, Any], options: argparse.Namespace, ends_s: float
 ) -> list[dict[str, Any]]:
     devices = jax.devices()[:NUM_DEVICES]
-    plans = distinct(plans_of(example, clusters, options.plans, options.meshes))
+    plans = plans_of(example, clusters, options.plans, options.meshes)
     runners = []
     for chosen_by, planned in plans:
         if time.perf_counter() > ends_s and not chosen_by:
@@ -153,12 +123,19 @@ def measure_plans(
                 "predicted_bytes": planned.plan.estimated_peak_bytes,
                 "step_s": statistics.median(runner.samples),
                 "spread": spread_of(runner.samples),
-                "least_s": min(runner.samples),
+                "processor_s": statistics.median(runner.processor_samples),
+                "processor_spread": spread_of(runner.processor_samples),
                 "xla_bytes": runner.memory_bytes,
                 "compile_s": runner.compile_s,
             }
         )
     return sorted(rows, key=lambda row: row["step_s"])
+
+
+def in_processor_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows by the time that all threads ran, which other work on the machine changes
+    less than the clock's."""
+    return [{**r, "step_s": r["processor_s"], "spread": r["processor_spread"]} for r in rows]
 
 
 def figures(plan: autopar.ParallelPlan) -> dict[str, float]:
@@ -183,8 +160,9 @@ def run_plans(options: argparse.Namespace) -> dict[str, Any]:
         for row in rows:
             print(plan_line(row), flush=True)
         document["rows"] += rows
-        document["summary"][name] = summary(rows)
-        print(summary_text(name, document["summary"][name]), flush=True)
+        for clock, own in (("", rows), (", processor time", in_processor_time(rows))):
+            document["summary"][name + clock] = summary(own)
+            print(summary_text(name + clock, document["summary"][name + clock]), flush=True)
         write(options, document)
     return document
 

@@ -1,0 +1,162 @@
+"""Plans of a step that differ: what each cost model chooses, known methods, and others.
+
+    Example, clusters → (who chose it, PlannedStep) …
+
+Beside the plans that cost models choose there are data parallelism and ZeRO, plans in which one
+product is split in another way than in the best (`covering_plans`), plans in which several are
+split at random, and plans in which some parameters are kept whole, the rest being the best there is
+with that: from near the best to twice as slow. Plans in which a product is computed on several
+devices alike are left out, unless a cost model chooses one: XLA splits such a product after all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.candidates import decisions
+from autopar.compiler import PlannedStep, plan_step
+from autopar.cost.report import parallelism
+from autopar.enumeration import covering_plans, strategies_in_words
+from autopar.intra import planned_as
+from autopar.sharding.kbest import k_best, sharding_of
+from examples.models import Example
+
+MESHES = ((8,), (2, 4), (4, 2))
+NUM_FIXED = (2, 3, 4, 6, 8)  # products that are split at random
+COVERING_SHARE = 0.25  # of the plans
+MOST_TRIES = 4  # per plan that is wanted
+
+
+def plans_of(
+    example: Example,
+    clusters: dict[str, Any],
+    limit: int,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+) -> list[tuple[list[str], PlannedStep]]:
+    """(cost models that choose it, plan); `limit` beside those that cost models choose."""
+    found: dict[Any, tuple[list[str], PlannedStep]] = {}
+    for name, cluster in clusters.items():
+        planned = _planned(example, cluster, autopar.ShardParallel())
+        found.setdefault(_key(planned), ([], planned))[0].append(name)
+    own = len(found)
+    symbolic = next(iter(clusters.values()))
+    for planned in _others(example, symbolic, limit, meshes):
+        if len(found) >= own + limit:
+            break
+        found.setdefault(_key(planned), ([], planned))
+    return list(found.values())
+
+
+def _others(
+    example: Example, cluster: Any, limit: int, meshes: Sequence[tuple[int, ...]]
+) -> Iterator[PlannedStep]:
+    for method in (autopar.DataParallel(), autopar.Zero2Parallel(), autopar.Zero3Parallel()):
+        yield _planned(example, cluster, method)
+    near = covering_plans(
+        example.train_step,
+        (example.abstract_state(), example.abstract_batch()),
+        jax.devices()[: cluster.num_devices],
+        round(COVERING_SHARE * limit),
+        mesh_shapes=meshes,
+        cluster=cluster,
+    )
+    yield from (planned for planned in near if not _repeats_work(planned))
+    turns = zip(
+        random_plans(example, cluster, meshes, MOST_TRIES * limit),
+        pinned_plans(example, cluster, meshes, MOST_TRIES * limit),
+        strict=False,
+    )
+    for pair in turns:
+        yield from pair
+
+
+def random_plans(
+    example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
+) -> Iterator[PlannedStep]:
+    """On a mesh at random, some products are split at random over all devices; all else is the
+    best there is with that."""
+    rng = random.Random(0)
+    spaces = []
+    for shape in meshes:
+        origin: Any = _planned(example, cluster, autopar.ShardParallel(shape)).plan.origin
+        problem = origin.problem(origin.graph, *origin.constraints(origin.graph))
+        spaces.append((origin, problem, decisions(problem)))
+    for _ in range(num_tries):
+        origin, problem, labels = rng.choice(spaces)
+        owners = rng.sample(list(labels), min(len(labels), rng.choice(NUM_FIXED)))
+        fixed = {owner: rng.choice(_whole_mesh(problem, owner, labels)) for owner in owners}
+        for solution in k_best(problem.pairwise, labels, 1, fixed=fixed):
+            planned = planned_as(origin, sharding_of(problem, solution))
+            if not _repeats_work(planned):
+                yield planned
+
+
+def pinned_plans(
+    example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
+) -> Iterator[PlannedStep]:
+    """On a mesh at random, some parameters are kept whole on every device and others split in a
+    way; products are split as is best with that."""
+    rng = random.Random(1)
+    for _ in range(num_tries):
+        shape = rng.choice(list(meshes))
+        options = autopar.ShardingOptions(pins=random_pins(example, shape, rng))
+        try:
+            planned = _planned(example, cluster, autopar.ShardParallel(shape, options=options))
+        except autopar.AutoparError:  # pins that cannot be had together
+            continue
+        if not _repeats_work(planned):
+            yield planned
+
+
+def random_pins(
+    example: Example, shape: tuple[int, ...], rng: random.Random
+) -> dict[str, PartitionSpec]:
+    """Where parameters lie, those of equal layers alike; a third of them may lie anywhere."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree.leaves_with_path(example.abstract_state().params):
+        if len(leaf.shape) > 1:
+            names = [str(getattr(key, "key", key)) for key in path]
+            groups["state.params*" + "".join(f"['{name}']" for name in names[-2:])] = leaf.shape
+    pins = {}
+    for pattern, size in groups.items():
+        how = rng.choice(("whole", "split", "free"))
+        spec: list[Any] = [None] * len(size)
+        for axis, ranks in zip(("x", "y"), shape, strict=False):
+            dim = rng.randrange(len(size))
+            if how == "split" and spec[dim] is None and size[dim] % ranks == 0:
+                spec[dim] = axis
+        if how != "free":
+            pins[pattern] = PartitionSpec(*spec)
+    return pins
+
+
+def _whole_mesh(problem: Any, owner: int, labels: Any) -> list[Any]:
+    """Labels of the strategies in which all devices share the work."""
+    node, mesh = problem.graph.nodes[problem.representative[owner]], problem.mesh
+    return [
+        own
+        for own in dict.fromkeys(labels[owner])
+        if parallelism(node, own, mesh) == mesh.num_devices
+    ] or list(dict.fromkeys(labels[owner]))
+
+
+def _planned(example: Example, cluster: Any, method: Any) -> PlannedStep:
+    arguments = (example.abstract_state(), example.abstract_batch())
+    return plan_step(example.train_step, arguments, {}, cluster=cluster, method=method)
+
+
+def _repeats_work(planned: PlannedStep) -> bool:
+    return any("replicated" in words for _, words in strategies_in_words(planned.plan))
+
+
+def _key(planned: PlannedStep) -> Any:
+    """Equal plans have it, whatever asked for them."""
+    plan = planned.plan
+    origin: Any = plan.origin
+    return plan.mesh_shape, origin.refetch, tuple(sorted(origin.choice.items()))
