@@ -2,14 +2,16 @@
 
 Time is the position of a node in the graph, except in the update, which the compiler interleaves
 with the backward pass: an update runs as soon as its operands are there, and so frees its
-gradient. Three things are modelled on how XLA compiles for GPUs:
+gradient. Four things are modelled on how XLA compiles for GPUs:
 
 - *Fusion.* The result of a product, reduction or gather is written to memory; an elementwise value
   is written if such an op reads it. Otherwise it is computed again by each of its readers, if that
   moves fewer bytes than writing it once (`is_written`); then what it is made from must live until
   its last reader runs, which is how few activations survive until the backward pass.
 - *Views.* A reshape, a barrier or a use is no memory of its own.
-- *Donation.* Updated state takes the place of the old one.
+- *Donation.* Updated state takes the place of the old one, and an elementwise result that of what it
+  is the last to read (`reuse_buffers`).
+- *Order.* Kernels of convolutions are kept in the order that the library wants (`turned_kernels`).
 
 What a loop reads lives until its end, what it stacks lives from its start on.
 """
