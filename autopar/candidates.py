@@ -18,6 +18,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from autopar.compiler import StepOptions, plan_step
 from autopar.constraints import candidate_meshes
 from autopar.errors import MeshError, SolverError, SpecError
@@ -29,6 +31,7 @@ from autopar.memory_budget import memory_budget
 from autopar.methods import ParallelMethod, ShardParallel
 from autopar.origin import Origin
 from autopar.sharding.blocks import is_entry
+from autopar.sharding.holdings import Holdings
 from autopar.sharding.kbest import (
     Labels,
     Solution,
@@ -38,10 +41,12 @@ from autopar.sharding.kbest import (
     strategy_labels,
 )
 from autopar.sharding.problem import ShardingProblem
-from autopar.sharding.solve import GraphSharding, SolveStats
+from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.solve import DoesNotFit, GraphSharding, SolveStats, fit_into_memory
 
 _SMALLEST_SHARE = 1e-3  # of the flops, from which an operator is a decision
 _MOST_PROGRAMS = 2  # of which others on one mesh are looked for
+_MORE = 1.5  # than the price at which fitting and not fitting cost the same
 _MOST_MISFITS = 50  # solutions in a row that do not fit, before a mesh is given up
 
 
@@ -189,26 +194,51 @@ def _ordered(way: Iterator[tuple[Origin, GraphSharding]], number: int) -> Iterat
 
 
 def _fitting(origin: Origin) -> Iterator[tuple[Origin, GraphSharding]]:
-    """Shardings on a mesh that fit into its devices' memory, the best first."""
+    """Shardings on a mesh that fit into its devices' memory, the best first. Where the best does
+    not fit, memory has a price, and they come in the order of cost with it."""
     try:
         problem = _problem(origin)
     except (MeshError, SolverError, SpecError):  # what is asked for cannot be had here
         return
     options = origin.options
+    labels = decisions(problem)
+    how = {"solver": options.solver, "time_limit_s": options.solver_time_limit_s}
+    every = solutions(problem.pairwise, labels, **how)
+    first = next(every, None)
+    if first is None:
+        return
+    best = _within(origin, sharding_of(problem, first))
+    if best is None:
+        assert origin.budget is not None
+        try:
+            best = fit_into_memory(sharding_of(problem, first), origin.budget, **how)
+        except DoesNotFit:
+            return
+        every = solutions(_priced(problem, first, best, origin.budget), labels, **how)
+    yield origin, best
     misfits = 0
-    found: Iterator[Solution] = solutions(
-        problem.pairwise,
-        decisions(problem),
-        solver=options.solver,
-        time_limit_s=options.solver_time_limit_s,
-    )
-    for one in found:
-        sharding = _within(origin, sharding_of(problem, one))
+    for one in every:
+        if one.choice == best.choice:
+            continue
+        own = replace(one, objective=problem.pairwise.objective(one.choice))
+        sharding = _within(origin, sharding_of(problem, own))
         misfits = misfits + 1 if sharding is None else 0
         if sharding is not None:
             yield origin, sharding
         if misfits >= _MOST_MISFITS:
             return
+
+
+def _priced(
+    problem: ShardingProblem, first: Solution, fitting: GraphSharding, budget: float
+) -> PairwiseProblem:
+    """The problem in which bytes cost a little more than they did for the one that fits, at the
+    time when the first solution holds most."""
+    holdings = Holdings(problem, budget)
+    row = holdings.row(int(np.argmax(holdings.bytes_at(first.choice))))
+    priced = problem.pairwise.copy()
+    row.add_to(priced, _MORE * fitting.price_per_byte)
+    return priced
 
 
 def _within(origin: Origin, sharding: GraphSharding) -> GraphSharding | None:
