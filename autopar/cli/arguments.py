@@ -116,7 +116,9 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(profile: argparse.ArgumentParser) -> None:
-    profile.add_argument("--show", metavar="FILE", help="show a profile that was measured")
+    profile.add_argument(
+        "--show", metavar="FILE", help="show a profile that was measured, or h200, cpu"
+    )
     machine = profile.add_argument_group("the machine")
     machine.add_argument(
         "--output", "-o", metavar="FILE", help="of the profile; default: after the device's name"

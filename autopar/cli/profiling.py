@@ -34,10 +34,10 @@ def run_profile(arguments: Namespace) -> int:
     form = form_of(arguments)
     match form:
         case "show":
-            from autopar.ir.profile import load_profile
+            from autopar.ir.profile import find_profile
             from autopar.profiling import show_profile
 
-            print(show_profile(load_profile(arguments.show)))
+            print(show_profile(find_profile(arguments.show)))
             return OK
         case "machine":
             from autopar.profiling.command import run_machine

@@ -26,7 +26,7 @@ from autopar.ir.profile import CollectiveTime, CrossingSample, MachineProfile, T
 from autopar.methods import ManualLayers, ManualStages, PipeshardParallel, ShardingOptions
 from autopar.profiling.hardware import Hardware, abilities
 from autopar.profiling.repeating import PACES
-from autopar.profiling.running import Report, Run, checked_parts
+from autopar.profiling.running import Report, Run, checked_limit, checked_parts
 from autopar.profiling.samples import Planned, planned_samples
 from autopar.profiling.show import times_of
 from autopar.runtime.timing import spread_of, time_calls
@@ -50,7 +50,7 @@ def profile_cluster(
 ) -> MachineProfile:
     """Measures a Ray cluster, found and shared out as by `autopar.init(cluster="ray", …)`; all
     else is as in `profile_machine`. A session that is in use is ended."""
-    parts = checked_parts(only)
+    parts, limit_s = checked_parts(only), checked_limit(time_limit_s)
     session.shutdown()
     machine = RayMachine(address, num_hosts, devices_per_host, quick)
     try:
@@ -69,7 +69,7 @@ def profile_cluster(
             planned,
             output=None if output is None else Path(output),
             only=parts,
-            time_limit_s=time_limit_s,
+            time_limit_s=limit_s,
             restart=restart,
             report=report or (lambda line: None),
         ).finish()

@@ -30,6 +30,7 @@ from autopar.profiling.part_file import PartFile, Taken, part_path
 from autopar.profiling.repeating import PACES, Bench
 from autopar.profiling.samples import GROUPS, Planned, planned_samples
 from autopar.profiling.show import describe, range_line, times_of
+from autopar.session import checked_devices
 
 PARTS = ("overheads", "memory", *GROUPS)
 _AGAIN = 0.9  # of a time limit, after which only noisy samples are taken again
@@ -59,9 +60,7 @@ def profile_machine(
     restart:      forgets what is unfinished.
     report:       is told what was found, a line at a time.
     """
-    own = tuple(jax.local_devices() if devices is None else devices)
-    if not own:
-        raise ArgumentError("profile_machine(devices=[]): needs one device or more.")
+    own = checked_devices("profile_machine", jax.local_devices() if devices is None else devices)
     hardware = hardware_of(own)
     capability = str(getattr(own[0], "compute_capability", "0"))
     pace = PACES["gpu" if hardware.platform == "gpu" else "cpu", quick]
@@ -71,10 +70,16 @@ def profile_machine(
         planned_samples(abilities(hardware, capability), quick),
         output=None if output is None else Path(output),
         only=checked_parts(only),
-        time_limit_s=time_limit_s,
+        time_limit_s=checked_limit(time_limit_s),
         restart=restart,
         report=report or (lambda line: None),
     ).finish()
+
+
+def checked_limit(time_limit_s: float | None) -> float | None:
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ArgumentError(f"time_limit_s={time_limit_s!r}: needs seconds, more than 0.")
+    return time_limit_s
 
 
 def checked_parts(only: Sequence[str] | None) -> tuple[str, ...]:

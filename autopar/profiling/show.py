@@ -124,7 +124,7 @@ def _section(group: str, samples: Sequence[Any], by: tuple[str, ...]) -> list[st
 
 
 def _unit(value: float) -> tuple[str, float]:
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= scale:
             return prefix, scale
     return "k", 1e3

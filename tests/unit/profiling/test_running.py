@@ -237,6 +237,8 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 def test_arguments_of_the_function():
     with pytest.raises(ArgumentError, match="devices"):
         autopar.profile_machine(devices=[])
+    with pytest.raises(ArgumentError, match=r"time_limit_s=-1: needs seconds"):
+        autopar.profile_machine(time_limit_s=-1)
     with pytest.raises(ArgumentError, match="only='nothing'"):
         autopar.profile_machine(only=["nothing"])
     assert not list(Path().glob("*.part"))
