@@ -132,7 +132,7 @@ def make_plan(
         num_micro_batches=traced.num_micro_batches,
         memory_budget_bytes=inf if budget_bytes is None else budget_bytes,
         remat=traced.remat,
-        estimated_step_s=objective,
+        estimated_step_s=objective + _dispatch_s(mesh),
         estimated_peak_bytes=sharding.memory.peak_bytes,
         communication_bytes=report.communication_bytes,
         modules=report.modules,
@@ -456,6 +456,13 @@ def replicated_plan(
     return plan if graph is None else _with_figures(plan, traced, graph, mesh)
 
 
+def _dispatch_s(mesh: LogicalMesh) -> float:
+    """What starting the program takes, if it was measured."""
+    if mesh.profile is None or mesh.profile.dispatch_s is None:
+        return 0.0
+    return mesh.profile.dispatch_s.seconds
+
+
 def _with_figures(
     plan: ParallelPlan, traced: TracedStep, graph: Graph, mesh: LogicalMesh
 ) -> ParallelPlan:
@@ -468,7 +475,7 @@ def _with_figures(
     return replace(
         plan,
         stages=(replace(plan.stages[0], cost=step_s),),
-        estimated_step_s=step_s,
+        estimated_step_s=step_s + _dispatch_s(mesh),
         estimated_peak_bytes=memory.peak_bytes,
         modules=report.modules,
         solver=replace(plan.solver, objective=step_s, lower_bound=step_s),

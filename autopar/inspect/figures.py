@@ -68,7 +68,8 @@ def shares_of(plan: ParallelPlan) -> Shares:
         communication += part * sum(m.communication_s for m in own.modules)
     step = plan.estimated_step_s
     if not plan.is_pipeline:
-        return Shares(step, compute, communication)
+        starting = max(0.0, step - compute - communication)
+        return Shares(step, compute, communication, starting=starting)
     waiting = bubble_share(plan) * step
     starting = max(0.0, step - waiting - compute - communication)
     return Shares(step, compute, communication, waiting, starting)

@@ -1,8 +1,9 @@
 import pytest
 
 from autopar.cli.clusters import Overrides, parse_target, with_devices
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, ProfileError
 from autopar.ir.mesh import DEVICES, ClusterSpec, LogicalMesh
+from tests.machine_profiles import machine_profile
 
 FULL = """
 [cluster]
@@ -129,3 +130,32 @@ def test_more_or_fewer_of_the_same_devices() -> None:
     assert with_devices(target, 32).cluster == ClusterSpec(4, 8, "v100")
     with pytest.raises(ArgumentError, match="hosts have 8 devices, so more than one host need"):
         with_devices(target, 12)
+
+
+# -- profiles
+
+
+def test_profiles_by_flag_and_by_file(tmp_path) -> None:
+    profile = machine_profile()
+    profile.save(tmp_path / "mine.json")
+    by_flag = parse_target("1x8", Overrides(profile=str(tmp_path / "mine.json"))).cluster
+    assert by_flag.measured == profile and by_flag.device == "h200-sxm"
+    toml = tmp_path / "cluster.toml"
+    toml.write_text('[cluster]\nhosts = 1\ndevices_per_host = 8\nprofile = "mine.json"\n')
+    by_file = parse_target(str(toml)).cluster
+    assert by_file.measured == profile and by_file.spec.name == "h200-sxm"
+    toml.write_text(
+        '[cluster]\nhosts = 1\ndevices_per_host = 8\nprofile = "mine.json"\n'
+        '[device]\npreset = "a100-sxm"\n'
+    )
+    with pytest.raises(ProfileError, match="'a100-sxm'"):
+        parse_target(str(toml))
+    toml.write_text("[cluster]\nhosts = 1\ndevices_per_host = 8\nprofile = 3\n")
+    with pytest.raises(ArgumentError, match=r"\[cluster\] profile = 3"):
+        parse_target(str(toml))
+    toml.write_text(
+        '[cluster]\nhosts = 1\ndevices_per_host = 8\nprofile = "mine.json"\n'
+        '[device]\nmemory = "1 GB"\n[links]\nalpha = [1, 1]\nbeta = [1, 1]\n'
+    )
+    with pytest.raises(ArgumentError, match="relative units"):
+        parse_target(str(toml))
