@@ -45,6 +45,15 @@ class Curve:
         """Of the least work: what the curve begins with."""
         return self.seconds[0]
 
+    @property
+    def start_s(self) -> float:
+        """Of no work at all: where the line through the first two samples begins."""
+        if len(self.sizes) == 1:
+            return 0.0
+        (low, high), (first_s, second_s) = self.sizes[:2], self.seconds[:2]
+        slope = (second_s - first_s) / (high - low)
+        return min(max(0.0, first_s - low * slope), first_s)
+
     def __call__(self, num_bytes: float) -> float:
         if num_bytes <= self.sizes[0]:
             return self.seconds[0]

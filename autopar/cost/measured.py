@@ -25,6 +25,8 @@ from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
 _LONG = 256
+# What a kernel of a GPU that does nothing takes, from one to the next, where it was not measured.
+USUAL_KERNEL_S = 2e-6
 # Types that take each other's samples where there are none of their own, best first.
 _LIKE = {
     "bfloat16": ("float16",),
@@ -149,15 +151,17 @@ class MeasuredCosts:
         curve = self.stream(kind, dtype)
         if curve is None:
             return None
-        floor_s = min(curve.floor_s, self.least_kernel_s)
+        least_s = num_kernels * min(curve.floor_s, self.least_kernel_s)
         if self.profile.platform == "cpu":
-            return num_kernels * floor_s + max(0.0, curve(num_bytes) - curve.floor_s)
-        return num_kernels * floor_s + num_bytes * curve.slope_s
+            return least_s + max(0.0, curve(num_bytes) - curve.floor_s)
+        return least_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property
     def least_kernel_s(self) -> float:
-        """What the smallest kernel takes, of whatever kind."""
-        return max(self.launch_s, min(curve.floor_s for curve in self._streams.values()))
+        """What the smallest kernel takes, of whatever kind: as small streams tell, or usually."""
+        usual_s = 0.0 if self.profile.platform == "cpu" else USUAL_KERNEL_S
+        least_s = min(curve.start_s for curve in self._streams.values())
+        return max(self.launch_s, least_s or usual_s)
 
     def stream_s(self, kind: str, num_bytes: float, dtype: str = "float32") -> float | None:
         curve = self.stream(kind, dtype)
