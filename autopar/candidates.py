@@ -15,6 +15,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -104,11 +105,15 @@ def _meshes(
 def best_on_meshes(
     origin: Origin, meshes: Sequence[LogicalMesh], num: int, *, time_limit_s: float = inf
 ) -> list[PlannedStep]:
-    """The `num` best that fit, over all these meshes, the best first."""
+    """`num` of the best that fit: the best on each of these meshes, as far as these make up no
+    more than half of them, and then the best over all meshes."""
     deadline = time.monotonic() + time_limit_s
-    ways = [_fitting(on_mesh(origin, mesh)) for mesh in meshes]
+    ways = [_ordered(_fitting(on_mesh(origin, m)), number) for number, m in enumerate(meshes)]
+    heads = sorted(entry for way in ways if (entry := next(way, None)) is not None)
     found: dict[tuple, PlannedStep] = {}
-    for _, _, own, sharding in heapq.merge(*map(_ordered, ways, range(len(ways)))):
+    for _, _, own, sharding in chain(
+        heads[: max(1, num // 2)], heapq.merge(heads[max(1, num // 2) :], *ways)
+    ):
         key = _places(sharding)
         if key not in found:
             found[key] = planned_as(own, sharding)

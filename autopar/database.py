@@ -1,9 +1,11 @@
 """What was timed before: an SQLite file in the user's cache folder.
 
     Key → StepTiming, or nothing
+    text that says what was asked → the plan that was chosen, as JSON, or nothing
 
 A key says all that a time depends on: the program, the plan, the devices, and the versions and
-flags that compile it (`key_of`). Several processes may use the file at once. A file that is broken
+flags that compile it (`key_of`). Choices are kept too, so that nothing need be searched again.
+Several processes may use the file at once. A file that is broken
 is put aside with a warning, and one that cannot be written is done without: no step fails for it.
 
 The folder is `AUTOPAR_CACHE`, else `autopar` in `XDG_CACHE_HOME` or `~/.cache`. `AUTOPAR_CACHE=off`
@@ -48,6 +50,8 @@ CREATE TABLE IF NOT EXISTS {_TABLE} (
     made REAL, seconds REAL, spread REAL, num_samples INTEGER, compile_s REAL, memory_bytes REAL,
     failure TEXT)
 """
+_CHOICES = "choices_1"
+_CREATE_CHOICES = f"CREATE TABLE IF NOT EXISTS {_CHOICES} (key TEXT PRIMARY KEY, plan TEXT)"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,11 @@ class Key:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(astuple(self)).encode()).hexdigest()
+        return _digest(json.dumps(astuple(self)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -79,14 +87,19 @@ class Row:
 
 
 def key_of(plan: ParallelPlan, donated: Sequence[int], devices: Sequence[Any]) -> Key:
-    used = devices[: plan.num_devices]
+    program = f"{plan.fingerprint.program} {sorted(donated)}"
+    place, versions = where_and_with(devices[: plan.num_devices])
+    return Key(program, plan_digest(plan), place, versions)
+
+
+def where_and_with(used: Sequence[Any]) -> tuple[str, str]:
+    """(the devices, versions and flags) in words."""
     kinds = sorted({device.device_kind for device in used})
     hosts = len({device.process_index for device in used})
     place = f"{len(used)} × {', '.join(kinds)} on {hosts} of {used[0].platform}"
     if used[0].platform == "cpu":  # whose kind says nothing
         place += f", {platform.machine()} with {os.cpu_count()} cores"
-    program = f"{plan.fingerprint.program} {sorted(donated)}"
-    return Key(program, plan_digest(plan), place, _versions(used[0]))
+    return place, _versions(used[0])
 
 
 def _versions(device: Any) -> str:
@@ -142,6 +155,25 @@ class Database:
 
         self._with(write, None)
 
+    def find_choice(self, asked: str) -> str | None:
+        """The plan, as JSON, that was chosen where the same was asked."""
+
+        def read(connection: sqlite3.Connection) -> str | None:
+            found = connection.execute(
+                f"SELECT plan FROM {_CHOICES} WHERE key = ?", (_digest(asked),)
+            ).fetchone()
+            return str(found[0]) if found else None
+
+        return self._with(read, None)
+
+    def keep_choice(self, asked: str, plan: str) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            row = (_digest(asked), plan)
+            connection.execute(f"INSERT OR REPLACE INTO {_CHOICES} VALUES (?, ?)", row)
+            connection.commit()
+
+        self._with(write, None)
+
     def rows(self) -> list[Row]:
         """Everything that is kept, the latest first."""
 
@@ -162,6 +194,7 @@ class Database:
 
         def clear(connection: sqlite3.Connection) -> int:
             count = connection.execute(f"DELETE FROM {_TABLE}").rowcount
+            connection.execute(f"DELETE FROM {_CHOICES}")
             connection.commit()
             return count
 
@@ -175,6 +208,7 @@ class Database:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as connection:
                     connection.execute(_CREATE)
+                    connection.execute(_CREATE_CHOICES)
                     return use(connection)
             except sqlite3.OperationalError as error:  # locked, read-only, no space
                 self._do_without(error)

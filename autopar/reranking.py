@@ -9,15 +9,17 @@ plan: `plan.search.tried`, and `plan.explain()` shows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from autopar.assemble import program_fingerprint
 from autopar.candidates import plan_candidates
-from autopar.compiler import StepOptions
-from autopar.database import Database, default_database, key_of
-from autopar.errors import MemoryBudgetError
+from autopar.compiler import StepOptions, plan_step, trace
+from autopar.database import Database, default_database, key_of, where_and_with
+from autopar.errors import MemoryBudgetError, PlanError
 from autopar.intra import PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -26,6 +28,7 @@ from autopar.ir.stages import SearchReport, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.measuring import StepTiming, time_executable
 from autopar.methods import ParallelMethod
+from autopar.trace.flatten import TracedStep
 
 MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
 
@@ -51,11 +54,51 @@ def plan_fastest(
     make_executable: MakeExecutable,
     database: Database | None = None,
 ) -> Fastest:
-    """The fastest of the `num` best plans that the method's search finds."""
+    """The fastest of the `num` best plans that the method's search finds; where the same was asked
+    before, what was chosen then."""
+    database = database or default_database()
+    traced = trace(fn, args, kwargs, options)
+    asked = _asked(traced, method, cluster, options, devices)
+    text = database.find_choice(asked)
+    if text is not None:
+        try:
+            known = ParallelPlan.from_json(text)
+            planned = plan_step(fn, args, kwargs, cluster=cluster, method=known, options=options)
+            return Fastest(_known(planned), None)
+        except PlanError:  # of another version, or broken: it is searched anew
+            pass
     candidates = plan_candidates(
         fn, args, kwargs, cluster=cluster, method=method, options=options, num=num
     )
-    return fastest(candidates, devices, make_executable, database)
+    found = fastest(candidates, devices, make_executable, database)
+    database.keep_choice(asked, found.planned.plan.to_json())
+    return found
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _asked(
+    traced: TracedStep,
+    method: ParallelMethod,
+    cluster: ClusterSpec,
+    options: StepOptions,
+    devices: Sequence[Any],
+) -> str:
+    """All that a choice depends on."""
+    profile = cluster.profile
+    costs = "" if profile is None or isinstance(profile, str) else profile.digest
+    asked = (method, replace(cluster, profile=None), costs, options, traced.donated)
+    program = program_fingerprint(traced.program)
+    return _ADDRESS.sub("", repr((program, *where_and_with(devices), asked)))
+
+
+def _known(planned: PlannedStep) -> PlannedStep:
+    """What was tried then is known now."""
+    plan = planned.plan
+    assert plan.search is not None
+    tried = tuple(replace(one, is_known=True) for one in plan.search.tried)
+    return replace(planned, plan=replace(plan, search=replace(plan.search, tried=tried)))
 
 
 @dataclass(frozen=True, eq=False)

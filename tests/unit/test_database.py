@@ -33,7 +33,11 @@ def test_what_is_kept_is_found_and_can_be_forgotten(tmp_path):
     ]
     for field in ("program", "plan", "devices", "versions"):
         assert database.find(replace(KEY, **{field: "other"})) is None
+    database.keep_choice("what was asked", "a plan")
+    assert database.find_choice("what was asked") == "a plan"
+    assert database.find_choice("something else") is None
     assert database.forget() == 2 and database.find(KEY) is None and database.rows() == []
+    assert database.find_choice("what was asked") is None
 
 
 def test_a_broken_file_is_put_aside(tmp_path):

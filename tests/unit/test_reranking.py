@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -56,7 +58,7 @@ def compiled(monkeypatch):
     return names
 
 
-def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled):
+def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled, monkeypatch):
     method = autopar.ShardParallel(mesh_shape=(8,), options=OPTIONS)
     first = autopar.parallelize(step, method=method)
     results = first(*arguments())
@@ -70,7 +72,11 @@ def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled):
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(plain), strict=True):
         assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
-    again = autopar.parallelize(step, method=method).plan(*arguments())
+    with monkeypatch.context() as patch:
+        patch.setattr(reranking, "plan_candidates", None)  # nothing is searched
+        again = autopar.parallelize(step, method=method).plan(*arguments())
+    fewer = replace(method, options=autopar.ShardingOptions(rerank=2))
+    assert len(autopar.parallelize(step, method=fewer).plan(*arguments()).search.tried) == 2
     assert len(compiled) == 3
     assert all(one.is_known for one in again.search.tried)
     assert plan_digest(again) == plan_digest(first.last_planned.plan)
@@ -79,6 +85,10 @@ def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled):
     assert "timed earlier" in text and "→ predicted" in text
     assert autopar.ParallelPlan.from_json(again.to_json()).search == again.search
     assert len(cache.rows()) == 3
+
+    monkeypatch.setattr(Database, "find_choice", lambda *_: "{}")  # no plan of this version
+    anew = autopar.parallelize(step, method=method).plan(*arguments())
+    assert plan_digest(anew) == plan_digest(again) and len(compiled) == 3
 
 
 def candidates(method, num):
