@@ -5,10 +5,13 @@ A segment's space is the product of the strategies of its blocks' entries. The c
 - for each layout that the activations at its boundaries can have, the best combinations in which
   all of them have it (`sharding.kbest`), since neighbours that agree on one need no resharding
   between them, and those that do not are resharded at a price that is known;
+- for some of these layouts, the best in which one forward product is split otherwise, for each
+  product and each way to split it: what goes with that follows (the other half of a tensor
+  parallel pair, say);
 - what the solver chose for the segment in its best plan of the whole step, so that the search has
   that plan among its own.
 
-Boundaries take turns, the cheapest first, until there are as many as wanted.
+After these the next best follow, until there are as many as wanted.
 """
 
 from __future__ import annotations
@@ -16,21 +19,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf, prod
+from itertools import zip_longest
+from math import prod
 
 from autopar.cost.report import cost_report
 from autopar.ir.blocks import Blocks
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import Layout, all_layouts, spec_to_text, to_partition_spec
+from autopar.ir.spec import WHOLE, Layout, all_layouts, spec_to_text, to_partition_spec
 from autopar.segments.cutting import Part
 from autopar.segments.files import Combination, SegmentSpace
 from autopar.sharding.blocks import find_blocks, is_entry
-from autopar.sharding.kbest import solutions_of_each, strategy_labels
+from autopar.sharding.kbest import Solution, solutions_of_each, strategy_labels
 from autopar.sharding.problem import FoldedGraph, ShardingProblem, problem_on_mesh
 
 TOP = 12
-_FAR = 10.0  # a boundary whose best is so many times the best of all is left out
+_FAR = 10.0  # what costs so many times the best of all is left out
+_BOUNDARIES = 3  # the cheapest, and the whole one, in which other decisions are looked for
 _Factors = tuple[tuple[int, ...], ...]
 NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
@@ -102,31 +107,59 @@ def segment_space(
 def _leading(
     part: Part, problem: ShardingProblem, time_limit_s: float
 ) -> Iterator[tuple[_Factors, str]]:
-    """The best of every boundary, then the second of every boundary, and so on."""
+    """The best of every boundary; then, of the cheapest boundaries in turns, the best with a
+    decision that is another than in these; then the next best of every boundary in turns."""
     ends = time.monotonic() + time_limit_s
-    boundary = _boundary_nodes(part)
-    differ = _decisions(part.graph)
-    crossing = {i: [s.results[r] for s in problem.strategies[i]] for i, r in boundary.items()}
-    labels = {**strategy_labels(problem, [i for i in differ if i not in crossing]), **crossing}
-    shared = [set(own) for own in crossing.values()]
+    graph = part.graph
+    crossing = {
+        node: [s.results[r] for s in problem.strategies[node]]
+        for node, r in _boundary_nodes(part).items()
+    }
+    own = strategy_labels(problem, [i for i in _decisions(graph) if i not in crossing])
+    shared = [set(layouts) for layouts in crossing.values()]
     layouts = sorted(set.intersection(*shared)) if shared else []
-    fixed = [dict.fromkeys(crossing, layout) for layout in layouts] or [{}]
-    ways = solutions_of_each(problem.pairwise, labels, fixed)
-    best, word = inf, "the best with its boundary"
-    while ways and (best == inf or time.monotonic() < ends):
-        found = []
-        for way in ways:
-            one = next(way, None)
-            if one is not None:
-                found.append((one, way))
-            if time.monotonic() > ends:
-                break
-        found.sort(key=lambda pair: pair[0].objective)
-        best = min([best, *(one.objective for one, _ in found)])
-        near = [(one, way) for one, way in found if one.objective <= _FAR * best]
+    boundaries = [dict.fromkeys(crossing, layout) for layout in layouts] or [{}]
+    pairs = [(node, label) for node, labels in own.items() for label in dict.fromkeys(labels)]
+    wanted = [{**fixed, node: label} for node, label in pairs for fixed in boundaries]
+    every = solutions_of_each(problem.pairwise, {**own, **crossing}, [*boundaries, *wanted])
+    mesh_shape = problem.mesh.shape
+    ways, others = every[: len(boundaries)], every[len(boundaries) :]
+    first = _next_of(ways, ends)
+    if not first:
+        return
+    limit = _FAR * first[0][0].objective
+    near = [(one, n) for one, n in first if one.objective <= limit]
+    for one, _ in near:
+        yield _factors(problem, one.choice), "the best with its boundary"
+    whole = [n for _, n in near if set(boundaries[n].values()) == {(WHOLE,) * len(mesh_shape)}]
+    turns = []
+    for number in dict.fromkeys([*(n for _, n in near[:_BOUNDARIES]), *whole]):
+        (best,) = (one for one, n in near if n == number)
+        new = [at for at, (node, label) in enumerate(pairs) if best.labels[node] != label]
+        mine = [others[at * len(boundaries) + number] for at in new]
+        share_s = max(0.0, ends - time.monotonic()) / (_BOUNDARIES + 1)
+        turns.append([one for one, _ in _next_of(mine, time.monotonic() + share_s)])
+    for row in zip_longest(*turns):
+        for one in row:
+            if one is not None and one.objective <= limit:
+                yield _factors(problem, one.choice), "the best with a product split otherwise"
+    while near and time.monotonic() < ends:
+        near = [(one, near[n][1]) for one, n in _next_of([ways[n] for _, n in near], ends)]
+        near = [(one, n) for one, n in near if one.objective <= limit]
         for one, _ in near:
-            yield _factors(problem, one.choice), word
-        ways, word = [way for _, way in near], "next in cost"
+            yield _factors(problem, one.choice), "next in cost"
+
+
+def _next_of(ways: Sequence[Iterator[Solution]], ends: float) -> list[tuple[Solution, int]]:
+    """The next solution of each way with its number, the cheapest first; until the time is up."""
+    found = []
+    for number, way in enumerate(ways):
+        if found and time.monotonic() > ends:
+            break
+        one = next(way, None)
+        if one is not None:
+            found.append((one, number))
+    return sorted(found, key=lambda entry: entry[0].objective)
 
 
 def _decisions(graph: Graph) -> list[int]:
