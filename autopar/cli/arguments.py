@@ -160,6 +160,9 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     segments.add_argument("--folder", metavar="DIR", help="of the passes' files")
     segments.add_argument("--top", type=_positive, metavar="K", help="combinations per segment")
     segments.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile")
+    segments.add_argument(
+        "--check", type=_positive, metavar="K", help="run the K best plans, keep the fastest"
+    )
     strategies = profile.add_argument_group("strategies: all of them run, and compared")
     strategies.add_argument("--enumerate", action="store_true", help="time whole steps")
     strategies.add_argument("--limit", type=_positive, metavar="N", help="so many at most")

@@ -25,7 +25,7 @@ _TAKES = {
     "show": ("show",),
     "database": ("database", "forget"),
     "enumerate": ("model", *_MODEL, "enumerate", "limit", "devices"),
-    "segments": ("model", *_MODEL, "passes", "folder", "top", "jobs", "devices"),
+    "segments": ("model", *_MODEL, "passes", "folder", "top", "jobs", "check", "devices"),
     "machine": _MACHINE,
 }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from autopar.api import ParallelFunction
+from autopar.api import ParallelFunction, make_executable
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import ClusterSpec
@@ -79,6 +79,8 @@ def run_segments(arguments: Namespace) -> int:
         passes=passes,
         top=arguments.top or TOP,
         compile_ahead=compile_ahead if jobs > 1 else None,
+        check=arguments.check or 0,
+        make_executable=make_executable,
         say=lambda words: print(words, flush=True),
     )
     if result is not None:

@@ -11,14 +11,17 @@ read from its file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autopar.compiler import StepOptions, trace
 from autopar.errors import ArgumentError
+from autopar.intra import PlannedStep
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.progress import Progress
 from autopar.methods import ShardParallel
+from autopar.reranking import fastest
 from autopar.segments import text
 from autopar.segments.analysing import PreparedStep, analyse
 from autopar.segments.combining import TOP
@@ -65,9 +68,13 @@ def run_passes(
     top: int = TOP,
     limit_s: float = LIMIT_S,
     compile_ahead: Callable[[list[Task]], Any] | None = None,
+    check: int = 0,
+    make_executable: Callable[[PlannedStep, Sequence[Any]], Any] | None = None,
     say: Callable[[str], Any] = lambda words: None,
 ) -> SearchResult | None:
-    """The passes that are asked for; `say` is told what they find. Gives what the search found."""
+    """The passes that are asked for; `say` is told what they find. Gives what the search found.
+    With `check`, the best so many plans and the cost model's own are run as whole steps, by
+    `make_executable`, and the fastest is kept."""
     unknown = [name for name in passes if name not in PASSES]
     if unknown or not passes:
         raise ArgumentError(f"passes={','.join(passes)}: needs some of {', '.join(PASSES)}.")
@@ -86,9 +93,13 @@ def run_passes(
         return None
     profile = load_segment_profile(folder / PROFILE)
     check_profile_fits(profile, step, devices, str(folder / PROFILE))
-    result = search(step, analysis, profile)
-    result.planned.plan.save(folder / PLAN)
+    result = search(step, analysis, profile, num_candidates=check)
     say(text.search_text(analysis, result))
+    if result.candidates and make_executable is not None:
+        found = fastest(result.candidates, devices, make_executable).planned
+        say(text.checked_text(found.plan))
+        result = replace(result, planned=found)
+    result.planned.plan.save(folder / PLAN)
     return result
 
 

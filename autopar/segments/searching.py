@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.cost.reshard import reshard_table
 from autopar.errors import MemoryBudgetError, ProfileError, SolverError
-from autopar.intra import PlannedStep, planned_as
+from autopar.intra import PlannedStep, plan_traced, planned_as
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.text import format_bytes, format_seconds
@@ -62,17 +62,24 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """`plan`: the best; `others`: the best on other meshes, and those in which all occurrences of a
-    segment are alike, cheapest first."""
+    """`planned`: the best; `others`: the best on other meshes, and those in which all occurrences
+    of a segment are alike, cheapest first; `candidates`: plans of the best and some of the others,
+    and what the cost model alone plans."""
 
     best: Found
     planned: PlannedStep
     others: tuple[Found, ...]
     num_choices: float
+    candidates: tuple[PlannedStep, ...] = ()
 
 
 def search(
-    step: PreparedStep, analysis: Analysis, profile: SegmentProfile, *, runners_up: int = 5
+    step: PreparedStep,
+    analysis: Analysis,
+    profile: SegmentProfile,
+    *,
+    runners_up: int = 5,
+    num_candidates: int = 0,
 ) -> SearchResult:
     tables = [_Table(step, space, profile) for space in analysis.meshes]
     found: list[tuple[Found, GraphSharding, _Table]] = []
@@ -94,8 +101,19 @@ def search(
             known.add((one.mesh, one.choice))
             others.append(one)
     planned = _planned(step, best, sharding, table.mesh)
+    candidates = []
+    if num_candidates:
+        by_shape = {t.mesh.shape: t for t in tables}
+        candidates = [planned]
+        for one in others[: num_candidates - 1]:
+            own = by_shape[one.mesh]
+            candidates.append(
+                _planned(step, *_completed(step, own, dict(enumerate(one.choice))), own.mesh)
+            )
+        method = replace(step.method, mesh_shape=table.mesh.shape)
+        candidates.append(plan_traced(step.traced, cluster=step.cluster, method=method))
     num_choices = sum(float(np.prod([float(len(c)) for c in t.costs.values()])) for t in tables)
-    return SearchResult(best, planned, tuple(others[:runners_up]), num_choices)
+    return SearchResult(best, planned, tuple(others[:runners_up]), num_choices, tuple(candidates))
 
 
 class _Table:

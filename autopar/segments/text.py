@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds, rows_of
 from autopar.segments.files import (
     Analysis,
@@ -154,6 +155,17 @@ def search_text(analysis: Analysis, result: SearchResult) -> str:
                 f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on "
                 f"{_shape(one.mesh)}: {_chosen(own, one)}"
             )
+    return "\n".join(lines)
+
+
+def checked_text(plan: ParallelPlan) -> str:
+    """What whole steps took that were run to check the search."""
+    assert plan.search is not None
+    lines = ["run as whole steps:"]
+    for one in plan.search.tried:
+        took = "does not fit" if one.measured_s is None else format_seconds(one.measured_s)
+        kept = " (kept)" if one.is_chosen else ""
+        lines.append(f"  {took}, predicted {format_seconds(one.predicted_s)}: {one.what}{kept}")
     return "\n".join(lines)
 
 

@@ -239,6 +239,7 @@ ALLOWED_IMPORTS = {
         "memory_budget",
         "methods",
         "origin",
+        "reranking",
         "runtime",
         *PASSES,
         *BELOW_PASSES,

@@ -37,14 +37,17 @@ def test_wrong_input_is_named(capsys, tmp_path):
     assert "Run the pass analysis first" in capsys.readouterr().err
 
 
-def test_passes_one_by_one(capsys, tmp_path):
+def test_passes_one_by_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
     start = ["profile", "--model", FACTORY, "--folder", str(tmp_path), "--top", "2", "--jobs", "1"]
     assert main([*start, "--passes", "analysis"]) == 0
     assert "strategies" in capsys.readouterr().out
     assert main([*start, "--passes", "profile"]) == 0
     assert "timed in" in capsys.readouterr().out
-    assert main([*start, "--passes", "search"]) == 0
-    assert "by measured times" in capsys.readouterr().out
+    assert main([*start, "--passes", "search", "--check", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "by measured times" in out
+    assert out.count("(kept)") == 1
     assert ParallelPlan.load(tmp_path / "plan.json").mesh_shape == (8,)
     assert main([*start, "--passes", "search", "--set", "batch=64"]) == 2
     assert "another program" in capsys.readouterr().err
