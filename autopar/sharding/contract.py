@@ -35,7 +35,7 @@ _FIRST_PASSES = 2  # times as many in the first round
 _ROUNDING = 1e-9  # of the objective: what is nearer to it is not told apart
 _TRIED = 40_000  # entries of edges of the problem that a choice is looked for in
 _TRIED_SHARES = (0.01, 0.003, 0.001, 0.0003)  # of the bound: the excess allowed there
-_WORTHWHILE = 0.9  # a round that leaves more than this, of room and of entries, is the last
+_WORTHWHILE = 0.7  # a round that leaves more of the entries of edges is the last
 
 Choice = dict[int, int]
 
@@ -71,7 +71,7 @@ def solve_contracted(
         check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)
     left = max(search.deadline - time.monotonic(), 0.01)
-    found = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap)
+    found = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap, is_tried=True)
     search.take(found.choice)
     check_feasible(search.best)
     lower = min(max(found.lower_bound, search.bound), search.best)
@@ -92,7 +92,6 @@ class _Search:
     def contract(self, gap: float) -> PairwiseProblem | None:
         """What is left for a solver; None if the best choice is proven."""
         current = self.problem
-        room = np.inf
         for number in range(_MAX_ROUNDS):
             moved = Moved(current, along_edges(current))
             for _ in range(1 if number else _FIRST_PASSES):
@@ -106,7 +105,7 @@ class _Search:
             self.try_small(current, excess)
             if self.is_proven(gap):
                 return None
-            before, room = room, self.best - self.bound
+            room = self.best - self.bound
             entries = current.num_edge_entries
             if any(own.min() > room + _ROUNDING * abs(self.best) for own in excess.values()):
                 self.bound = self.best  # nothing is better
@@ -116,9 +115,7 @@ class _Search:
                 self.take({})
                 self.bound = self.best
                 return None
-            is_slow = (
-                room > _WORTHWHILE * before and current.num_edge_entries > _WORTHWHILE * entries
-            )
+            is_slow = current.num_edge_entries > _WORTHWHILE * entries
             if is_slow or time.monotonic() > self.deadline:
                 break
         return current

@@ -96,13 +96,15 @@ def solve_ilp(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     gap: float = 0.0,
+    is_tried: bool = False,
 ) -> IlpResult:
     """Solve what the reductions left; empty problems cost nothing. A solution that is proven to be
-    within `gap` of the optimum, as a ratio, is good enough."""
+    within `gap` of the optimum, as a ratio, is good enough. `is_tried`: message passing was tried
+    before, and is not enough."""
     if not problem.costs:
         check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
-    if solver == "highs" and problem.num_edge_entries >= _LARGE:
+    if solver == "highs" and not is_tried and problem.num_edge_entries >= _LARGE:
         found = descend(problem, time_limit_s, _FIRST_PASSES)
         objective = problem.objective(found.choice)
         if objective < FORBIDDEN / 2 and _is_proven(objective, found.lower_bound):
