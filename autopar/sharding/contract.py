@@ -8,8 +8,8 @@ be resharded inside a block wherever that pays, and some are. A bound does. Roun
 1. message passing (`descent`): costs are moved between tables until the sum of smallest entries, a
    lower bound B, is large. What a strategy costs more than the smallest entries around it, its
    *excess*, is then a bound too: no choice with it is below B + excess;
-2. a choice: the best over strategies of small excess, a problem small enough to solve at once. The
-   best choice so far costs U;
+2. a choice, if none is near B yet: the best over strategies of small excess, a problem small
+   enough to solve at once. The best choice so far costs U;
 3. contraction: strategies whose excess is above U − B are in no better choice and go. Ops that have
    one left follow; the others are reduced as ever (`reduce`), on the costs as they were moved.
 
@@ -64,7 +64,7 @@ def solve_contracted(
     if solver != "highs" or problem.num_edge_entries <= small:
         return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     search = _Search(problem, time.monotonic() + time_limit_s)
-    rest = search.contract(gap)
+    rest = search.contract(gap, small)
     sizes = size_of(problem)
     if rest is None:
         best = search.best
@@ -89,7 +89,7 @@ class _Search:
         self.best = np.inf
         self.bound = -np.inf
 
-    def contract(self, gap: float) -> PairwiseProblem | None:
+    def contract(self, gap: float, small: int) -> PairwiseProblem | None:
         """What is left for a solver; None if the best choice is proven."""
         current = self.problem
         for number in range(_MAX_ROUNDS):
@@ -102,9 +102,10 @@ class _Search:
                     return current
             current = moved.problem(current)
             excess = _excess(current)
-            self.try_small(current, excess)
-            if self.is_proven(gap):
-                return None
+            if self.best - self.bound > _TRIED_SHARES[0] * abs(self.bound):
+                self.try_small(current, excess)
+                if self.is_proven(gap):
+                    return None
             room = self.best - self.bound
             entries = current.num_edge_entries
             if any(own.min() > room + _ROUNDING * abs(self.best) for own in excess.values()):
@@ -116,7 +117,8 @@ class _Search:
                 self.bound = self.best
                 return None
             is_slow = current.num_edge_entries > _WORTHWHILE * entries
-            if is_slow or time.monotonic() > self.deadline:
+            is_small = current.num_edge_entries <= small
+            if is_slow or is_small or time.monotonic() > self.deadline:
                 break
         return current
 
