@@ -87,3 +87,17 @@ def test_one_device_has_nothing_to_choose() -> None:
     plan = autopar.plan(example.train_step, *arguments, cluster=autopar.ClusterSpec(1, 1, "cpu"))
     with pytest.raises(PlanError, match="planned for one device"):
         plan.blocks()
+
+
+def test_stages_of_a_pipeline_have_blocks_of_their_own() -> None:
+    example = build("mlp-tiny")
+    arguments = (example.abstract_state(), example.abstract_batch(16))
+    method = autopar.PipeshardParallel(num_micro_batches=2, stages=autopar.UniformStages(2))
+    plan = autopar.plan(example.train_step, *arguments, cluster=CLUSTER, method=method)
+    for stage in range(2):
+        blocks = plan.blocks(stage)
+        check_blocks(blocks)
+        assert blocks.mesh_shape == plan.stages[stage].mesh_shape
+        assert sum(b.operator == "dot_general" for b in blocks.blocks) >= 9  # three layers
+    with pytest.raises(ArgumentError, match="this plan has 2"):
+        plan.blocks(2)
