@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from autopar.cost.compute import compute_s
+from autopar.cost.measured import least_work_s
 from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.inter import plan_pipeline
 from autopar.intra import PassTimer, PlannedStep
@@ -200,8 +200,7 @@ def _why_not(
 
 def _why_too_slow(traced: TracedStep, cluster: ClusterSpec, whole_s: float) -> str | None:
     flops = program_flops(traced.program) / cluster.num_devices
-    work_s = compute_s(cluster.spec, flops, 0.0, "bfloat16")
-    least_s = work_s + _FEWEST_LAUNCHES * launch_s(cluster)
+    least_s = least_work_s(cluster, flops) + _FEWEST_LAUNCHES * launch_s(cluster)
     return None if whole_s > least_s else f"it would take {least_s:.3g} s at least"
 
 

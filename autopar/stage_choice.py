@@ -16,7 +16,7 @@ from math import inf, prod
 import numpy as np
 
 from autopar.constraints import asked_by, solver_constraints
-from autopar.cost.compute import compute_s
+from autopar.cost.measured import least_work_s
 from autopar.errors import MemoryBudgetError
 from autopar.intra import PassTimer, paused_garbage_collector
 from autopar.ir.graph import check_graph
@@ -124,8 +124,7 @@ class StageChooser:
         far show to be of no use is left out."""
         num_layers, number = len(looped.layers), setting.num_micro_batches
         flops = [number * own for own in looped.layer_flops]
-        device = self.cluster.spec
-        least_s = least_times(flops, lambda own: compute_s(device, own, 0.0, "bfloat16"))
+        least_s = least_times(flops, lambda own: least_work_s(self.cluster, own))
 
         def searched(tables: list[LayerTable]) -> tuple[PipelineChoice | None, SearchReport, float]:
             with self.timer("search"):

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from math import log
 
+from autopar.cost.compute import compute_s
 from autopar.cost.curves import Curve, Rates
+from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
@@ -87,6 +89,12 @@ class MeasuredCosts:
     @property
     def dispatch_s(self) -> float | None:
         return None if self.profile.dispatch_s is None else self.profile.dispatch_s.seconds
+
+    @cached_property
+    def best_rate(self) -> float | None:
+        """Flops per second that nothing measured was faster than."""
+        samples = (*self.profile.products, *self.profile.convolutions)
+        return max((s.flops / s.time.seconds for s in samples), default=None)
 
     def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
         """Sizes that libraries cannot take, since rows are no multiples of 16 bytes, are priced by
@@ -186,6 +194,13 @@ class MeasuredCosts:
             return None
         nearest = min(pairs, key=lambda n: abs(log(n / max(num_pairs, 1))))
         return self._crossings[same_host, nearest](num_bytes)
+
+
+def least_work_s(cluster: ClusterSpec, flops: float) -> float:
+    """No device of the cluster does so many flops in less."""
+    symbolic_s = compute_s(cluster.spec, flops, 0.0, "bfloat16")
+    best = None if cluster.measured is None else measured_costs(cluster.measured).best_rate
+    return symbolic_s if best is None else flops / best
 
 
 @lru_cache(maxsize=16)

@@ -313,6 +313,8 @@ class LogicalMesh:
                 f"{sorted(AVOIDABLE)}."
             )
         object.__setattr__(self, "forbidden", frozenset(self.forbidden))
+        if self.profile is not None and not isinstance(self.profile, MachineProfile):
+            object.__setattr__(self, "profile", find_profile(self.profile))
 
     @property
     def num_devices(self) -> int:

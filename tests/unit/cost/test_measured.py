@@ -7,10 +7,10 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
 from autopar.cost.curves import Curve
-from autopar.cost.measured import MeasuredCosts
+from autopar.cost.measured import MeasuredCosts, least_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
-from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.profile import COLLECTIVES
 from examples.models import build
 from tests.machine_profiles import (
@@ -110,6 +110,20 @@ def test_links_without_samples_are_the_presets() -> None:
         plain = ClusterSpec(cluster.num_hosts, cluster.devices_per_host, "h200-sxm")
         mesh, other = (mesh_of_cluster(c, (8,)) for c in (cluster, plain))
         assert all_reduce_s(mesh, (0,), 1e8) == all_reduce_s(other, (0,), 1e8)
+
+
+def test_a_mesh_takes_a_profile_by_path_too(tmp_path) -> None:
+    PROFILE.save(tmp_path / "mine.json")
+    path = str(tmp_path / "mine.json")
+    mesh = LogicalMesh((8,), profile=path)  # type: ignore[arg-type]
+    assert mesh.profile == PROFILE and hash(mesh) == hash(LogicalMesh((8,), profile=PROFILE))
+    assert all_reduce_s(mesh, (0,), 4**10) == pytest.approx(collective_s("all-reduce", 8, 4**10))
+
+
+def test_the_least_time_of_work_is_by_the_best_rate() -> None:
+    best = max(p.flops / p.time.seconds for p in PROFILE.products)
+    assert least_work_s(CLUSTER, 1e15) == pytest.approx(1e15 / best)
+    assert least_work_s(ClusterSpec(1, 8, "h200-sxm"), 1e15) == pytest.approx(1e15 / (0.8 * 989e12))
 
 
 def test_placement_of_axes() -> None:
