@@ -177,8 +177,8 @@ class Run:
                     self._tell(group, taken, began_s)
                     missing = sum(p.sample not in file.taken for p in wanted)
                     self.notes.append(
-                        f"stopped by the limit of {self.time_limit_s:.0f} s, with {missing} of {len(wanted)} "
-                        "samples not taken"
+                        f"stopped by the limit of {self.time_limit_s:.0f} s, with {missing} of "
+                        f"{len(wanted)} samples not taken"
                     )
                     self.report(self.notes[-1])
                     return False
