@@ -23,7 +23,6 @@ from typing import Any
 from autopar.api import ParallelFunction, make_executable
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
-from autopar.ir.mesh import ClusterSpec
 from autopar.ir.progress import Progress
 from autopar.segments import PASSES, PreparedStep, Task, prepare_step, run_passes
 from autopar.segments.combining import TOP
@@ -116,16 +115,12 @@ def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[Pr
         raise ArgumentError(f"--devices {request.devices}: there are {len(devices)} here.")
     cluster = cluster_of_devices(devices)
     if request.profile is not None:
-        cluster = _with_profile(cluster, request.profile)
+        cluster = replace(cluster, profile=request.profile)
     fn, options = own.step, None
     if isinstance(fn, ParallelFunction):
         fn, options = fn.__wrapped__, fn.options  # type: ignore[attr-defined]
     mesh = request.mesh or (len(devices),)
     return prepare_step(fn, own.args, own.kwargs, cluster, mesh, options), devices
-
-
-def _with_profile(cluster: ClusterSpec, profile: str) -> ClusterSpec:
-    return replace(cluster, profile=profile)  # type: ignore[call-arg]
 
 
 # -- compiling

@@ -24,11 +24,10 @@ from autopar.errors import ProfileError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.profile import Timing
 from autopar.ir.progress import Progress
-from autopar.ir.spec import Layout
 from autopar.measuring import StepTiming, time_executable
 from autopar.segments.analysing import PreparedStep
 from autopar.segments.combining import NodeLayouts, layouts_of, part_problem
-from autopar.segments.cutting import CutStep
+from autopar.segments.crossings import Reshard, reshards
 from autopar.segments.files import (
     Analysis,
     CombinationTime,
@@ -62,14 +61,6 @@ class Task:
     mesh: int
     segment: int
     combination: int
-
-
-@dataclass(frozen=True)
-class Reshard:
-    shape: tuple[int, ...]
-    dtype: str
-    source: Layout
-    target: Layout
 
 
 def new_profile(step: PreparedStep, devices: Sequence[Any]) -> SegmentProfile:
@@ -288,50 +279,3 @@ def program_of_task(
     only = replace(segment, combinations=(segment.combinations[task.combination],))
     (layouts,) = segment_layouts(step, mesh, only)
     return segment_program(part, mesh, layouts, jax_mesh(mesh, devices))
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A value that goes from one part to another. Per combination of either's segment, where it is
-    made and where it is wanted."""
-
-    source: int
-    target: int
-    shape: tuple[int, ...]
-    dtype: str
-    made: tuple[Layout, ...]
-    wanted: tuple[Layout, ...]
-
-
-def crossings(
-    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
-) -> Iterator[Crossing]:
-    """`layouts`: by segment of the mesh and combination, those of every node."""
-    segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
-    places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
-    for number, part in enumerate(cut.parts):
-        for port in part.ports:
-            value = part.graph.values[port.value]
-            if not value.shape:
-                continue
-            wanted = tuple(own[port.node][1][0] for own in layouts[segment_of[number]])
-            for source in port.sources:
-                node = places[source.part][source.node]
-                made = tuple(
-                    own[node][1][source.result] for own in layouts[segment_of[source.part]]
-                )
-                yield Crossing(source.part, number, value.shape, value.dtype, made, wanted)
-
-
-def reshards(
-    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
-) -> list[Reshard]:
-    """Every resharding that may be between two segments."""
-    found = {
-        Reshard(c.shape, c.dtype, made, wanted): None
-        for c in crossings(cut, space, layouts)
-        for made in c.made
-        for wanted in c.wanted
-        if made != wanted
-    }
-    return list(found)

@@ -29,9 +29,10 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.segments.analysing import PreparedStep
+from autopar.segments.crossings import Crossing, crossings
 from autopar.segments.cutting import CutStep
 from autopar.segments.files import Analysis, MeshSpace, ReshardTime, SegmentProfile
-from autopar.segments.profiling import ONE_ARRAY, Crossing, crossings, segment_layouts
+from autopar.segments.profiling import ONE_ARRAY, segment_layouts
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.kbest import Solution as Ranked
 from autopar.sharding.kbest import k_best, sharding_of

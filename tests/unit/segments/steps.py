@@ -10,6 +10,7 @@ import jax
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import Timing
 from autopar.segments import PreparedStep, analyse, prepare_step
+from autopar.segments.crossings import reshards
 from autopar.segments.files import (
     Analysis,
     CombinationTime,
@@ -17,7 +18,7 @@ from autopar.segments.files import (
     ReshardTime,
     SegmentProfile,
 )
-from autopar.segments.profiling import new_profile, reshards, segment_layouts
+from autopar.segments.profiling import new_profile, segment_layouts
 from examples.models import build
 
 

@@ -9,8 +9,9 @@ import pytest
 from autopar.errors import MemoryBudgetError, ProfileError
 from autopar.ir.plan import ParallelPlan
 from autopar.segments import search
+from autopar.segments.crossings import crossings
 from autopar.segments.files import Analysis, SegmentProfile
-from autopar.segments.profiling import crossings, segment_layouts
+from autopar.segments.profiling import segment_layouts
 from autopar.segments.text import search_text
 from tests.unit.segments.steps import analysed, prepared, random_profile
 
