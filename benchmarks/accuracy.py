@@ -215,6 +215,7 @@ def allow_fused_attention() -> None:
 def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
     if options.json:
         command = " ".join(["python -m benchmarks.accuracy", *sys.argv[1:]])
+        command = command.replace(options.json, "FILE")
         about = {"command": command, **machine(), "profile": options.profile}
         about["load"] = os.getloadavg()[0]
         text = json.dumps({**about, **document}, indent=1) + "\n"

@@ -259,9 +259,10 @@ def main() -> None:
     if unknown := set(wanted) - set(groups):
         parser.error(f"--only: {unknown.pop()!r} is none of {', '.join(groups)}")
     ends_s = time.time() + options.limit_s
-    document: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.one_gpu", *sys.argv[1:]])
-    }
+    command_line = " ".join(["python -m benchmarks.one_gpu", *sys.argv[1:]])
+    for path, name in ((options.json, "FILE"), (options.hlo, "FOLDER")):
+        command_line = command_line.replace(path, name) if path else command_line
+    document: dict[str, Any] = {"command": command_line}
     rows: list[dict[str, Any]] = []
     for group in wanted:
         if time.time() > ends_s:
