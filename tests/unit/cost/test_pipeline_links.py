@@ -8,6 +8,7 @@ from autopar.cost.pipeline_links import boundary_s, transfer_s
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.spec import WHOLE
 from autopar.lower.tiles import plan_tiles
+from tests.machine_profiles import machine_profile
 
 
 def test_a_transfer_to_a_replicated_target() -> None:
@@ -29,3 +30,13 @@ def test_boundaries_use_all_links_between_two_submeshes() -> None:
     # Two devices have two links, however wide the host's network is.
     assert boundary_s(800, 2, 8, False, cluster) == pytest.approx(far + 800 / 200)
     assert boundary_s(0, 2, 8, False, cluster) == 0
+
+
+def test_links_that_were_measured_are_priced_by_samples() -> None:
+    cluster = ClusterSpec(1, 8, profile=machine_profile())
+    for num_bytes in (4**8, 4**11):
+        took = boundary_s(4 * num_bytes, 4, 4, True, cluster)
+        assert took == pytest.approx(1e-5 + num_bytes / 100e9), "each of four devices sends a part"
+    plain = ClusterSpec(1, 8, "h200-sxm")
+    between_hosts = boundary_s(1e6, 4, 4, False, cluster)
+    assert between_hosts == boundary_s(1e6, 4, 4, False, plain), "no samples of these"
