@@ -124,6 +124,7 @@ def measure_row(name: str, repeats: int) -> dict[str, Any]:
     solver = [sum(s.stats.seconds[k] for k in ("reduce", "solve")) for s in (ops, contracted)]
     return {
         "name": name,
+        "repeats": repeats,
         "mesh": shape,
         "ops": len(graph.nodes),
         "decisions": ops.stats.num_classes,
@@ -151,14 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=rows())
-    parser.add_argument("--json", help="write all rows to this file")
+    parser.add_argument("--json", help="write rows to this file; other rows in it are kept")
     arguments = parser.parse_args()
-    results = []
     for name in rows():
         if arguments.only not in (None, name):
             continue
         row = measure_row(name, arguments.repeats)
-        results.append(row)
         print(
             f"{name:42s} {row['ops']:6d} ops {row['blocks']:5d} blocks of "
             f"{row['kinds of blocks']:3d} kinds; ops as nodes {row['ops_s']:6.2f} s, contracted "
@@ -166,15 +165,20 @@ def main() -> None:
             f"{row['same_choice']}; if all follow {row['follow']:.3f}",
             flush=True,
         )
-    if arguments.json:
-        document = {
-            "command": "python -m benchmarks.blocks",
-            "jax": jax.__version__,
-            "cores": os.cpu_count(),
-            "repeats": arguments.repeats,
-            "rows": results,
-        }
-        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+        if arguments.json:
+            write_row(pathlib.Path(arguments.json), row)
+
+
+def write_row(path: pathlib.Path, row: dict[str, Any]) -> None:
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {own["name"]: own for own in (*known, row)}
+    document = {
+        "command": "python -m benchmarks.blocks",
+        "jax": jax.__version__,
+        "cores": os.cpu_count(),
+        "rows": [found[name] for name in rows() if name in found],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
