@@ -7,10 +7,11 @@ beyond the last it goes on at the average rate.
 `Rates` is for work with several sizes, such as a product's m, n and k. On a grid of sizes, each
 twice the one before, rates (work per second) are those of the samples around, nearer ones counting
 for more; distances are logarithmic, and sizes beyond all samples count as the nearest that there
-are. From these come times, never less than the shortest measured; where a larger size would be
-cheaper on the grid, it costs the same. Between the grid's points times are interpolated in
-logarithms, which keeps the order: more work is never cheaper. Beyond the grid time grows with the
-work.
+are. Where samples foretell each other better so (noise), distances are blurred, and samples are no
+longer met exactly. From rates come times, never less than the shortest measured; where a larger
+size would be cheaper on the grid, it costs the same. Between the grid's points times are
+interpolated in logarithms, which keeps the order: more work is never cheaper. Beyond the grid time
+grows with the work.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 
 _MOST_BITS = 17  # of the largest size on a grid
 _CHUNK = 2048
+_BLURS = (0.0, 1.0, 4.0, 16.0)
+_WORTH = 0.95  # more blur must foretell this much better
 
 
 class Curve:
@@ -79,6 +82,24 @@ def _isotonic(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(int(count))]
 
 
+def _blur(places: np.ndarray, rates: np.ndarray) -> float:
+    """By how much (in squared powers of two) distances are lengthened so that samples foretell each
+    other best: nothing where they agree, more where neighbours differ by noise."""
+    apart = ((places[:, None, :] - places[None]) ** 2).sum(axis=-1)
+    best, found = np.inf, 0.0
+    for blur in _BLURS:
+        weights = 1.0 / ((apart + blur) ** 2 + 1e-6)
+        weights[apart < 1e-9] = 0.0  # by all others
+        total = weights.sum(axis=1)
+        known = total > 0
+        if not known.any():
+            return 0.0
+        error = np.abs((weights @ rates)[known] / total[known] - rates[known]).mean()
+        if error < min(_WORTH * best, best - 0.01):
+            best, found = float(error), blur
+    return found
+
+
 class Rates:
     def __init__(
         self,
@@ -98,10 +119,11 @@ class Rates:
         inside = np.clip(grid, places.min(axis=0), places.max(axis=0)).reshape(-1, len(powers))
         rates = np.empty(len(inside))
         own = places @ self.powers - seconds
+        self.blur = _blur(places, own)
         for first in range(0, len(inside), _CHUNK):
             here = inside[first : first + _CHUNK]
             apart = ((here[:, None, :] - places[None]) ** 2).sum(axis=-1)
-            weights = 1.0 / (apart**2 + 1e-6)
+            weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
             rates[first : first + _CHUNK] = (weights * own).sum(axis=1) / weights.sum(axis=1)
         times = np.maximum(grid @ self.powers - rates.reshape(counts), seconds.min())
         for axis in range(len(powers)):

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
-from autopar.cost.curves import Curve
+from autopar.cost.curves import Curve, Rates
 from autopar.cost.measured import MeasuredCosts, least_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
@@ -90,6 +90,17 @@ def test_noise_is_pooled() -> None:
     curve = Curve([(1.0, 1.0), (2.0, 4.0), (4.0, 1.0), (8.0, 16.0)])
     assert curve(2.0) == curve(4.0) == pytest.approx(2.0)
     assert curve(8.0) == pytest.approx(16.0)
+
+
+def test_noise_between_neighbours_is_blurred() -> None:
+    """Every other sample was taken while the device was busy."""
+    sizes = [2**n for n in range(6, 14)]
+    clean = [((m, n), m * n / 1e9) for m in sizes for n in sizes]
+    noisy = [(at, s * (1 + 2 * (i % 2))) for i, (at, s) in enumerate(clean)]
+    assert Rates(clean, (1, 1)).blur == 0.0
+    blurred = Rates(noisy, (1, 1))
+    assert blurred.blur > 0
+    assert blurred(512, 512) == pytest.approx(3**0.5 * 512**2 / 1e9, rel=0.3)
 
 
 # -- meshes
