@@ -184,7 +184,10 @@ class MeasuredCosts:
         num_bytes: float,
         alpha_share: float = 1.0,
     ) -> float | None:
-        """`num_bytes` is of the tensor as it would be on one device if nothing were split."""
+        """`num_bytes` is of the tensor as it would be on one device if nothing were split. For CPU
+        devices XLA merges all-reduces alone: others pay their whole α."""
+        if self.profile.platform == "cpu" and kind != "all-reduce":
+            alpha_share = 1.0
         return self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, alpha_share)
 
     def crossing_s(self, same_host: bool, num_pairs: int, num_bytes: float) -> float | None:

@@ -64,6 +64,15 @@ def test_ranks_that_were_not_measured_follow_the_ring_law() -> None:
     assert between == pytest.approx(collective_s("all-gather", 6, 2**24), rel=0.01)
 
 
+def test_on_cpus_all_reduces_alone_are_merged() -> None:
+    costs = MeasuredCosts(machine_profile("cpu", "cpu"))
+    for kind in COLLECTIVES:
+        whole = costs.collective_s(kind, 4, 1, 4, 1e6)
+        part = costs.collective_s(kind, 4, 1, 4, 1e6, 0.25)
+        assert whole is not None and part is not None
+        assert (part < whole) == (kind == "all-reduce")
+
+
 def test_what_was_not_measured_is_not_known() -> None:
     costs = MeasuredCosts(machine_profile(without=("convolutions", "attentions", "collectives")))
     assert costs.convolution_s("bfloat16", "forward", 32.0, 196.0, 64.0, 64.0, 9.0) is None
