@@ -9,8 +9,8 @@ gradient. Four things are modelled on how XLA compiles for GPUs:
   moves fewer bytes than writing it once (`is_written`); then what it is made from must live until
   its last reader runs, which is how few activations survive until the backward pass.
 - *Views.* A reshape, a barrier or a use is no memory of its own.
-- *Donation.* Updated state takes the place of the old one, and an elementwise result that of what it
-  is the last to read (`reuse_buffers`).
+- *Donation.* Updated state takes the place of the old one, and an elementwise result that of what
+  it is the last to read (`reuse_buffers`).
 - *Order.* Kernels of convolutions are kept in the order that the library wants (`turned_kernels`).
 
 What a loop reads lives until its end, what it stacks lives from its start on.
