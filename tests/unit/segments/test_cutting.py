@@ -14,7 +14,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "gpt" else pytest.param(name, marks=pytest.mark.slow) for name in STEPS],
+)
 def test_parts_are_the_step(name):
     model, options = STEPS[name]
     step = prepared(model, **options)
@@ -42,7 +45,7 @@ def test_parts_are_the_step(name):
     assert state == len(graph.state)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_equal_layers_are_one_segment(name):
     model, options = STEPS[name]
     cut = prepared(model, **options).cut
