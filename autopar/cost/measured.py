@@ -184,11 +184,14 @@ class MeasuredCosts:
         num_bytes: float,
         alpha_share: float = 1.0,
     ) -> float | None:
-        """`num_bytes` is of the tensor as it would be on one device if nothing were split. For CPU
-        devices XLA merges all-reduces alone: others pay their whole α."""
-        if self.profile.platform == "cpu" and kind != "all-reduce":
-            alpha_share = 1.0
-        return self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, alpha_share)
+        """`num_bytes` is of the tensor as it would be on one device if nothing were split. CPU
+        devices of a host share its cores: while one waits for others, these compute, which is
+        counted there. So their collectives cost what they move, and a launch."""
+        waits = self.profile.platform != "cpu" or ranks_per_host < ranks
+        if waits or ranks == 1:
+            return self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, alpha_share)
+        moved_s = self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, 0.0)
+        return None if moved_s is None else moved_s + self.launch_s
 
     def crossing_s(self, same_host: bool, num_pairs: int, num_bytes: float) -> float | None:
         """`num_bytes` from each of so many devices to one of another mesh."""

@@ -64,13 +64,18 @@ def test_ranks_that_were_not_measured_follow_the_ring_law() -> None:
     assert between == pytest.approx(collective_s("all-gather", 6, 2**24), rel=0.01)
 
 
-def test_on_cpus_all_reduces_alone_are_merged() -> None:
-    costs = MeasuredCosts(machine_profile("cpu", "cpu"))
+def test_on_cpus_that_share_cores_waiting_is_not_counted() -> None:
+    cpu = MeasuredCosts(machine_profile("cpu", "cpu"))
+    gpu = MeasuredCosts(machine_profile())
     for kind in COLLECTIVES:
-        whole = costs.collective_s(kind, 4, 1, 4, 1e6)
-        part = costs.collective_s(kind, 4, 1, 4, 1e6, 0.25)
-        assert whole is not None and part is not None
-        assert (part < whole) == (kind == "all-reduce")
+        nothing = cpu.collective_s(kind, 4, 1, 4, 0.0)
+        assert nothing == pytest.approx(cpu.launch_s)
+        moved = cpu.collective_s(kind, 4, 1, 4, 1e6)
+        waited, whole = gpu.collective_s(kind, 4, 1, 4, 0.0), gpu.collective_s(kind, 4, 1, 4, 1e6)
+        assert None not in (moved, waited, whole)
+        assert moved - nothing == pytest.approx(whole - waited)
+        across_hosts = cpu.collective_s(kind, 4, 1, 2, 0.0)
+        assert across_hosts is None or across_hosts > nothing
 
 
 def test_what_was_not_measured_is_not_known() -> None:
