@@ -29,6 +29,7 @@ from autopar.segments.combining import TOP
 from autopar.session import cluster_of_devices
 
 OK = 0
+COMPILE_LIMIT_S = 900.0  # of one program, with the start of the process that compiles it
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def compile_in_processes(
 class _Worker:
     """A process of `segment_worker`, spoken to by lines of JSON."""
 
-    def __init__(self, request: SegmentRequest) -> None:
+    def __init__(self, request: SegmentRequest, limit_s: float = COMPILE_LIMIT_S) -> None:
+        self.limit_s = limit_s
         package = str(Path(__file__).parents[2])
         path = os.environ.get("PYTHONPATH")
         environment = {
@@ -202,9 +204,12 @@ class _Worker:
         return True
 
     def compile(self, task: Task) -> dict[str, Any] | None:
-        """What the worker said of it; None if it has ended."""
+        """What the worker said of it; None if it has ended, or was ended for taking too long."""
         assert self.process.stdout is not None
-        if not self.send(asdict(task)):
-            return None
-        line = self.process.stdout.readline()
+        limit = threading.Timer(self.limit_s, self.process.kill)
+        limit.start()
+        try:
+            line = self.process.stdout.readline() if self.send(asdict(task)) else ""
+        finally:
+            limit.cancel()
         return json.loads(line) if line else None

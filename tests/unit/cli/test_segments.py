@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
-from autopar.cli.segments import SegmentRequest, compile_in_processes, parse_mesh, step_of
+from autopar.cli.segments import (
+    SegmentRequest,
+    _Worker,
+    compile_in_processes,
+    parse_mesh,
+    step_of,
+)
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
 from autopar.segments import Task, analyse
@@ -73,3 +79,14 @@ def test_processes_compile_what_is_timed_here(tmp_path, monkeypatch):
         for task in tasks:
             program_of_task(step, analysis, task, devices).memory_bytes()
     assert set((tmp_path / "compiled").iterdir()) == made
+
+
+def test_a_process_that_hangs_is_ended(tmp_path):
+    """The user's own file may wait forever; the program is then left to whoever times it."""
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(300)\n")
+    factory = f"{tmp_path / 'waits.py'}:make_step"
+    with _Worker(
+        SegmentRequest(factory, {}, None, None, "cpu", None, str(tmp_path)), 1.0
+    ) as worker:
+        assert worker.compile(Task(0, 0, 0)) is None
+        assert worker.process.wait(timeout=30) != 0
