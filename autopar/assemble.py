@@ -34,10 +34,10 @@ from autopar.ir.stages import SearchReport
 from autopar.ir.text import format_bytes
 from autopar.methods import PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
-from autopar.trace.flatten import FlatCall, TracedStep
-from autopar.trace.lines import equation_lines
-from autopar.trace.program import Program
-from autopar.trace.slices import SlicedStep
+from autopar.tracer.flatten import FlatCall, TracedStep
+from autopar.tracer.lines import equation_lines
+from autopar.tracer.program import Program
+from autopar.tracer.slices import SlicedStep
 
 
 def program_fingerprint(program: Program) -> str:

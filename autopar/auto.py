@@ -21,9 +21,9 @@ from autopar.ir.stages import SearchReport
 from autopar.looped import Loop, batch_rows, first_micro_batches, launch_s
 from autopar.memory_budget import RESERVE_SHARE
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
-from autopar.trace.figures import aval_bytes, program_flops
-from autopar.trace.flatten import TracedStep
-from autopar.trace.layers import find_layers
+from autopar.tracer.figures import aval_bytes, program_flops
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.layers import find_layers
 
 # Pieces that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6

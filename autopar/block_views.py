@@ -22,7 +22,7 @@ from autopar.ir.blocks import Block, Blocks, Occurrence
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import name_pattern, name_skeleton
 from autopar.sharding.solve import GraphSharding
-from autopar.trace.lines import EquationLines, equation_lines
+from autopar.tracer.lines import EquationLines, equation_lines
 
 _Figures = tuple[float, float, float]  # seconds of compute and of communication, bytes sent
 

@@ -63,8 +63,8 @@ from autopar.pipeline_following import bind_made, follow_pipeline, make_on_stage
 from autopar.remat_choice import choose_remat
 from autopar.stages.schedules import make_schedule
 from autopar.stages.search import last_search
-from autopar.trace.accumulate import accumulate, micro_batch_leaves
-from autopar.trace.flatten import (
+from autopar.tracer.accumulate import accumulate, micro_batch_leaves
+from autopar.tracer.flatten import (
     FlatCall,
     TracedStep,
     argument_names,
@@ -72,11 +72,11 @@ from autopar.trace.flatten import (
     is_array_leaf,
     trace_step,
 )
-from autopar.trace.layers import Layer, find_layers, layers_by_name, worth_recomputing
-from autopar.trace.once import looped_once
-from autopar.trace.remat import with_remat
-from autopar.trace.unroll import unrolled
-from autopar.trace.user_rules import register_rule
+from autopar.tracer.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.tracer.once import looped_once
+from autopar.tracer.remat import with_remat
+from autopar.tracer.unroll import unrolled
+from autopar.tracer.user_rules import register_rule
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from autopar.methods import (
 from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
 from autopar.steering import Asked, allowed_layouts, ask
-from autopar.trace.flatten import TracedStep
-from autopar.trace.regions import UPDATE
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.regions import UPDATE
 
 # -- meshes
 

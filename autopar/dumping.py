@@ -38,7 +38,7 @@ from autopar.runtime.debug import DebugFile, Describe
 from autopar.sharding.lp_file import lp_text
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.schedules import make_schedule
-from autopar.trace.flatten import TracedStep
+from autopar.tracer.flatten import TracedStep
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "pulp", "flax", "optax", "ray")
 

@@ -23,7 +23,7 @@ from autopar.errors import ArgumentError, shortened
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.methods import CreateStateParallel, FollowParallel, PlacedParallel
-from autopar.trace.flatten import FlatCall, TracedStep
+from autopar.tracer.flatten import FlatCall, TracedStep
 
 
 def placed_like_training(

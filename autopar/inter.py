@@ -66,9 +66,9 @@ from autopar.stages.given import check_layer_ids
 from autopar.stages.schedules import in_flight_bound, make_schedule
 from autopar.stages.search import remember_search
 from autopar.stages.submeshes import place, uniform_submesh
-from autopar.trace.flatten import TracedStep
-from autopar.trace.held_layers import layers_by_arguments
-from autopar.trace.slices import SlicedStep
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.held_layers import layers_by_arguments
+from autopar.tracer.slices import SlicedStep
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from autopar.sharding.holdings import memory_floor
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
 from autopar.steering import Asked, with_output_nodes, without_moved_state
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep
-from autopar.trace.slices import SlicedStep
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.slices import SlicedStep
 
 # What a pass is called on the terminal, where its name does not say it.
 _DOING = {

@@ -19,14 +19,14 @@ from autopar.errors import TraceError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import Submesh
 from autopar.methods import AutoLayers, ManualLayers
-from autopar.trace.attach import LoopLayers, attach, loop_batch, moved_to
-from autopar.trace.boundaries import layers_by_marks
-from autopar.trace.figures import program_flops
-from autopar.trace.flatten import TracedStep
-from autopar.trace.layers import Layer, find_layers
-from autopar.trace.program import Program
-from autopar.trace.remat import rematerialise
-from autopar.trace.slices import SlicedStep, slice_step
+from autopar.tracer.attach import LoopLayers, attach, loop_batch, moved_to
+from autopar.tracer.boundaries import layers_by_marks
+from autopar.tracer.figures import program_flops
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.layers import Layer, find_layers
+from autopar.tracer.program import Program
+from autopar.tracer.remat import rematerialise
+from autopar.tracer.slices import SlicedStep, slice_step
 
 # Time to start one piece: Python, argument handling and the launch itself.
 LAUNCH_S = {"cpu": 300e-6}

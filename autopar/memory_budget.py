@@ -20,7 +20,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.text import format_bytes, name_pattern, name_skeleton
 from autopar.methods import DataParallel, ManualParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
-from autopar.trace.flatten import TracedStep
+from autopar.tracer.flatten import TracedStep
 
 RESERVE_SHARE = 0.10
 _NUM_SHOWN = 6

@@ -36,7 +36,7 @@ from autopar.methods import (
     ParallelMethod,
     PipeshardParallel,
 )
-from autopar.trace.program import Constant, Program
+from autopar.tracer.program import Constant, Program
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

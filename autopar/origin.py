@@ -44,8 +44,8 @@ from autopar.sharding.solve import (
     solve_graph,
 )
 from autopar.steering import Asked, ask, overridden, with_output_nodes, without_moved_state
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep
 
 Pins = Mapping[str, PartitionSpec]
 

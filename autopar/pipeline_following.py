@@ -21,11 +21,11 @@ from autopar.looped import Loop, Looped, StageSpec, find_looped, layers_of
 from autopar.methods import PlacedParallel
 from autopar.origin import bound_origin
 from autopar.stage_tables import submesh_cluster
-from autopar.trace.figures import aval_bytes
-from autopar.trace.flatten import TracedStep
-from autopar.trace.held_layers import layers_by_arguments
-from autopar.trace.homes import find_homes
-from autopar.trace.program import Operand
+from autopar.tracer.figures import aval_bytes
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.held_layers import layers_by_arguments
+from autopar.tracer.homes import find_homes
+from autopar.tracer.program import Operand
 
 # -- evaluations
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from autopar.errors import MemoryBudgetError
 from autopar.ir.mesh import DeviceSpec
 from autopar.ir.plan import ParallelPlan
-from autopar.trace.layers import Layer
+from autopar.tracer.layers import Layer
 
 _MAX_TRIES = 3
 

@@ -28,7 +28,7 @@ from autopar.ir.stages import SearchReport, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.measuring import StepTiming, time_executable
 from autopar.methods import ParallelMethod
-from autopar.trace.flatten import TracedStep
+from autopar.tracer.flatten import TracedStep
 
 MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
 

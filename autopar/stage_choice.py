@@ -32,8 +32,8 @@ from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submes
 from autopar.stages.ranges import Setting
 from autopar.stages.search import remember_search, search_stages
 from autopar.stages.submeshes import candidate_submeshes
-from autopar.trace.attach import boundary_bytes
-from autopar.trace.build import build_graph
+from autopar.tracer.attach import boundary_bytes
+from autopar.tracer.build import build_graph
 
 # From so many devices on, only what can be part of a better plan than one at hand is looked at.
 MANY_DEVICES = 128

@@ -36,8 +36,8 @@ from autopar.steering import (
     with_output_nodes,
     without_moved_state,
 )
-from autopar.trace.build import build_graph
-from autopar.trace.slices import StageSlice
+from autopar.tracer.build import build_graph
+from autopar.tracer.slices import StageSlice
 
 
 @dataclass(frozen=True)

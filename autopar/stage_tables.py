@@ -44,10 +44,10 @@ from autopar.sharding.problem import (
 )
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
-from autopar.trace.attach import LoopLayers
-from autopar.trace.flatten import TracedStep
-from autopar.trace.program import Equation
-from autopar.trace.slices import StageSlice, equation_layers, slice_step
+from autopar.tracer.attach import LoopLayers
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.program import Equation
+from autopar.tracer.slices import StageSlice, equation_layers, slice_step
 
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]

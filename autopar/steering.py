@@ -22,8 +22,8 @@ from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import WHOLE, Layout, all_layouts, from_partition_spec
 from autopar.methods import ShardingOptions
-from autopar.trace.flatten import TracedStep
-from autopar.trace.rules import identity_rule
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.rules import identity_rule
 
 Specs = Sequence[PartitionSpec | None]
 

@@ -26,8 +26,8 @@ from autopar.cost.details import whole_on_one_device
 from autopar.cost.report import node_compute_s
 from autopar.ir.graph import Node
 from autopar.ir.mesh import mesh_of_cluster
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 from benchmarks.one_gpu_cases import allow_fused_attention
 from examples.models import build
 

@@ -31,8 +31,8 @@ from autopar.segments.combining import TOP, segment_space
 from autopar.segments.cutting import CutStep, cut_step
 from autopar.segments.files import Analysis, MeshSpace, SegmentSpace
 from autopar.sharding.solve import GraphSharding, solve_graph
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from autopar import _jax
 from autopar.assemble import program_fingerprint
 from autopar.ir.graph import Graph, Liveness, Node, NodeKind
 from autopar.segments.placing import place_equations, values_of
-from autopar.trace.flatten import TracedStep
-from autopar.trace.program import Equation, Program
-from autopar.trace.rules import identity_rule
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.program import Equation, Program
+from autopar.tracer.rules import identity_rule
 
 PORT = "port"
 

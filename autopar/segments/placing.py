@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.trace.attach import ANYWHERE, attach
-from autopar.trace.figures import aval_bytes
-from autopar.trace.flatten import TracedStep
-from autopar.trace.layers import Layer, find_layers
-from autopar.trace.program import Equation, Program
-from autopar.trace.regions import UPDATE, equation_regions
-from autopar.trace.rules import equation_key
+from autopar.tracer.attach import ANYWHERE, attach
+from autopar.tracer.figures import aval_bytes
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.layers import Layer, find_layers
+from autopar.tracer.program import Equation, Program
+from autopar.tracer.regions import UPDATE, equation_regions
+from autopar.tracer.rules import equation_key
 
 _NONE = -1
 _SCALAR_BYTES = 16

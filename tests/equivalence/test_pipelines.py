@@ -19,9 +19,9 @@ from autopar.api import local_devices, make_executable
 from autopar.intra import PlannedStep
 from autopar.ir.program import EACH
 from autopar.ir.schedule import SCHEDULES
-from autopar.trace.attach import boundary_bytes
-from autopar.trace.figures import aval_bytes
-from autopar.trace.layers import find_layers
+from autopar.tracer.attach import boundary_bytes
+from autopar.tracer.figures import aval_bytes
+from autopar.tracer.layers import find_layers
 from examples.models import build
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.equivalence.test_models import (

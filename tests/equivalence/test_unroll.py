@@ -20,11 +20,11 @@ from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
-from autopar.trace.accumulate import micro_batch_leaves
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep, trace_step
-from autopar.trace.layers import find_layers, worth_recomputing
-from autopar.trace.unroll import unrolled
+from autopar.tracer.accumulate import micro_batch_leaves
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep, trace_step
+from autopar.tracer.layers import find_layers, worth_recomputing
+from autopar.tracer.unroll import unrolled
 from examples.models import build
 from tests.equivalence.test_models import WITHOUT_GRADIENT
 

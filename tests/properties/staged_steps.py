@@ -24,15 +24,15 @@ from autopar.lower.pieces import Pieces, cut_into_pieces, piece_function
 from autopar.methods import ShardParallel
 from autopar.runtime.order import interleave
 from autopar.stages.schedules import make_schedule
-from autopar.trace.accumulate import accumulate
-from autopar.trace.attach import LoopLayers, attach
-from autopar.trace.flatten import TracedStep
-from autopar.trace.layers import Layer
-from autopar.trace.once import looped_once
-from autopar.trace.program import Program
-from autopar.trace.regions import BACKWARD, equation_regions
-from autopar.trace.slices import SlicedStep, slice_step
-from autopar.trace.unroll import unrolled
+from autopar.tracer.accumulate import accumulate
+from autopar.tracer.attach import LoopLayers, attach
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.layers import Layer
+from autopar.tracer.once import looped_once
+from autopar.tracer.program import Program
+from autopar.tracer.regions import BACKWARD, equation_regions
+from autopar.tracer.slices import SlicedStep, slice_step
+from autopar.tracer.unroll import unrolled
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import build_problem
 from autopar.sharding.reduce import PairwiseProblem
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -18,8 +18,8 @@ from autopar.ir.spec import PARTIAL, to_partition_spec
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
 from autopar.sharding.strategies import enumerate_strategies
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 from tests.properties.random_programs import MESHES, RandomProgram, programs
 
 FEW = settings(

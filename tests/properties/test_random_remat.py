@@ -18,10 +18,10 @@ from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
-from autopar.trace.layers import find_layers
-from autopar.trace.remat import with_remat
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
+from autopar.tracer.layers import find_layers
+from autopar.tracer.remat import with_remat
 from tests.properties.random_programs import RandomProgram, programs
 
 FEW = settings(

@@ -24,8 +24,8 @@ from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.problem import build_problem
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.sharding.strategies import Strategy
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 
 MOST_COMBINATIONS = 2_000_000
 

@@ -15,7 +15,7 @@ from autopar.constraints import candidate_meshes
 from autopar.errors import MemoryBudgetError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.methods import DataParallel, ManualParallel, ShardParallel
-from autopar.trace.flatten import trace_step
+from autopar.tracer.flatten import trace_step
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
 """Keeps the layers apart: who in autopar may import whom, and who may touch JAX's internals.
 
-    api ─▶ compiler ─▶ trace, stages, sharding, lower ─▶ cost, ir ;  api ─▶ runtime ─▶ ir
+    api ─▶ compiler ─▶ tracer, stages, sharding, lower ─▶ cost, ir ;  api ─▶ runtime ─▶ ir
 
 A component is a top-level module or subpackage of autopar. Every import counts, wherever it stands:
 inside a function, under `TYPE_CHECKING`, relative, or by a literal `import_module`.
@@ -16,7 +16,7 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
 EVERYONE = {"errors", "_jax"}
 BELOW_PASSES = {"cost", "ir"}
-PASSES = {"trace", "stages", "sharding", "lower"}
+PASSES = {"tracer", "stages", "sharding", "lower"}
 BESIDE_COMPILER = {
     "memory_budget",
     "remat_choice",
@@ -45,7 +45,7 @@ ALLOWED_IMPORTS = {
     "_jax": {"errors"},
     "ir": EVERYONE,
     "cost": {"ir", *EVERYONE},
-    "trace": {*BELOW_PASSES, *EVERYONE},
+    "tracer": {*BELOW_PASSES, *EVERYONE},
     "stages": {*BELOW_PASSES, *EVERYONE},
     "sharding": {*BELOW_PASSES, *EVERYONE},
     "lower": {*BELOW_PASSES, *EVERYONE},
@@ -53,7 +53,7 @@ ALLOWED_IMPORTS = {
     "runtime": {"checkpoints", "ir", *EVERYONE},
     "checkpoints": {"ir", *EVERYONE},
     "methods": {"ir", "errors"},
-    "following": {"methods", "trace", "ir", *EVERYONE},
+    "following": {"methods", "tracer", "ir", *EVERYONE},
     "steering": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "constraints": {"steering", "methods", *PASSES, *BELOW_PASSES, *EVERYONE},
     "assemble": {"methods", *PASSES, *BELOW_PASSES, *EVERYONE},
@@ -164,7 +164,7 @@ ALLOWED_IMPORTS = {
         "following",
         "assemble",
         "methods",
-        "trace",
+        "tracer",
         *BELOW_PASSES,
         *EVERYONE,
     },
@@ -215,7 +215,7 @@ ALLOWED_IMPORTS = {
         "intra",
         "measuring",
         "methods",
-        "trace",
+        "tracer",
         *BELOW_PASSES,
         *EVERYONE,
     },
@@ -389,11 +389,11 @@ def test_table_has_no_cycle():
 
 BREACHES = {
     "upwards": ("ir/plan.py", "from autopar.sharding import solve_sharding"),
-    "sideways": ("trace/flatten.py", "import autopar.lower.emit"),
+    "sideways": ("tracer/flatten.py", "import autopar.lower.emit"),
     "compiler to runtime": ("compiler.py", "from autopar import runtime"),
     "inspect to passes": ("inspect/explain.py", "from autopar.stages.search import search_stages"),
     "runtime to cost": ("runtime/local.py", "from ..cost.compute import seconds"),
-    "relative, from a subpackage": ("cost/__init__.py", "from .. import trace"),
+    "relative, from a subpackage": ("cost/__init__.py", "from .. import tracer"),
     "relative, from the root": ("methods.py", "from ._jax import flatten"),
     "the root package": ("sharding/ilp.py", "import autopar"),
     "a name of the root package": ("sharding/ilp.py", "from autopar import ParallelPlan"),
@@ -402,7 +402,7 @@ BREACHES = {
     "under TYPE_CHECKING": ("cost/compute.py", "if TYPE_CHECKING:\n    import autopar.api"),
     "by import_module": ("ir/plan.py", "importlib.import_module('autopar.inspect')"),
     "unknown component": ("utils.py", ""),
-    "jax._src": ("trace/flatten.py", "from jax._src import core"),
+    "jax._src": ("tracer/flatten.py", "from jax._src import core"),
     "jax._src by attribute": ("api.py", "import jax\nx = jax._src.core.Jaxpr"),
     "jax.extend": ("ir/graph.py", "import jax.extend.core"),
     "jax.extend from jax": ("ir/graph.py", "from jax import extend"),

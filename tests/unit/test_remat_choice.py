@@ -8,7 +8,7 @@ import pytest
 from autopar.errors import MemoryBudgetError
 from autopar.ir.mesh import DEVICES
 from autopar.remat_choice import choose_remat
-from autopar.trace.layers import Layer
+from autopar.tracer.layers import Layer
 
 GIB = 2**30
 DEVICE = DEVICES["h100-sxm"]

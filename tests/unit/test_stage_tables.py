@@ -28,11 +28,11 @@ from autopar.stage_tables import (
     submesh_cluster,
     undominated,
 )
-from autopar.trace.attach import LoopLayers, attach, loop_batch
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep
-from autopar.trace.layers import find_layers
-from autopar.trace.slices import slice_step
+from autopar.tracer.attach import LoopLayers, attach, loop_batch
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.layers import find_layers
+from autopar.tracer.slices import slice_step
 from examples.models import build
 
 CLUSTER = autopar.ClusterSpec(2, 4, "h100-sxm")

@@ -8,8 +8,8 @@ from autopar.cost.memory import memory_profile
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import WHOLE
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

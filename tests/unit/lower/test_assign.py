@@ -18,8 +18,8 @@ from autopar.ir.spec import PARTIAL, WHOLE, Layout
 from autopar.lower.assign import assign_layouts
 from autopar.sharding.solve import solve_graph
 from autopar.sharding.strategies import Strategy, enumerate_strategies
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import TracedStep, trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import TracedStep, trace_step
 from examples.models import build
 
 MESH = LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))

@@ -13,7 +13,7 @@ from autopar import _jax
 from autopar.ir.plan import Lanes
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.lower.lanes import bind_in_lanes, empty_lanes, with_lanes
-from autopar.trace.flatten import trace_step
+from autopar.tracer.flatten import trace_step
 
 RNG = np.random.default_rng(0)
 

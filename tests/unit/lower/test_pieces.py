@@ -7,7 +7,7 @@ import pytest
 
 from autopar.ir.program import EACH, Phase, Piece
 from tests.properties.staged_steps import StagedStep, cut_step, run_lists
-from tests.unit.trace.staged_models import batch, in_layers, looped, parameters, trained_by
+from tests.unit.tracer.staged_models import batch, in_layers, looped, parameters, trained_by
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 

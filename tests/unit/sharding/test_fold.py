@@ -11,9 +11,9 @@ from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.fold import MIN_REPEATS, fold_repeated_layers
 from autopar.sharding.solve import solve_graph
-from autopar.trace.accumulate import accumulate
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.accumulate import accumulate
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

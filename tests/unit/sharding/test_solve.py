@@ -9,8 +9,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.sharding.solve import GraphSharding, solve_graph
-from autopar.trace.build import build_graph
-from autopar.trace.flatten import trace_step
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
 
 MESH = LogicalMesh((4,))
 

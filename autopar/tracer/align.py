@@ -1,0 +1,97 @@
+"""Two traces of one step, at the whole batch and at a micro-batch, aligned to one program.
+
+Both traces number their values alike if, and only if, the function does the same at both batch
+sizes. The aligned program has the shapes and parameters of the micro-batch, and the floating point
+numbers of the whole batch: a mean over B rows stays a division by B, so that means of micro-batches
+add up to the mean of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import TraceError
+from autopar.tracer.program import Constant, Equation, Operand, Program
+
+
+def align(full: Program, micro: Program, name: str) -> Program:
+    """The micro-batch's program with the floating point numbers of the full one."""
+    for whole, part in zip(full.equations, micro.equations, strict=False):
+        ranks = [(_rank(full.avals[r]), _rank(micro.avals[r])) for r in part.results]
+        if not _alike(whole, part) or any(a != b for a, b in ranks):
+            raise _depends_on_batch_size(whole, name)
+    if len(full.equations) != len(micro.equations):
+        longer = max(full.equations, micro.equations, key=len)
+        shorter = min(len(full.equations), len(micro.equations))
+        raise _depends_on_batch_size(longer[shorter], name)
+    if full.inputs != micro.inputs or not _same_operands(full.outputs, micro.outputs):
+        raise TraceError(
+            f"{name}: what it returns depends on the batch size, so it cannot be run on "
+            "micro-batches. Use num_micro_batches=1, or return the same arrays at every size."
+        )
+    captured = tuple(
+        (value, _float_of(array, whole))
+        for (value, array), (_, whole) in zip(micro.captured, full.captured, strict=True)
+    )
+    equations = tuple(
+        _aligned(whole, part, name)
+        for whole, part in zip(full.equations, micro.equations, strict=True)
+    )
+    return replace(micro, equations=equations, captured=captured)
+
+
+def _alike(whole: Equation, part: Equation) -> bool:
+    alike = whole.name == part.name and whole.results == part.results
+    alike = alike and _same_operands(whole.operands, part.operands)
+    alike = alike and whole.params.keys() == part.params.keys()
+    return alike and len(whole.bodies) == len(part.bodies)
+
+
+def _rank(aval: Any) -> int:
+    return len(getattr(aval, "shape", ()))
+
+
+def _depends_on_batch_size(equation: Equation, name: str) -> TraceError:
+    return TraceError(
+        f"{name}: at {equation.source_line} the program depends on the batch size: traced with the "
+        "whole batch and with one micro-batch it has different operations from there on. Write the "
+        "step so that it does the same at every batch size, or use fewer micro-batches (a "
+        "micro-batch of one row is often the cause), or num_micro_batches=1."
+    )
+
+
+def _same_operands(first: tuple[Operand, ...], second: tuple[Operand, ...]) -> bool:
+    if len(first) != len(second):
+        return False
+    return all(
+        a == b if isinstance(a, int) or isinstance(b, int) else True
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _aligned(whole: Equation, part: Equation, name: str) -> Equation:
+    operands = tuple(
+        _float_constant(p, w) if isinstance(p, Constant) and isinstance(w, Constant) else p
+        for w, p in zip(whole.operands, part.operands, strict=True)
+    )
+    params = {
+        key: whole.params[key] if isinstance(value, float) else value
+        for key, value in part.params.items()
+    }
+    bodies = tuple(align(w, p, name) for w, p in zip(whole.bodies, part.bodies, strict=True))
+    return replace(part, operands=operands, params=params, bodies=bodies)
+
+
+def _float_constant(part: Constant, whole: Constant) -> Constant:
+    kept = _float_of(part.value, whole.value)
+    return part if kept is part.value else whole
+
+
+def _float_of(part: Any, whole: Any) -> Any:
+    """The number of the whole batch if it is floating point and of the same shape."""
+    is_float = jnp.issubdtype(jnp.result_type(part), jnp.inexact)
+    return whole if is_float and np.shape(part) == np.shape(whole) else part

@@ -1,0 +1,569 @@
+"""From a traced program to the graph that is sharded.
+
+One node per equation, with its Shardy rule, flops and bytes; loops are opened, their bodies' nodes
+weighted by the trip count and their carries tied by `MERGE` nodes, so that a scan over layers is
+solved like the layers themselves. Beside equations stand:
+
+- `USE` nodes after state inputs, so that a parameter gathered once serves forward and backward,
+  and in front of loops, so that what a loop only reads is resharded once and not every trip;
+- `FINISH` nodes after ops that can leave partial sums, where the solver chooses between all-reduce
+  and reduce-scatter.
+
+Values keep the program's numbers; a value of the graph alone gets a number beyond them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from autopar import _jax
+from autopar.ir.graph import Graph, Node, NodeKind, Rule, Traffic, Unruled, Value, Work
+from autopar.tracer.compose import RuledEquation, replicated_rule
+from autopar.tracer.figures import (
+    batch_factors,
+    deferred_values,
+    equation_flops,
+    touched_bytes,
+)
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.kernels import node_traffic
+from autopar.tracer.liveness import find_lives
+from autopar.tracer.program import LOOPS, Equation, Operand, Program
+from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
+from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
+from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
+from autopar.tracer.work import equation_work
+
+
+def build_graph(step: TracedStep) -> Graph:
+    builder = _Builder(step)
+    builder.build()
+    return builder.graph()
+
+
+def stablehlo_ops(step: TracedStep) -> dict[str, bool]:
+    """Every StableHLO op the step's equations lower to, and whether a rule was found."""
+    ops: dict[str, bool] = {}
+    for signature in _Builder(step).signatures:
+        ruled = signature.ruled
+        for name in (*ruled.op_names, *ruled.unruled_ops):
+            ops[name] = ops.get(name, True) and name not in ruled.unruled_ops
+    return ops
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What equations with equal parameters and operand types share."""
+
+    number: int
+    ruled: RuledEquation
+    rule: Rule  # of the operands that are not constant
+    flops: float
+    work: Work | None
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """Where equations run: the region of the step, and how often."""
+
+    region: str
+    weight: float
+
+
+class _Builder:
+    def __init__(self, step: TracedStep) -> None:
+        self.step = step
+        self.program = step.program
+        self.values: list[Value] = [_value(*_type(aval)) for aval in self.program.avals]
+        self.nodes: list[Node] = []
+        self.alias: dict[int, int] = {}  # program value -> graph value that stands for it
+        self.kept: set[int] = set()  # inputs that have a USE node
+        self.product_sums: set[int] = set()  # FINISH results of products and of sums of them
+        self.summed: set[int] = set()  # values that a sum of partial sums reads
+        self.zeros: set[int] = set()  # values known to be zero
+        self.unfinished: set[int] = set()  # values whose partial sums a loop adds up
+        self.unruled: Counter[tuple[str, str, str]] = Counter()  # name, line, why
+        self.signature_of: list[_Signature | None] = []  # by equation, bodies included
+        self.signatures: list[_Signature] = []
+        self.loops: list[tuple[int, int]] = []  # nodes of each loop, outer loops first
+        self.find_signatures()
+
+    # -- rules
+
+    def find_signatures(self) -> None:
+        distinct: dict[Any, int] = {}
+        first: list[Equation] = []
+        numbers: list[int | None] = []
+
+        def visit(program: Program) -> None:
+            for equation in program.equations:
+                number = None
+                if equation.name not in LOOPS:
+                    key = equation_key(equation, program.avals)
+                    number = distinct.setdefault(key, len(first))
+                    if number == len(first):
+                        first.append(equation)
+                numbers.append(number)
+                for body in equation.bodies:
+                    visit(body)
+
+        visit(self.program)
+        rules = rules_of_equations(first, self.program.avals)
+        for number, (equation, ruled) in enumerate(zip(first, rules, strict=True)):
+            flops = equation_flops(equation, self.program.avals) if equation.results else 0.0
+            rule = _without_constants(equation, ruled.rule)
+            work = equation_work(equation, self.program.avals)
+            self.signatures.append(_Signature(number, ruled, rule, flops, work))
+        self.signature_of = [None if n is None else self.signatures[n] for n in numbers]
+
+    # -- the graph
+
+    def build(self) -> None:
+        program, step = self.program, self.step
+        state_inputs = {i for i, _ in step.state}
+        for index, value in enumerate(program.inputs):
+            self.values[value] = replace(self.values[value], path=step.call.paths[index])
+            self.add_input(value, shared=index in state_inputs)
+        self.add_captured(program)
+        regions = equation_regions(program)
+        self.walk(program, [_Surroundings(region, 1.0) for region in regions], 0)
+
+    def graph(self) -> Graph:
+        """The nodes with what only the whole graph tells."""
+        program, step = self.program, self.step
+        outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
+        batch_inputs = [program.inputs[i] for i in step.batch]
+        factors = batch_factors(self.nodes, self.values, batch_inputs)
+        self.nodes = [self.passing_partial_sums(node) for node in self.nodes]
+        state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
+        donated = set(step.donated)
+        in_place = {outputs[o] for i, o in state if i in donated}
+        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops)
+        nodes = tuple(
+            _completed(node, touched_bytes(node, self.values, liveness.in_memory), factor, traffic)
+            for node, factor, traffic in zip(
+                self.nodes,
+                factors,
+                node_traffic(self.nodes, self.values, liveness.in_memory, in_place, outputs),
+                strict=True,
+            )
+        )
+        deferred = deferred_values(nodes, batch_inputs)
+        values = tuple(
+            _deferred(value) if index in deferred else value
+            for index, value in enumerate(self.values)
+        )
+        producer = {
+            result: (index, position)
+            for index, node in enumerate(nodes)
+            for position, result in enumerate(node.results)
+        }
+        unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
+        return Graph(
+            values,
+            nodes,
+            program.inputs,
+            outputs,
+            state,
+            step.batch,
+            unruled,
+            liveness,
+            producer,
+            frozenset(self.unfinished),
+        )
+
+    def new_value(self, like: int) -> int:
+        self.values.append(replace(self.values[like], path=None))
+        return len(self.values) - 1
+
+    def read(self, value: int) -> int:
+        """The graph value that stands for a program value."""
+        return self.alias.get(value, value)
+
+    def add_input(self, value: int, shared: bool) -> None:
+        shape = self.values[value].shape
+        self.nodes.append(Node(NodeKind.INPUT, "input", _identity(shape, 0), (), (value,)))
+        if shared and shape:
+            self.share(value)
+            self.kept.add(value)
+
+    def share(self, value: int) -> None:
+        """Give a value made from state a second layout, for all its consumers together."""
+        use = self.new_value(value)
+        self.add_use(value, use, 1.0)
+        self.alias[value] = use
+
+    def add_use(self, value: int, use: int, weight: float) -> None:
+        rule = _identity(self.values[value].shape)
+        self.nodes.append(Node(NodeKind.USE, "use", rule, (value,), (use,), weight))
+
+    def add_constant(self, value: int) -> None:
+        rule = replicated_rule((), (self.values[value],))
+        self.nodes.append(Node(NodeKind.INPUT, "constant", rule, (), (value,)))
+
+    def add_captured(self, program: Program) -> None:
+        for value, _ in program.captured:
+            self.add_constant(value)
+
+    def walk(
+        self, program: Program, around: _Surroundings | Sequence[_Surroundings], index: int
+    ) -> int:
+        """Add the equations of a program, whose first has the given index; the index after the
+        last is returned. Bodies are numbered right after the loop they belong to."""
+        for position, equation in enumerate(program.equations):
+            if isinstance(around, _Surroundings):
+                region = region_by_name(equation.scope) or around.region
+                here = _Surroundings(region, around.weight)
+            else:
+                here = around[position]
+            index += 1
+            if equation.name == "scan":
+                index = self.scan(equation, here, index)
+            elif equation.name == "while":
+                index = self.while_loop(equation, here, index)
+            elif equation.name == "cond":
+                index = self.cond(equation, here, index)
+            elif equation.name == "optimization_barrier":
+                self.barrier(equation, here, index - 1)
+            elif equation.results:
+                self.operation(equation, here, index - 1)
+        return index
+
+    def operation(self, equation: Equation, here: _Surroundings, index: int) -> None:
+        signature = self.signature_of[index]
+        assert signature is not None
+        if signature.ruled.warning:
+            self.unruled[equation.name, equation.source_line, signature.ruled.warning] += 1
+        # The update reads parameters where they are kept, everything else where they are used.
+        kept = self.kept if here.region == UPDATE else ()
+        operands = tuple(
+            o if o in kept else self.alias.get(o, o)
+            for o in equation.operands
+            if isinstance(o, int)
+        )
+        rule = signature.rule
+        self.zeros.update(zeros_made(equation, self.zeros))
+        if not self.unfinished.isdisjoint(equation.results):
+            rule = _linear(rule) if equation.name in (*ADDITIONS, *LINEAR_UNARY) else rule
+        elif rule.linear and not self.sums_partial(rule, operands):
+            rule = _not_linear(rule)
+        if rule.linear:
+            self.summed.update(operands)
+        partial = rule.linear or not rule.reduction <= rule.fixed
+        results = equation.results
+        if partial:
+            results = tuple(self.new_value(r) for r in results)
+        node = Node(
+            NodeKind.OP,
+            equation.name,
+            rule,
+            operands,
+            results,
+            here.weight,
+            signature.flops,
+            module=module_name(equation.scope),
+            region=here.region,
+            equation=index,
+            signature=signature.number,
+            work=signature.work,
+        )
+        self.nodes.append(node)
+        if partial:
+            self.finish(node, equation.results)
+        elif (
+            equation.name == "convert_element_type"
+            and equation.operands[0] in self.kept
+            and here.region != UPDATE
+            and self.values[results[0]].shape
+        ):  # a parameter in the precision of its use: gathered once, in that precision
+            self.share(results[0])
+
+    def barrier(self, equation: Equation, here: _Surroundings, index: int) -> None:
+        """One node per operand: a barrier orders them and ties nothing else."""
+        signature = self.signature_of[index]
+        assert signature is not None
+        for operand, result in zip(equation.operands, equation.results, strict=True):
+            if not isinstance(operand, int):
+                self.add_constant(result)
+                continue
+            self.nodes.append(
+                Node(
+                    NodeKind.OP,
+                    equation.name,
+                    _identity(self.values[result].shape),
+                    (self.read(operand),),
+                    (result,),
+                    here.weight,
+                    module=module_name(equation.scope),
+                    region=here.region,
+                    equation=index,
+                    signature=signature.number,
+                )
+            )
+
+    def finish(self, node: Node, results: tuple[int, ...]) -> None:
+        for raw, result in zip(node.results, results, strict=True):
+            if node.is_heavy or node.rule.linear:
+                self.product_sums.add(result)
+            self.nodes.append(
+                Node(
+                    NodeKind.FINISH,
+                    "finish",
+                    _identity(self.values[result].shape),
+                    (raw,),
+                    (result,),
+                    node.weight,
+                    module=node.module,
+                    region=node.region,
+                    equation=node.equation,
+                    signature=node.signature,
+                )
+            )
+
+    def passing_partial_sums(self, node: Node) -> Node:
+        """A product whose only reader adds it to another may leave its sum unfinished, and so may
+        all that a loop only adds up."""
+        passes = node.results[0] in self.summed or node.results[0] in self.unfinished
+        if node.kind is not NodeKind.FINISH or not passes:
+            return node
+        return replace(node, rule=replace(node.rule, linear=True))
+
+    def sums_partial(self, rule: Rule, operands: tuple[int, ...]) -> bool:
+        """A sum of values that may all be partial sums: one reduction can serve them all."""
+        if len(operands) != 2 or rule.operands[0] != rule.operands[1]:
+            return False
+        return all(o in self.product_sums for o in operands)
+
+    # -- loops
+
+    def pass_into_loop(self, operand: Operand, value: int, weight: float) -> None:
+        """What a loop only reads has one layout in it, reached outside."""
+        if isinstance(operand, int) and operand in self.zeros:
+            self.zeros.add(value)
+        if not isinstance(operand, int):
+            self.add_constant(value)
+        elif self.values[value].shape:
+            self.add_use(self.read(operand), value, weight)
+        else:
+            self.alias[value] = self.read(operand)
+
+    def scan(self, equation: Equation, here: _Surroundings, index: int) -> int:
+        (body,) = equation.bodies
+        num_consts, num_carry = _jax.scan_sizes(equation.params)
+        first_x = num_consts + num_carry
+        inner = _Surroundings(here.region, here.weight * max(equation.params["length"], 1))
+        operands, inputs = equation.operands, body.inputs
+        for operand, value in zip(operands[:num_consts], inputs[:num_consts], strict=True):
+            self.pass_into_loop(operand, value, here.weight)
+        loop = self.open_loop()
+        for operand, value in zip(operands[first_x:], inputs[first_x:], strict=True):
+            if isinstance(operand, int):
+                rule = _stacking_rule(self.values[value].shape, stack=False)
+                self.stacking("scan_slice", rule, self.read(operand), value, equation, inner)
+            else:
+                self.add_constant(value)
+        self.add_captured(body)
+        carries = inputs[num_consts:first_x]
+        sums = loop_sums(equation, self.zeros)
+        self.unfinished |= sums.values
+        merges = self.open_carries(operands[num_consts:first_x], carries, here)
+        index = self.walk(body, inner, index)
+        self.close_carries(merges, body.outputs[:num_carry])
+        for position, (result, carry) in enumerate(
+            zip(equation.results[:num_carry], carries, strict=True)
+        ):
+            if position in sums.carries:
+                self.finish_carry(carry, result, sums.carries[position], here)
+            else:
+                self.alias[result] = carry
+        for out, result in zip(body.outputs[num_carry:], equation.results[num_carry:], strict=True):
+            if isinstance(out, int):
+                rule = _stacking_rule(self.values[out].shape, stack=True)
+                rule = _linear(rule) if result in self.unfinished else rule
+                self.stacking("scan_stack", rule, self.read(out), result, equation, inner)
+            else:
+                self.add_constant(result)
+        self.close_loop(loop)
+        return index
+
+    def open_loop(self) -> int:
+        self.loops.append((len(self.nodes), len(self.nodes)))
+        return len(self.loops) - 1
+
+    def close_loop(self, loop: int) -> None:
+        self.loops[loop] = (self.loops[loop][0], len(self.nodes))
+
+    def stacking(
+        self, name: str, rule: Rule, operand: int, result: int, scan: Equation, here: _Surroundings
+    ) -> None:
+        """A scan takes a slice of an operand, or adds one to a result, every trip."""
+        module = module_name(scan.scope)
+        self.nodes.append(
+            Node(
+                NodeKind.OP,
+                name,
+                rule,
+                (operand,),
+                (result,),
+                here.weight,
+                module=module,
+                region=here.region,
+            )
+        )
+
+    def open_carries(
+        self, inits: Sequence[Operand], carries: Sequence[int], here: _Surroundings
+    ) -> list[int]:
+        """A MERGE node per carry; its last operand, the body's result, is put in later."""
+        first = len(self.nodes)
+        for init, carry in zip(inits, carries, strict=True):
+            self.merge("carry", [self.read(init)] if isinstance(init, int) else [], carry, here)
+        return list(range(first, len(self.nodes)))
+
+    def close_carries(self, merges: Sequence[int], outputs: Sequence[Operand]) -> None:
+        for index, out in zip(merges, outputs, strict=True):
+            if isinstance(out, int):
+                node = self.nodes[index]
+                operands = (*node.operands, self.read(out))
+                rule = _identity(self.values[node.results[0]].shape, len(operands))
+                if node.results[0] in self.unfinished:
+                    rule = _linear(rule)
+                self.nodes[index] = replace(node, operands=operands, rule=rule)
+
+    def finish_carry(
+        self, carry: int, result: int, addition: Equation, here: _Surroundings
+    ) -> None:
+        """What a loop added up is reduced once, after it."""
+        self.nodes.append(
+            Node(
+                NodeKind.FINISH,
+                "finish",
+                _identity(self.values[result].shape),
+                (carry,),
+                (result,),
+                here.weight,
+                module=module_name(addition.scope),
+                region=here.region,
+            )
+        )
+
+    def merge(self, name: str, operands: list[int], result: int, here: _Surroundings) -> None:
+        rule = _identity(self.values[result].shape, len(operands))
+        self.nodes.append(Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight))
+
+    def while_loop(self, equation: Equation, here: _Surroundings, index: int) -> int:
+        """The number of trips is not known; one is counted."""
+        condition, body = equation.bodies
+        cond_consts = equation.params["cond_nconsts"]
+        num_consts = cond_consts + equation.params["body_nconsts"]
+        carries = body.inputs[num_consts - cond_consts :]
+        const_inputs = (
+            *condition.inputs[:cond_consts],
+            *body.inputs[: num_consts - cond_consts],
+        )
+        for operand, value in zip(equation.operands[:num_consts], const_inputs, strict=True):
+            self.pass_into_loop(operand, value, here.weight)
+        loop = self.open_loop()
+        self.add_captured(condition)
+        self.add_captured(body)
+        merges = self.open_carries(equation.operands[num_consts:], carries, here)
+        self.alias.update(zip(condition.inputs[cond_consts:], carries, strict=True))
+        index = self.walk(condition, here, index)
+        index = self.walk(body, here, index)
+        self.close_carries(merges, body.outputs)
+        self.close_loop(loop)
+        self.alias.update(zip(equation.results, carries, strict=True))
+        return index
+
+    def cond(self, equation: Equation, here: _Surroundings, index: int) -> int:
+        for branch in equation.bodies:
+            for operand, value in zip(equation.operands[1:], branch.inputs, strict=True):
+                if isinstance(operand, int):
+                    self.alias[value] = self.read(operand)
+                else:
+                    self.add_constant(value)
+            self.add_captured(branch)
+            index = self.walk(branch, here, index)
+        for position, result in enumerate(equation.results):
+            outs = [branch.outputs[position] for branch in equation.bodies]
+            self.merge("branch", [self.read(o) for o in outs if isinstance(o, int)], result, here)
+        return index
+
+
+# -- parts that many values and nodes share, so that they are made once
+
+
+_identity = lru_cache(maxsize=4096)(identity_rule)
+
+
+def _type(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+
+
+@lru_cache(maxsize=4096)
+def _value(shape: tuple[int, ...], dtype: Any) -> Value:
+    itemsize = getattr(dtype, "itemsize", 0) or 0
+    return Value(tuple(shape), str(dtype), prod(shape) * itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _deferred(value: Value) -> Value:
+    return replace(value, deferred=True)
+
+
+@lru_cache(maxsize=4096)
+def _linear(rule: Rule) -> Rule:
+    return replace(rule, linear=True)
+
+
+@lru_cache(maxsize=4096)
+def _not_linear(rule: Rule) -> Rule:
+    return replace(rule, linear=False)
+
+
+@lru_cache(maxsize=4096)
+def _stacking_rule(slice_shape: tuple[int, ...], stack: bool) -> Rule:
+    """A slice taken from, or put into, a stack along a new leading dimension."""
+    rule = identity_rule(slice_shape)
+    (dims,) = rule.results
+    ends = ((dims,), (((), *dims),))
+    operands, results = ends if stack else ends[::-1]
+    return Rule(operands, results, rule.sizes)
+
+
+def _without_constants(equation: Equation, rule: Rule) -> Rule:
+    present = [isinstance(o, int) for o in equation.operands]
+    if all(present):
+        return rule
+    operands = tuple(d for d, on in zip(rule.operands, present, strict=True) if on)
+    return replace(rule, operands=operands, linear=False)
+
+
+def _completed(
+    node: Node,
+    touched: tuple[float, ...],
+    batch_factor: int | None,
+    traffic: Traffic | None,
+) -> Node:
+    return Node(
+        node.kind,
+        node.name,
+        node.rule,
+        node.operands,
+        node.results,
+        node.weight,
+        node.flops,
+        touched,
+        node.module,
+        node.region,
+        node.equation,
+        batch_factor,
+        node.signature,
+        node.work,
+        traffic,
+    )

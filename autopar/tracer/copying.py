@@ -1,0 +1,94 @@
+"""Equations and bodies once more, under new value numbers, as code that is computed again.
+
+A program numbers the values of all its bodies in one sequence, so a loop that is copied needs new
+numbers inside as well. Copies are marked in their scope: `regions.region_by_name` then takes them
+for backward equations, and `regions.module_name` still finds the module they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar import _jax
+from autopar.tracer.program import Equation, Operand, Program
+
+MARK = "rematted_computation"  # JAX writes it too, for `jax.checkpoint`
+
+
+class Copier:
+    """Copies equations of a program whose values are in `avals`, to which new ones are added."""
+
+    def __init__(self, avals: list[Any]) -> None:
+        self.avals = avals
+
+    def new_value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def equation(self, equation: Equation, renamed: dict[int, int]) -> Equation:
+        """The equation with operands renamed and new results, which are added to `renamed`."""
+        operands = rename(equation.operands, renamed)
+        bodies = tuple(self.body(body) for body in equation.bodies)
+        results = tuple(self.new_value(self.avals[r]) for r in equation.results)
+        renamed.update(zip(equation.results, results, strict=True))
+        return replace(
+            equation,
+            operands=operands,
+            results=results,
+            bodies=bodies,
+            scope=f"transpose({MARK})/{equation.scope}",
+            name_stack=_jax.below_name(MARK, equation.name_stack),
+        )
+
+    def body(self, body: Program) -> Program:
+        renamed: dict[int, int] = {}
+        captured = tuple((self.new_value(self.avals[v]), const) for v, const in body.captured)
+        renamed.update(
+            (old, new) for (old, _), (new, _) in zip(body.captured, captured, strict=True)
+        )
+        inputs = tuple(self.new_value(self.avals[v]) for v in body.inputs)
+        renamed.update(zip(body.inputs, inputs, strict=True))
+        equations = tuple(self.equation(e, renamed) for e in body.equations)
+        return Program(inputs, rename(body.outputs, renamed), equations, self.avals, captured)
+
+    def barrier(self, operands: Iterable[int], like: Equation, renamed: dict[int, int]) -> Equation:
+        """One barrier for all operands: what reads its results cannot be computed before all of
+        them are there, nor be merged with what reads the operands."""
+        operands = tuple(operands)
+        results = tuple(self.new_value(self.avals[o]) for o in operands)
+        renamed.update(zip(operands, results, strict=True))
+        return Equation(
+            primitive=_jax.optimization_barrier_primitive(),
+            params={},
+            operands=operands,
+            results=results,
+            scope=f"transpose({MARK})/{like.scope}",
+            name_stack=_jax.below_name(MARK, like.name_stack),
+            source_info=like.source_info,
+            context=like.context,
+            callers=like.callers,
+        )
+
+
+def rename(operands: Iterable[Operand], renamed: Mapping[int, int]) -> tuple[Operand, ...]:
+    return tuple(renamed.get(o, o) if isinstance(o, int) else o for o in operands)
+
+
+def needed_equations(
+    equations: Iterable[Equation], wanted: set[int], known: set[int]
+) -> tuple[list[Equation], set[int]]:
+    """The equations, in their order, that make the wanted values; and the values they read that
+    none of them makes. `known` values are not made again, nor is what an effect gives."""
+    chosen: list[Equation] = []
+    wanted = wanted - known
+    for equation in reversed(list(equations)):
+        if equation.has_effect or wanted.isdisjoint(equation.results):
+            continue
+        chosen.append(equation)
+        wanted.update(o for o in equation.operands if isinstance(o, int) and o not in known)
+    chosen.reverse()
+    made = {r for e in chosen for r in e.results}
+    read = {o for e in chosen for o in e.operands if isinstance(o, int)}
+    return chosen, read - made

@@ -1,0 +1,159 @@
+"""What nodes cost and where the batch goes: flops, bytes touched, batch factors, deferred values.
+
+All of it is read off the graph before any sharding is known, and kept on nodes and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+from autopar import _jax
+from autopar.ir.graph import Node, NodeKind, Value
+from autopar.tracer.program import Constant, Equation, Program
+from autopar.tracer.regions import UPDATE
+
+# Ops whose result is its operand's memory.
+VIEWS = {
+    "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
+    "random_wrap", "random_unwrap", "bitcast_convert_type", _jax.CONSTRAIN,
+}  # fmt: skip
+# Ops that XLA does not fuse into their neighbours: they read and write memory.
+UNFUSED = {
+    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add",
+    "sort", "top_k", "dynamic_slice", "dynamic_update_slice", "concatenate", "cumsum",
+    "cumlogsumexp", "cummax", "cumprod", "fft", "reduce_window", "reduce_window_sum",
+    "reduce_window_max", "select_and_scatter_add", "cholesky", "triangular_solve", "custom_call",
+    "pallas_call", "argsort", "scan_slice", "scan_stack", "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_bwd_wrapper",
+}  # fmt: skip
+# Instructions per element of what is dear to compute; 1 for all else.
+INSTRUCTIONS = {
+    "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,
+    "log": 12.0, "log1p": 20.0, "expm1": 20.0, "logistic": 20.0, "sin": 20.0, "cos": 20.0,
+    "div": 8.0, "sqrt": 8.0, "rsqrt": 8.0, "threefry2x32": 60.0, "random_bits": 60.0,
+}  # fmt: skip
+# The kernels of fused attention and how many products each is made of.
+_FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+_READS_PART = ("gather", "dynamic_slice")  # of their first operand
+_WRITES_PART = {"dynamic_update_slice": 1}  # as much as this operand has
+# A trip of a scan reads its slice where it lies in the stack, and its results are written to
+# theirs: who makes and who reads them pays, as in a loop that is written out.
+_STACKS = ("scan_slice", "scan_stack")
+
+
+def aval_bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return prod(getattr(aval, "shape", ())) * (getattr(dtype, "itemsize", 0) or 0)
+
+
+def program_flops(program: Program) -> float:
+    """Of all equations, those of loops as often as they run, where that is known."""
+    total = 0.0
+    for equation in program.equations:
+        if equation.bodies:
+            trips = equation.params.get("length", 1)
+            total += trips * sum(program_flops(body) for body in equation.bodies)
+        elif equation.results:
+            total += equation_flops(equation, program.avals)
+    return total
+
+
+def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
+    """Floating point operations: two per multiply-add of a product or convolution, one per
+    element of the largest operand or result elsewhere."""
+
+    def shape_of(operand: Any) -> tuple[int, ...]:
+        aval = operand.aval if isinstance(operand, Constant) else avals[operand]
+        return getattr(aval, "shape", ())
+
+    size = float(prod(shape_of(equation.results[0])))
+    if equation.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        shape = shape_of(equation.operands[0])
+        return 2.0 * size * prod(shape[d] for d in contracting)
+    if equation.name == "conv_general_dilated":
+        shape = shape_of(equation.operands[1])
+        out_feature = equation.params["dimension_numbers"].rhs_spec[0]
+        groups = equation.params["batch_group_count"]
+        # The gradient of a strided convolution reads its operand with zeros between: no work.
+        zeros = prod(equation.params["lhs_dilation"])
+        return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1) / zeros
+    if equation.name in _FUSED_ATTENTION:
+        key = shape_of(equation.operands[1])
+        num_keys = key[1] if equation.params["layout"] == 0 else key[2]
+        return 2.0 * size * num_keys * _FUSED_ATTENTION[equation.name]
+    return max([size, *(float(prod(shape_of(o))) for o in equation.operands)])
+
+
+def touched_bytes(
+    node: Node, values: Sequence[Value], in_memory: Collection[int]
+) -> tuple[float, ...]:
+    """Bytes that a node moves to and from memory: per operand, then per result."""
+    if node.kind is not NodeKind.OP or node.name in VIEWS or node.name in _STACKS:
+        return (0.0,) * (len(node.operands) + len(node.results))
+    touched = [
+        float(values[v].num_bytes) if v in in_memory else 0.0
+        for v in (*node.operands, *node.results)
+    ]
+    if node.name in _READS_PART:
+        touched[0] = min(touched[0], float(values[node.results[0]].num_bytes))
+    elif node.name in _WRITES_PART:
+        # In place: the rest of the array is neither read nor written.
+        part = float(values[node.operands[_WRITES_PART[node.name]]].num_bytes)
+        touched = [min(count, part) for count in touched]
+    return tuple(touched)
+
+
+def batch_factors(
+    nodes: Sequence[Node], values: Sequence[Value], batch_inputs: Sequence[int]
+) -> list[int | None]:
+    """Follow the first dimension of the batch inputs through the rules."""
+    batch_dim = {v: 0 for v in batch_inputs if values[v].shape}
+    factors: list[int | None] = [None] * len(nodes)
+    has_loops = any(node.kind is NodeKind.MERGE for node in nodes)
+    for _ in range(2 if has_loops else 1):  # twice: loop carries learn from their bodies
+        for index, node in enumerate(nodes):
+            factor = None
+            for value, dims in zip(node.operands, node.rule.operands, strict=True):
+                dim = batch_dim.get(value)
+                if dim is not None and dims[dim]:
+                    factor = dims[dim][0]
+                    break
+            if node.kind is NodeKind.INPUT and node.results[0] in batch_dim:
+                first = node.rule.results[0][0]
+                factor = first[0] if first else None
+            factors[index] = factor
+            if factor is None:
+                continue
+            for value, dims in zip(node.results, node.rule.results, strict=True):
+                for dim, own in enumerate(dims):
+                    if own and own[0] == factor:
+                        batch_dim[value] = dim
+                        break
+    return factors
+
+
+def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set[int]:
+    """Values that nothing of weight waits for: those that reach the update by light ops alone
+    (gradients), and those made from state alone (parameters on their way to their use)."""
+    from_state: set[int] = set()
+    made: set[int] = set()
+    urgent: set[int] = set()  # read on the way to a product, or round a loop
+    for node in nodes:
+        if node.kind is NodeKind.INPUT:
+            from_state.update(v for v in node.results if v not in batch_inputs)
+        elif node.operands and all(v in from_state for v in node.operands):
+            from_state.update(node.results)
+        if node.kind is NodeKind.MERGE:
+            urgent.update(v for v in node.operands if v not in made)
+        made.update(node.results)
+    deferred: set[int] = set()
+    for node in reversed(nodes):
+        own = [v for v in node.results if v not in urgent]
+        deferred.update(own)
+        waited_for = node.is_heavy or len(own) < len(node.results)
+        if node.region != UPDATE and waited_for:
+            urgent.update(node.operands)
+    return deferred | from_state

@@ -1,0 +1,306 @@
+"""What compiled kernels do: from a graph and the values it writes to the `Traffic` of every node.
+
+Every value that is written ends a kernel (`liveness` says which are). The kernel holds the ops
+between it and the written values that it is made from, and reads each of these once, however many
+of its ops use it; an op that several kernels compute again is part of each. As XLA does on GPUs,
+kernels that go over the same large value and do not wait for each other are one: sums of the same
+values, what is kept of an activation beside its result, the updates of a parameter and of its
+moments. So is an elementwise kernel, or a sum over rows, with the one that makes what it reads;
+what only their own ops read is then not written at all.
+
+What is read is charged to the first op of the kernel that reads it, what is written to the op that
+makes it, so that it is divided as that op's sharding divides it. Updated state is written although
+it takes no new memory. Products, convolutions and attention kernels have no traffic of their own:
+what they move is part of what they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.ir.graph import Node, NodeKind, Traffic, Value
+from autopar.tracer.figures import INSTRUCTIONS, UNFUSED, VIEWS
+
+_NOTHING = ("scan_slice", "scan_stack", "iota", "random_seed")
+_REDUCTIONS = ("reduce_", "arg", "cum")
+_GATHERS = ("gather", "dynamic_slice", "take")
+_LARGEST = 256  # ops of a kernel that are looked at
+_FARTHEST = 64  # kernels between two that might be one that are looked at
+_FEW = 2**16  # elements of values that do not decide what a kernel goes over
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """`sources`: written values that it reads; `size`: elements of the largest it goes over."""
+
+    first: int
+    last: int
+    region: str
+    size: int
+    may_grow: bool
+    sources: set[int] = field(default_factory=set)
+    members: set[int] = field(default_factory=set)
+    roots: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Part:
+    """What kernels do in one op: bytes per operand and result, by kind of access."""
+
+    num_bytes: list[float]
+    num_kernels: float = 0.0
+    instructions: float = 0.0
+    by_stream: dict[str, float] = field(default_factory=dict)
+
+
+def node_traffic(
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    in_memory: Collection[int],
+    in_place: Collection[int | None],
+    outputs: Collection[int | None],
+) -> list[Traffic | None]:
+    """`in_place`: updated state, which is in memory without being new there."""
+    return _Kernels(nodes, values, in_memory, in_place, outputs).traffic()
+
+
+class _Kernels:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        values: Sequence[Value],
+        in_memory: Collection[int],
+        in_place: Collection[int | None],
+        outputs: Collection[int | None],
+    ) -> None:
+        self.nodes, self.values = nodes, values
+        self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
+        finish = {n.operands[0]: n.results[0] for n in nodes if n.kind is NodeKind.FINISH}
+        self.written = {v for v in in_memory if not self.is_view(self.producer[v])}
+        self.written |= {v for v in self.producer if finish.get(v, v) in in_place}
+        self.is_result = {v for v in self.producer if finish.get(v, v) in {*outputs, *in_place}}
+        self.users: dict[int, list[int]] = {}  # a written value -> ops that read it
+        for index, node in enumerate(nodes):
+            for operand in () if self.is_view(index) else node.operands:
+                self.users.setdefault(self.source(operand), []).append(index)
+        self.parts: dict[int, _Part] = {}
+        self.kernels: list[_Kernel] = []
+        self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
+        self.readers: dict[int, list[_Kernel]] = {}  # a large written value -> its kernels
+
+    def is_view(self, index: int) -> bool:
+        node = self.nodes[index]
+        return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
+
+    def source(self, value: int) -> int:
+        """What a view is a view of."""
+        index = self.producer[value]
+        while self.is_view(index) and self.nodes[index].operands:
+            value = self.nodes[index].operands[0]
+            index = self.producer[value]
+        return value
+
+    def is_source(self, value: int) -> bool:
+        return value in self.written or self.nodes[self.producer[value]].kind is NodeKind.INPUT
+
+    def elements(self, value: int) -> int:
+        return prod(self.values[value].shape)
+
+    def traffic(self) -> list[Traffic | None]:
+        for index, node in enumerate(self.nodes):
+            if node.kind is NodeKind.OP and any(v in self.written for v in node.results):
+                self.add_root(index)
+        for kernel in self.kernels:
+            self.charge(kernel)
+        return [self.traffic_of(index) for index in range(len(self.nodes))]
+
+    def traffic_of(self, index: int) -> Traffic | None:
+        part = self.parts.get(index)
+        if part is None or self.nodes[index].work is not None:
+            return None
+        if not (any(part.num_bytes) or part.num_kernels or part.instructions):
+            return None
+        by_stream = part.by_stream
+        stream = max(by_stream, key=by_stream.__getitem__) if by_stream else "elementwise"
+        return Traffic(tuple(part.num_bytes), stream, part.num_kernels, part.instructions)
+
+    # -- which ops are one kernel
+
+    def add_root(self, root: int) -> None:
+        node = self.nodes[root]
+        sources, members = self.made_from(root)
+        size = max((self.elements(v) for v in (*sources, *node.results)), default=0)
+        fuses = node.work is None and node.name not in UNFUSED
+        kernel = self.kernel_for(node, sources, size) if fuses else None
+        if kernel is None:
+            kernel = _Kernel(root, root, node.region, size, fuses)
+            self.kernels.append(kernel)
+        kernel.last = root
+        kernel.roots.append(root)
+        kernel.sources |= sources
+        kernel.members |= members
+        for value in node.results:
+            if value in self.written:
+                self.writer[value] = kernel
+        for value in sources:
+            if fuses and self.elements(value) > _FEW:
+                own = self.readers.setdefault(value, [])
+                if kernel not in own:
+                    own.append(kernel)
+
+    def made_from(self, root: int) -> tuple[set[int], set[int]]:
+        """(written values that a root is made from, the ops between)."""
+        sources: set[int] = set()
+        members, frontier = {root}, [root]
+        while frontier and len(members) < _LARGEST:
+            for operand in self.nodes[frontier.pop()].operands:
+                value = self.source(operand)
+                maker = self.producer[value]
+                if self.is_source(value):
+                    sources.add(value)
+                elif maker not in members and self.nodes[maker].kind is NodeKind.OP:
+                    members.add(maker)
+                    frontier.append(maker)
+        return sources, members
+
+    def kernel_for(self, node: Node, sources: set[int], size: int) -> _Kernel | None:
+        """The kernel that computes a root too, if there is one."""
+        joins = self.sums_rows(node) or not node.name.startswith(_REDUCTIONS)
+        tried: list[_Kernel] = []
+        for value in sources:
+            if self.elements(value) < size or size <= _FEW:
+                continue
+            tried += self.readers.get(value, ())
+            writer = self.writer.get(value)
+            if joins and writer is not None and self.is_elementwise(value):
+                tried.append(writer)
+        for kernel in reversed(tried):
+            alike = kernel.may_grow and kernel.region == node.region and kernel.size == size
+            if alike and not self.waits(sources, kernel, joins):
+                return kernel
+        return None
+
+    def is_elementwise(self, value: int) -> bool:
+        name = self.nodes[self.producer[value]].name
+        return name not in UNFUSED and not name.startswith(_REDUCTIONS)
+
+    def waits(self, sources: set[int], kernel: _Kernel, joins: bool) -> bool:
+        """Whether what is made from the sources needs a kernel to have ended."""
+        frontier = []
+        for value in sources:
+            writer = self.writer.get(value)
+            if writer is kernel:
+                if not (
+                    joins and self.is_elementwise(value) and self.elements(value) == kernel.size
+                ):
+                    return True
+            elif writer is not None:
+                frontier.append(writer)
+        seen = set(map(id, frontier))
+        while frontier:
+            own = frontier.pop()
+            if own is kernel or len(seen) > _FARTHEST:
+                return True
+            if own.last < kernel.first:
+                continue
+            for value in own.sources:
+                writer = self.writer.get(value)
+                if writer is not None and id(writer) not in seen:
+                    seen.add(id(writer))
+                    frontier.append(writer)
+        return False
+
+    # -- who pays
+
+    def part(self, index: int) -> _Part:
+        if index not in self.parts:
+            node = self.nodes[index]
+            self.parts[index] = _Part([0.0] * (len(node.operands) + len(node.results)))
+        return self.parts[index]
+
+    def charge(self, kernel: _Kernel) -> None:
+        first = self.nodes[kernel.first]
+        if first.work is not None or first.name in _NOTHING:
+            return
+        stream = self.stream_of(kernel)
+        made = {v for root in kernel.roots for v in self.nodes[root].results}
+        seen: set[int] = set()
+        for index in sorted(kernel.members):
+            node, part = self.nodes[index], self.part(index)
+            part.instructions += self.instructions(node)
+            for position, operand in enumerate(node.operands):
+                value = self.source(operand)
+                if self.is_source(value) and value not in seen and value not in made:
+                    seen.add(value)
+                    self.add(part, position, self.read_bytes(node, position, operand), stream)
+            for position, value in enumerate(node.results):
+                if value in made and self.is_kept(value, kernel):
+                    size = self.written_bytes(node, value)
+                    self.add(part, len(node.operands) + position, size, stream)
+        self.part(kernel.first).num_kernels += 1.0
+
+    def is_kept(self, value: int, kernel: _Kernel) -> bool:
+        if value not in self.written:
+            return False
+        users = self.users.get(value, ())
+        return value in self.is_result or not users or not kernel.members.issuperset(users)
+
+    def add(self, part: _Part, position: int, num_bytes: float, stream: str) -> None:
+        part.num_bytes[position] += num_bytes
+        part.by_stream[stream] = part.by_stream.get(stream, 0.0) + num_bytes
+
+    def instructions(self, node: Node) -> float:
+        if node.name in UNFUSED or node.name in VIEWS:
+            return 0.0
+        values = node.operands if node.name.startswith(_REDUCTIONS) else node.results
+        return INSTRUCTIONS.get(node.name, 1.0) * max(map(self.elements, values), default=0)
+
+    def written_bytes(self, node: Node, value: int) -> float:
+        size = float(self.values[value].num_bytes)
+        if _is_in_place(node):
+            # In place: the rest of the array is neither read nor written.
+            position = 1 if node.name == "dynamic_update_slice" else len(node.operands) - 1
+            size = min(size, float(self.values[node.operands[position]].num_bytes))
+        return size
+
+    def read_bytes(self, node: Node, position: int, operand: int) -> float:
+        size = float(self.values[operand].num_bytes)
+        if position == 0 and node.name in _GATHERS:
+            size = min(size, float(self.values[node.results[0]].num_bytes))
+        elif position == 0 and _is_in_place(node):
+            size = self.written_bytes(node, node.results[0])
+        return size
+
+    def stream_of(self, kernel: _Kernel) -> str:
+        """The hardest kind of access in a kernel."""
+        nodes = [self.nodes[root] for root in kernel.roots]
+        names = [node.name for node in nodes]
+        if any(name.startswith("scatter") for name in names):
+            return "scatter"
+        sums = [node for node in nodes if node.name.startswith(_REDUCTIONS)]
+        if sums:
+            return "reduce-first" if any(map(self.sums_rows, sums)) else "reduce-last"
+        if any(name in _GATHERS for name in names):
+            return "gather"
+        inside = (self.nodes[index] for index in kernel.members)
+        if any(node.name == "transpose" and self.moves_last(node) for node in inside):
+            return "transpose"
+        plain = ("concatenate", "dynamic_update_slice", "copy", "convert_element_type", "pad")
+        return "copy" if all(name in plain for name in names) else "elementwise"
+
+    def sums_rows(self, node: Node) -> bool:
+        """A reduction that keeps the last dimension."""
+        if not node.name.startswith(_REDUCTIONS) or not node.rule.operands:
+            return False
+        kept = {f for own in node.rule.results for factors in own for f in factors}
+        last = next((factors for factors in reversed(node.rule.operands[0]) if factors), ())
+        return any(f in kept for f in last)
+
+    def moves_last(self, node: Node) -> bool:
+        return node.rule.operands[0][-1:] != node.rule.results[0][-1:]
+
+
+def _is_in_place(node: Node) -> bool:
+    return node.name.startswith("scatter") or node.name == "dynamic_update_slice"

@@ -1,0 +1,80 @@
+"""Which part of the step an equation belongs to, read from JAX's own name stacks.
+
+`jvp(GPT)/Block_0/Dense_1` is the forward pass of a module, `transpose(jvp(GPT))/Block_0/Dense_1`
+its backward pass. Plain JAX code has the transformations in its stack too, only no module names.
+Equations without either go by data flow: what depends on a gradient is the optimizer's update, and
+so is what feeds the update alone (weight decay, schedules, step counters).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from autopar.tracer.program import Equation, Program
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+_WRAPPER = re.compile(
+    r"(?:jvp|transpose|vmap|checkpoint|remat|rematted_computation|jit)\(([^()]*)\)"
+)
+_NOISE = ("checkpoint", "rematted_computation")
+
+
+def region_by_name(scope: str) -> str | None:
+    """The region that the transformations in a scope tell; None if there are none."""
+    if "transpose(" in scope:
+        return BACKWARD
+    return FORWARD if "jvp(" in scope else None
+
+
+@lru_cache(maxsize=65536)
+def module_name(scope: str) -> str:
+    """The user's own module path: transformations stripped, `GPT/Block_0/Dense_1` left."""
+    previous = None
+    while previous != scope:
+        previous, scope = scope, _WRAPPER.sub(r"\1", scope)
+    parts = [part for part in scope.split("/") if part and part not in _NOISE]
+    return "/".join(parts)
+
+
+def _has_backward(loop: Equation) -> bool:
+    """A loop around a whole step (gradient accumulation) has backward passes in its body."""
+    return any(
+        region_by_name(e.scope) == BACKWARD or _has_backward(e)
+        for body in loop.bodies
+        for e in body.equations
+    )
+
+
+def equation_regions(program: Program) -> list[str]:
+    """The region of every top-level equation of the program."""
+    equations = program.equations
+    regions = [
+        region_by_name(e.scope) or (BACKWARD if _has_backward(e) else None) for e in equations
+    ]
+    if BACKWARD not in regions:
+        return [FORWARD] * len(equations)
+    after_gradient: set[int] = set()
+    for index, equation in enumerate(equations):
+        if regions[index] == BACKWARD:
+            after_gradient.update(equation.results)
+        elif any(o in after_gradient for o in equation.operands if isinstance(o, int)):
+            after_gradient.update(equation.results)
+            regions[index] = UPDATE
+    # What is left feeds the update, or the passes, or goes straight to the result: then a module's
+    # name makes it a forward pass (metrics), and no name the keeping of state (counters, averages).
+    read_by_update: set[int] = set()
+    read_by_passes: set[int] = set()
+    for index in range(len(equations) - 1, -1, -1):
+        equation = equations[index]
+        region = regions[index]
+        if region is None:
+            feeds_update = not read_by_update.isdisjoint(equation.results)
+            feeds_passes = not read_by_passes.isdisjoint(equation.results)
+            kept = feeds_update or not equation.scope
+            region = UPDATE if kept and not feeds_passes else FORWARD
+            regions[index] = region
+        readers = read_by_update if region == UPDATE else read_by_passes
+        readers.update(o for o in equation.operands if isinstance(o, int))
+    return [region or FORWARD for region in regions]

@@ -1,0 +1,131 @@
+"""Sums that a loop may carry unfinished: which carries only add up, and what they add.
+
+A loop that adds a value to its carry every trip (gradient accumulation, the gradient of a weight
+that all trips share) need not finish the value's partial sums: partial sums can be added up, and
+reduced once after the loop. That holds if the carry starts at zero, is read by its own addition
+alone, and what is added comes straight from reductions, by linear ops that nothing else reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar import _jax
+from autopar.tracer.program import Constant, Equation, Operand, Program
+
+ADDITIONS = ("add", "add_any")
+# Linear ops of one operand, through which partial sums may flow.
+LINEAR_UNARY = ("convert_element_type", "neg", "transpose", "reshape", "copy", "squeeze")
+_REDUCTIONS = ("dot_general", "conv_general_dilated", "reduce_sum")
+_SCATTER_ADD = ("scatter-add", "scatter_add")
+
+
+@dataclass(frozen=True)
+class LoopSums:
+    """carries: position -> the last addition; values: all that may hold partial sums."""
+
+    carries: dict[int, Equation]
+    values: frozenset[int]
+
+
+def is_zero(operand: Operand, zeros: Collection[int]) -> bool:
+    if isinstance(operand, Constant):
+        return bool(np.ndim(operand.value) == 0 and operand.value == 0)
+    return operand in zeros
+
+
+def zeros_made(equation: Equation, zeros: Collection[int]) -> tuple[int, ...]:
+    """Results that are known to be zero."""
+    if equation.name == "broadcast_in_dim" and is_zero(equation.operands[0], zeros):
+        return equation.results
+    return ()
+
+
+def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
+    """The carries of a scan that only add up. `zeros` are values known to be zero outside."""
+    (body,) = scan.bodies
+    num_consts, num_carry = _jax.scan_sizes(scan.params)
+    finder = _body_finder(scan, zeros)
+    carries: dict[int, Equation] = {}
+    values: set[int] = set()
+    for position in range(num_carry):
+        init = scan.operands[num_consts + position]
+        carry, out = body.inputs[num_consts + position], body.outputs[position]
+        if not is_zero(init, zeros) or not isinstance(out, int):
+            continue
+        found = finder.grown(out, carry) if finder.num_reads[carry] == 1 else None
+        if found is not None:
+            carries[position] = finder.made_by[out]
+            values |= {carry, *found}
+    return LoopSums(carries, frozenset(values))
+
+
+def _body_finder(scan: Equation, zeros: Collection[int]) -> _Finder:
+    """A finder for the body of a scan, which knows the constants that are zero."""
+    num_consts, _ = _jax.scan_sizes(scan.params)
+    given = list(zip(scan.operands, scan.bodies[0].inputs, strict=True))[:num_consts]
+    return _Finder(scan.bodies[0], {v for o, v in given if isinstance(o, int) and o in zeros})
+
+
+class _Finder:
+    def __init__(self, body: Program, zeros: set[int]) -> None:
+        self.made_by = {r: e for e in body.equations for r in e.results}
+        self.num_reads = Counter(
+            o for e in body.equations for o in e.operands if isinstance(o, int)
+        )
+        self.num_reads.update(o for o in body.outputs if isinstance(o, int))
+        self.zeros = set(zeros)
+        for equation in body.equations:
+            self.zeros.update(zeros_made(equation, self.zeros))
+
+    def grown(self, value: Operand, carry: int) -> set[int] | None:
+        """The values between a carry and what it has become by additions alone, with those added
+        to it; None if anything else happened to it."""
+        if value == carry:
+            return set()
+        if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
+            return None
+        addition = self.made_by[value]
+        if addition.name not in ADDITIONS:
+            return None
+        for carried, term in (addition.operands, addition.operands[::-1]):
+            before = self.grown(carried, carry)
+            added = None if before is None else self.unfinished(term)
+            if before is not None and added is not None:
+                return {value, *before, *added}
+        return None
+
+    def unfinished(self, value: Operand) -> set[int] | None:
+        """The values between reductions and this one, itself included, if all of them may stay
+        partial sums."""
+        if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
+            return None
+        equation = self.made_by[value]
+        name, operands = equation.name, equation.operands
+        if name == "scan":
+            return self.of_inner_loop(equation, equation.results.index(value))
+        if name in _REDUCTIONS:
+            return set(equation.results)
+        if name in _SCATTER_ADD:
+            return set(equation.results) if is_zero(operands[0], self.zeros) else None
+        if name in LINEAR_UNARY and len(operands) == 1:
+            before = self.unfinished(operands[0])
+            return None if before is None else {*before, *equation.results}
+        if name in ADDITIONS:
+            terms = [self.unfinished(o) for o in operands]
+            if None not in terms:
+                return {*equation.results, *(v for t in terms if t for v in t)}
+        return None
+
+    def of_inner_loop(self, scan: Equation, position: int) -> set[int] | None:
+        """A result of an inner scan: what it adds up itself, or a stack of partial sums."""
+        num_carry = _jax.scan_sizes(scan.params)[1]
+        if position < num_carry:
+            is_sum = position in loop_sums(scan, self.zeros).carries
+            return {scan.results[position]} if is_sum else None
+        inside = _body_finder(scan, self.zeros).unfinished(scan.bodies[0].outputs[position])
+        return None if inside is None else {*inside, scan.results[position]}

@@ -1,0 +1,83 @@
+"""What a product, a convolution or an attention kernel is, as far as its time depends on it.
+
+From an equation to `Work`: which dimensions of its operands are which size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from autopar import _jax
+from autopar.ir.graph import Work
+from autopar.tracer.program import Equation
+
+_CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
+
+
+def equation_work(equation: Equation, avals: Sequence[Any]) -> Work | None:
+    """None for all other equations, and where one of the two operands is a constant."""
+    if not all(isinstance(operand, int) for operand in equation.operands[:2]):
+        return None
+    if equation.name == "dot_general":
+        return _product(equation, avals)
+    if equation.name == "conv_general_dilated":
+        return _convolution(equation, avals)
+    if equation.name in _jax.FUSED_ATTENTION:
+        return _attention(equation)
+    return None
+
+
+def _product(equation: Equation, avals: Sequence[Any]) -> Work:
+    (contracting, right_contracting), (batch, right_batch) = equation.params["dimension_numbers"]
+    ndims = [len(shape) for shape in _shapes(equation, avals)]
+    rows = [d for d in range(ndims[0]) if d not in (*contracting, *batch)]
+    columns = [d for d in range(ndims[1]) if d not in (*right_contracting, *right_batch)]
+    return Work(
+        "product",
+        (_of(0, batch), _of(0, rows), _of(1, columns), _of(0, contracting)),
+    )
+
+
+def _convolution(equation: Equation, avals: Sequence[Any]) -> Work | None:
+    """Gradients are convolutions as well: that of the kernel has the windows as its result, that of
+    a strided input has zeros between its rows."""
+    params = equation.params
+    if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+        return None
+    numbers = params["dimension_numbers"]
+    left, right, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    shapes = _shapes(equation, avals)
+
+    def size(position: int, spec: Sequence[int]) -> int:
+        return prod(shapes[position][d] for d in spec[2:])
+
+    # images, positions of a result, in and out channels, the window
+    if size(1, right) > size(2, out):
+        dims = (_of(0, left[1:2]), _of(1, right[2:]), _of(0, left[:1]), _of(2, out[1:2]))
+        return Work("kernel-gradient", (*dims, _of(2, out[2:])))
+    if prod(params["lhs_dilation"]) > 1:
+        dims = (_of(0, left[:1]), _of(0, left[2:]), _of(2, out[1:2]), _of(0, left[1:2]))
+        return Work("input-gradient", (*dims, _of(1, right[2:])))
+    dims = (_of(2, out[:1]), _of(2, out[2:]), _of(0, left[1:2]), _of(2, out[1:2]))
+    return Work("forward", (*dims, _of(1, right[2:])))
+
+
+def _attention(equation: Equation) -> Work:
+    """Queries and keys are (batch, length, heads, head size), or heads before length. Of constants
+    and operands that are not there, nothing is asked."""
+    length, heads = (1, 2) if equation.params["layout"] == 0 else (2, 1)
+    is_causal = getattr(equation.params["mask_type"], "name", "") in _CAUSAL
+    kind = "attention" if equation.name == _jax.FUSED_ATTENTION[0] else "attention-gradient"
+    dims = (_of(0, (0, heads)), _of(0, (length,)), _of(1, (length,)), _of(0, (3,)))
+    return Work(kind, dims, is_causal)
+
+
+def _shapes(equation: Equation, avals: Sequence[Any]) -> list[tuple[int, ...]]:
+    own = (*equation.operands, *equation.results)
+    return [tuple(avals[v].shape) for v in own if isinstance(v, int)]
+
+
+def _of(position: int, dims: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((position, d) for d in dims)

@@ -1,0 +1,143 @@
+"""Which ops are one kernel, and what it moves."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.ir.graph import Graph, Node
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
+
+X = np.zeros((512, 1024), np.float32)
+W = np.zeros((1024, 1024), np.float32)
+
+
+def graph_of(fn, *args) -> Graph:
+    return build_graph(trace_step(fn, args, {}, batch_argnums=()))
+
+
+def moved(graph: Graph, name: str | None = None) -> float:
+    nodes = [n for n in graph.nodes if n.traffic is not None and name in (None, n.name)]
+    return sum(sum(n.traffic.num_bytes) for n in nodes if n.traffic is not None)
+
+
+def num_kernels(graph: Graph) -> float:
+    return sum(n.traffic.num_kernels for n in graph.nodes if n.traffic is not None)
+
+
+def node(graph: Graph, name: str) -> Node:
+    return next(n for n in graph.nodes if n.name == name)
+
+
+def test_an_elementwise_chain_is_one_kernel_that_reads_once() -> None:
+    graph = graph_of(lambda x: jnp.tanh(x * x + x) * x, X)
+    assert num_kernels(graph) == 1
+    assert moved(graph) == 2 * X.nbytes
+
+
+def test_products_have_no_traffic_and_part_kernels() -> None:
+    graph = graph_of(lambda x, w: jnp.sin(jnp.cos(x) @ w), X, W)
+    assert node(graph, "dot_general").traffic is None
+    assert num_kernels(graph) == 2
+    assert moved(graph) == 4 * X.nbytes
+
+
+def test_sums_of_the_same_values_are_one_kernel() -> None:
+    graph = graph_of(lambda x: (x.sum(1), (x * x).sum(1)), X)
+    assert num_kernels(graph) == 1
+    assert moved(graph) == X.nbytes + 2 * 512 * 4
+    assert node(graph, "reduce_sum").traffic.stream == "reduce-last"  # type: ignore[union-attr]
+
+
+def test_what_waits_for_a_sum_is_another_kernel() -> None:
+    graph = graph_of(lambda x: x - x.sum(1, keepdims=True), X)
+    assert num_kernels(graph) == 2
+    assert moved(graph) == 3 * X.nbytes + 2 * 512 * 4
+
+
+def test_a_sum_over_rows_joins_the_kernel_that_makes_them() -> None:
+    def fn(x, w):
+        y = jnp.tanh(x)
+        return y @ w, y.sum(0)
+
+    graph = graph_of(fn, X, W)
+    assert num_kernels(graph) == 1
+    assert moved(graph) == 2 * X.nbytes + 1024 * 4, "x is read once, y written, its sum too"
+    assert node(graph, "reduce_sum").traffic.stream == "reduce-first"  # type: ignore[union-attr]
+
+
+def test_what_is_kept_beside_a_result_is_written_by_the_same_kernel() -> None:
+    graph = graph_of(lambda x: (jnp.tanh(x), jnp.tanh(x) * x), X)
+    assert num_kernels(graph) == 1
+    assert moved(graph) == 3 * X.nbytes
+
+
+def test_an_update_is_one_kernel() -> None:
+    """The parameter and its moment: gradient, both read, both written."""
+
+    def step(state, batch):
+        w, m = state
+
+        def loss(w):
+            return ((batch @ w) ** 2).sum()
+
+        grad = jax.grad(loss)(w)
+        m = 0.9 * m + grad
+        return (w - 0.1 * m, m), batch.sum()
+
+    graph = build_graph(trace_step(step, ((W, W), X), {}, batch_argnums=(1,)))
+    updates = [n for n in graph.nodes if graph.values[n.results[0]].shape == W.shape]
+    assert sum(n.traffic.num_kernels for n in updates if n.traffic) == 1
+    assert sum(sum(n.traffic.num_bytes) for n in updates if n.traffic) == 5 * W.nbytes
+
+
+def test_rows_that_are_scattered_are_moved_and_not_the_table() -> None:
+    table, rows = np.zeros((100_000, 64), np.float32), np.zeros((128, 64), np.float32)
+    chosen = np.zeros((128,), np.int32)
+    graph = graph_of(lambda t, r, i: t.at[i].add(r), table, rows, chosen)
+    traffic = node(graph, "scatter-add").traffic
+    assert traffic is not None and traffic.stream == "scatter"
+    assert max(traffic.num_bytes) <= rows.nbytes
+
+
+def test_dear_instructions_count() -> None:
+    cheap, dear = graph_of(lambda x: x + 1.0, X), graph_of(jnp.tanh, X)
+    one, other = (
+        sum(n.traffic.instructions for n in g.nodes if n.traffic is not None) for g in (cheap, dear)
+    )
+    assert one == X.size and other == 40 * X.size
+
+
+def test_work_of_products_convolutions_and_their_gradients() -> None:
+    graph = graph_of(
+        lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
+        np.zeros((4, 8, 16), np.float32),
+        np.zeros((4, 16, 32), np.float32),
+    )
+    assert sizes(graph, node(graph, "dot_general")) == ("product", 4, 8, 32, 16)
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x, w = np.zeros((2, 16, 16, 4), np.float32), np.zeros((3, 3, 4, 8), np.float32)
+    graph = graph_of(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1)), x, w)
+    found = {sizes(graph, n) for n in graph.nodes if n.name == "conv_general_dilated"}
+    assert found == {
+        (kind, 2, 64, 4, 8, 9) for kind in ("forward", "input-gradient", "kernel-gradient")
+    }
+
+
+def sizes(graph: Graph, node: Node) -> tuple:
+    work, values = node.work, (*node.operands, *node.results)
+    assert work is not None
+    found = []
+    for dims in work.sizes:
+        size = 1
+        for position, dim in dims:
+            size *= graph.values[values[position]].shape[dim]
+        found.append(size)
+    return work.kind, *found

@@ -1,0 +1,193 @@
+"""What is in memory when, on small programs whose XLA buffers are known."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.ir.graph import Graph, NodeKind
+from autopar.tracer.build import build_graph
+from autopar.tracer.flatten import trace_step
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def graph_of(fn, *args, **options) -> Graph:
+    return build_graph(trace_step(fn, args, **options))
+
+
+def lives_by_op(graph: Graph) -> dict[str, list[tuple[int, int, tuple[int, ...]]]]:
+    """Name of the op that made it -> (start, end, shape) of what is in memory, inputs left out."""
+    found: dict[str, list] = {}
+    for life in graph.liveness.lives:
+        node = graph.nodes[graph.producer[life.value][0]]
+        if node.kind is NodeKind.INPUT:
+            continue
+        if node.kind is NodeKind.FINISH:
+            node = graph.nodes[graph.producer[node.operands[0]][0]]
+        shape = graph.values[life.value].shape
+        found.setdefault(node.name, []).append((life.start, life.end, shape))
+    return found
+
+
+def train(loss_of):
+    def step(w, x):
+        return jax.tree.map(lambda p, g: p - g, w, jax.grad(lambda w: loss_of(w, x))(w))
+
+    return step
+
+
+def test_elementwise_values_are_fused_and_what_products_read_is_written() -> None:
+    graph = graph_of(lambda w, x: jnp.sort((2 * (x @ w) + 1) @ w), array(64, 64), array(64, 64))
+    lives = lives_by_op(graph)
+    assert len(lives["dot_general"]) == 2 and len(lives["add"]) == 1
+    assert "mul" not in lives
+
+
+def test_the_scores_and_the_probabilities_of_a_softmax_are_kept() -> None:
+    """Of bfloat16 scores: not the float32 between, which the backward pass computes again."""
+
+    def loss_of(w, x):
+        scores = (x @ w).astype(jnp.bfloat16)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(jnp.bfloat16)
+        return jnp.sum((weights @ x).astype(jnp.float32))
+
+    dtype = jnp.bfloat16
+    graph = graph_of(train(loss_of), array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
+    backward = min(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    kept = [
+        graph.values[life.value].dtype
+        for life in graph.liveness.lives
+        if life.start < backward <= life.end
+        and graph.nodes[graph.producer[life.value][0]].kind is not NodeKind.INPUT
+        and graph.values[life.value].shape == (64, 64)
+    ]
+    assert kept and set(kept) == {"bfloat16"} and len(kept) <= 2
+
+
+def test_a_dear_activation_that_both_passes_need_is_kept_where_it_is_small() -> None:
+    """In bfloat16, writing a tanh moves less than computing it again costs; in float32 not."""
+
+    def loss_of(w, x):
+        h = x @ w
+        return jnp.sum((h * (1 + jnp.tanh(h + h**3))) @ w).astype(jnp.float32)
+
+    def kept(dtype) -> bool:
+        args = (array(64, 64, dtype=dtype), array(64, 64, dtype=dtype))
+        return "tanh" in lives_by_op(graph_of(train(loss_of), *args))
+
+    assert kept(jnp.bfloat16) and not kept(jnp.float32)
+
+
+def test_an_elementwise_result_takes_over_the_buffer_it_is_last_to_read() -> None:
+    graph = graph_of(lambda w, x: jnp.sort(jnp.exp(x @ w)), array(64, 64), array(64, 64))
+    lives = lives_by_op(graph)
+    ((_, end, _),), ((start, _, _),) = lives["dot_general"], lives["exp"]
+    assert end < start
+
+
+def test_a_gradient_is_not_made_in_place_of_logits_that_its_kernel_also_sums() -> None:
+    """Picking the target's logit waits for nothing, so XLA puts it into the kernel that makes the
+    gradient. A bias's gradient, if there is one, is there instead, and the buffer is shared."""
+
+    def overlap(with_bias: bool) -> bool:
+        def loss_of(w, x):
+            logits = x @ w["w"] + (w["b"] if with_bias else 0.0)
+            is_target = jnp.arange(64) == 3
+            target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+            return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
+
+        weights = {"w": array(32, 64), "b": array(64)}
+        graph = graph_of(train(loss_of), weights, array(128, 32))
+        found = sorted(
+            (life.start, life.end)
+            for life in graph.liveness.lives
+            if graph.values[life.value].shape == (128, 64)
+        )
+        assert len(found) == 2
+        return found[0][1] >= found[1][0]
+
+    assert overlap(with_bias=False) and not overlap(with_bias=True)
+
+
+def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
+    def loss_of(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"])
+
+    weights = {name: array(64, 64) for name in "abc"}
+    graph = graph_of(train(loss_of), weights, array(64, 64))
+    last = max(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    gradients = [
+        graph.liveness.times[i]
+        for i, n in enumerate(graph.nodes)
+        if n.region == "update" and n.name == "sub"
+    ]
+    assert len(gradients) == 3 and min(gradients) < last
+
+
+def test_what_a_loop_reads_and_stacks_lives_through_all_of_it() -> None:
+    def fn(w, x):
+        shared = jnp.sort(w)
+
+        def body(h, _):
+            h = h @ shared
+            return h, h
+
+        return jax.lax.scan(body, x, None, length=4)
+
+    graph = graph_of(fn, array(64, 64), array(64, 64))
+    lives = lives_by_op(graph)
+    ((_, end, _),), ((start, _, shape),) = lives["sort"], lives["scan_stack"]
+    inside = [i for i, n in enumerate(graph.nodes) if n.weight == 4]
+    assert shape == (4, 64, 64)
+    assert start <= min(inside) and end >= max(inside)
+
+
+def test_state_takes_its_own_place_only_if_it_is_donated() -> None:
+    def loss_of(w, x):
+        return jnp.sum(x @ w)
+
+    donated = graph_of(train(loss_of), array(64, 64), array(64, 64))
+    kept = graph_of(train(loss_of), array(64, 64), array(64, 64), donate_argnums=())
+    assert "sub" not in lives_by_op(donated)
+    assert lives_by_op(kept)["sub"]
+
+
+def test_an_update_in_another_order_of_dimensions_is_not_in_place() -> None:
+    """The gradient of a batched product comes out transposed."""
+
+    def loss_of(w, x):
+        return jnp.sum(jnp.einsum("bij,bjk->bik", x, w) ** 2)
+
+    graph = graph_of(train(loss_of), array(4, 64, 32), array(4, 16, 64))
+    assert any(n.name == "transpose" and n.region == "backward" for n in graph.nodes)
+    assert lives_by_op(graph)["sub"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_kernel_is_turned_once_for_both_passes(dtype) -> None:
+    """In float32 it is a copy of the parameter; in bfloat16 the cast is that already."""
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w.astype(dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss_of(w, x):
+        x = conv(jnp.sin(x.astype(dtype)), w["a"])
+        return jnp.sum(jnp.sin(conv(jnp.sin(x), w["b"])).astype(jnp.float32))
+
+    weights = {"a": array(3, 3, 16, 32), "b": array(3, 3, 32, 8)}
+    graph = graph_of(train(loss_of), weights, array(4, 8, 8, 16))
+    backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
+    across = [
+        graph.values[life.value]
+        for life in graph.liveness.lives
+        if graph.nodes[graph.producer[life.value][0]].kind is not NodeKind.INPUT
+        and graph.values[life.value].shape == (3, 3, 32, 8)
+        and life.start < min(backward) <= life.end
+    ]
+    assert [value.dtype for value in across] == [jnp.dtype(dtype).name]
