@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from autopar.errors import AutoparError
@@ -75,6 +75,7 @@ class Completion:
         self.params = params
         self._tokens: queue.SimpleQueue[Token | Exception] = queue.SimpleQueue()
         self._cancelled = threading.Event()
+        self._listener: Callable[[], None] | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -86,6 +87,13 @@ class Completion:
     def put(self, token: Token | Exception) -> None:
         """The engine's side: the next token, or what ended the request."""
         self._tokens.put(token)
+        if (listener := self._listener) is not None:
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """`listener` is called after every `put` from now on, in the engine's thread: it must be
+        quick and must not raise. Tokens put before are not told of: look for them first."""
+        self._listener = listener
 
     def get(self, timeout_s: float) -> Token:
         """The next token; `queue.Empty` after `timeout_s`; raises what ended the request."""
@@ -110,6 +118,11 @@ class Engine(Protocol):
     """Tokens of prompt and answer together that the cache of one request holds."""
     vocab_size: int
     model_name: str
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing is served any more (closed, or what ended the loop); None while it serves."""
+        ...
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         """Queues a request; raises `PromptTooLongError`, `QueueFullError`, `ServingError` (token
