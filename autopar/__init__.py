@@ -1,67 +1,78 @@
-"""autopar: a single-device JAX train step, run well on many devices, by itself."""
+"""autopar: a single-device JAX train step, run well on many devices, by itself.
 
-from autopar import views as _views  # noqa: F401  # makes plans readable
-from autopar.api import (
-    ParallelFunction,
-    ShardingSolution,
-    compile,
-    constrain,
-    get_last_dp_result,
-    mark_layer_boundary,
-    parallelize,
-    plan,
-    solve_sharding,
-)
-from autopar.checkpoints import CheckpointSave, checkpoint_steps, latest_step, save_checkpoint
-from autopar.compiler import register_rule
-from autopar.errors import (
-    ArgumentError,
-    AutoparError,
-    CheckpointError,
-    ClusterError,
-    CompileError,
-    DataError,
-    MemoryBudgetError,
-    MeshError,
-    PlanError,
-    ProfileError,
-    SolverError,
-    SpecError,
-    TraceError,
-    TraceFileError,
-    WorkerError,
-)
-from autopar.inspect.diff import diff
-from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
-from autopar.ir.plan import ParallelPlan
-from autopar.ir.profile import MachineProfile, load_profile
-from autopar.loading import DataLoader, data_loader
-from autopar.methods import (
-    AutoLayers,
-    AutoParallel,
-    AutoStages,
-    CreateStateParallel,
-    DataParallel,
-    FollowParallel,
-    ManualLayers,
-    ManualParallel,
-    ManualStages,
-    PipeshardParallel,
-    ShardingOptions,
-    ShardParallel,
-    UniformStages,
-    Zero2Parallel,
-    Zero3Parallel,
-)
-from autopar.profiling import profile_machine
-from autopar.proof.report import VerifyReport
-from autopar.proved_plans import plan_verified
-from autopar.restoring import restore_checkpoint
-from autopar.runtime.remote.arrays import DistributedArray
-from autopar.session import init, shutdown
-from autopar.tracing import Trace, read_trace, trace
-from autopar.training import run_training
-from autopar.verifying import verify
+Nothing is imported before it is used: `import autopar` costs milliseconds, and the first use of a
+name the rest. Type checkers read the imports below, `__getattr__` the table `_HOMES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autopar.ir import views as _views
+
+if TYPE_CHECKING:
+    from autopar.api import (
+        ParallelFunction,
+        ShardingSolution,
+        compile,
+        constrain,
+        get_last_dp_result,
+        mark_layer_boundary,
+        parallelize,
+        plan,
+        solve_sharding,
+    )
+    from autopar.checkpoints import CheckpointSave, checkpoint_steps, latest_step, save_checkpoint
+    from autopar.compiler import register_rule
+    from autopar.errors import (
+        ArgumentError,
+        AutoparError,
+        CheckpointError,
+        ClusterError,
+        CompileError,
+        DataError,
+        MemoryBudgetError,
+        MeshError,
+        PlanError,
+        ProfileError,
+        SolverError,
+        SpecError,
+        TraceError,
+        TraceFileError,
+        WorkerError,
+    )
+    from autopar.inspect.diff import diff
+    from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
+    from autopar.ir.plan import ParallelPlan
+    from autopar.ir.profile import MachineProfile, load_profile
+    from autopar.loading import DataLoader, data_loader
+    from autopar.methods import (
+        AutoLayers,
+        AutoParallel,
+        AutoStages,
+        CreateStateParallel,
+        DataParallel,
+        FollowParallel,
+        ManualLayers,
+        ManualParallel,
+        ManualStages,
+        PipeshardParallel,
+        ShardingOptions,
+        ShardParallel,
+        UniformStages,
+        Zero2Parallel,
+        Zero3Parallel,
+    )
+    from autopar.profiling import profile_machine
+    from autopar.proof.report import VerifyReport
+    from autopar.proved_plans import plan_verified
+    from autopar.restoring import restore_checkpoint
+    from autopar.runtime.remote.arrays import DistributedArray
+    from autopar.session import init, shutdown
+    from autopar.tracing import Trace, read_trace, trace
+    from autopar.training import run_training
+    from autopar.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -132,3 +143,93 @@ __all__ = [
     "trace",
     "verify",
 ]
+
+_HOMES = {
+    "ParallelFunction": "autopar.api",
+    "ShardingSolution": "autopar.api",
+    "compile": "autopar.api",
+    "constrain": "autopar.api",
+    "get_last_dp_result": "autopar.api",
+    "mark_layer_boundary": "autopar.api",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "solve_sharding": "autopar.api",
+    "CheckpointSave": "autopar.checkpoints",
+    "checkpoint_steps": "autopar.checkpoints",
+    "latest_step": "autopar.checkpoints",
+    "save_checkpoint": "autopar.checkpoints",
+    "register_rule": "autopar.compiler",
+    "ArgumentError": "autopar.errors",
+    "AutoparError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
+    "ClusterError": "autopar.errors",
+    "CompileError": "autopar.errors",
+    "DataError": "autopar.errors",
+    "MemoryBudgetError": "autopar.errors",
+    "MeshError": "autopar.errors",
+    "PlanError": "autopar.errors",
+    "ProfileError": "autopar.errors",
+    "SolverError": "autopar.errors",
+    "SpecError": "autopar.errors",
+    "TraceError": "autopar.errors",
+    "TraceFileError": "autopar.errors",
+    "WorkerError": "autopar.errors",
+    "diff": "autopar.inspect.diff",
+    "ClusterSpec": "autopar.ir.mesh",
+    "DeviceSpec": "autopar.ir.mesh",
+    "LogicalMesh": "autopar.ir.mesh",
+    "ParallelPlan": "autopar.ir.plan",
+    "MachineProfile": "autopar.ir.profile",
+    "load_profile": "autopar.ir.profile",
+    "DataLoader": "autopar.loading",
+    "data_loader": "autopar.loading",
+    "AutoLayers": "autopar.methods",
+    "AutoParallel": "autopar.methods",
+    "AutoStages": "autopar.methods",
+    "CreateStateParallel": "autopar.methods",
+    "DataParallel": "autopar.methods",
+    "FollowParallel": "autopar.methods",
+    "ManualLayers": "autopar.methods",
+    "ManualParallel": "autopar.methods",
+    "ManualStages": "autopar.methods",
+    "PipeshardParallel": "autopar.methods",
+    "ShardParallel": "autopar.methods",
+    "ShardingOptions": "autopar.methods",
+    "UniformStages": "autopar.methods",
+    "Zero2Parallel": "autopar.methods",
+    "Zero3Parallel": "autopar.methods",
+    "profile_machine": "autopar.profiling",
+    "VerifyReport": "autopar.proof.report",
+    "plan_verified": "autopar.proved_plans",
+    "restore_checkpoint": "autopar.restoring",
+    "DistributedArray": "autopar.runtime.remote.arrays",
+    "init": "autopar.session",
+    "shutdown": "autopar.session",
+    "Trace": "autopar.tracing",
+    "read_trace": "autopar.tracing",
+    "trace": "autopar.tracing",
+    "run_training": "autopar.training",
+    "verify": "autopar.verifying",
+}
+
+_views.provide_from("autopar.views")
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of autopar, imported when it is first asked for."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        module = f"{__name__}.{name}"
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,13 @@
 """Ways to look at a plan that need more than the plan: layers above provide them.
 
 `ParallelPlan.explain`, `report`, `timeline`, `blocks` and `with_pins` are methods of data that
-knows nothing of text, pages, schedules or solvers. Whoever can do these things says so here when
-autopar is imported.
+knows nothing of text, pages, schedules or solvers. Which module can is said here when autopar is
+imported; it is imported when first asked.
 """
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,10 +31,19 @@ class PlanViews(Protocol):
 _known: list[PlanViews] = []
 
 
+_home: list[str] = []
+
+
 def provide(views: PlanViews) -> None:
     _known[:] = [views]
 
 
+def provide_from(module: str) -> None:
+    """`module` calls `provide` when it is imported."""
+    _home[:] = [module]
+
+
 def views() -> PlanViews:
-    assert _known, "autopar was imported in part: `import autopar` makes plans readable"
+    if not _known:
+        importlib.import_module(*_home)
     return _known[0]
