@@ -6,6 +6,8 @@ import argparse
 import time
 from typing import Any
 
+from autopar import __version__
+
 STARTED = time.perf_counter()  # near enough to the start of the process
 
 METHODS = ("auto", "shard", "data", "zero2", "zero3", "pipeline")
@@ -33,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autopar", description="Run a single-device JAX train step on many devices."
     )
+    parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train a small GPT, sharded and on one device"))
     _add_plan(_command(commands, "plan", "plan a step for a cluster that need not exist"))
