@@ -33,7 +33,7 @@ import autopar
 from autopar import _jax
 from autopar.proof.targets import load_target
 from autopar.runtime.hlo import read_collectives, read_dot_flops
-from benchmarks.handwritten import (
+from benchmarks.experts.layouts import (
     data_parallel,
     expert_parallel,
     fsdp,

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from benchmarks import handwritten as by_hand
+from benchmarks.experts import layouts as by_hand
 from benchmarks.large_model_tables import show_tables
 from examples.models import Example, build
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import handwritten as by_hand
+from benchmarks.experts import layouts as by_hand
 from benchmarks.large_models import SIZES, example_of, plan_by_hand
 from examples.models import Example, build
 

@@ -1,0 +1,101 @@
+"""One expert's way to run a model: a layout by hand with its own knobs, or a pipeline by hand.
+
+Expert, Example, devices → a jitted step, abstract state and batch with their shardings
+Expert (a pipeline), Example, cluster → an autopar plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from examples.models import Example
+
+from . import remat as remat_kinds
+from .accumulation import accumulating_step
+from .handwritten import HandWritten
+
+
+@dataclass(frozen=True)
+class Expert:
+    """What an expert would run.
+
+    name:              tells this candidate from all others.
+    family:            what it is compared as: the best of each family is reported.
+    layout:            the mesh and the shardings; None for a pipeline.
+    scan_layers:       layers stacked and run by a loop, if the model can.
+    remat:             one of `remat.KINDS`.
+    num_micro_batches: gradients are added up over so many parts of the batch.
+    method:            of a pipeline: stages, meshes and pins as an expert gives them to autopar.
+    """
+
+    name: str
+    family: str
+    layout: HandWritten | None = None
+    scan_layers: bool = False
+    remat: str = "none"
+    num_micro_batches: int = 1
+    method: autopar.PipeshardParallel | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.method is not None
+
+    def example(self, example: Example) -> Example:
+        """The model as this expert configures it: stacked layers, rematerialised layers."""
+        fields = {field.name for field in dataclasses.fields(example.config)}
+        wanted = {"scan_layers": self.scan_layers, "remat": self.remat != "none"}
+        return example.replace(**{name: wanted[name] for name in wanted if name in fields})
+
+    def step(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """(step, state, batch): `jax.jit` with shardings and the state donated, and abstract
+        arguments with their shardings, to be lowered or to be made (`made`)."""
+        if self.layout is None:
+            raise ValueError(f"{self.name} is a pipeline: use Expert.plan(example, cluster)")
+        layout, own = self.layout, self.example(example)
+        mesh = layout.mesh(devices)
+        train_step = own.train_step
+        if self.num_micro_batches > 1:
+            split = NamedSharding(mesh, P(None, *layout.batch))
+            train_step = accumulating_step(
+                own,
+                self.num_micro_batches,
+                lambda parts: jax.lax.with_sharding_constraint(parts, split),
+            )
+
+        def step(state: Any, batch: Any) -> Any:
+            saved = remat_kinds.SAVED.get(self.remat, ())
+            with layout.annotate(mesh, saved), remat_kinds.keeping(self.remat):
+                return train_step(state, batch)
+
+        state, batch = own.abstract_state(), own.abstract_batch()
+        places = layout.state_shardings(state, mesh, stacked=self.scan_layers)
+        rows = jax.tree.map(lambda _: NamedSharding(mesh, layout.batch), batch)
+        placed_state = jax.tree.map(_placed, state, places)
+        return layout.jit_on(step, mesh, places), placed_state, jax.tree.map(_placed, batch, rows)
+
+    def made(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """(step, state, batch) as `step` gives them, with arrays on the devices."""
+        step, state, batch = self.step(example, devices)
+        own = self.example(example)
+        places = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
+        return step, *jax.device_put((own.create_state(), own.make_batch()), places)
+
+    def plan(self, example: Example, cluster: autopar.ClusterSpec) -> autopar.ParallelPlan:
+        """The plan of a pipeline, for `autopar.compile` or `autopar.parallelize(method=plan)`."""
+        if self.method is None:
+            raise ValueError(f"{self.name} is no pipeline: use Expert.step(example, devices)")
+        own = self.example(example)
+        arguments = (own.abstract_state(), own.abstract_batch())
+        return autopar.plan(own.train_step, *arguments, cluster=cluster, method=self.method)
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

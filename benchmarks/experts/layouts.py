@@ -1,0 +1,25 @@
+"""All layouts by hand under one name."""
+
+from __future__ import annotations
+
+from .handwritten import HandWritten, intercept_nnx
+from .images import image_channels, image_data_parallel, image_fsdp, image_hsdp, image_zero2
+from .mixtures import expert_parallel, experts_in_hosts
+from .transformers import data_parallel, fsdp, hsdp, megatron, zero2
+
+__all__ = [
+    "HandWritten",
+    "data_parallel",
+    "expert_parallel",
+    "experts_in_hosts",
+    "fsdp",
+    "hsdp",
+    "image_channels",
+    "image_data_parallel",
+    "image_fsdp",
+    "image_hsdp",
+    "image_zero2",
+    "intercept_nnx",
+    "megatron",
+    "zero2",
+]

@@ -1,0 +1,42 @@
+"""Layouts by hand of a mixture of experts: tokens go to the devices of their experts and back."""
+
+from __future__ import annotations
+
+from jax.sharding import PartitionSpec as P
+
+from .handwritten import ALL, HandWritten, largest_dim, replicated
+from .transformers import expert_einsums
+
+
+def expert_parallel(num_devices: int, *, zero: bool) -> HandWritten:
+    """Experts split over all devices, tokens exchanged by all-to-all; the rest data parallel,
+    with ZeRO-3 or not."""
+    rest = largest_dim(ALL, num_devices) if zero else replicated
+
+    def parameter(path: str, shape: tuple[int, ...]) -> P:
+        if "'experts'" in path and len(shape) == 3:
+            return P(ALL, None, None)
+        return rest(path, shape)
+
+    tokens = P(ALL, None, None)
+    experts = P(ALL, None, None, None)
+    einsums = expert_einsums(P(None, ALL), experts, experts, tokens)
+    name = "expert parallel" + (" + ZeRO-3" if zero else "")
+    return HandWritten(name, (num_devices, 1), parameter, P(ALL), {"*": tokens}, einsums)
+
+
+def experts_in_hosts(data: int, experts: int) -> HandWritten:
+    """For more devices than experts: experts split over "y", inside over "x" as ZeRO-3 does; the
+    rest ZeRO-3 over all devices. Tokens are exchanged along "y" alone."""
+    rest = largest_dim(ALL, data * experts)
+
+    def parameter(path: str, shape: tuple[int, ...]) -> P:
+        if "'experts'" in path and len(shape) == 3:
+            return P("y", None, "x") if "'up'" in path else P("y", "x", None)
+        return rest(path, shape)
+
+    tokens = P(ALL, None, None)
+    by_expert = P("y", "x", None, None)
+    einsums = expert_einsums(P(None, ALL), by_expert, by_expert, tokens)
+    name = f"expert parallel {data}×{experts} + ZeRO-3"
+    return HandWritten(name, (data, experts), parameter, P(ALL), {"*": tokens}, einsums)
