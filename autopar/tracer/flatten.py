@@ -6,9 +6,9 @@ identity, never traced. Inputs and outputs are named by their path as the user w
 `state.params['Dense_0']['kernel']`.
 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
-most of it updated elementwise as optimizers do, outside of any derivative. Its inputs and outputs
-share one spec. If the program takes a gradient it is a train step, and the state that it updates
-is donated.
+most of it updated elementwise as optimizers do, outside of any derivative; or updated in whatever
+way, if the user donates it (a cache into which rows are written). Its inputs and outputs share one
+spec. If the program takes a gradient it is a train step, and the state that it updates is donated.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def trace_step(
             f"{name}: it returns no array. Return the new state and the loss so that the parallel "
             "step has something to give back."
         )
-    state = _match_state(program, call, out["key_paths"], avals, out_avals, batch_argnums)
+    given = () if isinstance(donate_argnums, str) else tuple(donate_argnums)
+    state = _match_state(program, call, out["key_paths"], avals, out_avals, batch_argnums, given)
     return TracedStep(
         program=program,
         call=call,
@@ -285,6 +286,7 @@ def _match_state(
     in_avals: Sequence[Any],
     out_avals: Sequence[Any],
     batch_argnums: Sequence[int],
+    donate_argnums: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
     by_path = {path: index for index, path in enumerate(out_key_paths)}
     edges: dict[int, set[int]] = {}
@@ -311,7 +313,7 @@ def _match_state(
             if not all(_same_array(in_avals[i], out_avals[o]) for i, o in found):
                 continue
             updated = sum(_reaches(edges, program.inputs[i], program.outputs[o]) for i, o in found)
-            if 2 * updated < len(found):
+            if owner not in donate_argnums and 2 * updated < len(found):
                 continue
             pairs += found
             taken.update(o for _, o in found)

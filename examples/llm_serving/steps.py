@@ -1,0 +1,224 @@
+"""The two programs of serving, parallelized: from a model's shape to `prefill` and `decode`.
+
+Both take and give a *state* that stays on the devices, donated and updated in place:
+
+    cache      keys and values of every layer, (slots, kv heads, length, head size)
+    tokens     the last token of every slot, which is not in the cache yet
+    positions  where that token belongs
+    settings   how each slot chooses its next token
+
+Decode's plan says where parameters and state lie, and every other program follows it
+(`FollowParallel`). Tokens go from step to step on the devices; the host is given a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+import autopar
+from examples.llm_serving import decoder
+from examples.llm_serving.config import ModelConfig
+from examples.llm_serving.requests import SamplingParams
+from examples.llm_serving.sampling import choose_tokens
+
+State = dict[str, Any]
+
+_HEAD = 7  # numbers before the tokens in a packed request
+
+
+def pack_request(
+    prompt: tuple[int, ...], slot: int, params: SamplingParams, padded_length: int
+) -> np.ndarray:
+    """All that prefill is told of a request, as one array, so that one copy brings it."""
+    packed = np.zeros(_HEAD + padded_length, np.int32)
+    packed[:4] = len(prompt), slot, params.do_sample, params.top_k
+    packed[4:5] = np.array([params.seed % 2**32], np.uint32).view(np.int32)
+    packed[5:7] = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
+    packed[_HEAD : _HEAD + len(prompt)] = prompt
+    return packed
+
+
+def _unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(tokens, length, slot, settings)."""
+    floats = lax.bitcast_convert_type(packed[5:7], jnp.float32)
+    settings = {
+        "do_sample": packed[2] != 0,
+        "top_k": packed[3],
+        "seed": lax.bitcast_convert_type(packed[4], jnp.uint32),
+        "temperature": floats[0],
+        "top_p": floats[1],
+    }
+    return packed[_HEAD:], packed[0], packed[1], settings
+
+
+def _pack_tokens(tokens: jax.Array, logprobs: jax.Array) -> jax.Array:
+    return jnp.stack([tokens, lax.bitcast_convert_type(logprobs, jnp.int32)])
+
+
+def unpack_tokens(packed: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, log-probabilities) of what a step gave, once it is there. Of decode, (steps,
+    slots); of prefill, one each."""
+    own = np.asarray(packed)
+    return own[0], own[1].view(np.float32)
+
+
+class Steps:
+    """`prefill` and `decode` of a model for a number of slots; compiled when first called.
+
+    method: of decode: `ShardParallel(…)`, `PipeshardParallel(…)` or another of autopar's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, num_slots: int, length: int, dtype: Any, method: Any
+    ) -> None:
+        self.config = config
+        self.num_slots = num_slots
+        self.length = length
+        self.dtype = np.dtype(dtype)
+        self._decode = {
+            (False, 1): autopar.parallelize(
+                self._decode_function(False, 1),
+                method=method,
+                donate_argnums=(0,),
+                batch_argnums=(),
+            )
+        }
+        self._leader = self._decode[False, 1]
+        self._prefill: dict[bool, Any] = {}
+        state = jax.eval_shape(self._make_state)
+        self.plan = self._leader.plan(state, decoder.param_types(config, dtype))
+        self._create = autopar.parallelize(
+            lambda _: self._make_state(),
+            method=autopar.CreateStateParallel(
+                self._leader, decoder.param_types(config, dtype)
+            ),
+            batch_argnums=(),
+        )
+
+    # -- where things lie
+
+    def param_shardings(self) -> Any:
+        """A sharding for every parameter, in their pytree."""
+        _, specs = self.plan.input_specs
+        _, stages = self.plan.input_stages
+        meshes = self._meshes()
+        return jax.tree.map(
+            lambda spec, own: NamedSharding(meshes[own[0]], spec),
+            specs,
+            stages,
+            is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
+        )
+
+    def _meshes(self) -> list[Mesh]:
+        plan, devices = self.plan, jax.devices()
+        if not plan.is_pipeline:
+            count = plan.num_devices
+            grid = np.array(devices[:count]).reshape(plan.mesh_shape)
+            return [Mesh(grid, plan.axis_names)]
+        return [
+            Mesh(
+                np.array([devices[d] for d in stage.devices]).reshape(stage.mesh_shape),
+                stage.plan.axis_names,
+            )
+            for stage in plan.stages
+        ]
+
+    def make_state(self) -> State:
+        """An empty cache and idle slots, made where the plan wants them."""
+        return self._create(np.int32(0))
+
+    def _make_state(self) -> State:
+        slots = self.num_slots
+        return {
+            "cache": decoder.make_cache(self.config, slots, self.length, self.dtype),
+            "tokens": jnp.zeros(slots, jnp.int32),
+            "positions": jnp.zeros(slots, jnp.int32),
+            "settings": {
+                "do_sample": jnp.zeros(slots, bool),
+                "top_k": jnp.zeros(slots, jnp.int32),
+                "seed": jnp.zeros(slots, jnp.uint32),
+                "temperature": jnp.ones(slots, jnp.float32),
+                "top_p": jnp.ones(slots, jnp.float32),
+            },
+        }
+
+    # -- running
+
+    def prefill(
+        self, state: State, params: Any, request: np.ndarray, *, may_sample: bool
+    ) -> tuple[State, jax.Array]:
+        """A packed request into its slot -> its first token, for `unpack_tokens`."""
+        if may_sample not in self._prefill:
+            self._prefill[may_sample] = autopar.parallelize(
+                self._prefill_function(may_sample),
+                method=autopar.FollowParallel(self._leader),
+                donate_argnums=(0,),
+                batch_argnums=(),
+            )
+        return self._prefill[may_sample](state, params, request)
+
+    def decode(
+        self, state: State, params: Any, *, may_sample: bool, num_steps: int = 1
+    ) -> tuple[State, jax.Array]:
+        """So many tokens more in every slot, for `unpack_tokens`. `may_sample`: whether some slot
+        samples."""
+        key = (may_sample, num_steps)
+        if key not in self._decode:
+            self._decode[key] = autopar.parallelize(
+                self._decode_function(*key),
+                method=autopar.FollowParallel(self._leader),
+                donate_argnums=(0,),
+                batch_argnums=(),
+            )
+        return self._decode[key](state, params)
+
+    def _prefill_function(self, may_sample: bool) -> Any:
+        config = self.config
+
+        def prefill(state: State, params: Any, request: jax.Array) -> tuple[State, jax.Array]:
+            tokens, length, slot, settings = _unpack(request)
+            cache, logits = decoder.prefill(
+                config, params, state["cache"], tokens, length, slot
+            )
+            own = jax.tree.map(lambda x: x[None], settings)
+            token, logprob = choose_tokens(logits[None], own, length[None], may_sample=may_sample)
+            state = {
+                "cache": cache,
+                "tokens": state["tokens"].at[slot].set(token[0]),
+                "positions": state["positions"].at[slot].set(length),
+                "settings": jax.tree.map(
+                    lambda old, new: old.at[slot].set(new), state["settings"], settings
+                ),
+            }
+            return state, _pack_tokens(token[0], logprob[0])
+
+        return prefill
+
+    def _decode_function(self, may_sample: bool, num_steps: int) -> Any:
+        config = self.config
+
+        def one(state: State, params: Any) -> tuple[State, jax.Array]:
+            positions = state["positions"]
+            cache, logits = decoder.decode(
+                config, params, state["cache"], state["tokens"], positions
+            )
+            tokens, logprobs = choose_tokens(
+                logits, state["settings"], positions + 1, may_sample=may_sample
+            )
+            state = state | {"cache": cache, "tokens": tokens, "positions": positions + 1}
+            return state, _pack_tokens(tokens, logprobs)
+
+        def decode(state: State, params: Any) -> tuple[State, jax.Array]:
+            if num_steps == 1:
+                state, packed = one(state, params)
+                return state, packed[:, None]
+            state, packed = lax.scan(lambda s, _: one(s, params), state, length=num_steps)
+            return state, packed.swapaxes(0, 1)
+
+        return decode

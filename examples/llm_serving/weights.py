@@ -1,0 +1,142 @@
+"""Parameters of a model: from a folder of `*.safetensors` to arrays in the shards of a plan.
+
+Every device's part is read from a memory map of the file, one part after another, so that the host
+holds one part at a time and never a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.llm_serving.config import ModelConfig, ModelError
+from examples.llm_serving.decoder import param_types
+from examples.llm_serving.names import BASE_PREFIXES, IGNORED_ENDINGS, Source, find_sources
+from examples.llm_serving.tensor_files import StoredArray, find_arrays
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load_params(
+    folder: str | Path, config: ModelConfig, dtype: Any, shardings: Any
+) -> dict[str, Any]:
+    """The parameters in `dtype`; `shardings`: a `jax.sharding.Sharding` for each."""
+    arrays = find_arrays(Path(folder))
+    sources = find_sources(config)
+    check_arrays(config, sources, arrays, str(folder))
+    arrays = _with_prefix(config, arrays)
+
+    def load(source: Source, sharding: jax.sharding.Sharding) -> jax.Array:
+        view = source.view(arrays[source.name].map())
+        return _in_shards(view, np.dtype(dtype), sharding)
+
+    return jax.tree.map(load, sources, shardings)
+
+
+def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    """One part at a time; devices that hold the same part get it from the same read."""
+    parts: dict[tuple[Any, ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(view.shape).items():
+        key = tuple((s.start, s.stop) for s in index or ())
+        parts.setdefault(key, []).append(device)
+    placed = []
+    for key, devices in parts.items():
+        own = np.array(view[tuple(slice(*ends) for ends in key)], dtype, order="C")
+        # On CPU devices JAX may keep the memory that it is given, so each gets its own.
+        copies = [own, *(own.copy() if devices[0].platform == "cpu" else own for _ in devices[1:])]
+        placed += [jax.device_put(a, device) for a, device in zip(copies, devices, strict=True)]
+        jax.block_until_ready(placed[-len(devices) :])
+    return jax.make_array_from_single_device_arrays(view.shape, sharding, placed)
+
+
+def check_arrays(
+    config: ModelConfig, sources: Any, arrays: Mapping[str, StoredArray], where: str
+) -> None:
+    """A `ModelError` that names the first parameter which the files do not have as it is needed,
+    or an array of the files that no parameter is."""
+    arrays = _with_prefix(config, arrays)
+    wanted = jax.tree.leaves(sources)
+    for source in wanted:
+        stored = arrays.get(source.name)
+        if stored is None:
+            raise ModelError(
+                f"{where}: {source.path} is missing: config.json asks for {source.name} of shape "
+                f"{source.stored_shape}, and no file has it.{_hint(source.name, arrays)}"
+            )
+        if stored.shape != source.stored_shape:
+            raise ModelError(
+                f"{where}: {source.path} has another shape: {source.name} in {stored.path.name} is "
+                f"{stored.shape}, config.json asks for {source.stored_shape}."
+            )
+        if stored.dtype not in _FLOATS:
+            raise ModelError(
+                f"{where}: {source.path} has another dtype: {source.name} in {stored.path.name} is "
+                f"{stored.dtype}, needed is one of {', '.join(_FLOATS)}. Quantised weights are not "
+                "supported."
+            )
+    known = {source.name for source in wanted}
+    if config.tied_head:
+        known.add("lm_head.weight")
+    for name in arrays:
+        if name not in known and not name.endswith(IGNORED_ENDINGS):
+            raise ModelError(
+                f"{where}: {name} in {arrays[name].path.name} is extra: config.json describes a "
+                f"{config.architecture} of {config.num_layers} layers that has no such parameter."
+            )
+
+
+def _hint(name: str, arrays: Mapping[str, StoredArray]) -> str:
+    ending = name.rsplit(".", 2)[-2:]
+    close = [other for other in arrays if other.rsplit(".", 2)[-2:] == ending]
+    return f" There is {close[0]}." if close else ""
+
+
+def _with_prefix(config: ModelConfig, arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+    """Names of a model that was saved without its head, as those of one with it."""
+    prefix = BASE_PREFIXES[config.architecture]
+    if any(name.startswith(prefix) for name in arrays):
+        return dict(arrays)
+    return {
+        name if name == "lm_head.weight" else prefix + name: array for name, array in arrays.items()
+    }
+
+
+def random_params(config: ModelConfig, dtype: Any, shardings: Any, seed: int = 0) -> Any:
+    """Random parameters, each made on the devices that hold it: norms of one, biases of zero,
+    matrices of a spread that keeps numbers of one size from layer to layer."""
+    types = param_types(config, dtype)
+    keys = iter(range(len(jax.tree.leaves(types))))
+
+    def make(path: tuple[Any, ...], kind: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        name = str(getattr(path[-1], "key", ""))
+        fan_in = np.prod(kind.shape[1:]) if name == "o" else kind.shape[-1]
+        return _maker(name, kind.shape, np.dtype(kind.dtype), float(fan_in) ** -0.5, sharding)(
+            np.uint32(seed), np.uint32(next(keys))
+        )
+
+    return jax.tree_util.tree_map_with_path(make, types, shardings)
+
+
+_makers: dict[Any, Any] = {}
+
+
+def _maker(name: str, shape: tuple[int, ...], dtype: np.dtype, spread: float, sharding: Any) -> Any:
+    kind = "ones" if name == "scale" else "zeros" if name.endswith("bias") else "normal"
+    key = (kind, shape, dtype, spread, sharding)
+
+    def make(seed: jax.Array, number: jax.Array) -> jax.Array:
+        if kind == "ones":
+            return jnp.ones(shape, dtype)
+        if kind == "zeros":
+            return jnp.zeros(shape, dtype)
+        own = jax.random.fold_in(jax.random.key(seed), number)
+        return (spread * jax.random.normal(own, shape, jnp.float32)).astype(dtype)
+
+    if key not in _makers:
+        _makers[key] = jax.jit(make, out_shardings=sharding)
+    return _makers[key]
