@@ -95,9 +95,7 @@ class Steps:
         self.plan = self._leader.plan(state, decoder.param_types(config, dtype))
         self._create = autopar.parallelize(
             lambda _: self._make_state(),
-            method=autopar.CreateStateParallel(
-                self._leader, decoder.param_types(config, dtype)
-            ),
+            method=autopar.CreateStateParallel(self._leader, decoder.param_types(config, dtype)),
             batch_argnums=(),
         )
 
@@ -183,9 +181,7 @@ class Steps:
 
         def prefill(state: State, params: Any, request: jax.Array) -> tuple[State, jax.Array]:
             tokens, length, slot, settings = _unpack(request)
-            cache, logits = decoder.prefill(
-                config, params, state["cache"], tokens, length, slot
-            )
+            cache, logits = decoder.prefill(config, params, state["cache"], tokens, length, slot)
             own = jax.tree.map(lambda x: x[None], settings)
             token, logprob = choose_tokens(logits[None], own, length[None], may_sample=may_sample)
             state = {
