@@ -1,8 +1,8 @@
 """The pages of docs/ → the site: what mkdocs calls while it builds.
 
 Pages are written to be read in a repository too, so three things are done here. Notes on how code
-blocks are tested (comments) are left out; links to files outside of docs/ become links to pages made
-of them, or plain text where there is none; drawings are put into the page, where they take its
+blocks are tested (comments) are left out; links to files outside of docs/ become links to pages
+made of them, or plain text where there is none; drawings are put into the page, where they take its
 colours. Three pages are made from files: changes, contributing, and the core from scratch, whose
 comments become text. At the end, nothing of the site may be loaded from a network.
 """
@@ -54,8 +54,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    source = next((a for a, b in PAGES.items() if b == page.file.src_uri and a != "README.md"), None)
-    source = source or f"docs/{page.file.src_uri}"
+    uri = page.file.src_uri
+    made = page.file.generated_by is not None
+    source = next(a for a, b in PAGES.items() if b == uri) if made else f"docs/{uri}"
     parts = _FENCES.split(_NOTE.sub("", markdown))
     return "".join(
         part if index % 2 else _with_links(_with_drawings(part, source), source, page, files)

@@ -1,4 +1,4 @@
-"""The code blocks of a page → run, in a folder of their own; what fails is told by page and line."""
+"""The code blocks of a page → run, in a folder of their own; errors tell page and line."""
 
 from __future__ import annotations
 
