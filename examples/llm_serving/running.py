@@ -1,0 +1,87 @@
+"""A `Server` → one that runs: in this process until SIGTERM or SIGINT, or in a thread.
+
+On the first signal no more is accepted, requests under way have `Limits.drain_s` to end, and the
+engine is closed. A second signal waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from examples.llm_serving.server import Server
+
+CLOSE_S = 30.0
+# The engine's thread and the event loop share the interpreter; a loop with many streams to write
+# would let the engine wait 5 ms, longer than a decode step takes.
+SWITCH_S = 5e-4
+
+
+def serve(server: Server, host: str, port: int, announce: Callable[[int], None]) -> bool:
+    """Serves until a signal; `announce` is called with the port. Returns whether the engine closed
+    within its limit."""
+    sys.setswitchinterval(SWITCH_S)
+    asyncio.run(_serve_until_signal(server, host, port, announce))
+    closing = threading.Thread(target=server.engine.close, daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    return not closing.is_alive()
+
+
+async def _serve_until_signal(
+    server: Server, host: str, port: int, announce: Callable[[int], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def on_signal() -> None:
+        if told.is_set():
+            server.hurry()
+        told.set()
+
+    port = await server.start(host, port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    announce(port)
+    await told.wait()
+    await server.stop()
+
+
+@contextlib.contextmanager
+def serving(server: Server, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """A server in a thread, for notebooks and tests: `with serving(Server(engine)) as url`. The
+    engine is left open."""
+    ready: threading.Event = threading.Event()
+    state: dict[str, object] = {}
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        try:
+            state["port"] = await server.start(host, port)
+        except OSError as error:
+            state["error"] = error
+            return
+        finally:
+            state["stop"] = stop.set
+            state["loop"] = asyncio.get_running_loop()
+            ready.set()
+        await stop.wait()
+        await server.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), name="http", daemon=True)
+    thread.start()
+    ready.wait(CLOSE_S)
+    if isinstance(error := state.get("error"), OSError):
+        thread.join(CLOSE_S)
+        raise error
+    try:
+        yield f"http://{host}:{state['port']}"
+    finally:
+        loop, stop = state["loop"], state["stop"]
+        assert isinstance(loop, asyncio.AbstractEventLoop) and callable(stop)
+        loop.call_soon_threadsafe(stop)
+        thread.join(server.limits.drain_s + CLOSE_S)
