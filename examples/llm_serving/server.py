@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +40,8 @@ log = logging.getLogger("examples.llm_serving")
 connection_log = logging.getLogger("examples.llm_serving.connections")
 connection_log.setLevel(logging.CRITICAL)
 RETRY_AFTER_S = 1
+FRESH_S = 0.05
+SEND_BUFFER_BYTES = 1 << 16  # per connection; the system's own grows to megabytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Server:
         self._hurried = False
         self._started_at = int(time.time())
         self._answers: set[Answers] = set()
+        self._fresh: set[asyncio.BaseProtocol] = set()
         self._encoders = concurrent.futures.ThreadPoolExecutor(2, "tokenizer")
 
     @property
@@ -115,6 +119,8 @@ class Server:
         self._listener = await loop.create_server(
             self._accept, host, port, backlog=128, reuse_address=True
         )
+        for own in self._listener.sockets:  # what is accepted inherits it
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         return self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -137,10 +143,15 @@ class Server:
     def _accept(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None
-        if len(server.connections) >= self.limits.max_connections:
+        num_open = len(self._fresh.union(server.connections))
+        if num_open >= self.limits.max_connections:
             self.counts["connections_refused"] += 1
             return _Refusal()
-        return server()
+        protocol = server()
+        # Many are accepted at once, before aiohttp counts the first of them.
+        self._fresh.add(protocol)
+        asyncio.get_running_loop().call_later(FRESH_S, self._fresh.discard, protocol)
+        return protocol
 
     @web.middleware
     async def _guard(

@@ -57,8 +57,8 @@ class BigramEngine:
 
     def stats(self):
         return {
-            "waiting": self.waiting.qsize(),
-            "running": sum(r is not None for r in self.running),
+            "requests_waiting": self.waiting.qsize(),
+            "requests_running": sum(r is not None for r in self.running),
             "tokens": self.num_tokens,
             "steps": self.num_steps,
         }

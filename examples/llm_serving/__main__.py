@@ -1,0 +1,138 @@
+"""`python -m examples.llm_serving --model FOLDER`: a folder of weights → a server on a port."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.errors import ArgumentError, AutoparError
+from examples.llm_serving.requests import SamplingParams
+
+WARM_UP_S = 1800.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return _serve(args)
+    except AutoparError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: cannot listen on {args.host}:{args.port}: {error}", file=sys.stderr)
+    return 2
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from examples.llm_serving.running import serve
+        from examples.llm_serving.server import Limits, Server
+    except ImportError as error:
+        raise ArgumentError(
+            f"The server needs the package `{error.name}`. Install it with "
+            "`pip install 'autopar[serving]'`."
+        ) from error
+    from examples.llm_serving.model import load
+    from examples.llm_serving.tokens import Tokenizer
+
+    limits = Limits(
+        max_body_bytes=args.max_body_bytes,
+        max_choices=args.max_choices,
+        max_connections=args.max_connections,
+        request_s=args.request_timeout,
+        drain_s=args.drain,
+    )
+    tokenizer = Tokenizer.load(args.model)
+    with load(
+        args.model,
+        dtype=args.dtype,
+        method=_method(args),
+        num_slots=args.slots,
+        max_length=args.max_length,
+        queue_size=args.queue,
+        steps_per_call=args.steps_per_call,
+    ) as model:
+        if args.name:
+            model.engine.model_name = args.name
+        if args.warm_up:
+            _warm_up(model.engine)
+        server = Server(
+            model.engine, tokenizer, eos_token_ids=model.config.eos_token_ids, limits=limits
+        )
+        closed = serve(server, args.host, args.port, lambda port: _announce(args, model, port))
+    return 0 if closed else 1
+
+
+def _announce(args: argparse.Namespace, model: Any, port: int) -> None:
+    print(f"{model.engine.model_name} is served at http://{args.host}:{port}", flush=True)
+
+
+def _warm_up(engine: Any) -> None:
+    """Compiles what the first requests need, greedy and sampled, before anyone waits for it."""
+    for do_sample in (False, True):
+        params = SamplingParams(max_new_tokens=3, do_sample=do_sample)
+        list(engine.submit([0], params).tokens(WARM_UP_S))
+
+
+def _method(args: argparse.Namespace) -> Any:
+    import autopar
+
+    shape = _mesh_shape(args.mesh)
+    if args.stages == 1:
+        return autopar.ShardParallel(mesh_shape=shape)
+    if shape != "auto":
+        raise ArgumentError("--mesh says how one mesh is shaped; leave it out with --stages.")
+    return autopar.PipeshardParallel(
+        1, stages=autopar.UniformStages(args.stages), schedule="inference"
+    )
+
+
+def _mesh_shape(text: str) -> Any:
+    if text == "auto":
+        return "auto"
+    try:
+        shape = tuple(int(size) for size in text.split("x"))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ArgumentError(f"--mesh {text!r}: needs `auto`, or sizes such as 8 or 2x4.")
+    return shape
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needs a number of at least 1, got {text}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.llm_serving",
+        description="Serves a decoder model from a local folder over HTTP, OpenAI-style.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="FOLDER", help="config.json, *.safetensors, tokenizer")
+    add("--name", help="what clients call the model; default: the folder's name")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--mesh", default="auto", help="shape of the mesh, such as 8 or 2x4")
+    add("--stages", type=_positive, default=1, help="pipeline stages, one after another")
+    add("--dtype", help="of weights and cache, such as bfloat16; default: the folder's")
+    add("--slots", type=_positive, default=8, help="requests that are decoded together")
+    add("--max-length", type=_positive, help="tokens of prompt and answer; default: the model's")
+    add("--queue", type=_positive, default=64, help="requests that may wait")
+    add("--steps-per-call", type=_positive, default=1, help="decode steps that one call runs")
+    add("--max-body-bytes", type=_positive, default=1 << 20)
+    add("--max-choices", type=_positive, default=16, help="answers of one request")
+    add("--max-connections", type=_positive, default=512)
+    add("--request-timeout", type=float, default=600.0, help="seconds, waiting included")
+    add("--drain", type=float, default=10.0, help="seconds for requests under way at the end")
+    add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile first")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
