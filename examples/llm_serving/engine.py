@@ -131,6 +131,15 @@ class BatchingEngine:
             self._changed.notify_all()
         return completion
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing is served any more; None while it serves."""
+        try:
+            self._check_open()
+        except EngineStoppedError as error:
+            return error
+        return None
+
     def stats(self) -> dict[str, float]:
         with self._changed:
             return {

@@ -7,10 +7,13 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import autopar
+from examples.llm_serving.config import config_from_dict
+from examples.llm_serving.engine import BatchingEngine
+from examples.llm_serving.model import random_model
 from examples.llm_serving.running import serving
 from examples.llm_serving.server import Limits, Server
 from examples.llm_serving.tokens import Tokenizer
-from tests.serving.bigram_engine import BigramEngine
 
 VOCAB_SIZE = 288
 
@@ -30,8 +33,27 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     return backend
 
 
-def make_engine(**options: Any) -> Any:
-    return BigramEngine(VOCAB_SIZE, **options)
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 4096,
+}
+
+
+def make_engine(*, slots: int, max_queue: int, max_length: int) -> BatchingEngine:
+    """A GPT-2 of one layer on one device: how it is sharded is tested elsewhere."""
+    method = autopar.ShardParallel(mesh_shape=(1,))
+    model = random_model(
+        config_from_dict(CONFIG),
+        method=method,
+        num_slots=slots,
+        max_length=max_length,
+        queue_size=max_queue,
+    )
+    return model.engine
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ pytest.importorskip("tokenizers")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples.llm_serving.engine import BatchingEngine
 from tests.serving.http_clients import (
     address,
     answer,
@@ -295,17 +296,20 @@ def test_stopping_ends_what_runs_after_a_while(engine):
     wait_until(lambda: busy(engine) == (0, 0), "its place is free")
 
 
-def test_an_engine_that_fails_is_503():
-    engine = make_engine(slots=2, max_queue=3, max_length=LONG + 100)
+def test_an_engine_that_fails_is_503(engine, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    failing = BatchingEngine(engine._steps, engine._params)  # nothing is compiled again
     try:
-        with served(engine) as (url, _):
+        with served(failing) as (url, _):
             stream = events(url, prompt=[1], max_tokens=LONG)
             assert next(stream)["choices"]
-            engine.fail_next = True
+            monkeypatch.setattr(failing._steps, "decode", fail)
             *_, last = stream
             assert last["error"]["code"] == "engine_stopped"
             status, body = complete(url, prompt=[1])
             assert status == 503 and body["error"]["code"] == "engine_stopped"
             assert call(url, "GET", "/health")[0] == 503
     finally:
-        engine.close()
+        failing.close()
