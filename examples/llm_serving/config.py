@@ -77,8 +77,7 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
-                     "head_size", "feed_forward_size", "max_positions", "embedding_size"):  # fmt: skip
+        for name in _SIZES:
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise ModelError(f"{self.architecture}: {name}={given!r} is no whole number ≥ 1.")
@@ -101,6 +100,10 @@ class ModelConfig:
             raise ModelError(f"{self.architecture}: rotary heads of odd size {self.head_size}.")
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
+    "feed_forward_size", "max_positions", "embedding_size",
+)  # fmt: skip
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -33,7 +33,7 @@ from examples.llm_serving.requests import (
     ServingError,
     Token,
 )
-from examples.llm_serving.steps import State, Steps, pack_request, unpack_tokens
+from examples.llm_serving.steps import Slots, Steps, pack_request, unpack_tokens
 
 _MIN_PADDED = 16
 
@@ -66,7 +66,8 @@ class _Dispatched:
 class _Group:
     """Slots that step together."""
 
-    def __init__(self, state: State, num_slots: int) -> None:
+    def __init__(self, cache: Any, state: Slots, num_slots: int) -> None:
+        self.cache = cache
         self.state = state
         self.slots: list[_Running | None] = [None] * num_slots
         self.under_way: collections.deque[_Dispatched] = collections.deque()
@@ -105,7 +106,10 @@ class BatchingEngine:
         self._params = params
         self._queue_size = queue_size
         self._steps_per_call = steps_per_call
-        self._groups = [_Group(steps.make_state(), steps.num_slots) for _ in range(num_groups)]
+        self._groups = [
+            _Group(steps.make_cache(), steps.make_slots(), steps.num_slots)
+            for _ in range(num_groups)
+        ]
         self._waiting: collections.deque[Completion] = collections.deque()
         self._changed = threading.Condition()
         self._is_closing = False
@@ -269,8 +273,8 @@ class BatchingEngine:
             params = completion.params
             padded = padded_length(len(completion.prompt), self.max_length)
             request = pack_request(completion.prompt, slot, params, padded)
-            group.state, packed = self._steps.prefill(
-                group.state, self._params, request, may_sample=params.do_sample
+            group.cache, group.state, packed = self._steps.prefill(
+                group.cache, self._params, group.state, request, may_sample=params.do_sample
             )
             self._note(group, packed, ((-1, one),), 1)
 
@@ -281,8 +285,8 @@ class BatchingEngine:
         left = max(one.limit - one.num_dispatched for _, one in takers)
         num_steps = self._steps_per_call if left >= self._steps_per_call else 1
         may_sample = any(one.completion.params.do_sample for _, one in takers)
-        group.state, packed = self._steps.decode(
-            group.state, self._params, may_sample=may_sample, num_steps=num_steps
+        group.cache, group.state, packed = self._steps.decode(
+            group.cache, self._params, group.state, may_sample=may_sample, num_steps=num_steps
         )
         self._note(group, packed, takers, num_steps)
         return True

@@ -1,7 +1,7 @@
 """The next token of every slot: from logits and settings of each slot to tokens, on the device.
 
-Warpers come in the order of transformers: temperature, top-k, top-p. A draw depends on the request's
-seed and the position alone, not on its slot or on what else is in the batch.
+Warpers come in the order of transformers: temperature, top-k, top-p. A draw depends on the
+request's seed and the position alone, not on its slot or on what else is in the batch.
 """
 
 from __future__ import annotations

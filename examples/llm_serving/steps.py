@@ -1,11 +1,11 @@
 """The two programs of serving, parallelized: from a model's shape to `prefill` and `decode`.
 
-Both take and give a *state* that stays on the devices, donated and updated in place:
+Both take and give what stays on the devices, donated and updated in place:
 
-    cache      keys and values of every layer, (slots, kv heads, length, head size)
-    tokens     the last token of every slot, which is not in the cache yet
-    positions  where that token belongs
-    settings   how each slot chooses its next token
+    cache               keys and values of every layer (slots, kv heads, length, head size)
+    slots: tokens       the last token of every slot, which is not in the cache yet
+           positions    where that token belongs
+           settings     how the next token is chosen
 
 Decode's plan says where parameters and state lie, and every other program follows it
 (`FollowParallel`). Tokens go from step to step on the devices; the host is given a copy.
@@ -27,7 +27,10 @@ from examples.llm_serving.config import ModelConfig
 from examples.llm_serving.requests import SamplingParams
 from examples.llm_serving.sampling import choose_tokens
 
-State = dict[str, Any]
+Slots = dict[str, Any]
+
+_DECODE: Any = {"donate_argnums": (0, 2), "batch_argnums": (2,)}
+_PREFILL: Any = {"donate_argnums": (0, 2), "batch_argnums": (2, 3)}
 
 _HEAD = 7  # numbers before the tokens in a packed request
 
@@ -81,30 +84,21 @@ class Steps:
         self.num_slots = num_slots
         self.length = length
         self.dtype = np.dtype(dtype)
-        self._decode = {
-            (False, 1): autopar.parallelize(
-                self._decode_function(False, 1),
-                method=method,
-                donate_argnums=(0,),
-                batch_argnums=(),
-            )
-        }
-        self._leader = self._decode[False, 1]
-        self._prefill: dict[bool, Any] = {}
-        state = jax.eval_shape(self._make_state)
-        self.plan = self._leader.plan(state, decoder.param_types(config, dtype))
-        self._create = autopar.parallelize(
-            lambda _: self._make_state(),
-            method=autopar.CreateStateParallel(self._leader, decoder.param_types(config, dtype)),
-            batch_argnums=(),
+        self._params = decoder.param_types(config, dtype)
+        self._leader = autopar.parallelize(
+            self._decode_function(False, 1), method=method, **_DECODE
         )
+        self._decode = {(False, 1): self._leader}
+        self._prefill: dict[bool, Any] = {}
+        cache = jax.eval_shape(self._make_cache)
+        self.plan = self._leader.plan(cache, self._params, self.make_slots())
 
     # -- where things lie
 
     def param_shardings(self) -> Any:
         """A sharding for every parameter, in their pytree."""
-        _, specs = self.plan.input_specs
-        _, stages = self.plan.input_stages
+        _, specs, _ = self.plan.input_specs
+        _, stages, _ = self.plan.input_stages
         meshes = self._meshes()
         return jax.tree.map(
             lambda spec, own: NamedSharding(meshes[own[0]], spec),
@@ -127,94 +121,97 @@ class Steps:
             for stage in plan.stages
         ]
 
-    def make_state(self) -> State:
-        """An empty cache and idle slots, made where the plan wants them."""
-        return self._create(np.int32(0))
+    def make_cache(self) -> decoder.Cache:
+        """An empty cache, made where the plan wants it."""
+        create = autopar.parallelize(
+            lambda _: self._make_cache(),
+            method=autopar.CreateStateParallel(self._leader, (self._params, self.make_slots())),
+            batch_argnums=(),
+        )
+        return create(np.int32(0))
 
-    def _make_state(self) -> State:
-        slots = self.num_slots
+    def _make_cache(self) -> decoder.Cache:
+        return decoder.make_cache(self.config, self.num_slots, self.length, self.dtype)
+
+    def make_slots(self) -> Slots:
+        """Idle slots."""
+        count = self.num_slots
         return {
-            "cache": decoder.make_cache(self.config, slots, self.length, self.dtype),
-            "tokens": jnp.zeros(slots, jnp.int32),
-            "positions": jnp.zeros(slots, jnp.int32),
+            "tokens": np.zeros(count, np.int32),
+            "positions": np.zeros(count, np.int32),
             "settings": {
-                "do_sample": jnp.zeros(slots, bool),
-                "top_k": jnp.zeros(slots, jnp.int32),
-                "seed": jnp.zeros(slots, jnp.uint32),
-                "temperature": jnp.ones(slots, jnp.float32),
-                "top_p": jnp.ones(slots, jnp.float32),
+                "do_sample": np.zeros(count, bool),
+                "top_k": np.zeros(count, np.int32),
+                "seed": np.zeros(count, np.uint32),
+                "temperature": np.ones(count, np.float32),
+                "top_p": np.ones(count, np.float32),
             },
         }
 
     # -- running
 
     def prefill(
-        self, state: State, params: Any, request: np.ndarray, *, may_sample: bool
-    ) -> tuple[State, jax.Array]:
-        """A packed request into its slot -> its first token, for `unpack_tokens`."""
+        self, cache: Any, params: Any, slots: Slots, request: np.ndarray, *, may_sample: bool
+    ) -> tuple[Any, Slots, jax.Array]:
+        """A packed request into its slot -> cache, slots, its first token for `unpack_tokens`."""
         if may_sample not in self._prefill:
             self._prefill[may_sample] = autopar.parallelize(
                 self._prefill_function(may_sample),
                 method=autopar.FollowParallel(self._leader),
-                donate_argnums=(0,),
-                batch_argnums=(),
+                **_PREFILL,
             )
-        return self._prefill[may_sample](state, params, request)
+        return self._prefill[may_sample](cache, params, slots, request)
 
     def decode(
-        self, state: State, params: Any, *, may_sample: bool, num_steps: int = 1
-    ) -> tuple[State, jax.Array]:
-        """So many tokens more in every slot, for `unpack_tokens`. `may_sample`: whether some slot
-        samples."""
+        self, cache: Any, params: Any, slots: Slots, *, may_sample: bool, num_steps: int = 1
+    ) -> tuple[Any, Slots, jax.Array]:
+        """So many tokens more in every slot -> cache, slots, tokens for `unpack_tokens`.
+        `may_sample`: whether some slot samples."""
         key = (may_sample, num_steps)
         if key not in self._decode:
             self._decode[key] = autopar.parallelize(
                 self._decode_function(*key),
                 method=autopar.FollowParallel(self._leader),
-                donate_argnums=(0,),
-                batch_argnums=(),
+                **_DECODE,
             )
-        return self._decode[key](state, params)
+        return self._decode[key](cache, params, slots)
 
     def _prefill_function(self, may_sample: bool) -> Any:
         config = self.config
 
-        def prefill(state: State, params: Any, request: jax.Array) -> tuple[State, jax.Array]:
+        def prefill(cache: Any, params: Any, slots: Slots, request: jax.Array) -> Any:
             tokens, length, slot, settings = _unpack(request)
-            cache, logits = decoder.prefill(config, params, state["cache"], tokens, length, slot)
+            cache, logits = decoder.prefill(config, params, cache, tokens, length, slot)
             own = jax.tree.map(lambda x: x[None], settings)
             token, logprob = choose_tokens(logits[None], own, length[None], may_sample=may_sample)
-            state = {
-                "cache": cache,
-                "tokens": state["tokens"].at[slot].set(token[0]),
-                "positions": state["positions"].at[slot].set(length),
-                "settings": jax.tree.map(
-                    lambda old, new: old.at[slot].set(new), state["settings"], settings
-                ),
-            }
-            return state, _pack_tokens(token[0], logprob[0])
+            new = {"tokens": token[0], "positions": length, "settings": settings}
+            slots = jax.tree.map(lambda old, one: old.at[slot].set(one), slots, new)
+            return cache, slots, _pack_tokens(token[0], logprob[0])
 
         return prefill
 
     def _decode_function(self, may_sample: bool, num_steps: int) -> Any:
         config = self.config
 
-        def one(state: State, params: Any) -> tuple[State, jax.Array]:
-            positions = state["positions"]
-            cache, logits = decoder.decode(
-                config, params, state["cache"], state["tokens"], positions
-            )
+        def one(cache: Any, params: Any, slots: Slots) -> Any:
+            positions = slots["positions"]
+            cache, logits = decoder.decode(config, params, cache, slots["tokens"], positions)
             tokens, logprobs = choose_tokens(
-                logits, state["settings"], positions + 1, may_sample=may_sample
+                logits, slots["settings"], positions + 1, may_sample=may_sample
             )
-            state = state | {"cache": cache, "tokens": tokens, "positions": positions + 1}
-            return state, _pack_tokens(tokens, logprobs)
+            slots = slots | {"tokens": tokens, "positions": positions + 1}
+            return cache, slots, _pack_tokens(tokens, logprobs)
 
-        def decode(state: State, params: Any) -> tuple[State, jax.Array]:
+        def decode(cache: Any, params: Any, slots: Slots) -> Any:
             if num_steps == 1:
-                state, packed = one(state, params)
-                return state, packed[:, None]
-            state, packed = lax.scan(lambda s, _: one(s, params), state, length=num_steps)
-            return state, packed.swapaxes(0, 1)
+                cache, slots, packed = one(cache, params, slots)
+                return cache, slots, packed[:, None]
+
+            def body(carry: Any, _: None) -> Any:
+                cache, slots, packed = one(carry[0], params, carry[1])
+                return (cache, slots), packed
+
+            (cache, slots), packed = lax.scan(body, (cache, slots), length=num_steps)
+            return cache, slots, packed.swapaxes(0, 1)
 
         return decode

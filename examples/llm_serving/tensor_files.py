@@ -1,4 +1,4 @@
-"""Arrays in `*.safetensors` files: from a folder to memory maps, by name. Nothing is read but headers.
+"""Arrays in `*.safetensors` files: from a folder to memory maps by name; only headers are read.
 
 A file is the length of its header (8 bytes, little endian), the header (JSON: name -> type, shape,
 start and end of the bytes behind the header), and the bytes. Larger models have several files, and
