@@ -62,6 +62,10 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.profiling import run_profile
 
             return run_profile(arguments)
+        case "bench":
+            from autopar.cli.benching import run_bench
+
+            return run_bench(arguments)
         case _:
             from autopar.cli import showing
 

@@ -28,7 +28,13 @@ file that comes of it serves plans: `autopar plan --profile FILE`, ClusterSpec(p
 With --model, parts of a user's step are measured; FACTORY is as for `autopar plan`.
 See docs/profiling.md.
 """
-_EPILOGS = {"plan": _FACTORY, "sweep": _FACTORY, "profile": _PROFILE}
+_BENCH = """\
+The parts: cpu is measured on 8 virtual CPU devices; h100 is compiled for 8, 16 and 64 H100s, which
+need not be there (pip install 'autopar[verify]'), and judged from XLA's programs; h200 is measured
+on one GPU, if there is one; scaling is predicted. Results are kept in the folder, and the same
+command goes on where it was stopped. See docs/benchmarks.md.
+"""
+_EPILOGS = {"bench": _BENCH, "plan": _FACTORY, "sweep": _FACTORY, "profile": _PROFILE}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(_command(commands, "plan", "plan a step for a cluster that need not exist"))
     _add_sweep(_command(commands, "sweep", "plan for several sizes: how many devices are enough?"))
     _add_profile(_command(commands, "profile", "measure this machine, or a model's parts on it"))
+    _add_bench(_command(commands, "bench", "compare plans with those of experts, from a clone"))
     _add_report(_command(commands, "report", "write the page of a saved plan"))
     _add_explain(_command(commands, "explain", "show a saved plan"))
     _add_diff(_command(commands, "diff", "show what differs between two saved plans"))
@@ -172,6 +179,27 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     timed = profile.add_argument_group("the database of timed plans")
     timed.add_argument("--database", action="store_true", help="list what was timed")
     timed.add_argument("--forget", action="store_true", help="clear it")
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--only", metavar="LIST", help="of cpu,h100,h200,scaling")
+    bench.add_argument("--models", metavar="LIST", help="such as gpt,moe-10b; default: all")
+    bench.add_argument("--devices", metavar="LIST", help="of h100: such as 8,64; default: all")
+    bench.add_argument("--plans", metavar="A;B", help="of h100: autopar, FSDP and other families")
+    bench.add_argument("--layers", type=_positive, metavar="N", help="shallower models, for all")
+    bench.add_argument("--quick", action="store_true", help="few rows, two layers: some minutes")
+    bench.add_argument("--jobs", type=_positive, default=2, help="processes (default 2)")
+    bench.add_argument("--time-limit", type=_seconds, default=3600.0, metavar="SECONDS")
+    bench.add_argument(
+        "--folder",
+        default="autopar-bench",
+        metavar="DIR",
+        help="of results (default autopar-bench)",
+    )
+    bench.add_argument("--list", action="store_true", help="show the rows, run nothing")
+    bench.add_argument("--show", metavar="FILE", help="show the tables of a results file")
+    bench.add_argument("--merge-into", metavar="FILE", help="put the results into this file too")
+    bench.add_argument("--rewrite", metavar="TEXT.md", help="put the tables between its markers")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,132 @@
+"""Which models on which devices the suite compares: data, and the `Example`s made of it.
+
+A `Row` is one line of a table: a model, a number of devices and how much of the batch each gets.
+All plans of a row have the same model code, depth and batch. Parameters and optimizer state are
+float32, activations and products bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.errors import ArgumentError, near_names
+
+DEVICES_PER_HOST = 8
+QUICK_LAYERS = 2
+FAMILIES = ("gpt", "llama", "moe", "bert", "wresnet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`per_device`: sequences or images of the batch; `config`: fields that differ from the zoo's.
+    `layers`: a depth other than the model's own (of a Wide-ResNet, blocks of each stage)."""
+
+    model: str
+    devices: int
+    per_device: int
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: int | None = None
+
+    @property
+    def family(self) -> str:
+        return next(name for name in FAMILIES if self.model.startswith(name))
+
+    @property
+    def name(self) -> str:
+        depth = "" if self.layers is None else f"-{self.layers}layers"
+        return f"{self.model}-{self.devices}{depth}"
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """(hosts, devices on each)."""
+        num_hosts = max(1, self.devices // DEVICES_PER_HOST)
+        return num_hosts, self.devices // num_hosts
+
+
+_LLAMA = {"seq_len": 2048}
+H100_ROWS: tuple[Row, ...] = (
+    Row("gpt-2.6b", 8, 8),
+    Row("llama3-8b", 8, 2, _LLAMA),
+    Row("moe-10b", 8, 8),
+    Row("bert-large", 8, 32),
+    Row("wresnet-2b", 8, 24),
+    Row("gpt-6.7b", 16, 4),
+    Row("llama2-13b", 16, 1, _LLAMA),
+    Row("moe-10b", 16, 8),
+    Row("bert-large", 16, 32),
+    Row("wresnet-4b", 16, 16),
+    Row("gpt-15b", 64, 2),
+    Row("llama2-13b", 64, 2, _LLAMA),
+    Row("moe-27b", 64, 8),
+    Row("bert-large", 64, 32),
+    Row("wresnet-6.8b", 64, 8),
+)
+# Large enough that compute and communication count, small enough that a step takes under a second.
+CPU_ROWS: tuple[Row, ...] = (
+    Row(
+        "gpt-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128, "vocab_size": 2048}
+    ),
+    Row("llama-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128, "ffn_size": 704}),
+    Row("moe-tiny", 8, 4, {"hidden_size": 128, "num_layers": 4, "seq_len": 128}),
+    Row("bert-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128}),
+    Row("wresnet-tiny", 8, 4),
+)
+QUICK_CPU_ROWS = CPU_ROWS[:1]
+QUICK_ROWS: tuple[Row, ...] = (
+    Row("gpt-2.6b", 8, 8, layers=QUICK_LAYERS),
+    Row("moe-10b", 8, 8, layers=QUICK_LAYERS),
+)
+
+
+def check_names(rows: Sequence[Row], models: Sequence[str], devices: Sequence[int]) -> None:
+    """That some row has each of these models (names or families) and numbers of devices."""
+    names = sorted({row.model for row in rows} | {row.family for row in rows})
+    for name in models:
+        if name not in names:
+            raise ArgumentError(
+                f"--models {name}: no row has this model{near_names(name, names)}. There are "
+                f"{', '.join(names)}."
+            )
+    numbers = sorted({row.devices for row in rows})
+    for number in devices:
+        if number not in numbers:
+            raise ArgumentError(
+                f"--devices {number}: no row has so many; there are {', '.join(map(str, numbers))}."
+            )
+    if not chosen_rows(rows, models, devices):
+        raise ArgumentError(
+            f"--models {','.join(models)} --devices {','.join(map(str, devices))}: no row has both. "
+            "`autopar bench --list` shows the rows."
+        )
+
+
+def chosen_rows(
+    rows: Sequence[Row],
+    models: Sequence[str] = (),
+    devices: Sequence[int] = (),
+    layers: int | None = None,
+) -> list[Row]:
+    """The rows of these models and numbers of devices, at another depth if one is given."""
+    found = [
+        row
+        for row in rows
+        if (not models or row.model in models or row.family in models)
+        and (not devices or row.devices in devices)
+    ]
+    return found if layers is None else [replace(row, layers=layers) for row in found]
+
+
+def example_of(row: Row) -> Any:
+    """The model, at the row's depth and batch."""
+    import jax.numpy as jnp
+
+    from examples.models import build
+
+    example = build(row.model, row.per_device * row.devices, dtype=jnp.bfloat16, **row.config)
+    if row.layers is None:
+        return example
+    if row.family == "wresnet":
+        return example.replace(stage_sizes=(row.layers,) * len(example.config.stage_sizes))
+    return example.replace(num_layers=row.layers)

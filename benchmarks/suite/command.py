@@ -1,0 +1,323 @@
+"""What `autopar bench` does: from its options to a results file and the tables made of it.
+
+The suite has parts: "cpu" is measured on 8 virtual CPU devices, "h100" compiled for 8, 16 and 64
+H100s that need not be there, "h200" measured on one GPU if there is one, "scaling" predicted. Every
+result has a file of its own in the folder; `suite.json` beside them has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ArgumentError, CompileError, near_names
+from benchmarks.suite.cases import (
+    CPU_ROWS,
+    H100_ROWS,
+    QUICK_CPU_ROWS,
+    QUICK_ROWS,
+    Row,
+    check_names,
+    chosen_rows,
+)
+from benchmarks.suite.pool import Task, run_tasks
+from benchmarks.suite.tables import tables_of, with_tables
+
+PARTS = ("cpu", "h100", "h200", "scaling")
+DEFAULT_PARTS = ("cpu", "h100", "h200")
+RESULTS = "suite.json"
+GPU_LIMIT_S = 60.0  # to ask for GPUs
+_PACKAGES = ("autopar", "jax", "jaxlib", "flax", "optax")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; empty tuples mean all."""
+
+    only: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    layers: int | None = None
+    jobs: int = 2
+    folder: Path = Path("autopar-bench")
+    time_limit_s: float = 3600.0
+    quick: bool = False
+    plans: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        for part in self.only:
+            if part not in PARTS:
+                raise ArgumentError(
+                    f"--only {part}: there is no such part{near_names(part, PARTS)}. There are "
+                    f"{', '.join(PARTS)}."
+                )
+        if self.only:
+            return tuple(part for part in PARTS if part in self.only)
+        return ("cpu", "h100") if self.quick else DEFAULT_PARTS
+
+
+def rows_of(part: str, options: Options) -> list[Row]:
+    """The rows of a part that were asked for; other parts may have what this one has not."""
+    known = {
+        "cpu": QUICK_CPU_ROWS if options.quick else CPU_ROWS,
+        "h100": QUICK_ROWS if options.quick else H100_ROWS,
+    }
+    parts = [name for name in options.parts if name in known]
+    check_names([row for name in parts for row in known[name]], options.models, options.devices)
+    return chosen_rows(known.get(part, ()), options.models, options.devices, options.layers)
+
+
+def run_bench(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Run the parts one after another; the document of the results file."""
+    ends_s = time.time() + options.time_limit_s
+    runners = {"cpu": _run_cpu, "h100": _run_h100, "h200": _run_h200, "scaling": _run_scaling}
+    options.folder.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {}
+    for part in options.parts:
+        found = runners[part](options, ends_s, say)
+        if found is not None:
+            document[part] = {**found, "machine": machine()}
+            _write(options.folder / RESULTS, document)
+    return document
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran: what the table does not say."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def list_rows(options: Options) -> str:
+    lines = []
+    for part in options.parts:
+        for row in rows_of(part, options):
+            batch = row.per_device * row.devices
+            lines.append(f"{part:8s} {row.model:14s} {row.devices:3d} devices, batch {batch}")
+        if part == "h200":
+            lines.append(f"{part:8s} every step of benchmarks/one_gpu_cases.py, if there is a GPU")
+        if part == "scaling":
+            lines.append(f"{part:8s} python -m benchmarks.scaling says which")
+    return "\n".join(lines)
+
+
+# -- parts
+
+
+def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+    from autopar.proof.targets import cuda_version, load_target
+    from benchmarks.suite.compiling import AUTOPAR, TARGET, planners
+
+    rows = rows_of("h100", options)
+    try:
+        cuda_version(load_target(TARGET))
+    except CompileError as error:
+        raise CompileError(
+            "bench: the rows of H100s are compiled by XLA's GPU compiler, which is not here. "
+            "Install it with: pip install 'autopar[verify]' (no GPU is needed), or leave these "
+            "rows out with --only cpu."
+        ) from error
+    tasks: list[tuple[int, Task]] = []
+    for row in rows:
+        for at, (who, family) in enumerate(planners(row)):
+            if options.plans and family not in options.plans and who not in options.plans:
+                continue
+            folder = options.folder / "h100" / row.name
+            job = folder / f"{_slug(who)}.job"
+            folder.mkdir(parents=True, exist_ok=True)
+            job.write_text(json.dumps({"row": asdict(row), "who": who}), encoding="utf-8")
+            result = folder / f"{_slug(who)}.json"
+            arguments = ("-m", "benchmarks.suite.compiling", str(job.resolve()))
+            task = Task(f"{row.name}: {who}", (*arguments, str(result.resolve())), result)
+            # What takes longest, planning for many devices, begins first.
+            tasks.append((-row.devices if who == AUTOPAR else at, task))
+    order = [task for _, task in sorted(tasks, key=lambda one: one[0])]
+    say(f"h100: {len(order)} plans to compile, {sum(t.is_done for t in order)} done before")
+    left = run_tasks(order, options.jobs, ends_s, _teller(say))
+    if left:
+        say(f"h100: {left} plans are left; the same command goes on with them")
+    return {
+        "target": "H100 80GB, 8 to a host; compiled by XLA without GPUs, not run",
+        "rows": collected(options.folder / "h100", rows),
+    }
+
+
+def _teller(say: Callable[[str], None]) -> Callable[[Task, str], None]:
+    def tell(task: Task, problem: str) -> None:
+        if problem:
+            say(f"{task.name}: {problem}")
+            return
+        found = json.loads(task.result.read_text(encoding="utf-8"))
+        for one in found.get("results", []):
+            step = f"{one['step_ms']:.1f} ms" if "step_ms" in one else one.get("note", "")
+            fits = "" if one["fits"] else ", does not fit"
+            say(f"{task.name}: {one['plan']}: {step}, {one.get('peak_gb', 0.0):.1f} GB{fits}")
+        if "error" in found:
+            say(f"{task.name}: {found['error']}")
+
+    return tell
+
+
+def collected(folder: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """All results of every row that has any."""
+    found = []
+    for row in rows:
+        results: list[dict[str, Any]] = []
+        versions: set[str] = set()
+        for path in sorted((folder / row.name).glob("*.json")):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            versions.add(document["jax"])
+            results += document.get("results", [])
+            if "error" in document:
+                results.append(_failed(document))
+        if results:
+            line = {
+                "model": row.model,
+                "devices": row.devices,
+                "batch": row.per_device * row.devices,
+                "jax": sorted(versions),
+                "results": results,
+            }
+            if row.layers is not None:
+                line["layers"] = row.layers
+            found.append(line)
+    return found
+
+
+def _failed(document: dict[str, Any]) -> dict[str, Any]:
+    who = document["who"]
+    return {"plan": who, "family": who, "fits": False, "note": document["error"]}
+
+
+def _run_cpu(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+    rows = rows_of("cpu", options)
+    tasks = []
+    for row in rows:
+        folder = options.folder / "cpu" / row.name
+        folder.mkdir(parents=True, exist_ok=True)
+        job = folder / "all.job"
+        job.write_text(json.dumps({"row": asdict(row)}), encoding="utf-8")
+        result = folder / "all.json"
+        arguments = ("-m", "benchmarks.suite.measuring", str(job.resolve()))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+        task = Task(row.name, (*arguments, str(result.resolve())), result, environment)
+        tasks.append(task)
+    say(f"cpu: {len(tasks)} models to measure, one after another")
+    left = run_tasks(tasks, 1, ends_s, _teller(say))
+    if left:
+        say(f"cpu: {left} models are left; the same command goes on with them")
+    found = []
+    for row in rows:
+        path = options.folder / "cpu" / row.name / "all.json"
+        if path.is_file():
+            document = json.loads(path.read_text(encoding="utf-8"))
+            found.append(document | {"model": row.model, "devices": row.devices})
+    return {"target": "8 virtual CPU devices of one process", "rows": found}
+
+
+def _run_h200(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any] | None:
+    kind = gpu_kind()
+    if kind is None:
+        say("h200: no GPU was found; these rows are left out")
+        return None
+    result = options.folder / "h200" / "one_gpu.json"
+    left_s = max(1.0, ends_s - time.time())
+    arguments = ("-m", "benchmarks.one_gpu", "--json", str(result.resolve()))
+    arguments += ("--limit-s", f"{left_s - 5:.0f}")
+    task = Task("h200", arguments, result)
+    run_tasks([task], 1, ends_s)
+    say(task.log.read_text(encoding="utf-8", errors="replace") if task.log.is_file() else "")
+    if not task.is_done:
+        return None
+    return {"target": kind, **json.loads(result.read_text(encoding="utf-8"))}
+
+
+def gpu_kind() -> str | None:
+    """The GPU that JAX finds, asked in a process of its own: this one shall not take it."""
+    code = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=GPU_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    kind, _, name = found.stdout.strip().partition(" ")
+    return name if kind == "gpu" else None
+
+
+def _run_scaling(options: Options, ends_s: float, say: Callable[[str], None]) -> Any:
+    from benchmarks import scaling
+
+    return scaling.run(
+        folder=options.folder / "scaling",
+        jobs=options.jobs,
+        time_limit_s=max(1.0, ends_s - time.time()),
+        only=options.models,
+    )
+
+
+# -- files
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^\w.]+", "-", text.replace("×", "x")).strip("-").lower()
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ArgumentError(
+            f"--show {path}: cannot be read as results of `autopar bench`: {error}"
+        ) from error
+    if not isinstance(document, dict) or not set(document) & set(PARTS):
+        raise ArgumentError(
+            f"--show {path}: has none of the parts {', '.join(PARTS)}, so it is no results file of "
+            "`autopar bench`."
+        )
+    return document
+
+
+def show(document: dict[str, Any]) -> str:
+    """Every table under its name."""
+    return "\n".join(f"### {name}\n\n{table}" for name, table in tables_of(document).items())
+
+
+def merge(document: dict[str, Any], target: Path) -> None:
+    """Put the parts of a run into a results file; parts that it does not have stay."""
+    known = read_results(target) if target.is_file() else {}
+    _write(target, known | document)
+
+
+def rewrite(text_file: Path, document: dict[str, Any]) -> None:
+    """Put the tables between the markers of a text."""
+    text = text_file.read_text(encoding="utf-8")
+    text_file.write_text(with_tables(text, tables_of(document)), encoding="utf-8")

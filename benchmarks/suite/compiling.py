@@ -1,0 +1,260 @@
+"""One plan of one row, compiled for H100s that are not there and judged: from a `Job` to a result.
+
+    python -m benchmarks.suite.compiling JOB.json RESULT.json
+
+is a process of `pool`. A job is a row and who plans it: "autopar", a chain of experts by the name of
+its first one, or "3-D by hand". Of a chain, candidates are compiled until one fits, since those
+behind it do the same with more work. Of the pipelines by hand, all are planned and the few that are
+predicted to be fastest are compiled. JAX's CUDA plugin is needed, a GPU is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autopar
+from autopar import _jax
+from autopar.api import make_executable
+from autopar.compiler import plan_step
+from autopar.prediction import predicted_timeline
+from autopar.proof.targets import load_target
+from autopar.runtime.pipeline import PipelineExecutable
+from benchmarks.experts import Expert, chains_for
+from benchmarks.suite.cases import DEVICES_PER_HOST, Row, example_of
+from benchmarks.suite.judge import H100, Judged, judge
+
+TARGET = "h100-80gb"
+PRESET = "h100-sxm"
+MOST_PIPELINES = 2
+AUTOPAR = "autopar"
+PIPELINES = "3-D by hand"
+_NOT_COMPILED = "its arguments alone need more than a device has"
+
+
+def cluster_of(row: Row) -> autopar.ClusterSpec:
+    return autopar.ClusterSpec(*row.hosts, PRESET)
+
+
+def devices_of(row: Row) -> list[Any]:
+    return _jax.gpu_topology_devices(*row.hosts, load_target(TARGET).config)
+
+
+def planners(row: Row) -> list[tuple[str, str]]:
+    """(who plans, family) of every job of a row, those first that tell most."""
+    chains = chains_for(example_of(row), row.devices, DEVICES_PER_HOST)
+    found = [(AUTOPAR, AUTOPAR)]
+    found += [(chain[0].name, chain[0].family) for chain in chains if not chain[0].is_pipeline]
+    if any(chain[0].is_pipeline for chain in chains):
+        found.append((PIPELINES, PIPELINES))
+    return list(dict.fromkeys(found))
+
+
+# -- results
+
+
+def _figures(parts: Sequence[Judged], step_s: float, peak_bytes: float) -> dict[str, Any]:
+    """Of a step: the time of its whole, and what its busiest program does."""
+    most = max(parts, key=lambda part: part.step_s)
+    return {
+        "step_ms": 1e3 * step_s,
+        "compute_ms": 1e3 * most.compute_s,
+        "communication_ms": 1e3 * most.communication_s,
+        "tflop": most.flops / 1e12,
+        "peak_gb": peak_bytes / 1e9,
+        "fits": peak_bytes <= H100.usable_bytes,
+        "sent_gb": {place: sent / 1e9 for place, sent in most.sent_bytes.items()},
+        "place_ms": {place: 1e3 * seconds for place, seconds in most.place_s.items()},
+        "collectives": most.collectives,
+    }
+
+
+def _judged(compiled: Any) -> Judged:
+    return judge(compiled.as_text() or "", H100, _hosts(compiled))
+
+
+def _hosts(compiled: Any) -> list[int] | None:
+    """The host of every device, in the order in which the program numbers them."""
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return [device.id // DEVICES_PER_HOST for device in sharding.mesh.devices.flat]
+    return None
+
+
+def _peak_bytes(compiled: Any) -> int:
+    stats = compiled.memory_analysis()
+    sizes = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return sizes - stats.alias_size_in_bytes
+
+
+def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
+    """What XLA makes of a plan of autopar's. The step of a pipeline is simulated with the judged
+    time of every piece; what crosses between stages takes as long as the plan says."""
+    executable = make_executable(planned, devices_of(row))
+    if not isinstance(executable, PipelineExecutable):
+        compiled: Any = executable.compiled
+        own = _judged(compiled)
+        return _figures([own], own.step_s, _peak_bytes(compiled))
+    pieces = [_judged(piece) for piece in executable.compiled.values()]
+    plan = planned.plan
+    assert plan.times is not None and len(plan.times.pieces) == len(pieces)
+    timed = [
+        replace(old, seconds=new.step_s) for old, new in zip(plan.times.pieces, pieces, strict=True)
+    ]
+    judged_plan = replace(plan, times=replace(plan.times, pieces=tuple(timed)))
+    step_s = predicted_timeline(judged_plan).step_s
+    return _figures(pieces, step_s, executable.memory_bytes())
+
+
+def _plan_words(plan: Any) -> dict[str, Any]:
+    stages = [f"{'×'.join(map(str, stage.mesh_shape))}" for stage in plan.stages]
+    return {
+        "mesh": ", ".join(stages) if plan.is_pipeline else "×".join(map(str, plan.mesh_shape)),
+        "num_stages": len(plan.stages) if plan.is_pipeline else 1,
+        "num_micro_batches": plan.num_micro_batches,
+        "remat_layers": len(plan.remat),
+        "predicted_ms": 1e3 * plan.estimated_step_s,
+        "predicted_gb": plan.estimated_peak_bytes / 1e9,
+    }
+
+
+# -- who plans
+
+
+def autopar_results(row: Row) -> list[dict[str, Any]]:
+    """As a user gets it who gives no method."""
+    example = example_of(row)
+    arguments = (example.abstract_state(), example.abstract_batch())
+    started = time.perf_counter()
+    planned = plan_step(
+        example.train_step,
+        arguments,
+        {},
+        cluster=cluster_of(row),
+        method=autopar.AutoParallel(),
+    )
+    planned_s = time.perf_counter() - started
+    started = time.perf_counter()
+    figures = _of_plan(planned, row)
+    return [
+        {
+            "plan": AUTOPAR,
+            "family": AUTOPAR,
+            "planned_s": planned_s,
+            "compiled_s": time.perf_counter() - started,
+            **_plan_words(planned.plan),
+            **figures,
+        }
+    ]
+
+
+def chain_results(row: Row, first: str) -> list[dict[str, Any]]:
+    """Of a layout by hand, with more and more computed again until it fits."""
+    example = example_of(row)
+    chains = chains_for(example, row.devices, DEVICES_PER_HOST)
+    found: list[dict[str, Any]] = []
+    for chain in chains:
+        if chain[0].name == first:
+            for expert in chain:
+                found.append(_expert_result(expert, example, row))
+                if found[-1]["fits"] or found[-1].get("note") == _NOT_COMPILED:
+                    break
+    return found
+
+
+def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
+    result = {"plan": expert.name, "family": expert.family}
+    assert expert.layout is not None
+    result["mesh"] = "×".join(map(str, expert.layout.mesh_shape))
+    started = time.perf_counter()
+    step, state, batch = expert.step(example, devices_of(row))
+    held_bytes = sum(
+        leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves((state, batch))
+    )
+    if held_bytes > H100.usable_bytes:
+        note = _NOT_COMPILED
+        return {**result, "fits": False, "peak_gb": held_bytes / 1e9, "note": note}
+    compiled = step.lower(state, batch).compile()
+    own = _judged(compiled)
+    figures = _figures([own], own.step_s, _peak_bytes(compiled))
+    return {**result, "compiled_s": time.perf_counter() - started, **figures}
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def pipeline_results(row: Row) -> list[dict[str, Any]]:
+    """The pipelines by hand that are predicted to be the fastest of those predicted to fit."""
+    example = example_of(row)
+    cluster = cluster_of(row)
+    planned: list[tuple[float, Expert, Any]] = []
+    for chain in chains_for(example, row.devices, DEVICES_PER_HOST):
+        for expert in chain:
+            if not expert.is_pipeline:
+                continue
+            own = expert.example(example)
+            arguments = (own.abstract_state(), own.abstract_batch())
+            try:
+                step = plan_step(
+                    own.train_step, arguments, {}, cluster=cluster, method=expert.method
+                )
+            except autopar.MemoryBudgetError:
+                continue
+            planned.append((step.plan.estimated_step_s, expert, step))
+    planned.sort(key=lambda one: one[0])
+    if not planned:
+        return [{"plan": PIPELINES, "family": PIPELINES, "fits": False, "note": "none fits"}]
+    results = []
+    for _, expert, step in planned[:MOST_PIPELINES]:
+        started = time.perf_counter()
+        figures = _of_plan(step, row)
+        results.append(
+            {
+                "plan": expert.name,
+                "family": expert.family,
+                "compiled_s": time.perf_counter() - started,
+                **_plan_words(step.plan),
+                **figures,
+            }
+        )
+    return results
+
+
+def results_of(row: Row, who: str) -> list[dict[str, Any]]:
+    if who == AUTOPAR:
+        return autopar_results(row)
+    return pipeline_results(row) if who == PIPELINES else chain_results(row, who)
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    row = Row(**job["row"])
+    try:
+        found: dict[str, Any] = {"results": results_of(row, job["who"])}
+    except autopar.AutoparError as error:
+        first, _, _ = str(error).partition("\n")
+        found = {"error": f"{type(error).__name__}: {first}"}
+    document = {"row": asdict(row), "who": job["who"], "jax": jax.__version__, **found}
+    partial = Path(f"{result_file}.partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.rename(result_file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,231 @@
+"""The results file as text: from the document of `autopar bench` to markdown tables.
+
+`tables_of` gives every table by name; `with_tables` puts them into a text such as the README, between
+`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, so that no number is copied by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.errors import ArgumentError
+
+EQUAL_WITHIN = 0.01  # of a compiled row; measured ones have their own spread
+_AUTOPAR = "autopar"
+_MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+
+
+def tables_of(document: dict[str, Any]) -> dict[str, str]:
+    """name → markdown, of the parts that the document has."""
+    makers = {
+        "h100": (h100_table, h100_details),
+        "cpu": (cpu_table,),
+        "h200": (h200_table,),
+    }
+    found = {}
+    for part, functions in makers.items():
+        if part in document:
+            for function in functions:
+                found[function.__name__.replace("_table", "").replace("_", "-")] = function(
+                    document[part]
+                )
+    return found
+
+
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """The text with what is between markers replaced. A marker of no table is an error."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in tables:
+            raise ArgumentError(
+                f"<!-- bench:{name} -->: the results have no such table. They have "
+                f"{', '.join(tables) or 'none'}."
+            )
+        return match[1] + tables[name] + match[3]
+
+    return _MARKED.sub(table, text)
+
+
+def table_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+# -- compiled for H100s
+
+
+def best_by_family(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each family the fastest that fits; where none does, the one that needs least."""
+    best: dict[str, dict[str, Any]] = {}
+    for one in results:
+        held = best.get(one["family"])
+        if held is None or _rank(one) < _rank(held):
+            best[one["family"]] = one
+    return best
+
+
+def _rank(one: dict[str, Any]) -> tuple[bool, float]:
+    return not one["fits"], one["step_ms"] if one["fits"] else one.get("peak_gb", 0.0)
+
+
+def best_expert(row: dict[str, Any]) -> dict[str, Any] | None:
+    able = [one for one in row["results"] if one["family"] != _AUTOPAR and one["fits"]]
+    return min(able, key=lambda one: one["step_ms"], default=None)
+
+
+def autopar_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    return next((one for one in row["results"] if one["family"] == _AUTOPAR), None)
+
+
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """autopar's step over that of the best expert."""
+    ours, best = autopar_of(row), best_expert(row)
+    if ours is None or best is None or not ours["fits"]:
+        return None
+    return ours["step_ms"] / best["step_ms"]
+
+
+def h100_table(part: dict[str, Any]) -> str:
+    """A line per row: autopar, the best of each family of experts, and the ratio."""
+    heads = ("model", "GPUs", "batch", "autopar", "best expert", "other experts", "ratio", "")
+    return table_text(heads, [_h100_line(row) for row in part["rows"]])
+
+
+def _h100_line(row: dict[str, Any]) -> list[str]:
+    ours, best, ratio = autopar_of(row), best_expert(row), ratio_of(row)
+    others = [
+        f"{family} {_step(one)}"
+        for family, one in sorted(
+            best_by_family(row["results"]).items(), key=lambda item: _rank(item[1])
+        )
+        if family != _AUTOPAR and (best is None or family != best["family"])
+    ]
+    return [
+        _model(row),
+        str(row["devices"]),
+        str(row["batch"]),
+        "not run" if ours is None else f"{_step(ours)} {_shape(ours)}".strip(),
+        "none fits" if best is None else f"{_step(best)}, {best['plan']}",
+        ", ".join(others) or "–",
+        "–" if ratio is None else f"{ratio:.2f}",
+        _note(row),
+    ]
+
+
+def _model(row: dict[str, Any]) -> str:
+    return row["model"] + (f", {row['layers']} layers" if row.get("layers") else "")
+
+
+def _step(one: dict[str, Any]) -> str:
+    return f"{one['step_ms']:.1f} ms" if one["fits"] else "does not fit"
+
+
+def _shape(one: dict[str, Any]) -> str:
+    words = [f"({one['mesh']})"] if one.get("mesh") else []
+    parts = one.get("num_micro_batches", 1)
+    words += [f"{parts} micro-batches"] if parts > 1 else []
+    again = one.get("remat_layers", 0)
+    words += [f"{again} layers again"] if again else []
+    return ", ".join(words)
+
+
+def _note(row: dict[str, Any]) -> str:
+    """Where autopar is worse: of what it has more."""
+    ours, best, ratio = autopar_of(row), best_expert(row), ratio_of(row)
+    if ours is not None and ours.get("note"):
+        return ours["note"]
+    if ours is None or best is None or ratio is None or ratio <= 1 + EQUAL_WITHIN:
+        return row.get("note", "")
+    compute = ours["compute_ms"] - best["compute_ms"]
+    communication = ours["communication_ms"] - best["communication_ms"]
+    found = f"worse: compute {compute:+.1f} ms, communication {communication:+.1f} ms"
+    return f"{found}; {row['note']}" if row.get("note") else found
+
+
+def h100_details(part: dict[str, Any]) -> str:
+    """A line per plan: what the formula is made of."""
+    heads = (
+        "model", "GPUs", "plan", "mesh", "step ms", "compute ms", "communication ms",
+        "sent by a device, GB", "peak GB", "predicted GB", "planned s",
+    )  # fmt: skip
+    lines = []
+    for row in part["rows"]:
+        best = sorted(best_by_family(row["results"]).values(), key=_rank)
+        lines += [_detail(row, one) for one in best]
+    return table_text(heads, lines)
+
+
+def _detail(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    sent = ", ".join(f"{place}: {gb:.2f}" for place, gb in sorted(one.get("sent_gb", {}).items()))
+    return [
+        _model(row),
+        str(row["devices"]),
+        one["plan"],
+        one.get("mesh", "–"),
+        _number(one.get("step_ms")) + ("" if one["fits"] else " (does not fit)"),
+        _number(one.get("compute_ms")),
+        _number(one.get("communication_ms")),
+        sent or "–",
+        _number(one.get("peak_gb")),
+        _number(one.get("predicted_gb")),
+        _number(one.get("planned_s")),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+# -- measured
+
+
+def cpu_table(part: dict[str, Any]) -> str:
+    """Measured on virtual CPU devices: medians of rounds in which all plans took turns."""
+    heads = ("model", "devices", "autopar", "best expert", "other experts", "ratio", "")
+    lines = []
+    for row in part["rows"]:
+        ours, best = autopar_of(row), best_expert(row)
+        others = [
+            f"{one['family']} {_step(one)}"
+            for one in sorted(best_by_family(row["results"]).values(), key=_rank)
+            if one["family"] != _AUTOPAR and (best is None or one["family"] != best["family"])
+        ]
+        ratio = ratio_of(row)
+        spread = row.get("ratio_spread")
+        lines.append(
+            [
+                _model(row),
+                str(row["devices"]),
+                "–" if ours is None else f"{_step(ours)} {_shape(ours)}".strip(),
+                "–" if best is None else f"{_step(best)}, {best['plan']}",
+                ", ".join(others) or "–",
+                "–" if ratio is None else f"{ratio:.2f}" + (f" ± {spread:.2f}" if spread else ""),
+                row.get("note", ""),
+            ]
+        )
+    return table_text(heads, lines)
+
+
+def h200_table(part: dict[str, Any]) -> str:
+    """autopar beside `jax.jit` of the same step on one GPU."""
+    heads = ("step", "jax.jit", "autopar", "ratio", "TFLOP/s", "peak GiB, both")
+    lines = []
+    for row in part["rows"]:
+        if "error" in row:
+            lines.append([row["label"], row["error"], "–", "–", "–", "–"])
+            continue
+        peaks = [f"{row[f'{name}_xla_bytes'] / 2**30:.1f}" for name in ("jit", "autopar")]
+        lines.append(
+            [
+                row["label"],
+                f"{1e3 * row['jit_step_s']:.1f} ms",
+                f"{1e3 * row['autopar_step_s']:.1f} ms",
+                f"{row['ratio']:.3f} ± {row['ratio_spread']:.3f}",
+                f"{row['tflops']:.0f} ({row['share_of_peak']:.0%})",
+                " / ".join(peaks),
+            ]
+        )
+    return table_text(heads, lines)
