@@ -194,7 +194,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--folder",
         default="autopar-bench",
         metavar="DIR",
-        help="of results (default autopar-bench)",
+        help="of results; default autopar-bench",
     )
     bench.add_argument("--list", action="store_true", help="show the rows, run nothing")
     bench.add_argument("--show", metavar="FILE", help="show the tables of a results file")

@@ -16,9 +16,9 @@ from autopar.errors import ArgumentError
 OK, INCOMPLETE = 0, 1
 _PLACE = Path("benchmarks") / "suite" / "command.py"
 _HOW = (
-    "bench: the suite is not part of the installed package, it runs from a clone of autopar. Get one "
-    "with `git clone` of the repository, install it with `pip install -e '.[examples,verify]'` and run "
-    "`autopar bench` in that folder."
+    "bench: the suite is not part of the installed package, it runs from a clone of autopar. Get "
+    "one with `git clone` of the repository, install it with `pip install -e "
+    "'.[examples,verify]'` and run `autopar bench` in that folder."
 )
 
 

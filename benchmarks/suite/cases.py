@@ -64,13 +64,12 @@ H100_ROWS: tuple[Row, ...] = (
     Row("wresnet-6.8b", 64, 8),
 )
 # Large enough that compute and communication count, small enough that a step takes under a second.
+_CPU = {"hidden_size": 256, "num_layers": 4, "seq_len": 128}
 CPU_ROWS: tuple[Row, ...] = (
-    Row(
-        "gpt-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128, "vocab_size": 2048}
-    ),
-    Row("llama-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128, "ffn_size": 704}),
-    Row("moe-tiny", 8, 4, {"hidden_size": 128, "num_layers": 4, "seq_len": 128}),
-    Row("bert-tiny", 8, 4, {"hidden_size": 256, "num_layers": 4, "seq_len": 128}),
+    Row("gpt-tiny", 8, 4, {**_CPU, "vocab_size": 2048}),
+    Row("llama-tiny", 8, 4, {**_CPU, "ffn_size": 704}),
+    Row("moe-tiny", 8, 4, {**_CPU, "hidden_size": 128}),
+    Row("bert-tiny", 8, 4, _CPU),
     Row("wresnet-tiny", 8, 4),
 )
 QUICK_CPU_ROWS = CPU_ROWS[:1]
@@ -97,8 +96,8 @@ def check_names(rows: Sequence[Row], models: Sequence[str], devices: Sequence[in
             )
     if not chosen_rows(rows, models, devices):
         raise ArgumentError(
-            f"--models {','.join(models)} --devices {','.join(map(str, devices))}: no row has both. "
-            "`autopar bench --list` shows the rows."
+            f"--models {','.join(models)} --devices {','.join(map(str, devices))}: no row has "
+            "both. `autopar bench --list` shows the rows."
         )
 
 

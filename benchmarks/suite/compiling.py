@@ -2,8 +2,8 @@
 
     python -m benchmarks.suite.compiling JOB.json RESULT.json
 
-is a process of `pool`. A job is a row and who plans it: "autopar", a chain of experts by the name of
-its first one, or "3-D by hand". Of a chain, candidates are compiled until one fits, since those
+is a process of `pool`. A job is a row and who plans it: "autopar", a chain of experts by the name
+of its first one, or "3-D by hand". Of a chain, candidates are compiled until one fits, since those
 behind it do the same with more work. Of the pipelines by hand, all are planned and the few that are
 predicted to be fastest are compiled. JAX's CUDA plugin is needed, a GPU is not.
 """

@@ -1,4 +1,4 @@
-"""Processes side by side, each with one result file: from `Task`s to the files, within a time limit.
+"""Processes side by side, each with one result file: from `Task`s to the files, in limited time.
 
 A task whose file is there is not run again, so that a run which was cut short goes on where it
 stopped. A process that fails leaves its last words beside the file that it did not write, and is

@@ -1,7 +1,7 @@
 """The results file as text: from the document of `autopar bench` to markdown tables.
 
-`tables_of` gives every table by name; `with_tables` puts them into a text such as the README, between
-`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, so that no number is copied by hand.
+`tables_of` gives every table by name; `with_tables` puts them into a text such as the README,
+between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, so that no number is copied by hand.
 """
 
 from __future__ import annotations
