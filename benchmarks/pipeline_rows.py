@@ -141,8 +141,10 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def repr_of(method: Any) -> str:
     """A method as a user would write it, its defaults left out."""
-    if isinstance(method, autopar.AutoParallel) and method == autopar.AutoParallel():
-        return "AutoParallel()"
+    if isinstance(method, autopar.AutoParallel):
+        number = method.num_micro_batches
+        if method == autopar.AutoParallel(num_micro_batches=number):
+            return f"AutoParallel({'' if number == 'auto' else f'num_micro_batches={number}'})"
     if isinstance(method, autopar.PipeshardParallel):
         plain = autopar.PipeshardParallel(method.num_micro_batches)
         if method == plain:

@@ -25,6 +25,7 @@ from .transformer import (
     TrainState,
     apply_layers,
     check_attention,
+    check_optimizer,
     create_train_state,
     cross_entropy,
     make_token_batch,
@@ -37,7 +38,9 @@ class MoEConfig:
 
     `group_size` is the number of tokens that share the experts' buffers; it must divide the tokens
     of a batch. An expert takes `capacity_factor · group_size / num_experts` of a group, the rest of
-    those that chose it pass by on the residual.
+    those that chose it pass by on the residual. `optimizer` is "adam", or "adafactor", with which
+    the Alpa paper's models were trained: Adam's moments of 70B parameters would not fit into its
+    64 GPUs of 16 GB.
     """
 
     hidden_size: int
@@ -55,9 +58,11 @@ class MoEConfig:
     remat: bool = False
     scan_layers: bool = False
     learning_rate: float = 3e-4
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
         check_attention(self.attention)
+        check_optimizer(self.optimizer)
         if self.num_layers % 2:
             raise ValueError(
                 f"num_layers is {self.num_layers}; layers come in pairs of a dense and an expert "
@@ -199,6 +204,7 @@ def create_state(config: MoEConfig, key: jax.Array) -> TrainState:
         key,
         learning_rate=config.learning_rate,
         dropout=0.0,
+        optimizer=config.optimizer,
     )
 
 

@@ -154,6 +154,20 @@ def adam(learning_rate: float) -> optax.GradientTransformation:
     return optax.adam(learning_rate)
 
 
+@functools.cache
+def adafactor(learning_rate: float) -> optax.GradientTransformation:
+    """Adafactor, one object per rate; its state is a row and a column of every matrix."""
+    return optax.adafactor(learning_rate)
+
+
+OPTIMIZERS = {"adam": adam, "adafactor": adafactor}
+
+
+def check_optimizer(name: str) -> None:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {name!r}; it must be one of {', '.join(OPTIMIZERS)}")
+
+
 def create_train_state(
     model: nn.Module,
     inputs: jax.ShapeDtypeStruct,
@@ -161,17 +175,18 @@ def create_train_state(
     *,
     learning_rate: float,
     dropout: float,
+    optimizer: str = "adam",
 ) -> TrainState:
-    """Initialises `model` for `inputs`, with Adam, without running it."""
+    """Initialises `model` for `inputs`, with an optimizer, without running it."""
     params_key, dropout_key = jax.random.split(key)
     params = model.lazy_init({"params": params_key, "dropout": dropout_key}, inputs)["params"]
-    optimizer = adam(learning_rate)
+    transformation = OPTIMIZERS[optimizer](learning_rate)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         apply_fn=model.apply,
         params=params,
-        tx=optimizer,
-        opt_state=optimizer.init(params),
+        tx=transformation,
+        opt_state=transformation.init(params),
         dropout_key=dropout_key if dropout else None,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import autopar
-from benchmarks import alpa_suite, pipeline_rows, stage_planning
+from benchmarks import pipeline_rows, stage_planning
 from benchmarks.stage_planning import GROWTH
 from examples.models import build
 
@@ -31,6 +31,7 @@ def test_tflops_are_those_of_one_device() -> None:
     ("method", "expected"),
     [
         (autopar.AutoParallel(), "AutoParallel()"),
+        (autopar.AutoParallel(num_micro_batches=8), "AutoParallel(num_micro_batches=8)"),
         (autopar.PipeshardParallel(8), "PipeshardParallel(8)"),
     ],
 )
@@ -58,58 +59,6 @@ def test_row_of_a_plan_that_does_not_fit_says_why() -> None:
     row = pipeline_rows.planned_row(build("mlp-tiny"), cluster, autopar.PipeshardParallel(2))
     assert row["error"].startswith("MemoryBudgetError")
     assert "MemoryBudgetError" in pipeline_rows.line("mlp", row)
-
-
-def alpa_row(model: str, tflops: float | None, **changes: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": model, "planned_s": 3.0}
-    if tflops is None:
-        return {**row, "error": "MemoryBudgetError: too large"}
-    return {
-        **row,
-        "tflops_per_device": tflops,
-        "num_layers": 4,
-        "num_micro_batches": 8,
-        "peak_gib": 12.0,
-        "mesh": [8],
-        "remat_layers": 0,
-        "stages": [stage((1, 4), [4]), stage((1, 4), [2, 2], True)],
-        **changes,
-    }
-
-
-def test_best_row_of_each_model_is_shown() -> None:
-    rows = [
-        alpa_row("wresnet-2b", None),
-        alpa_row("wresnet-2b", 5.0, num_micro_batches=16),
-        alpa_row("wresnet-2b", 4.0),
-        alpa_row("gpt-2.6b", None),
-    ]
-    best = alpa_suite.best_rows(rows)
-    assert list(best) == ["gpt-2.6b", "wresnet-2b"]
-    assert best["wresnet-2b"]["num_micro_batches"] == 16
-    lines = alpa_suite.table(rows)
-    assert len(lines) == 4 and all(one.count("|") == lines[0].count("|") for one in lines)
-    assert "too large" in lines[2] and "61.6" in lines[2]
-    assert "1 of 1×4 as (4,), 1 of 1×4 as (2, 2), recomputing in 1" in lines[3]
-
-
-def test_recomputed_layers_count_a_third_more() -> None:
-    """72 of 96: forward once and backward twice, and forward again in all layers."""
-    assert alpa_suite.executed_tflops(alpa_row("gpt-2.6b", 36.0)) == pytest.approx(36.0)
-    row = alpa_row("gpt-2.6b", 36.0, remat_layers=4)
-    assert alpa_suite.executed_tflops(row) == pytest.approx(48.0)
-
-
-def test_one_mesh_is_not_called_a_stage() -> None:
-    row = alpa_row("gpt-2.6b", 1.0, stages=[stage((1, 8), [2, 4])], mesh=[2, 4], remat_layers=3)
-    assert alpa_suite.stages_text(row) == "one mesh (2, 4), recomputing 3 layers"
-
-
-@pytest.mark.parametrize("model", alpa_suite.PUBLISHED)
-def test_published_models_are_those_of_the_zoo(model: str) -> None:
-    example = build(model)
-    assert example.batch_size == (1536 if model.startswith("wresnet") else 1024)
-    assert alpa_suite.cluster_for(model).num_devices == alpa_suite.PUBLISHED[model][0]
 
 
 def test_growth_needs_both_rows() -> None:

@@ -1,0 +1,141 @@
+"""Cases to rows: a process per case, a few at a time, each with a time limit.
+
+A row is a file of its own in `FOLDER/scaling`, so that a run that was ended goes on where it was:
+cases that have a row are not planned again, unless it says that time ran out. `FOLDER/scaling.json`
+has all rows there are, written anew after every row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.scaling.cases import CASES, Case, chosen
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROW_LIMIT_S = 900.0
+OUT_OF_TIME = "OutOfTime"
+
+
+def run(
+    folder: str | pathlib.Path,
+    jobs: int = 1,
+    time_limit_s: float | None = None,
+    only: Sequence[str] | None = None,
+    row_limit_s: float = ROW_LIMIT_S,
+) -> list[dict[str, Any]]:
+    """Plan the cases that have no row yet; all rows of the folder. After `time_limit_s` what still
+    runs is ended without a row, to be planned by the next call."""
+    rows_folder = pathlib.Path(folder, "scaling")
+    rows_folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    ends = started + time_limit_s if time_limit_s is not None else float("inf")
+    waiting = [case for case in chosen(list(only or [])) if not has_row(rows_folder, case)]
+    running: dict[str, _Job] = {}
+    try:
+        while (waiting or running) and time.monotonic() < ends:
+            while waiting and len(running) < jobs:
+                case = waiting.pop(0)
+                running[case.name] = _Job(case, rows_folder)
+            for name, job in list(running.items()):
+                if job.is_done(row_limit_s):
+                    del running[name]
+                    print(job.told(), flush=True)
+                    collect(folder)
+            time.sleep(0.2)
+    finally:
+        for job in running.values():
+            job.end()
+    left = [case.name for case in waiting] + list(running)
+    if left:
+        print(f"no time was left for {len(left)}: {', '.join(left)}", flush=True)
+    return collect(folder)
+
+
+def has_row(rows_folder: pathlib.Path, case: Case) -> bool:
+    path = rows_folder / f"{case.name}.json"
+    if not path.exists():
+        return False
+    return not json.loads(path.read_text()).get("error", "").startswith(OUT_OF_TIME)
+
+
+def collect(folder: str | pathlib.Path) -> list[dict[str, Any]]:
+    """All rows of a folder, in the order of the cases; also written to one file."""
+    paths = [pathlib.Path(folder, "scaling", f"{name}.json") for name in CASES]
+    rows = [json.loads(path.read_text()) for path in paths if path.exists()]
+    write_results(pathlib.Path(folder, "scaling.json"), rows)
+    return rows
+
+
+def write_results(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    about = "predicted by autopar's cost model; nothing was compiled or run"
+    _write(path, {"about": about, "rows": rows})
+
+
+def _write(path: pathlib.Path, content: Any) -> None:
+    """All of it or nothing, since a run may be ended at any time."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def plan_case(name: str, folder: str | pathlib.Path) -> None:
+    """What the process of a case does."""
+    from benchmarks.scaling.rows import make_row
+
+    _write(pathlib.Path(folder) / f"{name}.json", make_row(CASES[name]))
+
+
+class _Job:
+    """A case that is being planned."""
+
+    def __init__(self, case: Case, rows_folder: pathlib.Path) -> None:
+        self.case, self.path = case, rows_folder / f"{case.name}.json"
+        self.started = time.monotonic()
+        self.said = rows_folder / f"{case.name}.log"
+        with open(self.said, "w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.scaling", "--row", case.name, str(rows_folder)],
+                cwd=ROOT,
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def is_done(self, limit_s: float) -> bool:
+        if self.process.poll() is not None:
+            if self.process.returncode:
+                last = (self.said.read_text().strip() or "no output").split("\n")[-1]
+                self._fail(f"Failed: exit code {self.process.returncode}: {last}")
+            else:
+                self.said.unlink()
+            return True
+        if time.monotonic() - self.started < limit_s:
+            return False
+        self.end()
+        self._fail(f"{OUT_OF_TIME}: more than {limit_s:.0f} s")
+        return True
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+    def _fail(self, error: str) -> None:
+        case = self.case
+        took = time.monotonic() - self.started
+        row = {"case": case.name, "cluster": case.cluster, "family": case.family}
+        row |= {"model": case.model, "devices": case.gpus, "planned_s": took, "error": error}
+        _write(self.path, row)
+
+    def told(self) -> str:
+        from benchmarks.scaling.tables import line
+
+        return line(json.loads(self.path.read_text()))
