@@ -9,11 +9,11 @@ DeepSpeed for MoE, pipeline and data parallelism for Wide-ResNet.
 **Which flops they count.** The benchmark code that was published with the paper
 (github.com/alpa-projects/alpa, `benchmark/alpa`) has `use_remat = True` in all suites of GPT and
 MoE and counts the forward pass twice then: 96 B S L H² (1 + S / 6H) + 6 B S H V for GPT, after
-Megatron-LM (Narayanan et al., SC '21). A plan that recomputes less does fewer flops for the same tokens, so
-its own flops per second would say nothing. `published_flops` therefore gives the flops of that
-count, whatever a plan recomputes: divided by seconds and GPUs, they are tokens per second in the
-unit of the paper. Wide-ResNet's are counted by XLA on the compiled program; ours are those of all
-convolutions, forward once and backward twice, and a few percent may lie between the two.
+Megatron-LM (Narayanan et al., SC '21). A plan that recomputes less does fewer flops for the same
+tokens, so its own flops per second would say nothing. `published_flops` therefore gives the flops
+of that count, whatever a plan recomputes: divided by seconds and GPUs, they are tokens per second
+in the unit of the paper. Wide-ResNet's are counted by XLA on the compiled program; ours are those
+of all convolutions, forward once and backward twice, and a few percent may lie between the two.
 
 **What those models held.** GPT: float16 parameters, a float32 copy, Adam's moments in float32
 (the same `benchmark/alpa`, `create_train_state`). MoE: float16 parameters and a float32 copy with
