@@ -264,6 +264,20 @@ class _Planner:
         with self.timer("layers"):
             return find_looped(step, layers, at_least)
 
+    def looped_near(self, number: int, other_than: int) -> Looped | None:
+        """The step in so many micro-batches; if it is not the same program with so few rows, in
+        half as many and so on, as long as these are more than the number that is known."""
+        while number > other_than:
+            try:
+                return self.looped(number, self.method.layers)
+            except Exception:  # ours, or the user's own: a function that needs more rows
+                if number % 2:
+                    return None
+                number //= 2
+                if number <= other_than:
+                    return None
+        return self.looped(number, self.method.layers) if number < other_than else None
+
     def uniform(self, num_stages: int, looped: Looped) -> list[StageSpec]:
         num_layers = len(looped.layers)
         if num_stages > num_layers:
@@ -292,16 +306,22 @@ class _Planner:
         number = first_micro_batches(self.loop(1), self.cluster) if asked == "auto" else int(asked)
         looped = self.looped(number, self.method.layers)
         choice, report, other = self.chooser.search(looped, number, asked == "auto")
-        if other is not None:
+        rows = batch_rows(looped.step)
+        again = None if other is None else self.looped_near(other.num_micro_batches, number)
+        if other is not None and again is not None:
+            count = again.step.num_micro_batches
             submeshes = {s.submesh for plan in (*report.best, other) for s in plan.stages}
-            again = self.looped(other.num_micro_batches, self.method.layers)
-            found = self.chooser.search(again, other.num_micro_batches, False, submeshes)
+            few_rows = rows // count < self.cluster.devices_per_host  # which tables know little of
+            found = self.chooser.search(again, count, False, None if few_rows else submeshes)
             if choice is None or (found[0] is not None and found[0].step_s < choice.step_s):
                 looped, (choice, report, _) = again, found
-        rows = batch_rows(looped.step)
         if choice is None and asked == "auto" and rows % 2 == 0:  # as small as can be split
-            looped = self.looped(rows // 2, self.method.layers)
-            choice, report, _ = self.chooser.search(looped, rows // 2, False)
+            least = self.looped_near(rows // 2, looped.step.num_micro_batches)
+            if least is not None:
+                looped = least
+                choice, report, _ = self.chooser.search(
+                    looped, looped.step.num_micro_batches, False
+                )
         if choice is None:
             raise self.chooser.nothing_fits(looped, report)
         return self.best_solved(looped, report)

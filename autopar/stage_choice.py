@@ -39,6 +39,10 @@ from autopar.tracer.build import build_graph
 MANY_DEVICES = 128
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
+# A plan is slow that takes so many times as long as its products at full speed on all devices (what
+# recomputes everything takes a third longer), and a stage is full from this share of the budget on.
+SLOW = 1.6
+FULL = 0.8
 
 
 class StageChooser:
@@ -101,17 +105,44 @@ class StageChooser:
             remember_search(report)
             other = None
             if is_free:
-                rows = batch_rows(step)
-                least = min(rows, self.cluster.devices_per_host)
-                candidates = candidate_micro_batches(rows, least_rows=least)
-                found = choose_micro_batches(tables, setting, candidates)
-                if found is None:  # then smaller ones, if they fit
-                    found = choose_micro_batches(tables, setting, candidate_micro_batches(rows))
+                found = self._another_number(looped, tables, setting, choice)
                 if found is not None and (
-                    choice is None or found.choice.step_s < choice.step_s * (1 - WORTH_ANOTHER)
+                    choice is None or found.step_s < choice.step_s * (1 - WORTH_ANOTHER)
                 ):
-                    other = found.choice if found.num_micro_batches != number else None
+                    other = found if found.num_micro_batches != number else None
         return choice, report, other
+
+    def _another_number(
+        self,
+        looped: Looped,
+        tables: Sequence[LayerTable],
+        setting: Setting,
+        choice: PipelineChoice | None,
+    ) -> PipelineChoice | None:
+        """The best stages with any number of micro-batches, by tables made at one of them. What is
+        found with fewer rows than a host has devices may not be had, since tables may split rows
+        over more devices: it is looked for if nothing else fits, or all else is slow for want of
+        memory."""
+        rows, most = batch_rows(looped.step), self.cluster.devices_per_host
+        best = choice
+        for least in (most, *(n for n in (2, 1) if n < most)):
+            needless = least == 1 or best is None or not self._lacks_memory(looped, setting, best)
+            if least < most and best is not None and needless:
+                break
+            candidates = candidate_micro_batches(rows, least_rows=min(rows, least))
+            found = choose_micro_batches(tables, setting, candidates)
+            if found is not None and (best is None or found.choice.step_s < best.step_s):
+                best = found.choice
+        return best
+
+    def _lacks_memory(self, looped: Looped, setting: Setting, choice: PipelineChoice) -> bool:
+        """Whether a plan is slow, and memory may be the reason: a stage recomputes or is full."""
+        flops = setting.num_micro_batches * sum(looped.layer_flops) / self.cluster.num_devices
+        is_slow = choice.step_s > SLOW * least_work_s(self.cluster, flops)
+        return is_slow and any(
+            stage.remat or stage.peak_bytes > FULL * setting.budget_bytes(stage.submesh)
+            for stage in choice.stages
+        )
 
     def _search_many(
         self,
