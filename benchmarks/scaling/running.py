@@ -1,6 +1,6 @@
 """Cases to rows: a process per case, a few at a time, each with a time limit.
 
-A row is a file of its own in `FOLDER/scaling`, so that a run that was ended goes on where it was:
+A row is a file of its own in `FOLDER/rows`, so that a run that was ended goes on where it was:
 cases that have a row are not planned again, unless it says that time ran out. `FOLDER/scaling.json`
 has all rows there are, written anew after every row.
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.scaling.cases import CASES, Case, chosen
+from benchmarks.scaling.cases import CASES, Case, matching
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROW_LIMIT_S = 900.0
@@ -31,12 +31,15 @@ def run(
     row_limit_s: float = ROW_LIMIT_S,
 ) -> list[dict[str, Any]]:
     """Plan the cases that have no row yet; all rows of the folder. After `time_limit_s` what still
-    runs is ended without a row, to be planned by the next call."""
-    rows_folder = pathlib.Path(folder, "scaling")
+    runs is ended without a row, to be planned by the next call.
+
+    only: as in `cases.chosen`; what no case is called is passed over, as a suite has other parts.
+    """
+    rows_folder = pathlib.Path(folder, "rows")
     rows_folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     ends = started + time_limit_s if time_limit_s is not None else float("inf")
-    waiting = [case for case in chosen(list(only or [])) if not has_row(rows_folder, case)]
+    waiting = [case for case in matching(only) if not has_row(rows_folder, case)]
     running: dict[str, _Job] = {}
     try:
         while (waiting or running) and time.monotonic() < ends:
@@ -67,7 +70,7 @@ def has_row(rows_folder: pathlib.Path, case: Case) -> bool:
 
 def collect(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     """All rows of a folder, in the order of the cases; also written to one file."""
-    paths = [pathlib.Path(folder, "scaling", f"{name}.json") for name in CASES]
+    paths = [pathlib.Path(folder, "rows", f"{name}.json") for name in CASES]
     rows = [json.loads(path.read_text()) for path in paths if path.exists()]
     write_results(pathlib.Path(folder, "scaling.json"), rows)
     return rows

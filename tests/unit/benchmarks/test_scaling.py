@@ -165,7 +165,7 @@ def test_rows_are_kept_and_made_once(
     late = Case("h100", "gpt-tiny", 8)
     monkeypatch.setattr(cases, "CASES", {case.name: case for case in (good, late)})
     monkeypatch.setattr(running, "CASES", cases.CASES)
-    folder = tmp_path / "scaling"
+    folder = tmp_path / "rows"
     folder.mkdir()
     (folder / f"{good.name}.json").write_text(json.dumps({"case": good.name, "step_s": 1.0}))
     rows = running.run(tmp_path, jobs=2, row_limit_s=0.5)
