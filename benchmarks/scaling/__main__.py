@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --folder DIR --only v100-gpt
     python -m benchmarks.scaling --list
     python -m benchmarks.scaling --show [FILE]
-    python -m benchmarks.scaling --plot [FILE] --images docs/images
+    python -m benchmarks.scaling --plot [FILE] --docs docs
 
 The first plans all cases that have no row in the folder yet, a process each, and can be ended and
 called again; --keep copies its results to benchmarks/results/scaling.json, which --show and --plot
@@ -25,10 +25,10 @@ from autopar.errors import AutoparError
 from benchmarks.scaling import running
 from benchmarks.scaling.cases import chosen
 from benchmarks.scaling.plots import write_plots
-from benchmarks.scaling.tables import tables
+from benchmarks.scaling.tables import in_page, tables
 
 RESULTS = running.ROOT / "benchmarks" / "results" / "scaling.json"
-IMAGES = running.ROOT / "docs" / "images"
+DOCS = running.ROOT / "docs"
 
 
 def main() -> None:
@@ -45,8 +45,10 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=f"copy the results to {RESULTS.name}")
     parser.add_argument("--list", action="store_true", help="show the cases and end")
     parser.add_argument("--show", nargs="?", const=RESULTS, metavar="FILE", help="print tables")
-    parser.add_argument("--plot", nargs="?", const=RESULTS, metavar="FILE", help="write plots")
-    parser.add_argument("--images", default=IMAGES, help="where plots are written")
+    parser.add_argument(
+        "--plot", nargs="?", const=RESULTS, metavar="FILE", help="write plots and tables"
+    )
+    parser.add_argument("--docs", default=DOCS, help="whose scaling.md and images are written")
     parser.add_argument("--row", nargs=2, metavar=("NAME", "DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
@@ -60,7 +62,10 @@ def main() -> None:
     elif options.show:
         print(tables(_rows(options.show)))
     elif options.plot:
-        for path in write_plots(_rows(options.plot), options.images):
+        rows, docs = _rows(options.plot), pathlib.Path(options.docs)
+        page = docs / "scaling.md"
+        page.write_text(in_page(page.read_text(), rows))
+        for path in (page, *write_plots(rows, docs / "images")):
             print(path)
     else:
         rows = running.run(

@@ -58,10 +58,13 @@ class Case:
             return autopar.ClusterSpec(hosts, per_host, "v100", memory_bytes=V100_MEMORY_BYTES)
         return autopar.ClusterSpec(hosts, per_host, "h100-sxm")
 
-    def method(self) -> autopar.AutoParallel:
-        if self.micro_batches is None:
-            return autopar.AutoParallel()
-        return autopar.AutoParallel(num_micro_batches=self.micro_batches)
+    def method(self) -> autopar.AutoParallel | autopar.PipeshardParallel:
+        """The default; on one GPU, which it leaves as it is, a pipeline of one stage, so that
+        micro-batches and recomputation are searched there too."""
+        number = self.micro_batches or "auto"
+        if self.gpus == 1:
+            return autopar.PipeshardParallel(number)
+        return autopar.AutoParallel(num_micro_batches=number)
 
 
 def _v100(model: str) -> list[Case]:

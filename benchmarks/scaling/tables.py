@@ -10,6 +10,7 @@ from benchmarks.published import MAXTEXT, MAXTEXT_LLAMA2_7B_TOKENS_S, PUBLISHED
 
 Row = dict[str, Any]
 
+CLUSTERS = ("v100", "h100")
 FAMILIES = {"gpt": "GPT", "llama2": "Llama 2", "moe": "MoE", "wresnet": "Wide-ResNet"}
 H100_PEAK_TFLOPS = DEVICES["h100-sxm"].flops_16bit / 1e12
 H100_PEAK_TFLOPS_32BIT = DEVICES["h100-sxm"].flops_32bit / 1e12
@@ -117,14 +118,30 @@ def share_of_peak(row: Row) -> float:
     return row["tflops_per_device"] / peak
 
 
-def tables(rows: list[Row]) -> str:
-    """All tables, in Markdown."""
+def cluster_tables(rows: list[Row], cluster: str) -> str:
+    """The tables of a cluster, in Markdown."""
+    table = {"v100": v100_table, "h100": h100_table}[cluster]
     parts: list[str] = []
-    for cluster, table in (("v100", v100_table), ("h100", h100_table)):
-        for family, name in FAMILIES.items():
-            if best_rows(rows, cluster, family):
-                parts += [f"**{name}, {cluster.upper()}**", "", *table(rows, family), ""]
-    if best_rows(rows, "h100", "llama2"):
-        measured = f"{MAXTEXT_LLAMA2_7B_TOKENS_S:,} tokens/s per GPU ({MAXTEXT}, Llama2-7B)"
-        parts += [f"Measured by others: {measured}.", ""]
+    for family, name in FAMILIES.items():
+        if best_rows(rows, cluster, family):
+            parts += [f"**{name}, {cluster.upper()}**", "", *table(rows, family), ""]
+            if family == "llama2":
+                measured = f"{MAXTEXT_LLAMA2_7B_TOKENS_S:,} tokens/s per GPU"
+                parts += [f"{MAXTEXT}, measured by its authors: {measured}.", ""]
     return "\n".join(parts)
+
+
+def tables(rows: list[Row]) -> str:
+    return "\n".join(filter(None, (cluster_tables(rows, cluster) for cluster in CLUSTERS)))
+
+
+def in_page(page: str, rows: list[Row]) -> str:
+    """The page with the tables of each cluster between its marks (see docs/scaling.md)."""
+    for cluster in CLUSTERS:
+        first, last = f"<!-- scaling:{cluster} -->", f"<!-- /scaling:{cluster} -->"
+        before, found, rest = page.partition(first)
+        _, ended, after = rest.partition(last)
+        if not found or not ended:
+            raise ValueError(f"the page has no {first} … {last}")
+        page = f"{before}{first}\n{cluster_tables(rows, cluster)}{last}{after}"
+    return page

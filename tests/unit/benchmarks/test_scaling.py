@@ -122,6 +122,17 @@ def test_tables_have_the_published_beside_ours() -> None:
     assert "**GPT, V100**" in text and "H100" not in text
 
 
+def test_pages_get_their_tables() -> None:
+    marks = "{0}a\n<!-- scaling:v100 -->\nold\n<!-- /scaling:v100 -->\n"
+    page = marks.format("") + "b\n<!-- scaling:h100 -->\n<!-- /scaling:h100 -->\n"
+    rows = [row_of("v100-8-gpt-2.6b", 45.0)]
+    made = tables.in_page(page, rows)
+    assert "old" not in made and "61.6" in made and made.count("<!--") == 4
+    assert tables.in_page(made, rows) == made
+    with pytest.raises(ValueError, match="no <!-- scaling:h100 -->"):
+        tables.in_page(marks.format(""), rows)
+
+
 def test_one_mesh_is_not_called_a_stage() -> None:
     one = row_of("v100-8-gpt-2.6b", 1.0, stages=[stage((1, 8), [2, 4])], remat_layers=3)
     assert tables.plan_text(one) == "one mesh (2, 4); recomputing"
