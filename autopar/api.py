@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
-from autopar import _jax, session
+from autopar import _jax, objects, session
 from autopar.compiler import (
     OtherDevices,
     PlannedStep,
@@ -76,9 +77,12 @@ class ParallelFunction:
         return f"<parallelized {getattr(self._fn, '__name__', self._fn)!r}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A parallelized method: `self` becomes part of the function, not an argument."""
+        """A parallelized method: `self` becomes part of the function, not an argument; unless it is
+        a module of nnx or equinox, whose arrays the function is to be given."""
         if instance is None:
             return self
+        if objects.is_object(instance) or objects.is_filtered_type(instance):
+            return MethodType(self, instance)
         name = f"_autopar_{id(self)}"
         bound = instance.__dict__.get(name)
         if bound is None:
@@ -102,7 +106,8 @@ class ParallelFunction:
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The traced and planned step for these arguments, planned once per shapes and types."""
-        args, kwargs = _without_values((args, kwargs))
+        apart = objects.taken_apart(args, kwargs)
+        args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
         key = (call.treedef, call.static, call.static_args, session.current().key)
         known = self._plans.setdefault(key, [])
@@ -160,6 +165,11 @@ class ParallelFunction:
         return [entry for key, own in known[::-1] if key[-1] == now for entry in own]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        apart = objects.taken_apart(args, kwargs)
+        return objects.put_back(apart, self._run(apart.args, apart.kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results for arguments whose objects are taken apart, likewise."""
         static = self._options.static_argnums
         if static:
             values = tuple(args[i] for i in static if i < len(args))

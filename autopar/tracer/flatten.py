@@ -1,8 +1,10 @@
 """From a user's function and arguments to a flat program of arrays.
 
-Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs; every other leaf
-(activation functions in equinox modules, strings, `None`) is static: part of the program's
-identity, never traced. Inputs and outputs are named by their path as the user would write it,
+Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs. An argument without
+arrays (a function, a text) is static: part of the program's identity, never traced. So is, in a
+call with an equinox module, every leaf that is no array, as `eqx.filter_jit` has it; in any other
+call, such a leaf beside arrays is refused, as by `jax.jit`. Objects of nnx are taken apart (see
+`autopar.objects`). Inputs and outputs are named by their path as the user would write it,
 `state.params['Dense_0']['kernel']`.
 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
@@ -22,8 +24,8 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from autopar import _jax
-from autopar.errors import ArgumentError, TraceError
+from autopar import _jax, objects
+from autopar.errors import ArgumentError, TraceError, shortened
 from autopar.tracer.program import Equation, Operand, Program, flatten_jaxpr
 from autopar.tracer.regions import BACKWARD, region_by_name
 
@@ -70,6 +72,7 @@ class FlatCall:
     treedef: Any
     static: tuple[tuple[int, StaticLeaf], ...]  # (position among all leaves, leaf)
     static_args: tuple[tuple[int, Any], ...]
+    in_objects: frozenset[int] = frozenset()  # leaves that objects of nnx hold
 
     def arrays_among(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
         """The array leaves of another call of this structure; None if a static leaf differs."""
@@ -112,6 +115,8 @@ def flatten_call(
                 f"static_argnums={tuple(static_argnums)} names argument {position}, but the call "
                 f"gave {len(args)} positional arguments. Give positions 0 to {len(args) - 1}."
             )
+    apart = objects.taken_apart(args, kwargs)
+    args, kwargs = apart.args, apart.kwargs
     static_args = tuple((i, args[i]) for i in sorted(static_argnums))
     for position, value in static_args:
         try:
@@ -124,21 +129,36 @@ def flatten_call(
             ) from error
     dynamic = [(i, a) for i, a in enumerate(args) if i not in set(static_argnums)]
     names = argument_names(fn)
-    flat, treedef = tree_flatten_with_path((tuple(a for _, a in dynamic), kwargs))
-    leaves, paths, owners, key_paths, static = [], [], [], [], []
+    tree = (tuple(a for _, a in dynamic), kwargs)
+    flat, treedef = tree_flatten_with_path(tree)
+    in_nodes = objects.leaves_in_nodes(tree)
+    is_filtered = objects.is_filtered(tree)
+    is_input = objects.is_array if is_filtered else is_array_leaf
+    leaves, paths, owners, key_paths, static, in_objects = [], [], [], [], [], set()
+    odd: dict[int | str, tuple[str, Any]] = {}  # by argument, the first leaf that is no array
     for position, (path, leaf) in enumerate(flat):
-        if not is_array_leaf(leaf):
-            static.append((position, StaticLeaf(leaf)))
-            continue
         if path[0].idx == 0:
             owner = dynamic[path[1].idx][0]
             name = names[owner] if owner < len(names) else f"args[{owner}]"
         else:
             owner = name = path[1].key
+        if not is_input(leaf):
+            static.append((position, StaticLeaf(leaf)))
+            odd.setdefault(owner, (name + keystr(path[2:]), leaf))
+            continue
+        if position in in_nodes:
+            in_objects.add(len(leaves))
         leaves.append(leaf)
         paths.append(name + keystr(path[2:]))
         owners.append(owner)
         key_paths.append(tuple(path[2:]))
+    for owner in odd.keys() & set(owners) if not is_filtered else ():
+        path, leaf = odd[owner]
+        raise TraceError(
+            f"{path}: a {type(leaf).__name__} among arrays, {shortened(leaf)}, is nothing that JAX "
+            "can trace. Leave it out of the argument; or pass it as an argument of its own, which "
+            "is then part of the program (static_argnums)."
+        )
     return FlatCall(
         tuple(leaves),
         tuple(paths),
@@ -147,6 +167,7 @@ def flatten_call(
         treedef,
         tuple(static),
         static_args,
+        frozenset(in_objects),
     )
 
 
@@ -220,11 +241,13 @@ def trace_step(
 
     def flat_fn(*leaves: Any) -> list[Any]:
         call_args, call_kwargs = call.rebuild(leaves)
-        result = fn(*call_args, **call_kwargs)
+        result = objects.run_pure(fn, call_args, call_kwargs)
         flat, tree = tree_flatten_with_path(result)
+        is_filtered = objects.is_filtered((call_args, call_kwargs, result))
+        is_output = objects.is_array if is_filtered else is_array_leaf
         dynamic, paths, key_paths, static = [], [], [], []
         for position, (path, leaf) in enumerate(flat):
-            if is_array_leaf(leaf):
+            if is_output(leaf):
                 dynamic.append(leaf)
                 paths.append("result" + keystr(path))
                 key_paths.append(tuple(path))
@@ -297,7 +320,7 @@ def _match_state(
     pairs: list[tuple[int, int]] = []
     for owner in dict.fromkeys(call.argument):
         inputs = [i for i, a in enumerate(call.argument) if a == owner]
-        if len(inputs) == 1 and owner in batch_argnums:
+        if len(inputs) == 1 and owner in batch_argnums and not call.in_objects & set(inputs):
             continue  # one array where the batch is said to be is the batch, whatever comes back
         first = call.key_paths[inputs[0]]
         prefixes = [
@@ -395,8 +418,11 @@ def _batch_inputs(
     state_args = {call.argument[i] for i, _ in state}
     # An argument may have been given by its name.
     owners = [names[n] if n < len(names) and names[n] in given else n for n in batch_argnums]
-    if tuple(batch_argnums) == (1,) and (owners[0] not in given or owners[0] in state_args):
-        return _inferred_batch(call, avals, state_args) if state else ()
+    held = {call.argument[i] for i in call.in_objects}
+    if tuple(batch_argnums) == (1,) and (
+        owners[0] not in given or owners[0] in state_args | held
+    ):
+        return _inferred_batch(call, avals, state_args) if state or call.in_objects else ()
     for position, owner in zip(batch_argnums, owners, strict=True):
         if owner not in given and position not in dict(call.static_args):
             path = names[position] if position < len(names) else f"args[{position}]"
@@ -411,12 +437,15 @@ def _batch_inputs(
 def _inferred_batch(
     call: FlatCall, avals: Sequence[Any], state_args: set[int | str]
 ) -> tuple[int, ...]:
-    """The default where argument 1 is not the batch: arrays that are not state and as many rows
-    as the first of them has (a random key among them has not)."""
+    """The default where argument 1 is not the batch: arrays that are neither state nor held by
+    objects, and as many rows as the first of them has (a random key among them has not)."""
     others = [
         i
         for i, owner in enumerate(call.argument)
-        if owner not in state_args and avals[i].shape and not _jax.is_extended_dtype(avals[i].dtype)
+        if owner not in state_args
+        and i not in call.in_objects
+        and avals[i].shape
+        and not _jax.is_extended_dtype(avals[i].dtype)
     ]
     return tuple(i for i in others if avals[i].shape[0] == avals[others[0]].shape[0])
 
