@@ -52,11 +52,13 @@ def has_objects(tree: Any) -> bool:
 
 @dataclass(frozen=True)
 class Taken:
-    """Arguments with nodes for objects; the objects, and what they held."""
+    """Arguments with nodes for objects; the objects, their variables (or arrays that are attributes
+    themselves), and what these held."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     objects: tuple[Any, ...] = ()
+    variables: tuple[Any, ...] = ()
     nodes: tuple[Node, ...] = ()
 
 
@@ -67,36 +69,23 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
     objects = tuple(filter(is_object, parts))
     if not objects:
         return Taken(args, kwargs)
-    graph, paths, values = _split(objects)
-    nodes = _nodes(len(objects), graph, paths, values)
+    nnx = _nnx()
+    with nnx.update_context(_TAG), nnx.split_context(_TAG) as context:
+        graph, state = context.flatten(objects)
+    nodes = _nodes(len(objects), graph, state)
     each = iter(nodes)
     parts = [next(each) if is_object(part) else part for part in parts]
     args, kwargs = tree_unflatten(treedef, parts)
-    return Taken(args, kwargs, objects, nodes)
+    return Taken(args, kwargs, objects, tuple(variable for _, variable in state), nodes)
 
 
-def _split(objects: tuple[Any, ...]) -> tuple[Any, list[tuple], list[Any]]:
-    """(structure of all, path of each variable in the tuple of all, what it holds)."""
-    nnx = _nnx()
-    with nnx.update_context(_TAG), nnx.split_context(_TAG) as context:
-        return _flattened(context, objects)
-
-
-def _flattened(context: Any, objects: tuple[Any, ...]) -> tuple[Any, list[tuple], list[Any]]:
-    nnx = _nnx()
-    graph, state = context.flatten(objects)
-    paths = [path for path, _ in state]
-    values = [leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for _, leaf in state]
-    return graph, paths, values
-
-
-def _nodes(
-    count: int, graph: Any, paths: Sequence[tuple], values: Sequence[Any]
-) -> tuple[Node, ...]:
+def _nodes(count: int, graph: Any, state: Any) -> tuple[Node, ...]:
+    """A node for each of the objects that were split together."""
+    variable_type = _nnx().Variable
     own: list[tuple[list[tuple], list[Any]]] = [([], []) for _ in range(count)]
-    for (number, *path), value in zip(paths, values, strict=True):
+    for (number, *path), leaf in state:
         own[number][0].append(tuple(path))
-        own[number][1].append(value)
+        own[number][1].append(leaf.get_raw_value() if isinstance(leaf, variable_type) else leaf)
     return tuple(
         nested(own_paths, own_values, Origin(graph if number == 0 else None))
         for number, (own_paths, own_values) in enumerate(own)
@@ -126,8 +115,8 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if not objects and not returned:
             return value
         with nnx.split_context(_TAG) as context:
-            graph, paths, values = _flattened(context, (*objects, *returned))
-    nodes = _nodes(len(objects) + len(returned), None, paths, values)
+            graph, state = context.flatten((*objects, *returned))
+    nodes = _nodes(len(objects) + len(returned), None, state)
     own = [
         Node((), (), Origin(kept=True)) if _is_kept(old, new) else new
         for old, new in zip(roots, nodes, strict=False)
@@ -138,7 +127,9 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     value = tree_unflatten(
         result_tree, [next(each) if is_object(part) else part for part in results]
     )
-    return Outcome(_by_argument(fn, *changed), value, graph)
+    is_same = bool(roots) and not returned
+    is_same = is_same and graph.with_no_outer_index() == origin_of(roots[0]).graph
+    return Outcome(_by_argument(fn, *changed), value, graph, is_same)
 
 
 def _is_kept(old: Node, new: Node) -> bool:
@@ -177,6 +168,10 @@ def put_back(taken: Taken, outcome: Any) -> Any:
     for before, after in zip(taken.nodes, old, strict=True):
         values += values_of(before if origin_of(after).kept else after)
     values += [value for root in new for value in values_of(root)]
+    if outcome.is_same and all(isinstance(v, nnx.Variable) for v in taken.variables):
+        for variable, value in zip(taken.variables, values, strict=True):
+            variable.set_raw_value(value)
+        return outcome.value
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             context.flatten(taken.objects, with_paths=False)

@@ -129,11 +129,13 @@ class Outcome:
     changed: argument -> the argument with a node for each of its objects, and nothing else in it.
     value:   what the function returned, objects as nodes.
     graph:   the structure of the objects of both, afterwards.
+    is_same: it is the structure that was there before.
     """
 
     changed: dict[str, Any]
     value: Any
     graph: Any
+    is_same: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class _Itself:
 
 def _flatten_outcome(outcome: Outcome) -> tuple[tuple[Any, ...], Any]:
     children = (*outcome.changed.values(), outcome.value)
-    return children, (tuple(outcome.changed), outcome.graph)
+    return children, (tuple(outcome.changed), outcome.graph, outcome.is_same)
 
 
 def _flatten_outcome_with_keys(outcome: Outcome) -> tuple[list[tuple[Any, Any]], Any]:
@@ -158,9 +160,9 @@ def _flatten_outcome_with_keys(outcome: Outcome) -> tuple[list[tuple[Any, Any]],
 
 
 def _unflatten_outcome(about: Any, children: Sequence[Any]) -> Outcome:
-    names, graph = about
+    names, graph, is_same = about
     *changed, value = children
-    return Outcome(dict(zip(names, changed, strict=True)), value, graph)
+    return Outcome(dict(zip(names, changed, strict=True)), value, graph, is_same)
 
 
 jax.tree_util.register_pytree_with_keys(
