@@ -19,6 +19,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from autopar import objects
 from autopar.errors import ArgumentError, shortened
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, Tensor
@@ -62,27 +63,32 @@ def state_of_training(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in traced.out_avals
     ]
-    state = traced.rebuild_output(leaves)
-    args, position = _arguments(method, state)
+    state = objects.assembled(traced.rebuild_output(leaves))
+    args, positions = _arguments(method, state)
     try:
         train = method.train_step.planned(args, {})
     except Exception as error:
         error.add_note(
             f"autopar: while planning the train step of CreateStateParallel with what "
-            f"{traced.name} returns as argument {position} and the batch that was given."
+            f"{traced.name} returns as argument {' and '.join(map(str, positions))} and the batch "
+            "that was given."
         )
         raise
     plan, owners = train.plan, train.traced.call.argument
     tensors = tuple(
-        tensor for tensor, owner in zip(plan.inputs, owners, strict=True) if owner == position
+        tensor
+        for position in positions
+        for tensor, owner in zip(plan.inputs, owners, strict=True)
+        if owner == position
     )
     assert len(tensors) == len(leaves), (len(tensors), len(leaves))
     return plan, tensors
 
 
-def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...], int]:
-    """(arguments of the train step, which of them is the state): the state is the first that is
-    neither batch nor static."""
+def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """(arguments of the train step, which of them are the state): the state is the first that is
+    neither batch nor static. A tuple may be several arguments, which come first, or at all places
+    that are neither if `batch_argnums` was given."""
     step, batch = method.train_step, method.batch
     try:
         parameters = inspect.signature(step).parameters.values()
@@ -90,21 +96,39 @@ def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...]
         parameters = ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in parameters if p.kind in kinds]
-    needed = sum(p.default is inspect.Parameter.empty for p in positional) - 1
-    if needed <= 1:
-        rest = [batch]
-    elif isinstance(batch, tuple) and needed <= len(batch) < len(positional):
-        rest = list(batch)
-    else:
+    num_needed = sum(p.default is inspect.Parameter.empty for p in positional)
+    num_states = len(state) if type(state) is tuple else 1
+
+    def rest_beside(num_states: int) -> list[Any] | None:
+        needed = num_needed - num_states
+        if num_states > 1 and needed < 0:
+            return None
+        if needed <= 1:
+            return [batch]
+        fits = isinstance(batch, tuple) and needed <= len(batch) <= len(positional) - num_states
+        return list(batch) if fits else None
+
+    counts = [1, num_states] if num_states > 1 and num_needed > 2 else [1]
+    if objects.has_objects(state):
+        counts.reverse()
+    found = ((count, rest_beside(count)) for count in counts)
+    count, rest = next(((c, r) for c, r in found if r is not None), (1, None))
+    if rest is None:
         raise ArgumentError(
-            f"CreateStateParallel(batch={shortened(batch)}): {step!r} takes {needed} arguments "
-            "beside the state. Give a tuple with a value (or a jax.ShapeDtypeStruct) for each of "
-            "them, in their order, as the batch."
+            f"CreateStateParallel(batch={shortened(batch)}): {step!r} takes {num_needed - 1} "
+            "arguments beside the state. Give a tuple with a value (or a jax.ShapeDtypeStruct) for "
+            "each of them, in their order, as the batch."
         )
     taken = {*step.options.batch_argnums, *step.options.static_argnums}
-    position = next(i for i in range(len(rest) + 1) if i not in taken or i == len(rest))
-    rest.insert(position, state)
-    return tuple(rest), position
+    if count > 1 and step.options.batch_argnums == (1,):
+        taken -= {1}
+    states = list(state) if count > 1 else [state]
+    total = len(rest) + count
+    free = [i for i in range(total) if i not in taken]
+    positions = tuple(sorted([*free, *(i for i in range(total)[::-1] if i in taken)][:count]))
+    for position, own in zip(positions, states, strict=True):
+        rest.insert(position, own)
+    return tuple(rest), positions
 
 
 # -- evaluations

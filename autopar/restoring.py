@@ -1,7 +1,8 @@
 """`restore_checkpoint`: from a checkpoint to the state of a step, laid out as its plan wants it.
 
 A step's plan knows the pytrees of its arguments and where each array lies. The checkpoint is of one
-argument: the one whose leaves have the names that were saved.
+argument, or of a tuple of the first few that are state: those whose leaves have the names that were
+saved.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import SequenceKey
 
-from autopar import _jax, session
+from autopar import _jax, objects, session
 from autopar.api import ParallelFunction, local_devices
 from autopar.checkpoints.find import find_checkpoint
 from autopar.checkpoints.orbax import OrbaxSource
@@ -36,7 +38,8 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
     """Read the checkpoint of `step`, or the newest, from a folder.
 
     target: a parallelized function that has been called or planned, or a plan: the state comes back
-            as that argument, in the plan's shardings, whatever plan and devices it was saved from.
+            as that argument, in the plan's shardings, whatever plan and devices it was saved from;
+            as a tuple, if it was saved as one of several arguments, `(model, optimizer)`.
             A pytree of arrays or `jax.ShapeDtypeStruct`s: it comes back in this structure, each
             array with the sharding of its place, if that has one. None: dicts and lists of numpy
             arrays.
@@ -58,13 +61,13 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a planned step.
+    """An argument of a planned step, or a tuple of several.
 
-    name:   its position, or its name if it was given by keyword.
+    name:   its position, or its name if it was given by keyword; of several, all of them.
     wanted: (path inside of it, place) of its array leaves.
     """
 
-    name: int | str
+    name: int | str | tuple[int | str, ...]
     wanted: tuple[tuple[str, Any], ...]
     _call: Any
     _positions: tuple[int, ...]
@@ -74,15 +77,17 @@ class Argument:
         everything: list[Any] = [None] * len(self._call.leaves)
         for position, leaf in zip(self._positions, leaves, strict=True):
             everything[position] = leaf
-        args, kwargs = self._call.rebuild(everything)
+        args, kwargs = objects.assembled(self._call.rebuild(everything))
+        if isinstance(self.name, tuple):
+            return tuple(args[n] if isinstance(n, int) else kwargs[n] for n in self.name)
         return args[self.name] if isinstance(self.name, int) else kwargs[self.name]
 
 
 def arguments_of(
     target: ParallelFunction | ParallelPlan, name_of: Callable[[Sequence[Any]], str]
 ) -> list[Argument]:
-    """The arguments of a planned step that hold arrays, those that are state first. `name_of` gives
-    a path its name in the checkpoint."""
+    """The arguments of a planned step that hold arrays, those that are state first, and tuples of
+    these. `name_of` gives a path its name in the checkpoint."""
     plan = _plan_of(target)
     if plan.in_tree is None:
         raise ArgumentError(
@@ -97,8 +102,17 @@ def arguments_of(
         positions = tuple(i for i, owner in enumerate(call.argument) if owner == name)
         wanted = tuple((name_of(call.key_paths[i]), places[i]) for i in positions)
         arguments.append(Argument(name, wanted, call, positions))
-    state = {call.argument[i] for i, tensor in enumerate(plan.inputs) if tensor.role == "state"}
-    return sorted(arguments, key=lambda argument: argument.name not in state)
+    state = [call.argument[i] for i, tensor in enumerate(plan.inputs) if tensor.role == "state"]
+    arguments.sort(key=lambda argument: argument.name not in state)
+    names = tuple(dict.fromkeys(state))
+    for count in range(2, len(names) + 1):
+        own = [i for name in names[:count] for i, o in enumerate(call.argument) if o == name]
+        wanted = tuple(
+            (name_of((SequenceKey(names.index(call.argument[i])), *call.key_paths[i])), places[i])
+            for i in own
+        )
+        arguments.append(Argument(names[:count], wanted, call, tuple(own)))
+    return arguments
 
 
 def _plan_of(target: ParallelFunction | ParallelPlan) -> ParallelPlan:

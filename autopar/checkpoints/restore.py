@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from autopar import _jax
+from autopar import _jax, objects
 from autopar.checkpoints.backends import HostPlace, ScalarPlace, backend_of, by_backend
 from autopar.checkpoints.format import (
     ARRAY,
@@ -78,14 +78,15 @@ def restore_nested(source: Source) -> Any:
 
 def restore_tree(source: Source, target: Any) -> Any:
     """The saved pytree in the structure of the target, each leaf where the target's lies."""
-    flat, tree = tree_flatten_with_path(target)
+    apart = objects.taken_apart((target,), {})
+    flat, tree = tree_flatten_with_path(apart.args[0])
     saved = [i for i, (_, leaf) in enumerate(flat) if is_saved(leaf)]
     wanted = [(source.name(flat[i][0]), backend_of(flat[i][1]).place_of(flat[i][1])) for i in saved]
     restored = restore_leaves(source, wanted)
     leaves = [leaf for _, leaf in flat]
     for i, leaf in zip(saved, restored, strict=True):
         leaves[i] = leaf
-    return tree_unflatten(tree, leaves)
+    return objects.assembled(tree_unflatten(tree, leaves))
 
 
 def restore_leaves(source: Source, wanted: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar import objects
 from autopar.checkpoints import files, folders
 from autopar.checkpoints.backends import by_backend
 from autopar.checkpoints.controllers import Controllers
@@ -112,7 +113,8 @@ def save_checkpoint(
     overwrite: bool = False,
     format: str = "autopar",
 ) -> Path | CheckpointSave:
-    """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path.
+    """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path. It
+    may hold objects of nnx, such as `(model, optimizer)`.
 
     keep:         delete older checkpoints, so that this many are left; None deletes none.
     asynchronous: return when the arrays are copied to host memory, which may then be donated or
@@ -126,6 +128,7 @@ def save_checkpoint(
     see. A crash leaves the checkpoints that were there, and no other.
     """
     global _latest
+    (state,) = objects.taken_apart((state,), {}).args
     path = _checked(directory, step, keep, format)
     finish_saves()
     complete: Callable[[], None]

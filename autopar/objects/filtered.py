@@ -1,8 +1,8 @@
 """Equinox modules among arguments and results: which leaves are inputs of the program.
 
-`eqx.filter_jit` traces arrays and takes every other leaf (functions, texts, but Python's numbers too)
-as part of the program, compared by value. A call that has an equinox module among its arguments, or
-its results, is treated so.
+`eqx.filter_jit` traces arrays and takes every other leaf (functions, texts, but Python's numbers
+too) as part of the program, compared by value. A call that has an equinox module among its
+arguments, or its results, is treated so.
 """
 
 from __future__ import annotations

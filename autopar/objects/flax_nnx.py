@@ -7,9 +7,10 @@
     assembled     a pytree with nodes → the same with new objects
 
 The structure of the objects (`nnx.GraphDef`) is part of the program, so that another one means
-another plan. All objects of a call are split together: references that they share stay shared. Which
-objects come back is known by nnx's own update context: a structure that the step changed, attributes
-included, is changed in the caller's objects too. An `nnx.State` is a pytree like any other.
+another plan. All objects of a call are split together: references that they share stay shared.
+Which objects come back is known by nnx's own update context: a structure that the step changed,
+attributes included, is changed in the caller's objects too. An `nnx.State` is a pytree like any
+other.
 """
 
 from __future__ import annotations

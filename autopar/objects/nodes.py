@@ -1,7 +1,7 @@
 """The arrays of an object as a pytree with the names that the user knows them by.
 
-    Node      an object, or a part of one: `model.layers[0].kernel` has the path it has in Python
-    Outcome   what a function on objects comes to: what it changed, and what it returned
+Node      an object, or a part of one: `model.layers[0].kernel` has the path it has in Python
+Outcome   what a function on objects comes to: what it changed, and what it returned
 """
 
 from __future__ import annotations

@@ -419,9 +419,7 @@ def _batch_inputs(
     # An argument may have been given by its name.
     owners = [names[n] if n < len(names) and names[n] in given else n for n in batch_argnums]
     held = {call.argument[i] for i in call.in_objects}
-    if tuple(batch_argnums) == (1,) and (
-        owners[0] not in given or owners[0] in state_args | held
-    ):
+    if tuple(batch_argnums) == (1,) and (owners[0] not in given or owners[0] in state_args | held):
         return _inferred_batch(call, avals, state_args) if state or call.in_objects else ()
     for position, owner in zip(batch_argnums, owners, strict=True):
         if owner not in given and position not in dict(call.static_args):
