@@ -6,7 +6,7 @@ Outcome   what a function on objects comes to: what it changed, and what it retu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,8 @@ def _flatten_node_with_keys(node: Node) -> tuple[list[tuple[Any, Any]], Any]:
     return list(entries), (node._keys, node._origin)
 
 
-def _unflatten_node(about: Any, children: Sequence[Any]) -> Node:
-    return Node(about[0], children, about[1])
+def _unflatten_node(about: Any, children: Iterable[Any]) -> Node:
+    return Node(about[0], tuple(children), about[1])
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -159,7 +159,7 @@ def _flatten_outcome_with_keys(outcome: Outcome) -> tuple[list[tuple[Any, Any]],
     return list(zip(keys, children, strict=True)), about
 
 
-def _unflatten_outcome(about: Any, children: Sequence[Any]) -> Outcome:
+def _unflatten_outcome(about: Any, children: Iterable[Any]) -> Outcome:
     names, graph, is_same = about
     *changed, value = children
     return Outcome(dict(zip(names, changed, strict=True)), value, graph, is_same)

@@ -8,9 +8,9 @@ call, such a leaf beside arrays is refused, as by `jax.jit`. Objects of nnx are 
 `state.params['Dense_0']['kernel']`.
 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
-most of it updated elementwise as optimizers do, outside of any derivative; or updated in whatever
-way, if the user donates it (a cache into which rows are written). Its inputs and outputs share one
-spec. If the program takes a gradient it is a train step, and the state that it updates is donated.
+most of it updated elementwise as optimizers do, outside of any backward pass; or updated in
+whatever way, if the user donates it (a cache into which rows are written). Its inputs and outputs
+share one spec. If the program takes a gradient it is a train step, and the state that it updates is donated.
 """
 
 from __future__ import annotations
@@ -347,8 +347,8 @@ def _match_state(
 def _update_edges(program: Program) -> Iterator[tuple[Operand, Operand]]:
     """(value, value of the same shape made from it elementwise, or passed in or out of a loop).
 
-    What happens inside of a derivative is no update: the gradient of a squared norm is made from
-    the parameters elementwise too.
+    What happens in a backward pass is no update: the gradient of a squared norm is made from the
+    parameters elementwise too. In a forward pass, averages over batches are updated.
     """
     avals = program.avals
     for equation in program.equations:
@@ -356,7 +356,7 @@ def _update_edges(program: Program) -> Iterator[tuple[Operand, Operand]]:
             yield from _loop_edges(equation)
             for body in equation.bodies:
                 yield from _update_edges(body)
-        elif equation.name in _UPDATES and region_by_name(equation.scope) is None:
+        elif equation.name in _UPDATES and region_by_name(equation.scope) != BACKWARD:
             for operand in equation.operands:
                 for result in equation.results:
                     if isinstance(operand, int) and avals[operand].shape == avals[result].shape:
