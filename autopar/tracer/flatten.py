@@ -10,7 +10,8 @@ call, such a leaf beside arrays is refused, as by `jax.jit`. Objects of nnx are 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
 most of it updated elementwise as optimizers do, outside of any backward pass; or updated in
 whatever way, if the user donates it (a cache into which rows are written). Its inputs and outputs
-share one spec. If the program takes a gradient it is a train step, and the state that it updates is donated.
+share one spec. If the program takes a gradient it is a train step, and the state that it updates is
+donated.
 """
 
 from __future__ import annotations
