@@ -86,7 +86,8 @@ def _searched_first(
     whole_may_fit: bool,
 ) -> PlannedStep:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
-    none is worked out."""
+    none is worked out. A pipeline of one stage gives way to one program on that mesh, unless that
+    is clearly slower: short of memory, two programs per micro-batch may have it easier."""
     try:
         found = plan_pipeline(loop, _pipeline(method), cluster, timer)
     except AutoparError as error:
@@ -113,7 +114,9 @@ def _searched_first(
         whole_s = min(whole_s, whole.plan.estimated_step_s)
         if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
             best = whole
-    return _noting(best or found, whole_s, search)
+    if best is None or best.plan.estimated_step_s > _WORTH_SOLVING * pipeline_s:
+        best = found
+    return _noting(best, whole_s, search)
 
 
 def _may_fit(traced: TracedStep, method: AutoParallel, cluster: ClusterSpec) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autopar
+from autopar import compiler
+from autopar.intra import PlannedStep
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
 BATCH = {"x": jnp.ones((8, 16))}
@@ -59,3 +63,23 @@ def test_one_device_is_planned_as_it_is() -> None:
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=autopar.ClusterSpec(1, 1, "a100-sxm"))
     assert not plan.is_pipeline
     assert plan.num_devices == 1
+
+
+@pytest.mark.parametrize(("slower", "is_kept"), [(1.0, False), (1e6, True)])
+def test_a_stage_alone_is_kept_if_one_program_is_slower(
+    monkeypatch: pytest.MonkeyPatch, slower: float, is_kept: bool
+) -> None:
+    """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast."""
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan_one_mesh = compiler.plan_on_one_mesh
+
+    def slowed(*args: Any) -> PlannedStep:
+        planned = plan_one_mesh(*args)
+        seconds = planned.plan.estimated_step_s * slower
+        return replace(planned, plan=replace(planned.plan, estimated_step_s=seconds))
+
+    monkeypatch.setattr(compiler, "plan_on_one_mesh", slowed)
+    method = autopar.AutoParallel(num_micro_batches=2)
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
+    assert plan.num_stages == 1
+    assert plan.is_pipeline == is_kept
