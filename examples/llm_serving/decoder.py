@@ -126,19 +126,27 @@ def prefill(
 
 
 def decode(
-    config: ModelConfig, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array
+    config: ModelConfig,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attended: int | None = None,
 ) -> tuple[Cache, jax.Array]:
-    """The token of every slot (slots,), each at its position -> logits (slots, vocabulary)."""
+    """The token of every slot (slots,), each at its position -> logits (slots, vocabulary). Only
+    the first `attended` places of the cache are read; positions that count lie before that."""
     length = cache[0]["k"].shape[2]
+    attended = length if attended is None else attended
     # A slot whose request is over may count on for some steps; it rewrites its last place.
     positions = jnp.minimum(positions, length - 1)
-    is_seen = jnp.arange(length)[None, :] <= positions[:, None]
+    is_seen = jnp.arange(attended)[None, :] <= positions[:, None]
 
     def attend(own: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
         own = {"k": _write(own["k"], k, positions), "v": _write(own["v"], v, positions)}
-        scores = jnp.einsum("skgd,skld->skgl", q, own["k"], preferred_element_type=jnp.float32)
+        k, v = own["k"][:, :, :attended], own["v"][:, :, :attended]
+        scores = jnp.einsum("skgd,skld->skgl", q, k, preferred_element_type=jnp.float32)
         weights = _masked_softmax(scores, is_seen[:, None, None])
-        return own, jnp.einsum("skgl,skld->skgd", weights.astype(v.dtype), own["v"])
+        return own, jnp.einsum("skgl,skld->skgd", weights.astype(v.dtype), v)
 
     cache, hidden = _run_layers(config, params, cache, tokens, positions, attend)
     return cache, _logits(config, params, hidden)

@@ -35,7 +35,7 @@ from examples.llm_serving.requests import (
 )
 from examples.llm_serving.steps import Slots, Steps, pack_request, unpack_tokens
 
-_MIN_PADDED = 16
+_MIN_PADDED = 32
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +87,10 @@ class BatchingEngine:
       queue_size: requests that may wait.
       steps_per_call: decode steps that one call runs where nobody can end sooner than that. More
         of them leave less work to the host and let requests join less often.
+      attended_lengths: while no sequence is longer than one of these, decode reads only so much of
+        the cache. For each there is another program.
+      warm_up_lengths: of prompts for which programs are compiled now and not when the first of them
+        comes; decode's too, if any is given. `warm_up_sampling`: those that sample as well.
     """
 
     def __init__(
@@ -98,6 +102,9 @@ class BatchingEngine:
         num_groups: int = 1,
         queue_size: int = 256,
         steps_per_call: int = 1,
+        attended_lengths: Sequence[int] = (),
+        warm_up_lengths: Sequence[int] = (),
+        warm_up_sampling: bool = False,
     ) -> None:
         self.model_name = model_name
         self.max_length = steps.length
@@ -106,6 +113,7 @@ class BatchingEngine:
         self._params = params
         self._queue_size = queue_size
         self._steps_per_call = steps_per_call
+        self._attended = sorted({min(n, steps.length) for n in (*attended_lengths, steps.length)})
         self._groups = [
             _Group(steps.make_cache(), steps.make_slots(), steps.num_slots)
             for _ in range(num_groups)
@@ -115,6 +123,9 @@ class BatchingEngine:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._num_tokens = self._num_steps = self._num_requests = 0
+        if warm_up_lengths:
+            for may_sample in (False, True) if warm_up_sampling else (False,):
+                self._warm_up(self._groups[0], warm_up_lengths, may_sample)
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
 
@@ -202,6 +213,26 @@ class BatchingEngine:
         if not _is_real(params.top_p) or not 0 < params.top_p <= 1:
             raise _unfit("top_p", params.top_p, "a number above 0 and at most 1")
 
+    def _warm_up(self, group: _Group, lengths: Sequence[int], may_sample: bool) -> None:
+        """Run every program once, on a slot that the first request overwrites."""
+        params = SamplingParams(do_sample=may_sample)
+        for padded in sorted({padded_length(n, self.max_length) for n in lengths}):
+            request = pack_request((0,), 0, params, padded)
+            group.cache, group.state, _ = self._steps.prefill(
+                group.cache, self._params, group.state, request, may_sample=may_sample
+            )
+        for attended in self._attended:
+            for num_steps in {1, self._steps_per_call}:
+                group.cache, group.state, packed = self._steps.decode(
+                    group.cache,
+                    self._params,
+                    group.state,
+                    may_sample=may_sample,
+                    num_steps=num_steps,
+                    attended=attended,
+                )
+                packed.block_until_ready()
+
     # -- the loop
 
     def _run(self) -> None:
@@ -284,9 +315,14 @@ class BatchingEngine:
             return False
         left = max(one.limit - one.num_dispatched for _, one in takers)
         num_steps = self._steps_per_call if left >= self._steps_per_call else 1
-        may_sample = any(one.completion.params.do_sample for _, one in takers)
+        longest = max(len(one.completion.prompt) + one.num_dispatched for _, one in takers)
         group.cache, group.state, packed = self._steps.decode(
-            group.cache, self._params, group.state, may_sample=may_sample, num_steps=num_steps
+            group.cache,
+            self._params,
+            group.state,
+            may_sample=any(one.completion.params.do_sample for _, one in takers),
+            num_steps=num_steps,
+            attended=next((n for n in self._attended if n >= longest + num_steps), None),
         )
         self._note(group, packed, takers, num_steps)
         return True

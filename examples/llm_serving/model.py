@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from examples.llm_serving.config import ModelConfig, ModelError, read_config
+from examples.llm_serving.config import DTYPES, ModelConfig, ModelError, read_config
 from examples.llm_serving.engine import BatchingEngine
 from examples.llm_serving.requests import Completion, QueueFullError, SamplingParams, ServingError
 from examples.llm_serving.steps import Steps
@@ -126,8 +126,7 @@ def load(
     num_slots: int = 8,
     max_length: int | None = None,
     num_groups: int | None = None,
-    queue_size: int = 256,
-    steps_per_call: int = 1,
+    **engine: Any,
 ) -> LanguageModel:
     """The model in a local folder (`config.json`, `*.safetensors`), on the devices of this process.
 
@@ -137,20 +136,16 @@ def load(
     max_length: tokens of prompt and answer; what the model was trained for if None.
     num_groups: of slots, whose steps are under way at the same time; as many as a pipeline has
                 stages if None. They must divide `num_slots`.
+    engine:     further options of `BatchingEngine`: `queue_size`, `steps_per_call`, …
     """
     config = read_config(folder)
-    kind = np.dtype(jnp.dtype(dtype or config.dtype))
-    steps, num_groups = _make_steps(config, kind, method, num_slots, max_length, num_groups)
-    params = load_params(folder, config, kind, steps.param_shardings())
-    engine = BatchingEngine(
-        steps,
-        params,
-        model_name=Path(folder).resolve().name,
-        num_groups=num_groups,
-        queue_size=queue_size,
-        steps_per_call=steps_per_call,
+    steps, num_groups = _make_steps(config, dtype, method, num_slots, max_length, num_groups)
+    params = load_params(folder, config, steps.dtype, steps.param_shardings())
+    name = Path(folder).resolve().name
+    return LanguageModel(
+        config,
+        BatchingEngine(steps, params, model_name=name, num_groups=num_groups, **engine),
     )
-    return LanguageModel(config, engine)
 
 
 def random_model(
@@ -163,27 +158,20 @@ def random_model(
     num_slots: int = 8,
     max_length: int | None = None,
     num_groups: int | None = None,
-    queue_size: int = 256,
-    steps_per_call: int = 1,
+    **engine: Any,
 ) -> LanguageModel:
     """A model of this shape with random weights, made on the devices; otherwise as `load`."""
-    kind = np.dtype(jnp.dtype(dtype or config.dtype))
-    steps, num_groups = _make_steps(config, kind, method, num_slots, max_length, num_groups)
-    params = random_params(config, kind, steps.param_shardings(), seed)
-    engine = BatchingEngine(
-        steps,
-        params,
-        model_name=model_name,
-        num_groups=num_groups,
-        queue_size=queue_size,
-        steps_per_call=steps_per_call,
+    steps, num_groups = _make_steps(config, dtype, method, num_slots, max_length, num_groups)
+    params = random_params(config, steps.dtype, steps.param_shardings(), seed)
+    return LanguageModel(
+        config,
+        BatchingEngine(steps, params, model_name=model_name, num_groups=num_groups, **engine),
     )
-    return LanguageModel(config, engine)
 
 
 def _make_steps(
     config: ModelConfig,
-    dtype: np.dtype,
+    dtype: Any,
     method: Any,
     num_slots: int,
     max_length: int | None,
@@ -202,11 +190,24 @@ def _make_steps(
         raise ModelError(
             f"num_slots={num_slots}: needs a multiple of the {num_groups} groups of slots."
         )
-    method = autopar.ShardParallel() if method is None else method
     steps = Steps(
-        config, num_slots=num_slots // num_groups, length=length, dtype=dtype, method=method
+        config,
+        num_slots=num_slots // num_groups,
+        length=length,
+        dtype=_checked_dtype(dtype or config.dtype),
+        method=autopar.ShardParallel() if method is None else method,
     )
     return steps, num_groups
+
+
+def _checked_dtype(given: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(jnp.dtype(given))
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in DTYPES:
+        raise ModelError(f"dtype={given!r}: needs one of {', '.join(DTYPES)}.")
+    return dtype
 
 
 def _prompts(input_ids: Any, attention_mask: Any) -> tuple[list[list[int]], list[list[int]]]:

@@ -86,9 +86,9 @@ class Steps:
         self.dtype = np.dtype(dtype)
         self._params = decoder.param_types(config, dtype)
         self._leader = autopar.parallelize(
-            self._decode_function(False, 1), method=method, **_DECODE
+            self._decode_function(False, 1, length), method=method, **_DECODE
         )
-        self._decode = {(False, 1): self._leader}
+        self._decode = {(False, 1, length): self._leader}
         self._prefill: dict[bool, Any] = {}
         cache = jax.eval_shape(self._make_cache)
         self.plan = self._leader.plan(cache, self._params, self.make_slots())
@@ -163,11 +163,21 @@ class Steps:
         return self._prefill[may_sample](cache, params, slots, request)
 
     def decode(
-        self, cache: Any, params: Any, slots: Slots, *, may_sample: bool, num_steps: int = 1
+        self,
+        cache: Any,
+        params: Any,
+        slots: Slots,
+        *,
+        may_sample: bool,
+        num_steps: int = 1,
+        attended: int | None = None,
     ) -> tuple[Any, Slots, jax.Array]:
         """So many tokens more in every slot -> cache, slots, tokens for `unpack_tokens`.
-        `may_sample`: whether some slot samples."""
-        key = (may_sample, num_steps)
+
+        may_sample: whether some slot samples.
+        attended:   places of the cache that are read, if not all: more than any slot fills.
+        """
+        key = (may_sample, num_steps, attended or self.length)
         if key not in self._decode:
             self._decode[key] = autopar.parallelize(
                 self._decode_function(*key),
@@ -190,12 +200,14 @@ class Steps:
 
         return prefill
 
-    def _decode_function(self, may_sample: bool, num_steps: int) -> Any:
+    def _decode_function(self, may_sample: bool, num_steps: int, attended: int) -> Any:
         config = self.config
 
         def one(cache: Any, params: Any, slots: Slots) -> Any:
             positions = slots["positions"]
-            cache, logits = decoder.decode(config, params, cache, slots["tokens"], positions)
+            cache, logits = decoder.decode(
+                config, params, cache, slots["tokens"], positions, attended
+            )
             tokens, logprobs = choose_tokens(
                 logits, slots["settings"], positions + 1, may_sample=may_sample
             )

@@ -126,7 +126,7 @@ _makers: dict[Any, Any] = {}
 
 
 def _maker(name: str, shape: tuple[int, ...], dtype: np.dtype, spread: float, sharding: Any) -> Any:
-    kind = "ones" if name == "scale" else "zeros" if name.endswith("bias") else "normal"
+    kind = "ones" if name == "scale" else "zeros" if name.endswith("bias") else "matrix"
     key = (kind, shape, dtype, spread, sharding)
 
     def make(seed: jax.Array, number: jax.Array) -> jax.Array:
@@ -135,7 +135,8 @@ def _maker(name: str, shape: tuple[int, ...], dtype: np.dtype, spread: float, sh
         if kind == "zeros":
             return jnp.zeros(shape, dtype)
         own = jax.random.fold_in(jax.random.key(seed), number)
-        return (spread * jax.random.normal(own, shape, jnp.float32)).astype(dtype)
+        bound = 3**0.5 * spread
+        return jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
 
     if key not in _makers:
         _makers[key] = jax.jit(make, out_shardings=sharding)

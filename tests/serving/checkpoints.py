@@ -45,14 +45,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_checkpoint(name: str, folder: Path, seed: int = 0, **options: Any) -> Any:
+def save_checkpoint(name: str, folder: Path, dtype: Any = None, **options: Any) -> Any:
     """Write a checkpoint into the folder and return transformers' model of it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = SIZES | CONFIGS[name]
     config = AutoConfig.for_model(**values)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -62,6 +62,7 @@ def save_checkpoint(name: str, folder: Path, seed: int = 0, **options: Any) -> A
                 parameter.normal_(0, 0.1)
             else:
                 parameter.normal_(1, 0.1)
+    model = model if dtype is None else model.to(dtype)
     model.save_pretrained(folder, **options)
     return model
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import autopar
 from examples.llm_serving import decoder
 from examples.llm_serving.config import read_config
 from examples.llm_serving.model import load
@@ -20,12 +21,31 @@ pytest.importorskip("torch")
 
 PROMPT = [5, 17, 3, 80, 42, 8, 61]
 FIRST = 4  # tokens of the prompt that prefill sees; the others are decoded
+PIPELINE = autopar.PipeshardParallel(1, stages=autopar.UniformStages(2), schedule="inference")
+# On which devices each model is: a mesh of one axis, of two, and a pipeline of two stages.
+METHODS: dict[str, Any] = {
+    "gpt2": autopar.ShardParallel((2, 4)),
+    "opt": autopar.ShardParallel((8,)),
+    "opt_350m": autopar.ShardParallel(),
+    "llama": PIPELINE,
+    "llama3": PIPELINE,
+}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def checkpoint(request: Any, tmp_path_factory: Any) -> tuple[str, Path, Any]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, save_checkpoint(request.param, folder)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: Any) -> Any:
+    """Each is made when it is first asked for."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            # Several files with an index, as larger models have them.
+            options = {"max_shard_size": "20KB"} if name == "opt" else {}
+            made[name] = folder, save_checkpoint(name, folder, **options)
+        return made[name]
+
+    return get
 
 
 def _params(folder: Path) -> tuple[Any, Any]:
@@ -35,14 +55,15 @@ def _params(folder: Path) -> tuple[Any, Any]:
     return config, load_params(folder, config, np.float32, jax.tree.map(lambda _: place, types))
 
 
-def test_logits_of_prefill_and_of_every_decode_step(checkpoint: Any) -> None:
-    _, folder, model = checkpoint
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_prefill_and_of_every_decode_step(name: str, checkpoints: Any) -> None:
+    folder, model = checkpoints(name)
     config, params = _params(folder)
     want = torch_logits(model, PROMPT)
     cache = decoder.make_cache(config, 3, 16, np.float32)
     # Two slots, one of them a token ahead of the other; what pads a prompt is not seen.
     prefill = jax.jit(lambda *args: decoder.prefill(config, *args))
-    decode = jax.jit(lambda *args: decoder.decode(config, *args))
+    decode = jax.jit(lambda *args: decoder.decode(config, *args, attended=8))
     padded = np.array([*PROMPT[:FIRST], 77, 78, 79, 77], np.int32)
     cache, logits = prefill(params, cache, padded, FIRST, 2)
     np.testing.assert_allclose(logits, want[FIRST - 1], rtol=2e-4, atol=2e-4)
@@ -55,10 +76,20 @@ def test_logits_of_prefill_and_of_every_decode_step(checkpoint: Any) -> None:
         np.testing.assert_allclose(logits[2], want[position], rtol=2e-4, atol=2e-4)
 
 
-def test_greedy_answers(checkpoint: Any) -> None:
-    name, folder, model = checkpoint
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "opt",
+        "llama3",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("opt_350m", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_answers_on_many_devices(name: str, checkpoints: Any) -> None:
+    folder, model = checkpoints(name)
     rows = [[5, 17, 3, 80], [42, 8, 61, 7], [1, 2, 3, 4]]
-    with load(folder, num_slots=2, max_length=32) as own:
+    with load(folder, num_slots=2, max_length=32, method=METHODS[name]) as own:
         got = own.generate(rows, max_new_tokens=12, eos_token_id=[])
         want = torch_greedy(model, rows, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
         np.testing.assert_array_equal(got, want)
@@ -79,3 +110,18 @@ def _compare_padded(own: Any, model: Any) -> None:
     np.testing.assert_array_equal(got, torch_greedy(model, rows, eos_token_id=-1, **options))
     ragged = own.generate([rows[0], rows[1][2:]], max_new_tokens=6, eos_token_id=[])
     assert ragged == [got[0].tolist(), got[1][2:].tolist()]
+
+
+def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path) -> None:
+    import torch
+
+    model = save_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    config = read_config(tmp_path)
+    assert config.dtype == "bfloat16"
+    types = decoder.param_types(config, config.dtype)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = load_params(tmp_path, config, config.dtype, jax.tree.map(lambda _: place, types))
+    want = model.model.layers[1].mlp.down_proj.weight.float().detach().numpy()
+    got = params["layers"][1]["down"]
+    assert got.dtype == jax.numpy.bfloat16
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
