@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def address(url: str) -> tuple[str, int]:
