@@ -270,6 +270,8 @@ class LogicalMesh:
     forbidden:    collectives that may not be used: "reduce-scatter", "all-to-all".
     profile:      what was measured on such devices; it prices all that it has samples of.
     num_on_host:  devices of one host; 0 if all are on one.
+    away_beta:    seconds per byte that one device sends to other hosts by itself, not in a ring;
+                  0 if that is priced as a ring is.
     """
 
     shape: tuple[int, ...]
@@ -282,6 +284,7 @@ class LogicalMesh:
     forbidden: frozenset[str] = frozenset()
     profile: MachineProfile | None = None
     num_on_host: int = 0
+    away_beta: float = 0.0
 
     def __post_init__(self) -> None:
         shape = _as_tuple(self.shape)
@@ -358,5 +361,6 @@ def mesh_of_cluster(cluster: ClusterSpec, shape: tuple[int, ...]) -> LogicalMesh
         device=cluster.spec,
         joint_link=cluster.link(total, 1, total),
         profile=cluster.measured,
-        num_on_host=0 if cluster.profile is None else cluster.devices_per_host,
+        num_on_host=cluster.devices_per_host,
+        away_beta=cluster.devices_per_host / cluster.spec.host_bandwidth,
     )

@@ -63,20 +63,21 @@ H100_ROWS: tuple[Row, ...] = (
     Row("bert-large", 64, 32),
     Row("wresnet-6.8b", 64, 8),
 )
-# Large enough that compute and communication count, small enough that a step takes under a second.
-_CPU = {"hidden_size": 256, "num_layers": 4, "seq_len": 128}
-CPU_ROWS: tuple[Row, ...] = (
-    Row("gpt-tiny", 8, 4, {**_CPU, "vocab_size": 2048}),
-    Row("llama-tiny", 8, 4, {**_CPU, "ffn_size": 704}),
-    Row("moe-tiny", 8, 4, {**_CPU, "hidden_size": 128}),
-    Row("bert-tiny", 8, 4, _CPU),
-    Row("wresnet-tiny", 8, 4),
-)
-QUICK_CPU_ROWS = CPU_ROWS[:1]
 QUICK_ROWS: tuple[Row, ...] = (
     Row("gpt-2.6b", 8, 8, layers=QUICK_LAYERS),
     Row("moe-10b", 8, 8, layers=QUICK_LAYERS),
 )
+
+
+def cpu_rows(quick: bool = False) -> list[Row]:
+    """Those that are measured on virtual CPU devices: small models of the same families."""
+    from benchmarks.experts.measured_cpu import MODELS, NUM_DEVICES
+
+    found = [
+        Row(name, NUM_DEVICES, batch_size // NUM_DEVICES, config)
+        for name, (_, batch_size, config) in MODELS.items()
+    ]
+    return found[:1] if quick else found
 
 
 def check_names(rows: Sequence[Row], models: Sequence[str], devices: Sequence[int]) -> None:
@@ -118,7 +119,7 @@ def chosen_rows(
 
 
 def example_of(row: Row) -> Any:
-    """The model, at the row's depth and batch."""
+    """The model of a row for H100s, at its depth and batch."""
     import jax.numpy as jnp
 
     from examples.models import build

@@ -22,13 +22,12 @@ from typing import Any
 
 from autopar.errors import ArgumentError, CompileError, near_names
 from benchmarks.suite.cases import (
-    CPU_ROWS,
     H100_ROWS,
-    QUICK_CPU_ROWS,
     QUICK_ROWS,
     Row,
     check_names,
     chosen_rows,
+    cpu_rows,
 )
 from benchmarks.suite.pool import Task, run_tasks
 from benchmarks.suite.tables import tables_of, with_tables
@@ -36,6 +35,13 @@ from benchmarks.suite.tables import tables_of, with_tables
 PARTS = ("cpu", "h100", "h200", "scaling")
 DEFAULT_PARTS = ("cpu", "h100", "h200")
 RESULTS = "suite.json"
+QUICK_ROUNDS = 3
+# If time runs out, those are missing that win least often.
+PLAN_ORDER = (
+    "autopar", "FSDP", "expert parallel", "FSDP + TP", "channels", "ZeRO-2", "HSDP", "3-D by hand",
+    "data parallel", "Megatron + sequence", "Megatron",
+)  # fmt: skip
+QUICK_PLANS = ("autopar", "FSDP", "expert parallel")
 GPU_LIMIT_S = 60.0  # to ask for GPUs
 _PACKAGES = ("autopar", "jax", "jaxlib", "flax", "optax")
 
@@ -69,11 +75,14 @@ class Options:
 
 def rows_of(part: str, options: Options) -> list[Row]:
     """The rows of a part that were asked for; other parts may have what this one has not."""
-    known = {
-        "cpu": QUICK_CPU_ROWS if options.quick else CPU_ROWS,
-        "h100": QUICK_ROWS if options.quick else H100_ROWS,
-    }
+    known: dict[str, Sequence[Row]] = {}
+    if "h100" in options.parts:
+        known["h100"] = QUICK_ROWS if options.quick else H100_ROWS
+    if "cpu" in options.parts:
+        known["cpu"] = cpu_rows(options.quick)
     parts = [name for name in options.parts if name in known]
+    if not parts:
+        return []
     check_names([row for name in parts for row in known[name]], options.models, options.devices)
     return chosen_rows(known.get(part, ()), options.models, options.devices, options.layers)
 
@@ -138,10 +147,12 @@ def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> di
             "Install it with: pip install 'autopar[verify]' (no GPU is needed), or leave these "
             "rows out with --only cpu."
         ) from error
-    tasks: list[tuple[int, Task]] = []
+    tasks: list[tuple[int, int, Task]] = []
+    wanted = options.plans or (QUICK_PLANS if options.quick else ())
+    check_plans(wanted)
     for row in rows:
-        for at, (who, family) in enumerate(planners(row)):
-            if options.plans and family not in options.plans and who not in options.plans:
+        for who, family in planners(row):
+            if wanted and family not in wanted:
                 continue
             folder = options.folder / "h100" / row.name
             job = folder / f"{_slug(who)}.job"
@@ -151,8 +162,9 @@ def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> di
             arguments = ("-m", "benchmarks.suite.compiling", str(job.resolve()))
             task = Task(f"{row.name}: {who}", (*arguments, str(result.resolve())), result)
             # What takes longest, planning for many devices, begins first.
-            tasks.append((-row.devices if who == AUTOPAR else at, task))
-    order = [task for _, task in sorted(tasks, key=lambda one: one[0])]
+            size = -row.devices if who == AUTOPAR else row.devices
+            tasks.append((PLAN_ORDER.index(family), size, task))
+    order = [task for *_, task in sorted(tasks, key=lambda one: one[:2])]
     say(f"h100: {len(order)} plans to compile, {sum(t.is_done for t in order)} done before")
     left = run_tasks(order, options.jobs, ends_s, _teller(say))
     if left:
@@ -163,16 +175,28 @@ def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> di
     }
 
 
+def check_plans(wanted: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in PLAN_ORDER:
+            raise ArgumentError(
+                f"--plans {name}: nobody plans so{near_names(name, PLAN_ORDER)}. There are "
+                f"{'; '.join(PLAN_ORDER)}."
+            )
+
+
 def _teller(say: Callable[[str], None]) -> Callable[[Task, str], None]:
     def tell(task: Task, problem: str) -> None:
         if problem:
             say(f"{task.name}: {problem}")
             return
         found = json.loads(task.result.read_text(encoding="utf-8"))
-        for one in found.get("results", []):
+        results = found.get("results", [])
+        results += [one for row in found.get("rows", []) for one in row["results"]]
+        for one in results:
             step = f"{one['step_ms']:.1f} ms" if "step_ms" in one else one.get("note", "")
+            peak = f", {one['peak_gb']:.1f} GB" if "peak_gb" in one else ""
             fits = "" if one["fits"] else ", does not fit"
-            say(f"{task.name}: {one['plan']}: {step}, {one.get('peak_gb', 0.0):.1f} GB{fits}")
+            say(f"{task.name}: {one['plan']}: {step}{peak}{fits}")
         if "error" in found:
             say(f"{task.name}: {found['error']}")
 
@@ -214,26 +238,21 @@ def _run_cpu(options: Options, ends_s: float, say: Callable[[str], None]) -> dic
     rows = rows_of("cpu", options)
     tasks = []
     for row in rows:
-        folder = options.folder / "cpu" / row.name
-        folder.mkdir(parents=True, exist_ok=True)
-        job = folder / "all.job"
-        job.write_text(json.dumps({"row": asdict(row)}), encoding="utf-8")
-        result = folder / "all.json"
-        arguments = ("-m", "benchmarks.suite.measuring", str(job.resolve()))
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-        task = Task(row.name, (*arguments, str(result.resolve())), result, environment)
-        tasks.append(task)
+        result = options.folder / "cpu" / f"{row.model}.json"
+        arguments = ("-m", "benchmarks.experts.measured_cpu", "--model", row.model)
+        arguments += ("--json", str(result.resolve()))
+        if options.quick:
+            arguments += ("--rounds", str(QUICK_ROUNDS))
+        tasks.append(Task(f"cpu {row.model}", arguments, result, {"JAX_PLATFORMS": "cpu"}))
     say(f"cpu: {len(tasks)} models to measure, one after another")
     left = run_tasks(tasks, 1, ends_s, _teller(say))
     if left:
         say(f"cpu: {left} models are left; the same command goes on with them")
     found = []
-    for row in rows:
-        path = options.folder / "cpu" / row.name / "all.json"
-        if path.is_file():
-            document = json.loads(path.read_text(encoding="utf-8"))
-            found.append(document | {"model": row.model, "devices": row.devices})
+    for row, task in zip(rows, tasks, strict=True):
+        if task.is_done:
+            document = json.loads(task.result.read_text(encoding="utf-8"))
+            found += [line | {"devices": row.devices} for line in document["rows"]]
     return {"target": "8 virtual CPU devices of one process", "rows": found}
 
 

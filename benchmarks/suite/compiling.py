@@ -2,10 +2,10 @@
 
     python -m benchmarks.suite.compiling JOB.json RESULT.json
 
-is a process of `pool`. A job is a row and who plans it: "autopar", a chain of experts by the name
-of its first one, or "3-D by hand". Of a chain, candidates are compiled until one fits, since those
-behind it do the same with more work. Of the pipelines by hand, all are planned and the few that are
-predicted to be fastest are compiled. JAX's CUDA plugin is needed, a GPU is not.
+is a process of `pool`. A job is a row and who plans it: "autopar", a layout by hand, or "3-D by
+hand". A layout that does not fit is compiled again as its expert would save memory, until it does.
+Of the pipelines by hand, all are planned and the few that are predicted to be fastest are compiled.
+JAX's CUDA plugin is needed, a GPU is not.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ def devices_of(row: Row) -> list[Any]:
 
 
 def planners(row: Row) -> list[tuple[str, str]]:
-    """(who plans, family) of every job of a row, those first that tell most."""
+    """(who plans, family) of every job of a row."""
     chains = chains_for(example_of(row), row.devices, DEVICES_PER_HOST)
-    found = [(AUTOPAR, AUTOPAR)]
-    found += [(chain[0].name, chain[0].family) for chain in chains if not chain[0].is_pipeline]
-    if any(chain[0].is_pipeline for chain in chains):
-        found.append((PIPELINES, PIPELINES))
-    return list(dict.fromkeys(found))
+    layouts = [(own[0].layout.name, own[0].family) for own in chains if own[0].layout is not None]
+    pipelines = [(PIPELINES, PIPELINES)] * any(own[0].is_pipeline for own in chains)
+    return [(AUTOPAR, AUTOPAR), *dict.fromkeys(layouts), *pipelines]
 
 
 # -- results
@@ -159,18 +157,23 @@ def autopar_results(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def chain_results(row: Row, first: str) -> list[dict[str, Any]]:
-    """Of a layout by hand, with more and more computed again until it fits."""
+def layout_results(row: Row, name: str) -> list[dict[str, Any]]:
+    """Of a layout by hand as it is or, if that does not fit, of each of its chains (with more and
+    more computed again, in more and more micro-batches) up to the first that fits."""
     example = example_of(row)
-    chains = chains_for(example, row.devices, DEVICES_PER_HOST)
-    found: list[dict[str, Any]] = []
-    for chain in chains:
-        if chain[0].name == first:
-            for expert in chain:
-                found.append(_expert_result(expert, example, row))
-                if found[-1]["fits"] or found[-1].get("note") == _NOT_COMPILED:
-                    break
-    return found
+    found: dict[str, dict[str, Any]] = {}
+    for chain in chains_for(example, row.devices, DEVICES_PER_HOST):
+        if chain[0].layout is None or chain[0].layout.name != name:
+            continue
+        for expert in chain:
+            if expert.name not in found:
+                found[expert.name] = _expert_result(expert, example, row)
+            first = next(iter(found.values()))
+            if first["fits"] or first.get("note") == _NOT_COMPILED:
+                return [first]
+            if found[expert.name]["fits"]:
+                break
+    return list(found.values())
 
 
 def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
@@ -239,7 +242,7 @@ def pipeline_results(row: Row) -> list[dict[str, Any]]:
 def results_of(row: Row, who: str) -> list[dict[str, Any]]:
     if who == AUTOPAR:
         return autopar_results(row)
-    return pipeline_results(row) if who == PIPELINES else chain_results(row, who)
+    return pipeline_results(row) if who == PIPELINES else layout_results(row, who)
 
 
 def main(job_file: str, result_file: str) -> None:

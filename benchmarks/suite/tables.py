@@ -193,8 +193,7 @@ def cpu_table(part: dict[str, Any]) -> str:
             for one in sorted(best_by_family(row["results"]).values(), key=_rank)
             if one["family"] != _AUTOPAR and (best is None or one["family"] != best["family"])
         ]
-        ratio = ratio_of(row)
-        spread = row.get("ratio_spread")
+        ratio, spread = row.get("ratio"), row.get("ratio_spread")
         lines.append(
             [
                 _model(row),
