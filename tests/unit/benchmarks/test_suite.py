@@ -1,0 +1,163 @@
+"""The suite of `autopar bench`: rows, processes, tables. What it compiles is tested in
+`test_suite_judge.py` and by `tests/unit/benchmarks/test_experts.py`."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ArgumentError
+from benchmarks.suite import command, tables
+from benchmarks.suite.cases import H100_ROWS, QUICK_ROWS, chosen_rows, example_of
+from benchmarks.suite.pool import Task, run_tasks
+from examples.models import MODELS
+
+ROOT = Path(__file__).parents[3]
+WRITES = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+
+
+# -- rows
+
+
+def test_rows_are_of_models_that_exist_and_every_family_has_all_sizes():
+    assert {row.model for row in (*H100_ROWS, *QUICK_ROWS)} <= set(MODELS)
+    sizes = {(row.family, row.devices) for row in H100_ROWS}
+    families = ("gpt", "llama", "moe", "bert", "wresnet")
+    assert sizes == {(family, number) for family in families for number in (8, 16, 64)}
+
+
+def test_a_row_says_its_depth_for_every_family():
+    for row in chosen_rows(H100_ROWS, devices=(8,), layers=2):
+        config = example_of(row).config
+        assert config.stage_sizes == (2,) * 4 if row.family == "wresnet" else config.num_layers == 2
+        assert row.name.endswith("-2layers")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (command.Options(only=("h101",)), ["--only h101", "'h100'", "cpu, h100, h200"]),
+        (command.Options(only=("h100",), models=("gtp",)), ["--models gtp", "'gpt'", "wresnet-2b"]),
+        (command.Options(only=("h100",), devices=(7,)), ["--devices 7", "8, 16, 64"]),
+        (
+            command.Options(only=("h100",), models=("gpt-15b",), devices=(8,)),
+            ["gpt-15b", "8", "no row has both", "--list"],
+        ),
+    ],
+)
+def test_names_that_no_row_has_are_told_with_those_there_are(options, words):
+    with pytest.raises(ArgumentError) as error:
+        command.list_rows(options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_plans_that_nobody_makes_are_told():
+    with pytest.raises(ArgumentError, match="--plans fsdp: .*'FSDP'.*Megatron"):
+        command.check_plans(("autopar", "fsdp"))
+
+
+# -- processes
+
+
+def writing(folder: Path, name: str, text: str) -> Task:
+    result = folder / f"{name}.json"
+    return Task(name, ("-S", "-c", WRITES, str(result), text), result)
+
+
+def test_what_is_done_is_not_run_again(tmp_path):
+    tasks = [writing(tmp_path, "a", "1"), writing(tmp_path, "b", "2")]
+    (tmp_path / "a.json").write_text("from before")
+    told = []
+    left = run_tasks(tasks, 2, time.time() + 60, lambda task, problem: told.append(task.name))
+    assert left == 0 and told == ["b"]
+    assert [task.result.read_text() for task in tasks] == ["from before", "2"]
+
+
+def test_a_process_that_fails_says_why_and_is_tried_again(tmp_path):
+    failing = Task("f", ("-S", "-c", "raise SystemExit('out of luck')"), tmp_path / "f.json")
+    problems = []
+    left = run_tasks([failing], 1, time.time() + 60, lambda _, problem: problems.append(problem))
+    assert left == 1 and "status 1" in problems[0] and "out of luck" in problems[0]
+    assert not failing.is_done
+
+
+def test_when_the_time_is_up_processes_end(tmp_path):
+    sleeping = Task("s", ("-S", "-c", "import time; time.sleep(60)"), tmp_path / "s.json")
+    problems = []
+    started = time.time()
+    left = run_tasks(
+        [sleeping, writing(tmp_path, "late", "1")],
+        1,
+        started + 1,
+        lambda _, problem: problems.append(problem),
+    )
+    assert left == 2 and time.time() - started < 30
+    assert sorted(problems) == ["the time was up before it began", "the time was up while it ran"]
+
+
+# -- tables
+
+
+def result(family, step_ms, *, fits=True, plan=None, **more):
+    figures = {"step_ms": step_ms, "compute_ms": step_ms - 1, "communication_ms": 1.0}
+    own = {"plan": plan or family, "family": family, "fits": fits, "peak_gb": 50.0}
+    return own | figures | more
+
+
+def row(*results, **more):
+    return {"model": "m", "devices": 8, "batch": 16, "results": list(results), **more}
+
+
+def test_the_ratio_is_to_the_fastest_expert_that_fits():
+    experts = [result("FSDP", 20.0), result("TP", 8.0, fits=False), result("FSDP", 12.5)]
+    found = row(result("autopar", 10.0), *experts)
+    assert tables.ratio_of(found) == pytest.approx(0.8)
+    text = tables.h100_table({"rows": [found]})
+    assert "12.5 ms, FSDP" in text and "TP does not fit" in text and "| 0.80 |" in text
+    assert "worse" not in text
+
+
+def test_where_autopar_is_worse_the_table_says_so_and_of_what_there_is_more():
+    ours = result("autopar", 12.0, compute_ms=7.0, communication_ms=5.0)
+    found = row(ours, result("FSDP", 10.0))
+    text = tables.h100_table({"rows": [found]})
+    assert "| 1.20 |" in text and "worse: compute -2.0 ms, communication +4.0 ms" in text
+
+
+def test_a_row_without_ours_has_no_ratio():
+    assert tables.ratio_of(row(result("FSDP", 1.0))) is None
+    assert tables.ratio_of(row(result("autopar", 1.0), result("FSDP", 1.0, fits=False))) is None
+    assert "none fits" in tables.h100_table({"rows": [row(result("autopar", 1.0))]})
+
+
+def test_tables_go_between_their_markers_and_nowhere_else():
+    text = "a\n<!-- bench:h100 -->\nold\n<!-- /bench:h100 -->\nb\n"
+    found = tables.with_tables(text, {"h100": "| new |\n"})
+    assert found == "a\n<!-- bench:h100 -->\n| new |\n<!-- /bench:h100 -->\nb\n"
+    assert tables.with_tables(found, {"h100": "| new |\n"}) == found
+    with pytest.raises(ArgumentError, match="bench:h100.*no such table"):
+        tables.with_tables(text, {"cpu": ""})
+
+
+def test_parts_of_a_run_replace_those_of_a_results_file(tmp_path):
+    target = tmp_path / "suite.json"
+    command.merge({"h100": {"rows": []}}, target)
+    command.merge({"cpu": {"rows": [1]}}, target)
+    assert json.loads(target.read_text()) == {"h100": {"rows": []}, "cpu": {"rows": [1]}}
+
+
+def test_a_file_that_is_no_results_is_told(tmp_path):
+    path = tmp_path / "x.json"
+    for text, words in (("[1]", "none of the parts"), ("{", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match=words):
+            command.read_results(path)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_tables_in_texts_are_those_of_the_results(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    document = command.read_results(ROOT / "benchmarks" / "results" / command.RESULTS)
+    assert tables.with_tables(text, tables.tables_of(document)) == text
