@@ -54,7 +54,7 @@ def test_names_that_no_row_has_are_told_with_those_there_are(options, words):
 
 
 def test_plans_that_nobody_makes_are_told():
-    with pytest.raises(ArgumentError, match="--plans fsdp: .*'FSDP'.*Megatron"):
+    with pytest.raises(ArgumentError, match=r"--plans fsdp: .*'FSDP'.*Megatron"):
         command.check_plans(("autopar", "fsdp"))
 
 
@@ -137,7 +137,7 @@ def test_tables_go_between_their_markers_and_nowhere_else():
     found = tables.with_tables(text, {"h100": "| new |\n"})
     assert found == "a\n<!-- bench:h100 -->\n| new |\n<!-- /bench:h100 -->\nb\n"
     assert tables.with_tables(found, {"h100": "| new |\n"}) == found
-    with pytest.raises(ArgumentError, match="bench:h100.*no such table"):
+    with pytest.raises(ArgumentError, match=r"bench:h100.*no such table"):
         tables.with_tables(text, {"cpu": ""})
 
 
