@@ -1,0 +1,102 @@
+"""What the examples share: their options, where they run, and what they print.
+
+Without GPUs they run on eight virtual CPU devices, so that sharding can be tried on a laptop. On a
+host with GPUs they run on these, and with `--cluster ray` on a Ray cluster (docs/ray.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+import autopar
+
+NUM_VIRTUAL = 8
+
+
+def arguments(
+    description: str | None, *, steps: int, batch: int, sizes: Iterable[str] = (), size: str = ""
+) -> argparse.ArgumentParser:
+    """A parser of the options that all examples have; `sizes` are those that `--size` may be."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if sizes:
+        parser.add_argument("--size", choices=list(sizes), default=size)
+    parser.add_argument("--steps", type=whole_number, default=steps, help=f"default: {steps}")
+    parser.add_argument(
+        "--batch", type=whole_number, default=batch, help=f"rows of a batch; default: {batch}"
+    )
+    parser.add_argument("--devices", type=whole_number, help="in all; default: all there are")
+    parser.add_argument("--cluster", choices=["local", "ray"], default="local")
+    parser.add_argument("--hosts", type=whole_number, help="of a Ray cluster; default: all")
+    parser.add_argument("--address", help="of a Ray cluster; default: one is started here")
+    return parser
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: needs a whole number ≥ 1")
+    return int(text)
+
+
+@contextlib.contextmanager
+def devices(given: argparse.Namespace) -> Iterator[None]:
+    """What is parallelized inside runs where the options say."""
+    jax.config.update("jax_num_cpu_devices", given.devices or NUM_VIRTUAL)
+    if given.cluster == "ray":
+        if (given.devices or 1) % (given.hosts or 1):
+            raise SystemExit(f"--devices {given.devices}: --hosts {given.hosts} must divide it")
+        autopar.init(
+            cluster="ray",
+            address=given.address,
+            num_hosts=given.hosts,
+            devices_per_host=given.devices and given.devices // (given.hosts or 1),
+        )
+    elif given.devices:
+        there = jax.devices()
+        if len(there) < given.devices:
+            raise SystemExit(f"--devices {given.devices}: there are {len(there)} here")
+        autopar.init(devices=there[: given.devices])
+    try:
+        yield
+    finally:
+        autopar.shutdown()
+
+
+def show(plan: autopar.ParallelPlan) -> None:
+    """The first part of `plan.explain()`: what is done, how long it takes, and what limits it."""
+    print("\n\n".join(plan.explain().split("\n\n")[:3]), end="\n\n", flush=True)
+
+
+class Progress:
+    """Tells losses and speed while a loop runs.
+
+    unit, per_step: what a step works through, such as 4,096 "tokens". The first step, which plans
+                    and compiles, is not counted.
+    """
+
+    def __init__(self, num_steps: int, unit: str, per_step: int) -> None:
+        self._num_steps, self._unit, self._per_step = num_steps, unit, per_step
+        self._every = max(1, num_steps // 6)
+        self._done = 0
+        self._first = self._started_s = 0.0
+
+    def __call__(self, loss: Any) -> None:
+        """To be called after each step. Losses are read, which waits for the step, now and then."""
+        self._done += 1
+        if self._done == 1:
+            self._first = float(loss)
+            self._started_s = time.perf_counter()
+            print(f"step 1  loss {self._first:.4f}", flush=True)
+        elif self._done == self._num_steps or self._done % self._every == 0:
+            value = float(loss)
+            rate = (self._done - 1) * self._per_step / (time.perf_counter() - self._started_s)
+            print(f"step {self._done}  loss {value:.4f}  {rate:,.0f} {self._unit}/s", flush=True)
+            if self._done == self._num_steps:
+                print(f"loss {self._first:.4f} → {value:.4f} in {self._done} steps", flush=True)

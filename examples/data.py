@@ -1,0 +1,67 @@
+"""Made-up data with a rule that a model can learn, as endless batches of numpy arrays.
+
+Rules are fixed: the same for every batch, process and run. `seed` chooses what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+NUM_SUCCESSORS = 4  # so the best loss of a language model is log 4 = 1.39
+
+
+def token_chains(
+    vocab_size: int, seq_len: int, batch_size: int, *, first: int = 0, seed: int = 0
+) -> Iterator[Batch]:
+    """Sequences in which each token is followed by one of four others, by a table; `targets` are
+    the tokens that come next. Batch n is the same whichever batch is the `first`."""
+    table = np.random.default_rng(0).integers(vocab_size, size=(vocab_size, NUM_SUCCESSORS))
+    while True:
+        random = np.random.default_rng((seed, first))
+        tokens = np.empty((batch_size, seq_len + 1), np.int32)
+        tokens[:, 0] = random.integers(vocab_size, size=batch_size)
+        turns = random.integers(NUM_SUCCESSORS, size=(seq_len, batch_size))
+        for position, turn in enumerate(turns):
+            tokens[:, position + 1] = table[tokens[:, position], turn]
+        yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        first += 1
+
+
+def masked_topics(
+    vocab_size: int, seq_len: int, batch_size: int, masked_fraction: float, *, seed: int = 0
+) -> Iterator[Batch]:
+    """Sequences about one of eight topics, each of which has a few tokens of its own; some are
+    hidden behind the last token, and a model can tell from the others which ones they may be."""
+    num_topics, mask_token = 8, vocab_size - 1
+    topics = np.random.default_rng(0).permutation(mask_token)[
+        : mask_token // num_topics * num_topics
+    ]
+    topics = topics.reshape(num_topics, -1)
+    random = np.random.default_rng(seed)
+    while True:
+        topic = random.integers(num_topics, size=(batch_size, 1))
+        words = random.integers(topics.shape[1], size=(batch_size, seq_len))
+        targets = topics[topic, words].astype(np.int32)
+        is_masked = random.random(targets.shape) < masked_fraction
+        yield {
+            "tokens": np.where(is_masked, mask_token, targets).astype(np.int32),
+            "targets": targets,
+            "is_masked": is_masked.astype(np.float32),
+        }
+
+
+def patterned_images(
+    image_size: int, num_classes: int, batch_size: int, *, seed: int = 0
+) -> Iterator[Batch]:
+    """Images of noise with a faint pattern of their class in it."""
+    shape = (image_size, image_size, 3)
+    patterns = np.random.default_rng(0).standard_normal((num_classes, *shape)).astype(np.float32)
+    random = np.random.default_rng(seed)
+    while True:
+        labels = random.integers(num_classes, size=batch_size).astype(np.int32)
+        noise = random.standard_normal((batch_size, *shape)).astype(np.float32)
+        yield {"images": patterns[labels] + noise, "labels": labels}
