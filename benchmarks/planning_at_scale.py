@@ -30,15 +30,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Name -> what is typed after `autopar plan`.
 CASES: dict[str, list[str]] = {
     "Llama2-13B on 50×4 V100": [
-        "examples/train_llama.py:make_step", "--set", "size=13b", "--set", "batch=1024",
+        "examples/llama.py:make_step", "--set", "size=13b", "--set", "batch=1024",
         "--cluster", "50x4:v100-32gb",
     ],
     "GPT-39B on 128×8 H100": [
-        "examples/train_gpt.py:make_step", "--set", "size=39b", "--set", "batch=2048",
+        "examples/gpt.py:make_step", "--set", "size=39b", "--set", "batch=2048",
         "--cluster", "128x8:h100-sxm",
     ],
     "Llama-70B on 512×8 H100": [
-        "examples/train_llama.py:make_step", "--set", "size=70b", "--set", "batch=4096",
+        "examples/llama.py:make_step", "--set", "size=70b", "--set", "batch=4096",
         "--cluster", "512x8:h100-sxm",
     ],
 }  # fmt: skip

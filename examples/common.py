@@ -48,7 +48,6 @@ def whole_number(text: str) -> int:
 @contextlib.contextmanager
 def devices(given: argparse.Namespace) -> Iterator[None]:
     """What is parallelized inside runs where the options say."""
-    jax.config.update("jax_num_cpu_devices", given.devices or NUM_VIRTUAL)
     if given.cluster == "ray":
         if (given.devices or 1) % (given.hosts or 1):
             raise SystemExit(f"--devices {given.devices}: --hosts {given.hosts} must divide it")
@@ -58,9 +57,10 @@ def devices(given: argparse.Namespace) -> Iterator[None]:
             num_hosts=given.hosts,
             devices_per_host=given.devices and given.devices // (given.hosts or 1),
         )
-    elif given.devices:
+    else:
+        jax.config.update("jax_num_cpu_devices", given.devices or NUM_VIRTUAL)
         there = jax.devices()
-        if len(there) < given.devices:
+        if len(there) < (given.devices or 0):
             raise SystemExit(f"--devices {given.devices}: there are {len(there)} here")
         autopar.init(devices=there[: given.devices])
     try:
@@ -85,18 +85,20 @@ class Progress:
         self._num_steps, self._unit, self._per_step = num_steps, unit, per_step
         self._every = max(1, num_steps // 6)
         self._done = 0
-        self._first = self._started_s = 0.0
+        self._first = self._last = self._started_s = 0.0
 
     def __call__(self, loss: Any) -> None:
         """To be called after each step. Losses are read, which waits for the step, now and then."""
         self._done += 1
         if self._done == 1:
-            self._first = float(loss)
+            self._first = self._last = float(loss)
             self._started_s = time.perf_counter()
             print(f"step 1  loss {self._first:.4f}", flush=True)
-        elif self._done == self._num_steps or self._done % self._every == 0:
-            value = float(loss)
+        if self._done > 1 and (self._done == self._num_steps or self._done % self._every == 0):
+            self._last = float(loss)
             rate = (self._done - 1) * self._per_step / (time.perf_counter() - self._started_s)
-            print(f"step {self._done}  loss {value:.4f}  {rate:,.0f} {self._unit}/s", flush=True)
-            if self._done == self._num_steps:
-                print(f"loss {self._first:.4f} → {value:.4f} in {self._done} steps", flush=True)
+            print(
+                f"step {self._done}  loss {self._last:.4f}  {rate:,.0f} {self._unit}/s", flush=True
+            )
+        if self._done == self._num_steps:
+            print(f"loss {self._first:.4f} → {self._last:.4f} in {self._done} steps", flush=True)

@@ -84,6 +84,6 @@ def test_the_wheel_has_the_package_with_its_data_and_nothing_else(archives):
 
 def test_the_sdist_can_be_tested_and_built_from(archives):
     source, _ = archives
-    needed = ["README.md", "LICENSE", "CITATION.cff", "tests/conftest.py", "examples/train_gpt.py"]
+    needed = ["README.md", "LICENSE", "CITATION.cff", "tests/conftest.py", "examples/gpt.py"]
     needed += ["benchmarks/__init__.py", ".ci/run", "mkdocs.yml", *data_files()]
     assert not [name for name in needed if name not in source]
