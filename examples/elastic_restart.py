@@ -46,7 +46,7 @@ def main() -> None:
 
 def train(arguments: Any, folder: Path) -> None:
     example = make_example(arguments.size, arguments.batch)
-    train_step = autopar.parallelize(example.train_step)
+    train_step = autopar.parallelize(example.train_step, method=autopar.ShardParallel())
     losses: dict[int, float] = {}
     to_kill = {arguments.kill_at}
 

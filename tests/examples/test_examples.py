@@ -141,7 +141,7 @@ def test_training_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     options = ("--checkpoints", str(tmp_path / "run"), "--checkpoint-every", "4")
     text = run("elastic_restart.py", "--steps", "10", "--kill-at", "6", *options)
     assert re.search(r"^killed worker process \d+$", text, re.MULTILINE), text
-    assert re.search(r"^lost: Worker \d .* died", text, re.MULTILINE), text
+    assert re.search(r"^lost: Worker \d.* died", text, re.MULTILINE), text
     assert "going on from the checkpoint of step 4" in text
     steps = [int(step) for step in re.findall(r"^step (\d+) ", text, re.MULTILINE)]
     again = steps.index(5, steps.index(5) + 1)
@@ -150,5 +150,5 @@ def test_training_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     assert "again, the same" in text and "and another" not in text
 
     text = run("elastic_restart.py", "--steps", "12", "--kill-at", "0", *options)
-    assert text.startswith("going on from the checkpoint of step 10"), text
+    assert "going on from the checkpoint of step 10" in text
     assert [int(step) for step in re.findall(r"^step (\d+) ", text, re.MULTILINE)] == [11, 12]
