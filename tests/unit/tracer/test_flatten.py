@@ -374,3 +374,20 @@ def test_batch_argument_without_arrays() -> None:
             (PARAMS, BATCH, "text"),
             batch_argnums=(2,),
         )
+
+
+def test_what_is_donated_and_comes_back_is_state_however_it_is_updated() -> None:
+    def decode(cache, params, token):
+        rows = {name: rows.at[token].set(params[name]) for name, rows in cache.items()}
+        return rows, sum(r.sum() for r in rows.values())
+
+    cache = {"k": jnp.zeros((4, 3)), "v": jnp.zeros((4, 3))}
+    args = (cache, {"k": jnp.ones(3), "v": jnp.ones(3)}, jnp.int32(2))
+    found = trace_step(decode, args, donate_argnums=(0,), batch_argnums=())
+    assert state_paths(found) == donated_paths(found) == {"cache['k']", "cache['v']"}
+    assert trace_step(decode, args, donate_argnums=(), batch_argnums=()).state == ()
+    # What does not come back leaf for leaf is no state, donated or not.
+    half = trace_step(
+        lambda *own: decode(*own)[0]["k"], args, donate_argnums=(0,), batch_argnums=()
+    )
+    assert half.state == ()
