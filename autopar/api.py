@@ -55,7 +55,17 @@ def local_devices() -> tuple[Any, ...]:
 
 
 class ParallelFunction:
-    """A train step that runs sharded; called like the function it wraps."""
+    """A train step that runs sharded; called like the function it wraps. `parallelize` makes it.
+
+    fn:              the function.
+    method, options: as `parallelize` was given them.
+    last_executable: what ran last, with `hlo_text()`, `collectives()`, `memory_bytes()` and
+                     `dump_debug_info(folder)`; None before the first call.
+
+    A call plans and compiles once per shapes and types of its arguments. It raises `TraceError` if
+    the function cannot be traced, `MemoryBudgetError` if nothing fits, `CompileError` if XLA
+    refuses the program, and on a cluster `WorkerError` if a worker is lost.
+    """
 
     def __init__(
         self,
@@ -98,10 +108,12 @@ class ParallelFunction:
 
     @property
     def options(self) -> StepOptions:
+        """What `parallelize` was given beside the method."""
         return self._options
 
     @property
     def method(self) -> ParallelMethod | ParallelPlan | None:
+        """What `parallelize` was given; None for everything searched."""
         return self._method
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
@@ -326,6 +338,9 @@ def parallelize(
     static_argnums: positions of arguments that are part of the program (hashable).
     donate_argnums: "auto" donates training state that comes back updated; or positions.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+
+    Returns a `ParallelFunction`, which is called like `fn`. Nothing is traced or planned before its
+    first call. Raises `ArgumentError` if an argument has a value that cannot work.
     """
     if fn is None:
         return functools.partial(
@@ -373,7 +388,18 @@ def plan(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> ParallelPlan:
-    """Plan for a cluster that need not exist: arguments may be `jax.ShapeDtypeStruct`s."""
+    """Plan for a cluster that need not exist. Returns the plan; nothing is run or allocated.
+
+    fn:             the step; `args` and `kwargs` are what it is called with, arrays or
+                    `jax.ShapeDtypeStruct`s.
+    cluster:        a `ClusterSpec`.
+    method:         how, as for `parallelize`; by default everything is searched.
+    static_argnums: positions of arguments that are part of the program.
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+
+    Raises `TraceError` if the function cannot be traced, `MeshError` if no mesh will do,
+    `SpecError` if what was asked of arrays cannot be, and `MemoryBudgetError` if nothing fits.
+    """
     fn, options = _unwrap(fn, static_argnums, batch_argnums)
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan(cluster={cluster!r}): needs an autopar.ClusterSpec.")
@@ -404,7 +430,10 @@ def constrain(x: Any, name: str) -> Any:
     """`x` itself, under a name: `ShardingOptions(pins={name: spec})` says how it must lie, and
     `plan.explain()` how it does. In a pytree, arrays are named `name` and their path. For use in
     functions that autopar shards; elsewhere it does nothing. The name is that of the value, not of
-    its gradient; under `jax.vmap` a spec speaks of the dimensions that are seen here."""
+    its gradient; under `jax.vmap` a spec speaks of the dimensions that are seen here.
+
+    Returns `x`. Raises `ArgumentError` if `name` is no text.
+    """
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"constrain(…, name={name!r}): needs a text that is not empty.")
 
@@ -430,36 +459,47 @@ def mark_layer_boundary() -> None:
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """What `solve_sharding` found. Costs are in the units of the mesh's α and β."""
+    """What `solve_sharding` found. Costs are in the units of the mesh's α and β.
+
+    plan: all of it, as a plan; `objective`, `lower_bound`, `gap`, `input_specs` and `output_specs`
+          are its own.
+    """
 
     plan: ParallelPlan
 
     @property
     def objective(self) -> float:
+        """What the chosen sharding costs."""
         return self.plan.solver.objective
 
     @property
     def lower_bound(self) -> float:
+        """What no sharding can be below."""
         return self.plan.solver.lower_bound
 
     @property
     def gap(self) -> float:
+        """(objective − lower bound) / objective; 0 is proven optimal."""
         return self.plan.solver.gap
 
     @property
     def input_specs(self) -> Any:
+        """`PartitionSpec`s in the pytree of the arguments."""
         return self.plan.input_specs
 
     @property
     def output_specs(self) -> Any:
+        """`PartitionSpec`s in the pytree of the result."""
         return self.plan.output_specs
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Of the problem: nodes, variables, constraints."""
         return self.plan.solver.sizes
 
     @property
     def seconds(self) -> dict[str, float]:
+        """Of each pass."""
         return self.plan.solver.seconds
 
 
@@ -472,7 +512,19 @@ def solve_sharding(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> ShardingSolution:
-    """Shard a function's operators on a logical mesh; no device is needed."""
+    """Shard a function's operators on a logical mesh; no device is needed. Returns a
+    `ShardingSolution`.
+
+    fn:             the function; `args` and `kwargs` are what it is called with, arrays or
+                    `jax.ShapeDtypeStruct`s.
+    mesh:           a `LogicalMesh`, with the costs of its axes.
+    options:        what the solver must keep to.
+    static_argnums: positions of arguments that are part of the program.
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+
+    Raises `SpecError` if what was asked of arrays cannot be, `MemoryBudgetError` if nothing fits,
+    and `SolverError` if the solver fails.
+    """
     if not isinstance(mesh, LogicalMesh):
         raise ArgumentError(f"solve_sharding(mesh={mesh!r}): needs an autopar.LogicalMesh.")
     if options is not None and not isinstance(options, ShardingOptions):
@@ -496,7 +548,18 @@ def compile(
     **kwargs: Any,
 ) -> dict[str, jax.stages.Compiled]:
     """Compile a planned function for given devices, those of a topology included: no GPU is
-    needed to compile for GPUs. Returns {program name: compiled program}."""
+    needed to compile for GPUs. Returns {program name: compiled program}.
+
+    fn:             the function that was planned; `args` and `kwargs` are what it is called with,
+                    arrays or `jax.ShapeDtypeStruct`s.
+    plan:           what `autopar.plan` or `step.plan` gave, or a plan that was loaded.
+    devices:        as many as the plan has; by default those of this process.
+    static_argnums: positions of arguments that are part of the program.
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+
+    Raises `PlanError` if the plan was made for another program, `MeshError` if there are too few
+    devices, and `CompileError` if XLA refuses a program.
+    """
     fn, options = _unwrap(fn, static_argnums, batch_argnums)
     if not isinstance(plan, ParallelPlan):
         raise ArgumentError(

@@ -47,7 +47,9 @@ def data_loader(
     argument: which argument of the step a batch is, by position or name; several, if a batch is a
               tuple with one entry for each. Default: the step's batch arguments.
 
-    A loop that ends early leaves the thread waiting for more: use `with`, or call `close()`.
+    Returns a `DataLoader`. A loop that ends early leaves the thread waiting for more: use `with`,
+    or call `close()`. `DataError` is raised in the loop if the source fails, or a batch has another
+    structure, shapes or types than the step was planned for.
     """
     if not isinstance(step, ParallelFunction):
         raise ArgumentError(

@@ -161,6 +161,8 @@ class ShardParallel:
 
     mesh_shape: devices along one or two axes; "auto" tries every factorisation of the devices and
     takes the best predicted; a `LogicalMesh` gives shape and link costs together.
+    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    options:    what the solver must keep to.
     """
 
     mesh_shape: tuple[int, ...] | str | LogicalMesh = "auto"
@@ -175,7 +177,10 @@ class ShardParallel:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The batch split over all devices, everything else replicated, gradients all-reduced."""
+    """The batch split over all devices, everything else replicated, gradients all-reduced.
+
+    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    """
 
     num_micro_batches: int = 1
 
@@ -186,19 +191,27 @@ class DataParallel:
 @dataclass(frozen=True)
 class Zero2Parallel(DataParallel):
     """Data parallelism with gradients and optimizer state sharded: gradients are reduce-scattered,
-    each device updates its part, and the new parameters are gathered."""
+    each device updates its part, and the new parameters are gathered.
+
+    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    """
 
 
 @dataclass(frozen=True)
 class Zero3Parallel(DataParallel):
     """Data parallelism with gradients, optimizer state and parameters sharded: parameters are
-    gathered where they are used."""
+    gathered where they are used.
+
+    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class ManualParallel:
     """Inputs (and outputs) lie as the user says; the solver shards everything between.
 
+    mesh_shape, axis_names: the mesh.
+    num_micro_batches: gradients are accumulated over so many parts of the batch.
     in_specs, out_specs: pytrees of `PartitionSpec` like the arguments and the result, or prefixes
     of them; `None` where the solver may choose.
     """
@@ -323,7 +336,10 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class UniformStages:
-    """So many stages of equally many devices, with layers that take about equally long."""
+    """Stages of equally many devices, with layers that take about equally long.
+
+    num_stages: how many.
+    """
 
     num_stages: int
 
@@ -387,6 +403,7 @@ class PipeshardParallel:
     stages:            `AutoStages(…)`, `UniformStages(…)` or `ManualStages(…)`.
     schedule:          in which order stages run micro-batches: "gpipe", "1f1b", "1f1b_eager",
                        "interleaved_1f1b", "zero_bubble", or "inference" (no backward pass).
+    options:           what the solver must keep to, in every stage.
     """
 
     num_micro_batches: int | str
@@ -412,6 +429,7 @@ class AutoParallel:
     taken.
 
     num_micro_batches: into how many the batch is cut, or "auto".
+    options:           what the search must keep to.
     """
 
     num_micro_batches: int | str = "auto"

@@ -41,8 +41,15 @@ def plan_verified(
     for its GPU: as many as the method's `ShardingOptions(rerank=…)` says. JAX's CUDA plugin is
     needed: `pip install 'autopar[verify]'`.
 
+    fn:           the step; `args` and `kwargs` are what it is called with.
+    cluster:      a `ClusterSpec`.
+    method:       one that searches, with `ShardingOptions(rerank=…)`.
     target:       the GPU, as for `autopar.verify`. Default: the cluster's device.
     time_limit_s: seconds that XLA may take for one program.
+    batch_argnums: positions of arguments whose arrays have a leading batch dimension.
+
+    Returns the plan. Raises `MemoryBudgetError` if none of them fits by XLA's figures, and
+    `CompileError` if XLA refuses a program.
     """
     num = getattr(getattr(method, "options", None), "rerank", 0)
     if not num:

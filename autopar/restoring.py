@@ -43,6 +43,12 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
             A pytree of arrays or `jax.ShapeDtypeStruct`s: it comes back in this structure, each
             array with the sharding of its place, if that has one. None: dicts and lists of numpy
             arrays.
+
+    directory: the folder of checkpoints.
+    step:      whose; None for the newest.
+
+    Returns the state. Raises `CheckpointError` if there is none, if it is damaged or unfinished,
+    and with the first differences if its leaves are not those of the target.
     """
     found = find_checkpoint(directory, step)
     source = OrbaxSource(found.path) if found.is_orbax else OwnSource(found.path)

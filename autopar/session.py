@@ -90,20 +90,28 @@ def init(
 ) -> None:
     """Choose where parallelized functions run.
 
-    cluster="local": the given devices of this process; all of them if `init` is never called.
-    cluster="ray":   a Ray cluster. `address` is that of a running one ("auto": the one this host
-                     belongs to); without it, the one this process has joined, or else one that is
-                     started here and stopped by `shutdown`. `num_hosts` and `devices_per_host` say
-                     how much of it is used; without GPUs, devices are virtual CPU devices, and
-                     hosts may share a node. `env` are environment variables of the workers.
-                     `transport` is how arrays go from mesh to mesh: "nccl", "cuda_ipc" or
-                     "jax_transfer"; by default what the devices allow.
-                     A worker that dies is noticed within 10 s; one that is silent for
-                     `silence_limit_s` (30), or makes no progress in a step for `hang_limit_s` (300)
-                     counts as lost. Workers must have started within `start_limit_s` (120).
+    cluster:          "local", devices of this process, which is what counts if `init` is never
+                      called; or "ray", a Ray cluster.
+    devices:          of this process; all of them by default.
+    address:          of a running Ray cluster ("auto": the one this host belongs to). Without it,
+                      the one this process has joined, or else one that is started here and stopped
+                      by `shutdown`.
+    num_hosts, devices_per_host: how much of the cluster is used. Without GPUs, devices are virtual
+                      CPU devices, and hosts may share a node.
+    env:              environment variables of the workers.
+    transport:        how arrays go from mesh to mesh: "nccl", "cuda_ipc" or "jax_transfer"; by
+                      default what the devices allow.
+    heartbeat_s:      how often workers are asked whether they live.
+    silence_limit_s:  a worker that is silent for so long counts as lost (30); one that dies is
+                      noticed within 10 s.
+    hang_limit_s:     so does one that makes no progress in a step for so long (300).
+    start_limit_s:    within which workers must have started (120).
+    profile:          what plans are priced by: the path of a file that `autopar profile` wrote on
+                      such devices, the name of a table that comes with autopar ("h200", "cpu"), or
+                      the profile itself.
 
-    Plans are priced by `profile`, if it is given: the path of a file that `autopar profile` wrote
-    on such devices, the name of a table that comes with autopar ("h200", "cpu"), or the profile.
+    Raises `ClusterError` if a cluster cannot be reached or lacks what was asked for, `ProfileError`
+    if the profile is of other devices, and `ArgumentError` for values that cannot work.
     """
     global _current
     if cluster not in CLUSTERS:

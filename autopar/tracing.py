@@ -147,6 +147,9 @@ def trace(
     profile_dir: a folder for captures of `jax.profiler`, of this process and of every worker (there
                  on its own host), each in a folder of its own.
     max_events:  how many are kept; of more, the oldest steps are dropped.
+
+    Returns a `Trace`. Raises `TraceFileError` if the file could not be written, before anything
+    runs, and `ArgumentError` if a trace is going on already.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"trace({path!r}): needs the path of a file to write.")
@@ -158,7 +161,8 @@ def trace(
 
 
 def read_trace(path: str | Path) -> list[Timeline]:
-    """The measured timelines of a file that `trace` wrote, one per step."""
+    """The measured timelines of the file at `path` that `trace` wrote, one per step;
+    `TraceFileError` if it cannot be read or is no such file."""
     try:
         text = Path(path).read_text()
     except (OSError, TypeError, UnicodeDecodeError) as error:

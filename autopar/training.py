@@ -52,6 +52,7 @@ def run_training(
                       `autopar.data_loader`, what its own source gives is kept.
     max_restarts:     how often in a row a `WorkerError` is answered by starting the cluster again
                       before a new checkpoint was written. Other errors are raised.
+    checkpoint_dir:   the folder of checkpoints, which all hosts see.
     checkpoint_every: steps between checkpoints, written in the background: what a lost worker
                       costs at most, and those that are run while a checkpoint is being written.
     keep:             how many checkpoints are kept; None for all.

@@ -53,10 +53,16 @@ def verify(
     it fits; arguments may be `jax.ShapeDtypeStruct`s. JAX's CUDA plugin is needed: `pip install
     'autopar[verify]'`.
 
+    fn:           the step; `args` and `kwargs` are what it is called with.
+    plan:         the plan that is proved.
     target:       the GPU: a name such as "h100-80gb", or the path of a description. Default: the
                   device that the plan is for.
     time_limit_s: seconds that XLA may take for one program.
     hlo_folder:   where to write XLA's optimized HLO, a file per program.
+    static_argnums, batch_argnums: as for `parallelize`.
+
+    Returns a `VerifyReport`. Raises `CompileError` if XLA refuses a program or takes too long, and
+    `PlanError` if the plan was made for another program.
     """
     started = time.perf_counter()
     if not isinstance(plan, ParallelPlan):

@@ -23,13 +23,15 @@ class Found:
 
 
 def checkpoint_steps(directory: str | Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order; none if there is no such folder."""
+    """The steps of the checkpoints in the folder `directory`, in order; none if there is no such
+    folder. Checkpoints that were never finished do not count. `ArgumentError` if it is no path."""
     path = checked_directory("checkpoint_steps", directory)
     return sorted({*folders.own_steps(path), *_orbax_steps(path)})
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """The step of the newest checkpoint in a folder; None if there is none."""
+    """The step of the newest checkpoint in the folder `directory`; None if there is none.
+    `ArgumentError` if it is no path."""
     return max(checkpoint_steps(directory), default=None)
 
 

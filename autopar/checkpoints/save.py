@@ -71,6 +71,7 @@ class CheckpointSave:
 
     @property
     def done(self) -> bool:
+        """Whether it is written, or has failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
@@ -116,6 +117,8 @@ def save_checkpoint(
     """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path. It
     may hold objects of nnx, such as `(model, optimizer)`.
 
+    directory:    the folder of checkpoints; it is made if it is not there.
+    state:        a pytree of arrays, of this process or of a cluster, keys and numbers.
     keep:         delete older checkpoints, so that this many are left; None deletes none.
     asynchronous: return when the arrays are copied to host memory, which may then be donated or
                   changed, and write in the background. What is returned has `wait()`, which gives
@@ -126,6 +129,9 @@ def save_checkpoint(
 
     Every process of a cluster writes its own shards, so the folder must be one that all of them
     see. A crash leaves the checkpoints that were there, and no other.
+
+    Raises `CheckpointError` if the folder cannot be written, or has a checkpoint of this step and
+    `overwrite` is not set.
     """
     global _latest
     (state,) = objects.taken_apart((state,), {}).args

@@ -31,7 +31,11 @@ _Row = tuple[str, ...]
 
 def diff(plan_a: ParallelPlan, plan_b: ParallelPlan) -> str:
     """What differs between two plans, and what it costs: predicted times, memory and bytes of both,
-    the mesh, stages and micro-batches, specs and parallelism of arrays, collectives."""
+    the mesh, stages and micro-batches, specs and parallelism of arrays, collectives; as a text.
+
+    plan_a, plan_b: plans, made or loaded; those of different programs are compared too, and it is
+                    said that they are. Anything else is an `ArgumentError`.
+    """
     a, b = plan_a, plan_b
     for name, plan in (("plan_a", a), ("plan_b", b)):
         if not isinstance(plan, ParallelPlan):

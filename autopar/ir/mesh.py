@@ -24,10 +24,20 @@ AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that othe
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What one device can do. Peak rates are the vendor's, `flops_32bit` for float32 products as
-    JAX computes them by default (TF32 where the device has it); `efficiency` is the share of them
-    that large matrix products reach in practice. Bandwidths are bytes per second each way:
-    `intra_host_bandwidth` of one device's link, `host_bandwidth` of a host's whole network."""
+    """What one device can do. Peak rates are the vendor's.
+
+    name:                 as plans call it.
+    flops_16bit:          of bfloat16 and float16 products, per second.
+    flops_32bit:          of float32 products as JAX computes them by default (TF32 where the device
+                          has it).
+    memory_bytes:         what the device has.
+    memory_bandwidth:     bytes per second.
+    intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
+    host_bandwidth:       of a host's whole network, bytes per second each way.
+    intra_host_alpha_s, inter_host_alpha_s: seconds that any collective takes, inside of a host and
+                          between hosts.
+    efficiency:           the share of the peak that large matrix products reach in practice.
+    """
 
     name: str
     flops_16bit: float
@@ -163,7 +173,11 @@ class ClusterSpec:
     """`num_hosts` hosts of `devices_per_host` equal devices. Any figure of the preset can be
     replaced: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`.
 
-    device:  a preset's name or figures; by default the profile's device, or else "h100-sxm".
+    device:  a preset's name (`autopar devices` lists them) or a `DeviceSpec`; by default the
+             profile's device, or else "h100-sxm".
+    memory_bytes:         of one device, in place of the preset's.
+    intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
+    host_bandwidth:       of a host's whole network, bytes per second each way.
     profile: what was measured on such devices, by `autopar profile`: the path of its file, the name
              of a table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster
              of a plan file has its summary, unless the table comes with autopar.
@@ -199,6 +213,7 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
+        """Of all hosts together."""
         return self.num_hosts * self.devices_per_host
 
     @property
@@ -208,6 +223,7 @@ class ClusterSpec:
 
     @property
     def priced_by(self) -> ProfileSummary | None:
+        """What tells of the profile that costs come from; None for data sheets."""
         profile = self.profile
         return profile.summary if isinstance(profile, MachineProfile) else profile  # type: ignore
 
@@ -321,6 +337,7 @@ class LogicalMesh:
 
     @property
     def num_devices(self) -> int:
+        """Along all axes together."""
         return prod(self.shape)
 
     def link(self, axes: tuple[int, ...]) -> tuple[float, float]:

@@ -163,6 +163,31 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class ParallelPlan:
+    """Everything that is decided about a step, as data. `autopar.plan` and `step.plan` make it.
+
+    name, method:         the step's name, and the method as text.
+    mesh_shape, axis_names, device: the mesh, of a plan without a pipeline, and its devices.
+    cluster:              what it was planned for.
+    inputs, outputs:      all arguments and results, with path, shape, role and layout.
+    named:                values that `autopar.constrain` named.
+    stages:               of a pipeline, each with its layers, submesh and own plan; else one.
+    num_micro_batches:    into how many the batch is cut.
+    remat:                layers that are computed again in the backward pass.
+    layers, layering, schedule, times: of a pipeline: its layers, how they were found, the schedule,
+                          and predicted times of its programs and transfers.
+    estimated_step_s:     predicted seconds of a step.
+    estimated_peak_bytes: predicted bytes on the fullest device, at the peak.
+    memory_budget_bytes:  what was kept to.
+    communication_bytes:  what a device sends in a step.
+    modules, details:     the user's modules with their costs; every operator, collective and
+                          parameter.
+    solver, search:       what the sharding solver and the stage search did, with bounds.
+    pinned, unpinned_step_s: what `with_pins` asked for, and the step before.
+    warnings:             what the user should know.
+    program, fingerprint: how the program is annotated, and what identifies it.
+    in_tree, out_tree, origin: pytrees, and what the plan can be solved again from; not in files.
+    """
+
     name: str
     method: str
     mesh_shape: tuple[int, ...]
@@ -200,14 +225,17 @@ class ParallelPlan:
 
     @property
     def num_stages(self) -> int:
+        """1 without a pipeline."""
         return len(self.stages)
 
     @property
     def is_pipeline(self) -> bool:
+        """Whether it has stages on meshes of their own."""
         return self.stages[0].plan is not None
 
     @property
     def num_devices(self) -> int:
+        """Of its mesh."""
         count = 1
         for size in self.mesh_shape:
             count *= size
@@ -236,6 +264,7 @@ class ParallelPlan:
 
     @property
     def output_stages(self) -> Any:
+        """The stages that hold each output."""
         return self._tree(self.outputs, self.out_tree, lambda tensor: tensor.stages)
 
     @staticmethod
@@ -271,6 +300,7 @@ class ParallelPlan:
     # -- files
 
     def to_json(self) -> str:
+        """The text of the plan's file."""
         body = _encode(self)
         document = {"format": FORMAT, "version": FORMAT_VERSION, "plan": body}
         document["sha256"] = _digest(body)
@@ -298,6 +328,7 @@ class ParallelPlan:
 
     @staticmethod
     def from_json(text: str, where: str = "plan") -> ParallelPlan:
+        """A plan from the text of its file; `PlanError` if it is malformed."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:

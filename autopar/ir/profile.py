@@ -173,6 +173,9 @@ class MachineProfile:
     dispatch_s:                  what one more program costs.
     usable_memory_bytes:         what a program can have of one device's memory.
     seconds:                     how long measuring took; date: when it was done.
+    products, convolutions, streams, attentions, collectives, crossings: the samples of each part.
+    notes:                       what was skipped, or varied much.
+    name:                        of a table that comes with autopar.
     """
 
     platform: str
@@ -270,7 +273,8 @@ def _read(path: Path, changed: float) -> MachineProfile:
 
 
 def load_profile(path: str | Path) -> MachineProfile:
-    """The profile in a file that `autopar profile` wrote; `ProfileError` if it is not whole."""
+    """The profile in the file at `path` that `autopar profile` wrote; `ProfileError` if it is
+    missing, cut short, of another format, or has figures that cannot be."""
     path = Path(path)
     try:
         return _read(path.absolute(), path.stat().st_mtime)

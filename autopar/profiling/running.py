@@ -59,6 +59,9 @@ def profile_machine(
     time_limit_s: stops after that long with what there is; a further run continues.
     restart:      forgets what is unfinished.
     report:       is told what was found, a line at a time.
+
+    Returns the profile. Raises `ProfileError` if an unfinished run, or a file that is kept, is of
+    other hardware or versions.
     """
     own = checked_devices("profile_machine", jax.local_devices() if devices is None else devices)
     hardware = hardware_of(own)

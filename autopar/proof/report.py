@@ -86,7 +86,16 @@ class VerifiedMesh:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `autopar.verify` found. `str(report)` is a text with tables, `to_json()` all of it."""
+    """What `autopar.verify` found. `str(report)` is a text with tables, `to_json()` all of it.
+
+    name:              of the step.
+    target, device:    the GPU that it was compiled for, and its name.
+    versions:          of jax, jaxlib and CUDA.
+    is_pipeline, num_micro_batches: as the plan has them.
+    programs:          what XLA says of each: memory, collectives, flops.
+    meshes:            of each mesh, predicted and XLA's peak, and what may be used.
+    seconds:           that all of it took.
+    """
 
     name: str
     target: str
@@ -100,6 +109,7 @@ class VerifyReport:
 
     @property
     def fits(self) -> bool:
+        """Whether every mesh keeps within what it may use, by XLA's figures."""
         return all(mesh.fits for mesh in self.meshes)
 
     @property
@@ -140,11 +150,13 @@ class VerifyReport:
         return report_text(self)
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, as data for `json.dumps`."""
         body = {"format": FORMAT, "version": FORMAT_VERSION, "fits": self.fits, **asdict(self)}
         body["versions"] = dict(self.versions)
         return body
 
     def save(self, path: str | Path) -> None:
+        """Write it to a file, as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
 

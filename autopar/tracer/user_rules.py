@@ -58,21 +58,20 @@ def register_rule(
 
         autopar.register_rule("my_kernel", "b s, s h -> b h", reduction="s")
 
-    Args:
-        name: what the operator is called: the `name` of a `pallas_call`, the target of a
-            `jax.ffi.ffi_call`, the name of the function in a `jax.pure_callback` or
-            `io_callback`, or the name of a primitive as it stands in the jaxpr. Functions with
-            custom derivatives and jitted functions are looked into and need no rule.
-        rule: the dimensions of all operands, and after `->` of all results, as einsum has them:
-            arrays between commas, dimensions between spaces. Dimensions with the same letter (or
-            word) are split together. `(i j)` is one dimension made of two, the major first; `_` is
-            one that stays whole; nothing between two commas is a scalar. A name can have several
-            rules, told apart by their numbers of dimensions (a kernel and the same under
-            `jax.vmap`); `None` takes all of them back.
-        reduction: letters, between spaces, that operands have and results do not, such that the
-            operator applied to parts along that letter and the results *added up* is the
-            operator. A maximum over the letter is not of that kind; nothing checks this.
-        replicated: letters that must not be split.
+    name:       what the operator is called: the `name` of a `pallas_call`, the target of a
+                `jax.ffi.ffi_call`, the name of the function in a `jax.pure_callback` or
+                `io_callback`, or the name of a primitive as it stands in the jaxpr. Functions with
+                custom derivatives and jitted functions are looked into and need no rule.
+    rule:       the dimensions of all operands, and after `->` of all results, as einsum has them:
+                arrays between commas, dimensions between spaces. Dimensions with the same letter
+                (or word) are split together. `(i j)` is one dimension made of two, the major first;
+                `_` is one that stays whole; nothing between two commas is a scalar. A name can have
+                several rules, told apart by their numbers of dimensions (a kernel and the same under
+                `jax.vmap`); `None` takes all of them back.
+    reduction:  letters, between spaces, that operands have and results do not, such that the
+                operator applied to parts along that letter and the results *added up* is the
+                operator. A maximum over the letter is not of that kind; nothing checks this.
+    replicated: letters that must not be split.
 
     A letter that only operands or only results have stays whole, unless it is a reduction. A split
     operator runs once per device on that device's parts of its operands: what it computes for
@@ -81,7 +80,8 @@ def register_rule(
     A Pallas kernel can be split along a letter only where its grid runs over it: one axis of the
     grid is the block's index along the letter wherever it occurs, and the kernel asks neither for
     its place on that axis (`pl.program_id`) nor for its length. Rules are looked up when a step
-    is planned: register them before the first call.
+    is planned: register them before the first call. A rule that cannot be read is an
+    `ArgumentError`.
     """
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"register_rule({name!r}): needs the operator's name, as text.")

@@ -78,14 +78,17 @@ class DistributedArray:
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole value, once."""
         return self._copies[0].held.nbytes if self._copies else 0
 
     @property
@@ -96,6 +99,7 @@ class DistributedArray:
 
     @property
     def mesh(self) -> MeshPlace:
+        """The (first) mesh that holds it."""
         return self.meshes[0]
 
     @property
@@ -113,13 +117,16 @@ class DistributedArray:
 
     @property
     def copies(self) -> tuple[Copy, ...]:
+        """Where its buffers are, one entry per mesh."""
         return self._copies
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and type, as JAX has them."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
 
     def is_deleted(self) -> bool:
+        """Whether its buffers were let go, or used up by a step."""
         return not self._copies
 
     def __repr__(self) -> str:
@@ -163,6 +170,7 @@ class DistributedArray:
         return value.astype(dtype) if dtype is not None and dtype != value.dtype else value
 
     def item(self) -> Any:
+        """The value of an array of one element, as a Python number."""
         return np.asarray(self).item()
 
     def __float__(self) -> float:
