@@ -66,8 +66,8 @@ def register_rule(
                 arrays between commas, dimensions between spaces. Dimensions with the same letter
                 (or word) are split together. `(i j)` is one dimension made of two, the major first;
                 `_` is one that stays whole; nothing between two commas is a scalar. A name can have
-                several rules, told apart by their numbers of dimensions (a kernel and the same under
-                `jax.vmap`); `None` takes all of them back.
+                several rules, told apart by their numbers of dimensions (a kernel and the same
+                under `jax.vmap`); `None` takes all of them back.
     reduction:  letters, between spaces, that operands have and results do not, such that the
                 operator applied to parts along that letter and the results *added up* is the
                 operator. A maximum over the letter is not of that kind; nothing checks this.
