@@ -27,7 +27,11 @@ _GROUPS_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _GROUPS_TILES = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _GROUPS_EACH = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
-_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_GROUPS_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]"
+    r"(?:,\s*device_ids=\((?P<ids>(?:[^()]|\([^()]*\))*)\))?\s*\{(?P<axes>[^}]*)\}"
+)
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{")
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|async_computation|(?:true|false)_computation)=(%?[\w.\-]+)"
@@ -162,8 +166,8 @@ def _product(shape: tuple[int, ...]) -> int:
 def _group_size(line: str, num_devices: int) -> int:
     match = _GROUPS_MESH.search(line)
     if match:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])  # 'x', or a part of it
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match["mesh"]))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match["axes"])  # 'x', or a part of it
         return _product(tuple(int(part or sizes[axis]) for axis, part in axes))
     match = _GROUPS_IOTA.search(line)
     if match:
@@ -183,7 +187,7 @@ def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
         pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
         return tuple((int(source), int(target)) for source, target in pairs)
     if match := _GROUPS_MESH.search(line):
-        return _mesh_groups(match[1], match[2])
+        return _mesh_groups(match["mesh"], match["axes"], match["ids"] or "")
     if match := _GROUPS_TILES.search(line):
         numbers = np.arange(num_devices).reshape(_sizes(match[3]))
         if match[4]:
@@ -194,9 +198,10 @@ def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(num_devices)),)
 
 
-def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh whose devices are numbered in order. An axis may be a part of
-    one: `'x':(2)4` is the part of 4 behind one of 2."""
+def _mesh_groups(mesh: str, axes: str, ids: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh. Its devices are numbered in order, or as `ids` says: one by one,
+    or `[2,8]T(1,0)`, a grid of 2 by 8 read the other way. An axis may be a part of one: `'x':(2)4`
+    is the part of 4 behind one of 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     wanted = {
         name: (int(before), int(part)) if part else (1, sizes[name])
@@ -208,8 +213,16 @@ def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
         grouped += [] if name not in wanted else [len(shape) + 1]
         shape += [before, part, size // before // part]
     others = [axis for axis in range(len(shape)) if axis not in grouped]
-    numbers = np.arange(_product(tuple(shape))).reshape(shape).transpose(*others, *grouped)
+    numbers = _numbered(ids, _product(tuple(shape))).reshape(shape).transpose(*others, *grouped)
     return _rows(numbers.reshape(-1, _product(tuple(shape[axis] for axis in grouped))))
+
+
+def _numbered(ids: str, num_devices: int) -> np.ndarray:
+    """Devices in the order of the mesh."""
+    if order := _ORDER.fullmatch(ids.strip()):
+        grid = np.arange(num_devices).reshape(_sizes(order[1]))
+        return grid.transpose(_sizes(order[2])) if order[2] else grid
+    return np.array(_sizes(ids)) if ids else np.arange(num_devices)
 
 
 def _rows(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:

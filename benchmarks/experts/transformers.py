@@ -111,8 +111,21 @@ def megatron(
         P("x"),
         activations,
         einsums,
-        moment=_columns_and_rows(tensor, "x", vocab_size) if split_moments else None,
+        moment=_split_moments(data, tensor, vocab_size) if split_moments else None,
     )
+
+
+def _split_moments(data: int, tensor: int, vocab_size: int) -> Rule:
+    """Moments of kernels split over "x" too. Those of the embedding are split along the vocabulary
+    alone, as its gradient comes; across it, XLA would gather all that the gradient is made of."""
+    kernels = _columns_and_rows(tensor, "x", vocab_size)
+
+    def moment(path: str, shape: tuple[int, ...]) -> P:
+        if "embedding" in path and len(shape) == 2 and vocab_size % (data * tensor) == 0:
+            return P(("y", "x"), None)
+        return kernels(path, shape)
+
+    return moment
 
 
 def _columns_and_rows(tensor: int, other: str | None, vocab_size: int) -> Rule:

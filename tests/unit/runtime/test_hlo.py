@@ -116,6 +116,8 @@ def test_long_tuples_have_their_elements_numbered() -> None:
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", 4),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", 8),
         ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}", 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", 2),
     ],
 )
 def test_group_sizes(groups: str, size: int) -> None:
@@ -138,6 +140,18 @@ def test_group_sizes(groups: str, size: int) -> None:
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", (tuple(range(8)),)),
         ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        (
+            "replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
+        (
+            "replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=(1,0,2,3,4,5,7,6) {'b'}",
+            ((1, 0, 2, 3), (4, 5, 7, 6)),
+        ),
     ],
 )
 def test_groups(groups: str, wanted) -> None:
