@@ -1,0 +1,241 @@
+"""autopar beside experts, measured: steps on virtual CPU devices, all plans in turns.
+
+    Example, devices → a row: the median step of each plan, autopar over the best expert
+    python -m benchmarks.experts.measured_cpu [--model NAME …] [--rounds N] [--json FILE]
+
+A round runs every plan once, in an order of its own, for at least `LEAST_SAMPLE_S`. After the first
+rounds only autopar's plan and those near the fastest go on. The ratio is the median of the rounds'
+own ratios, so that a machine that is busy for a while disturbs both sides. Processor time is that
+of all threads of the process; other work on the machine changes it less than the clock's.
+
+On these devices memory is not short and layers are few: of every layout, the expert is the one
+that computes nothing again, with layers one by one and stacked. Pipelines by hand are left out:
+virtual devices are one host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+if __name__ == "__main__":  # before JAX is imported
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autopar
+from autopar.runtime.timing import spread_of
+from examples.models import Example, build
+
+from .expert import Expert
+from .grid import DATA, FSDP, experts_for
+
+NUM_DEVICES = 8
+LEAST_SAMPLE_S = 0.2
+FIRST_ROUNDS = 3
+NEAR = 1.15  # of the fastest expert: who goes on after the first rounds
+
+# Wide for their batches, so that what is sent matters beside what is computed; steps of 0.1 to
+# 0.3 s on two cores.
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt": (
+        "gpt-tiny", 16,
+        {"hidden_size": 256, "num_layers": 2, "seq_len": 64, "vocab_size": 2048},
+    ),
+    "llama": (
+        "llama-tiny", 16,
+        {"hidden_size": 256, "num_layers": 2, "seq_len": 64, "ffn_size": 704, "vocab_size": 2048},
+    ),
+    "moe": (
+        "moe-tiny", 16,
+        {"hidden_size": 128, "num_layers": 2, "seq_len": 64, "group_size": 128, "vocab_size": 1024},
+    ),
+    "bert": (
+        "bert-tiny", 16,
+        {"hidden_size": 256, "num_layers": 2, "seq_len": 64, "vocab_size": 2048},
+    ),
+    "wresnet": ("wresnet-tiny", 16, {"base_channels": 32, "image_size": 32}),
+}  # fmt: skip
+
+
+def example_of(name: str) -> Example:
+    model, batch_size, overrides = MODELS[name]
+    return build(model, batch_size, **overrides)
+
+
+class Runner:
+    """A step with its state, run again and again."""
+
+    def __init__(self, plan: str, family: str, step: Callable[..., Any], state: Any, batch: Any):
+        self.plan, self.family = plan, family
+        self._step, self._state, self._batch = step, state, batch
+        self.samples: list[float] = []
+        self.processor_samples: list[float] = []
+        self.facts: dict[str, Any] = {}
+        self.run(2)
+        self._num_steps = max(1, round(LEAST_SAMPLE_S / max(self.run(1), 1e-6)))
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of a step."""
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            self._state, loss = self._step(self._state, self._batch)
+            # Virtual devices must not run ahead: their collectives share the host's threads.
+            jax.block_until_ready((self._state, loss))
+        return (time.perf_counter() - started) / num_steps
+
+    def sample(self) -> None:
+        started = time.process_time()
+        self.samples.append(self.run(self._num_steps))
+        self.processor_samples.append((time.process_time() - started) / self._num_steps)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.samples)
+
+
+def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None) -> Runner:
+    """As a user gets it who gives no method."""
+    autopar.init(devices=list(devices))
+    step = autopar.parallelize(example.train_step, method=method or autopar.AutoParallel())
+    state, batch = example.create_state(), example.make_batch()
+    started = time.perf_counter()
+    plan = step.plan(state, batch)
+    planned_s = time.perf_counter() - started
+    runner = Runner("autopar", "autopar", step, state, batch)
+    meshes = [stage.mesh_shape for stage in plan.stages] if plan.is_pipeline else [plan.mesh_shape]
+    runner.facts = {
+        "planned_s": planned_s,
+        "mesh": ", ".join("×".join(map(str, shape)) for shape in meshes),
+        "num_micro_batches": plan.num_micro_batches,
+        "remat_layers": len(plan.remat),
+        "predicted_ms": 1e3 * plan.estimated_step_s,
+    }
+    return runner
+
+
+def expert_runner(expert: Expert, example: Example, devices: Sequence[Any]) -> Runner:
+    assert expert.layout is not None
+    runner = Runner(expert.name, expert.family, *expert.made(example, devices))
+    runner.facts = {"mesh": "×".join(map(str, expert.layout.mesh_shape))}
+    return runner
+
+
+def candidates(example: Example, num_devices: int) -> list[Expert]:
+    """Every layout, and data parallelism and FSDP with stacked layers too."""
+    found = []
+    for scanned in (False, True)[: 1 + hasattr(example.config, "scan_layers")]:
+        for expert in experts_for(example, num_devices, num_devices, scan_layers=scanned):
+            is_plain = expert.remat == "none" and expert.num_micro_batches == 1
+            if is_plain and expert.layout and (not scanned or expert.family in (DATA, FSDP)):
+                found.append(expert)
+    return found
+
+
+def measure(
+    example: Example,
+    devices: Sequence[Any],
+    *,
+    rounds: int = 9,
+    limit_s: float = 600.0,
+    method: Any = None,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The row of one model. `limit_s`: after half of it no more candidates are compiled, at the
+    end of it the rounds so far must do (the first ones are always run)."""
+    load = os.getloadavg()[0]
+    started = time.perf_counter()
+    runners = [autopar_runner(example, devices, method)]
+    experts = candidates(example, len(devices))
+    for expert in experts:
+        if len(runners) > 1 and time.perf_counter() - started > limit_s / 2:
+            tell(f"  {len(experts) + 1 - len(runners)} of {len(experts)} experts: no time left")
+            break
+        runners.append(expert_runner(expert, example, devices))
+        tell(f"  {time.perf_counter() - started:4.0f} s: compiled {expert.name}")
+    order = random.Random(0)
+    running = runners
+    for index in range(rounds):
+        if index >= FIRST_ROUNDS and time.perf_counter() - started > limit_s:
+            break
+        for runner in order.sample(running, len(running)):
+            runner.sample()
+        if index + 1 == min(FIRST_ROUNDS, rounds):
+            fastest = min(runner.step_s for runner in runners[1:])
+            near = [runner for runner in runners[1:] if runner.step_s <= NEAR * fastest]
+            running = [runners[0], *near]
+    row = compared(runners[0], running[1:])
+    row["results"] = [result_of(runner) for runner in runners]
+    row |= {"batch": example.batch_size, "load": load, "rounds": len(runners[0].samples)}
+    row["num_experts"], row["num_experts_run"] = len(experts), len(runners) - 1
+    for result in sorted(row["results"], key=lambda one: one["step_ms"]):
+        tell(f"  {result['step_ms']:8.1f} ms ± {result['spread']:4.0%}  {result['plan']}")
+    return row
+
+
+def compared(ours: Runner, experts: Sequence[Runner]) -> dict[str, Any]:
+    """autopar over the best expert, of those that ran in all rounds."""
+    best = min(experts, key=lambda runner: runner.step_s)
+    ratios = [a / b for a, b in zip(ours.samples, best.samples, strict=True)]
+    processor = [a / b for a, b in zip(ours.processor_samples, best.processor_samples, strict=True)]
+    middle = statistics.median(ratios)
+    return {
+        "best": best.plan,
+        "ratio": middle,
+        "ratio_spread": spread_of(ratios) * middle,
+        "processor_ratio": statistics.median(processor),
+    }
+
+
+def result_of(runner: Runner) -> dict[str, Any]:
+    return {
+        "plan": runner.plan,
+        "family": runner.family,
+        "fits": True,
+        "step_ms": 1e3 * runner.step_s,
+        "spread": spread_of(runner.samples),
+        "processor_ms": 1e3 * statistics.median(runner.processor_samples),
+        "samples": len(runner.samples),
+        **runner.facts,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of one model")
+    parser.add_argument("--json", help="write all rows to this file")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    rows = []
+    for name in options.model:
+        print(f"{name}:", flush=True)
+        own = measure(
+            example_of(name),
+            jax.devices(),
+            rounds=options.rounds,
+            limit_s=options.limit_s,
+            tell=lambda line: print(line, flush=True),
+        )
+        row = {"model": name, **own}
+        print(
+            f"{name}: autopar / {row['best']} = {row['ratio']:.3f} ± {row['ratio_spread']:.3f}"
+            f" (processor time {row['processor_ratio']:.3f})",
+            flush=True,
+        )
+        rows.append(row)
+        if options.json:
+            document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": rows}
+            pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
