@@ -1,6 +1,6 @@
 """Serving beside a decode loop written by hand, and its latencies over HTTP, on one device.
 
-    python -m benchmarks.serving --json FILE [--only MODEL …] [--limit-s 540]
+    python -m benchmarks.serving --json FILE [--only MODEL …] [--batches N …] [--limit-s 540]
     python -m benchmarks.serving --tiny --json FILE     (small models, on any device)
 
 Rows of kind `decode`: tokens per second of the engine of `examples/llm_serving`, all slots taken,
@@ -10,8 +10,8 @@ The engine streams every token to its client; the loop hands over its tokens at 
 `same_tokens` is the share of sequences whose first tokens agree; in bfloat16 another order of sums
 may choose another token.
 
-Rows of kind `http`: 1, 8 and 64 clients in a process of their own (`benchmarks/serving_load.py`),
-each asking again as soon as it has its answer.
+Rows of kind `http`, of one model: 1, 8 and 64 clients in a process of their own
+(`benchmarks/serving_load.py`), each asking again as soon as it has its answer.
 
 Every model has a process of its own. Rows are written as they come; a row that the file has already
 is not measured again; what has not begun when the time is up is left out.
@@ -186,9 +186,9 @@ def run_model(name: str, options: argparse.Namespace) -> None:
     sizes, models = (TINY_SIZES, TINY_MODELS) if options.tiny else (Sizes(), MODELS)
     config = config_from_dict(models[name])
     done = set(options.done)
-    for batch in sizes.batches:
+    for batch in options.batches or sizes.batches:
         labels = [f"{name}, batch {batch}"]
-        if batch == sizes.batches[-1] and not options.no_http:
+        if batch == sizes.batches[-1] and name == options.http:
             labels += [f"{name}, {num} clients" for num in sizes.clients]
         if done.issuperset(labels):
             continue
@@ -234,18 +234,20 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", required=True, help="where rows are written, and read again")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="these models, in this order")
     parser.add_argument("--limit-s", type=float, default=540.0, help="end after that many seconds")
     parser.add_argument("--steps-per-call", type=int, nargs="+", default=list(STEPS_PER_CALL))
-    parser.add_argument("--no-http", action="store_true", help="decode alone, without aiohttp")
+    parser.add_argument("--batches", type=int, nargs="+", help="these alone; default: 1 8 64")
+    parser.add_argument("--http", metavar="MODEL", help="which one clients ask; 'none' for none")
     parser.add_argument("--tiny", action="store_true", help="small models, on any device")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps_per_call[0] != 1:
         parser.error("--steps-per-call: the first must be 1, which HTTP is measured with")
+    options.http = options.http or ("opt-tiny" if options.tiny else "opt-1.3b")
     if options.model:
         run_model(options.model, options)
         return
@@ -256,7 +258,7 @@ def main() -> None:
     if unknown := set(wanted) - set(models):
         parser.error(f"--only: {unknown.pop()!r} is none of {', '.join(models)}")
     path = pathlib.Path(options.json)
-    document = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows: list[dict[str, Any]] = document.pop("rows")
     command_line = " ".join(["python -m benchmarks.serving", *sys.argv[1:]])
     document["command"] = command_line.replace(options.json, "FILE")
@@ -266,7 +268,8 @@ def main() -> None:
             print(f"{model}: left out, the time is up", flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks.serving", "--json", options.json]
-        command += ["--model", model] + ["--tiny"] * options.tiny + ["--no-http"] * options.no_http
+        command += ["--model", model, "--http", options.http] + ["--tiny"] * options.tiny
+        command += ["--batches", *map(str, options.batches)] if options.batches else []
         command += ["--steps-per-call", *map(str, options.steps_per_call)]
         command += ["--done", *(row["label"] for row in rows)]
         for line in lines_of(command, ends_s):

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import ArgumentError, AutoparError
-from examples.llm_serving.requests import SamplingParams
-
-WARM_UP_S = 1800.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +49,12 @@ def _serve(args: argparse.Namespace) -> int:
         max_length=args.max_length,
         queue_size=args.queue,
         steps_per_call=args.steps_per_call,
+        attended_lengths=args.attended_lengths,
+        warm_up_lengths=args.warm_up,
+        warm_up_sampling=True,
     ) as model:
         if args.name:
             model.engine.model_name = args.name
-        if args.warm_up:
-            _warm_up(model.engine)
         server = Server(
             model.engine, tokenizer, eos_token_ids=model.config.eos_token_ids, limits=limits
         )
@@ -66,13 +64,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _announce(args: argparse.Namespace, model: Any, port: int) -> None:
     print(f"{model.engine.model_name} is served at http://{args.host}:{port}", flush=True)
-
-
-def _warm_up(engine: Any) -> None:
-    """Compiles what the first requests need, greedy and sampled, before anyone waits for it."""
-    for do_sample in (False, True):
-        params = SamplingParams(max_new_tokens=3, do_sample=do_sample)
-        list(engine.submit([0], params).tokens(WARM_UP_S))
 
 
 def _method(args: argparse.Namespace) -> Any:
@@ -107,6 +98,10 @@ def _positive(text: str) -> int:
     return value
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(",") if part)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.llm_serving",
@@ -130,7 +125,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections", type=_positive, default=512)
     add("--request-timeout", type=float, default=600.0, help="seconds, waiting included")
     add("--drain", type=float, default=10.0, help="seconds for requests under way at the end")
-    add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile first")
+    add(
+        "--attended-lengths",
+        type=_lengths,
+        default=(),
+        metavar="N,…",
+        help="decode reads the cache up to the first of these that is enough",
+    )
+    add(
+        "--warm-up",
+        type=_lengths,
+        default=(16,),
+        metavar="N,…",
+        help="compile for prompts up to these lengths before the first comes; '' for none",
+    )
     return parser
 
 

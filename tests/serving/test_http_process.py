@@ -49,7 +49,7 @@ def process(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen, str]
 def test_a_signal_ends_it_after_what_runs(folder):
     options = ("--slots", "2", "--max-length", "256", "--drain", "60", "--mesh", "1")
     fields = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    with process(folder, *options, "--no-warm-up") as (server, url):
+    with process(folder, *options, "--warm-up=") as (server, url):
         stream = events(url, **fields, return_token_ids=True)
         first = next(stream)
         assert first["model"] == "tiny-opt"
@@ -65,7 +65,7 @@ def test_a_signal_ends_it_after_what_runs(folder):
 
 @pytest.mark.slow
 def test_a_second_signal_waits_for_nobody(folder):
-    with process(folder, "--no-warm-up", "--drain", "600") as (server, url):
+    with process(folder, "--warm-up=", "--drain", "600") as (server, url):
         stream = events(url, prompt="hello", max_tokens=500, ignore_eos=True)
         next(stream)
         server.send_signal(signal.SIGTERM)
