@@ -7,8 +7,8 @@
     python -m benchmarks.scaling --plot [FILE] --docs docs
 
 The first plans all cases that have no row in the folder yet, a process each, and can be ended and
-called again; --keep copies its results to benchmarks/results/scaling.json, which --show and --plot
-read if no file is given. No device is needed.
+called again; --keep puts its rows into benchmarks/results/scaling.json, in place of older ones of
+the same cases. --show and --plot read that file if none is given. No device is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import pathlib
-import shutil
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, help="seconds for all of it")
     parser.add_argument("--row-limit", type=float, default=running.ROW_LIMIT_S, help="for a case")
     parser.add_argument("--only", action="append", help="cluster, family, model, GPUs or a name")
-    parser.add_argument("--keep", action="store_true", help=f"copy the results to {RESULTS.name}")
+    parser.add_argument("--keep", action="store_true", help=f"put the rows into {RESULTS.name}")
     parser.add_argument("--list", action="store_true", help="show the cases and end")
     parser.add_argument("--show", nargs="?", const=RESULTS, metavar="FILE", help="print tables")
     parser.add_argument(
@@ -73,7 +72,7 @@ def main() -> None:
         )
         print("\n" + tables(rows))
         if options.keep:
-            shutil.copyfile(pathlib.Path(options.folder, "scaling.json"), RESULTS)
+            running.keep_results(options.folder, RESULTS)
 
 
 def _rows(path: str | pathlib.Path) -> list[dict]:

@@ -63,10 +63,13 @@ def plan_text(row: Row) -> str:
             counts[name] = counts.get(name, 0) + 1
         each = [name if count == 1 else f"{count} of {name}" for name, count in counts.items()]
         text = f"{len(stages)} stages: " + ", ".join(each)
+    noted = f" ({row['note']})" if "note" in row else ""
     again = sum(stage["remat"] for stage in stages) if len(stages) > 1 else 0
-    if again:
-        return text + ("; recomputing" if again == len(stages) else f"; recomputing in {again}")
-    return text + ("; recomputing" if row["remat_layers"] else "")
+    if again and again < len(stages):
+        text += f"; recomputing in {again}"
+    elif again or row["remat_layers"]:
+        text += "; recomputing"
+    return text + noted
 
 
 def v100_table(rows: list[Row], family: str) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 from autopar.errors import ArgumentError
 from benchmarks.published import PUBLISHED, published_flops
 from benchmarks.scaling import cases, plots, running, tables
+from benchmarks.scaling.__main__ import DOCS, RESULTS
 from benchmarks.scaling.cases import CASES, Case
 from examples.models import build
 
@@ -133,6 +134,14 @@ def test_pages_get_their_tables() -> None:
         tables.in_page(marks.format(""), rows)
 
 
+def test_the_page_has_the_tables_and_plots_of_the_results(tmp_path: pathlib.Path) -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    page = (DOCS / "scaling.md").read_text()
+    assert tables.in_page(page, rows) == page
+    for path in plots.write_plots(rows, tmp_path):
+        assert path.read_text() == (DOCS / "images" / path.name).read_text()
+
+
 def test_one_mesh_is_not_called_a_stage() -> None:
     one = row_of("v100-8-gpt-2.6b", 1.0, stages=[stage((1, 8), [2, 4])], remat_layers=3)
     assert tables.plan_text(one) == "one mesh (2, 4); recomputing"
@@ -185,6 +194,11 @@ def test_rows_are_kept_and_made_once(
     assert "OutOfTime" in capsys.readouterr().out
     assert not running.has_row(folder, late)
     assert json.loads((tmp_path / "scaling.json").read_text())["rows"] == rows
+    kept = tmp_path / "kept.json"
+    running.write_results(kept, [{"case": late.name, "step_s": 2.0}])
+    both = [rows[0], {"case": late.name, "step_s": 2.0}]  # in place of a row without a plan
+    assert running.keep_results(tmp_path, kept) == both
+    assert json.loads(kept.read_text())["rows"] == both
     running.run(tmp_path, time_limit_s=0.0)
     assert "no time was left for 1: h100-8-gpt-tiny" in capsys.readouterr().out
 
