@@ -241,9 +241,8 @@ def find_profile(given: Any) -> MachineProfile:
             f"profile={given!r}: needs the path of a file that `autopar profile` wrote, the name "
             "of a table that comes with autopar, or an autopar.MachineProfile."
         )
-    shipped = SHIPPED / f"{given}.json"
-    if isinstance(given, str) and given.isidentifier() and shipped.is_file():
-        return load_profile(shipped)
+    if given in shipped_profiles():
+        return load_profile(given)
     if isinstance(given, str) and given.isidentifier() and not Path(given).exists():
         names = shipped_profiles()
         raise ProfileError(
@@ -273,8 +272,11 @@ def _read(path: Path, changed: float) -> MachineProfile:
 
 
 def load_profile(path: str | Path) -> MachineProfile:
-    """The profile in the file at `path` that `autopar profile` wrote; `ProfileError` if it is
-    missing, cut short, of another format, or has figures that cannot be."""
+    """The profile in the file at `path` that `autopar profile` wrote, or the one of this name that
+    comes with autopar ("h200", "cpu"); `ProfileError` if it is missing, cut short, of another
+    format, or has figures that cannot be."""
+    if path in shipped_profiles():
+        path = SHIPPED / f"{path}.json"
     path = Path(path)
     try:
         return _read(path.absolute(), path.stat().st_mtime)
