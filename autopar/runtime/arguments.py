@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -15,6 +16,17 @@ class SignatureChanged(Exception):
 
 def is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
+
+
+_weak_type = attrgetter("weak_type")
+
+
+def weak_types(leaves: Sequence[Any]) -> list[bool]:
+    """`is_weak` of each; quick where all are JAX's arrays, since a step may have thousands."""
+    try:
+        return list(map(_weak_type, leaves))
+    except AttributeError:
+        return list(map(is_weak, leaves))
 
 
 def with_own_buffers(leaves: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:

@@ -24,9 +24,9 @@ from autopar.runtime import recording
 from autopar.runtime.arguments import (
     SignatureChanged,
     has_types,
-    is_weak,
     place_some,
     put,
+    weak_types,
     with_own_buffers,
 )
 from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
@@ -89,7 +89,7 @@ class LocalExecutable:
         return results
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        if [is_weak(leaf) for leaf in leaves] != self._weak_types:
+        if weak_types(leaves) != self._weak_types:
             raise SignatureChanged
         if _jax.is_tracing():  # a step inside of another program
             return self.jitted(*leaves)

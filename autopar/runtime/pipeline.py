@@ -35,7 +35,7 @@ from autopar.ir.program import (
 )
 from autopar.ir.tiles import TilePlan
 from autopar.runtime import recording
-from autopar.runtime.arguments import SignatureChanged, is_weak, place_some, with_own_buffers
+from autopar.runtime.arguments import SignatureChanged, place_some, weak_types, with_own_buffers
 from autopar.runtime.debug import (
     DebugFile,
     Describe,
@@ -275,9 +275,7 @@ class PipelineExecutable:
         return slots
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
-        if len(leaves) != len(self._types) or [is_weak(leaf) for leaf in leaves] != (
-            self._weak_types
-        ):
+        if len(leaves) != len(self._types) or weak_types(leaves) != (self._weak_types):
             raise SignatureChanged
         for leaf, expected in zip(leaves, self._types, strict=True):
             if not isinstance(leaf, jax.Array):
