@@ -109,6 +109,7 @@ class BatchingEngine:
         self.model_name = model_name
         self.max_length = steps.length
         self.vocab_size = steps.config.vocab_size
+        self.plan = steps.plan
         self._steps = steps
         self._params = params
         self._queue_size = queue_size

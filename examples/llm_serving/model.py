@@ -38,6 +38,11 @@ class LanguageModel:
     def close(self) -> None:
         self.engine.close()
 
+    @property
+    def plan(self) -> autopar.ParallelPlan:
+        """Decode's, which says where parameters and cache lie."""
+        return self.engine.plan
+
     def generate(
         self,
         input_ids: Any,
