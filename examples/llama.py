@@ -5,7 +5,8 @@
     autopar plan examples/llama.py:make_step --cluster 50x4:v100-32gb --set size=13b
 
 The first runs here, on virtual CPU devices if there is no GPU, the second on a Ray cluster; the
-third plans for a cluster that need not exist. Model and step are in examples/models/llama.py.
+third plans for a cluster that need not exist. The step changes the model and the optimizer in
+place, as under `nnx.jit`. The model is in examples/models/llama.py.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import nnx
 
 import autopar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package `examples` is
 from examples import common, data
 from examples.models import Example, llama
+from examples.models.transformer import cross_entropy
 
 SIZES = {
     "tiny": dataclasses.replace(llama.EXAMPLES["llama-tiny"].config, learning_rate=1e-2),
@@ -53,17 +57,31 @@ def make_step(
     return example.train_step, (example.abstract_state(), example.abstract_batch())
 
 
+@autopar.parallelize
+def train_step(model: llama.Llama, optimizer: nnx.Optimizer, batch: data.Batch) -> jax.Array:
+    def loss_of(model: llama.Llama) -> jax.Array:
+        return jnp.mean(cross_entropy(model(batch["tokens"]), batch["targets"]))
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
 def main() -> None:
     parser = common.arguments(__doc__, sizes=SIZES, size="tiny", steps=60, batch=16)
     arguments = parser.parse_args()
     example = make_example(arguments.size, arguments.batch)
     config, shapes = example.config, example.abstract_batch()
+
+    def create(key: jax.Array) -> tuple[llama.Llama, nnx.Optimizer]:
+        model = llama.Llama(config, nnx.Rngs(key))
+        return model, nnx.Optimizer(model, optax.adam(config.learning_rate), wrt=nnx.Param)
+
     with common.devices(arguments):
-        train_step = autopar.parallelize(example.train_step)
-        # The state is made in the shards in which the step keeps it, never whole on one device.
+        # Made in the shards in which the step keeps them, never whole on one device.
         method = autopar.CreateStateParallel(train_step, shapes)
-        state = autopar.parallelize(example.create_state, method=method)(jax.random.key(0))
-        common.show(train_step.plan(state, shapes))
+        model, optimizer = autopar.parallelize(create, method=method)(jax.random.key(0))
+        common.show(train_step.plan(model, optimizer, shapes))
 
         tokens_per_step = arguments.batch * config.seq_len
         progress = common.Progress(arguments.steps, "tokens", tokens_per_step)
@@ -71,8 +89,7 @@ def main() -> None:
         source = itertools.islice(source, arguments.steps)
         with autopar.data_loader(source, train_step) as batches:
             for batch in batches:
-                state, loss = train_step(state, batch)
-                progress(loss)
+                progress(train_step(model, optimizer, batch))
 
 
 if __name__ == "__main__":
