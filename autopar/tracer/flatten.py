@@ -17,12 +17,14 @@ donated.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.errors import JAXTypeError
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar import _jax, objects
@@ -258,7 +260,11 @@ def trace_step(
         return dynamic
 
     flat_fn.__name__ = flat_fn.__qualname__ = name
-    traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
+    try:
+        traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
+    except JAXTypeError as error:
+        _name_leaves(error, call.paths)
+        raise
     program = flatten_jaxpr(traced.jaxpr)
     _check_pure(program, name)
     avals = tuple(program.avals[v] for v in program.inputs)
@@ -284,6 +290,14 @@ def trace_step(
         name=name,
         flat_fn=flat_fn,
     )
+
+
+def _name_leaves(error: Exception, paths: Sequence[str]) -> None:
+    """JAX's errors speak of `leaves[3]`, as we call the function; the user knows another name."""
+    named = dict.fromkeys(re.findall(r"\bleaves\[(\d+)\]", str(error)))
+    known = [f"leaves[{i}] is {paths[int(i)]}" for i in named if int(i) < len(paths)]
+    if known:
+        error.add_note(f"Of the arguments that are meant, {', '.join(known)}.")
 
 
 def _check_pure(program: Program, name: str) -> None:

@@ -391,3 +391,14 @@ def test_what_is_donated_and_comes_back_is_state_however_it_is_updated() -> None
         lambda *own: decode(*own)[0]["k"], args, donate_argnums=(0,), batch_argnums=()
     )
     assert half.state == ()
+
+
+def test_errors_of_jax_name_the_arguments() -> None:
+    def branching(state, batch):
+        return state if batch["x"].sum() > 0 else batch["y"]
+
+    batch = {"x": jnp.ones(4), "y": jnp.ones(4)}
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        trace_step(branching, (jnp.ones(4), batch))
+    notes = " ".join(caught.value.__notes__)
+    assert "is batch['x']." in notes and "batch['y']" not in notes
