@@ -7,7 +7,7 @@ Expert (a pipeline), Example, cluster → an autopar plan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Expert:
     remat:             one of `remat.KINDS`.
     num_micro_batches: gradients are added up over so many parts of the batch.
     method:            of a pipeline: stages, meshes and pins as an expert gives them to autopar.
+    wrap:              of a pipeline: gives the step's values the names that the pins speak of.
     """
 
     name: str
@@ -43,16 +44,24 @@ class Expert:
     remat: str = "none"
     num_micro_batches: int = 1
     method: autopar.PipeshardParallel | None = None
+    wrap: Callable[[Any], Any] | None = None
 
     @property
     def is_pipeline(self) -> bool:
         return self.method is not None
 
     def example(self, example: Example) -> Example:
-        """The model as this expert configures it: stacked layers, rematerialised layers."""
+        """The model as this expert configures it: stacked layers, rematerialised layers; for a
+        pipeline, its step with names in it."""
         fields = {field.name for field in dataclasses.fields(example.config)}
         wanted = {"scan_layers": self.scan_layers, "remat": self.remat != "none"}
-        return example.replace(**{name: wanted[name] for name in wanted if name in fields})
+        own = example.replace(**{name: wanted[name] for name in wanted if name in fields})
+        wrap = self.wrap
+        if wrap is None:
+            return own
+        plain = own.family.make_train_step
+        family = dataclasses.replace(own.family, make_train_step=lambda c: wrap(plain(c)))
+        return dataclasses.replace(own, family=family)
 
     def step(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(step, state, batch): `jax.jit` with shardings and the state donated, and abstract
@@ -89,7 +98,8 @@ class Expert:
         return step, *jax.device_put((own.create_state(), own.make_batch()), places)
 
     def plan(self, example: Example, cluster: autopar.ClusterSpec) -> autopar.ParallelPlan:
-        """The plan of a pipeline, for `autopar.compile` or `autopar.parallelize(method=plan)`."""
+        """The plan of a pipeline, of the step of `example`, for `autopar.compile` or
+        `autopar.parallelize(method=plan)`."""
         if self.method is None:
             raise ValueError(f"{self.name} is no pipeline: use Expert.step(example, devices)")
         own = self.example(example)

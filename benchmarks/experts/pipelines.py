@@ -1,17 +1,20 @@
 """3-D by hand: tensor parallelism in the host, pipeline stages of whole hosts, data parallelism.
 
-    Example, devices, devices per host → Expert …, whose `method` autopar carries out
+    Example, devices, devices per host → chains of `Expert`s, whose `method` autopar carries out
 
-Stages have equally many layers. In a stage kernels are split as Megatron does, over "y", the
-optimizer's moments over "x" too, and the outputs of column-split kernels and the residual stream
-are pinned. What is left to autopar is what nothing depends on: biases and norms.
+Stages have equally many layers. In a stage kernels are split as Megatron does, over "y", and the
+optimizer's moments over "x" too. What products give is pinned: parts of heads and features over
+"y" behind column-split kernels, the residual stream along the sequence behind row-split ones, whole
+sequences behind norms. What is left to autopar is what follows from that, biases and norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec as P
 
@@ -19,10 +22,12 @@ import autopar
 from examples.models import Example, gpt, llama
 
 from .expert import Expert
+from .handwritten import intercept_nnx
 
+MICRO_BATCHES_PER_STAGE = 8  # 1F1B then waits an eighth of the time at most
 _COLUMN = ("qkv", "query", "key", "value", "up", "gate", "lm_head")
 _ROW = ("out", "down")
-MICRO_BATCHES_PER_STAGE = 8  # 1F1B then waits an eighth of the time at most
+_NORMS = ("attention_norm", "ffn_norm", "final_norm")
 
 
 def pipelines(
@@ -42,7 +47,10 @@ def pipelines(
         for tensor in (devices_per_host // 2, devices_per_host):
             data = submesh[0] * devices_per_host // max(tensor, 1)
             most = min(MICRO_BATCHES_PER_STAGE * num_stages, example.batch_size // data)
-            if tensor < 2 or heads % tensor or example.batch_size % (data * most):
+            sizes = (heads, config.seq_len, config.vocab_size)
+            if tensor < 2 or any(size % tensor for size in sizes):
+                continue
+            if most < 1 or example.batch_size % (data * most):
                 continue
             yield [
                 _expert(example, family, num_stages, submesh, tensor, most, remat)
@@ -71,25 +79,56 @@ def _expert(
         num_micro_batches,
         layers=autopar.AutoLayers(layers),
         stages=stages,
-        options=autopar.ShardingOptions(pins=_pins(example, data), batch_axis="x", remat=remat),
+        options=autopar.ShardingOptions(pins=_pins(example), batch_axis="x", remat=remat),
     )
     name = f"{num_stages} stages of {data}×{tensor}, {num_micro_batches} micro-batches"
     name += ", remat full" if remat == "all" else ""
-    return Expert(name, family, num_micro_batches=num_micro_batches, method=method)
+    return Expert(name, family, num_micro_batches=num_micro_batches, method=method, wrap=naming)
 
 
-def _pins(example: Example, data: int) -> dict[str, Any]:
-    """Of kernels and moments, by the paths that the model has."""
+def _pins(example: Example) -> dict[str, P]:
+    """Of kernels and moments, by the paths that the model has, and of values, by their names."""
     leaves = jax.tree.leaves_with_path(example.abstract_state().params)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    other = "x" if data > 1 else None
-    pins: dict[str, Any] = {}
-    for names, spec, moment in (
-        (_COLUMN, P(None, "y"), P(other, "y")),
-        (_ROW, P("y", None), P("y", other)),
-    ):
+    split, stream, whole = P("x", None, "y"), P("x", "y", None), P("x", None, None)
+    kinds = [
+        (_COLUMN, "kernel", P(None, "y"), P("x", "y"), split),
+        (_ROW, "kernel", P("y", None), P("y", "x"), stream),
+        (("embed",), "embedding", P("y", None), P("y", None), None),
+        (_NORMS, "scale", None, None, whole),
+    ]
+    pins = {"by hand: logits": split}
+    for names, leaf, parameter, moment, value in kinds:
         for name in names:
-            if any(f"['{name}']['kernel']" in path for path in paths):
-                pins[f"state.params*['{name}']['kernel']*"] = spec
-                pins[f"state.opt_state*['{name}']['kernel']*"] = moment
+            if not any(f"['{name}']['{leaf}']" in path for path in paths):
+                continue
+            if parameter is not None and moment is not None:
+                pins[f"state.params*['{name}']['{leaf}']*"] = parameter
+                pins[f"state.opt_state*['{name}']['{leaf}']*"] = moment
+            if value is not None and name != "lm_head":
+                pins[f"by hand: {name}"] = value
     return pins
+
+
+def naming(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step, with outputs of the modules that `_pins` speaks of under names."""
+    named = {*_COLUMN, *_ROW, *_NORMS, "logits"}
+
+    def name_value(out: Any, name: str) -> Any:
+        name = "logits" if name == "lm_head" else name
+        return autopar.constrain(out, f"by hand: {name}") if name in named else out
+
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = next_fun(*args, **kwargs)
+        if context.method_name == "attend":
+            return name_value(out, "logits")
+        is_call = context.method_name == "__call__"
+        return name_value(out, context.module.name or "") if is_call else out
+
+    def step(state: Any, batch: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(nn.intercept_methods(interceptor))
+            stack.enter_context(intercept_nnx(name_value))
+            return train_step(state, batch)
+
+    return step

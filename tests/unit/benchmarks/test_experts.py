@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from benchmarks.experts import Expert, best_of_families, chains_for, experts_for
 from examples.models import Example, build
 
@@ -95,6 +97,29 @@ ALL = [
 @pytest.mark.parametrize(("name", "scanned", "expert"), ALL)
 def test_every_step_equals_that_of_one_device(name: str, scanned: bool, expert: str) -> None:
     check_step(name, candidates(name, scanned)[expert])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_a_pipeline_by_hand_computes_the_same_step(name: str) -> None:
+    example = build(name, 8)
+    plain = jax.jit(example.train_step)(example.create_state(), example.make_batch())
+    found = [expert for expert in experts_for(example, 8, 4) if expert.is_pipeline]
+    expert = next(expert for expert in found if expert.name.startswith("2 stages of 2×2"))
+    plan = expert.plan(example, autopar.ClusterSpec(2, 4, "cpu"))
+    kernels = [spec for path, spec in plan_specs(plan) if "['up']['kernel']" in path]
+    assert [stage.mesh_shape for stage in plan.stages] == [(2, 2), (2, 2)]
+    assert set(kernels) == {P(None, "y"), P("x", "y")}
+    step = autopar.parallelize(expert.example(example).train_step, method=plan)
+    ours = gradients_of(*step(example.create_state(), example.make_batch()))
+    for own, expected in zip(ours, gradients_of(*plain), strict=True):
+        scale = np.abs(expected).max(initial=0.0)
+        np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-4 * scale)
+
+
+def plan_specs(plan: autopar.ParallelPlan) -> list[tuple[str, P]]:
+    leaves = jax.tree.leaves_with_path(plan.input_specs, is_leaf=lambda s: isinstance(s, P))
+    return [(jax.tree_util.keystr(path), spec) for path, spec in leaves]
 
 
 # -- candidates
