@@ -30,9 +30,10 @@ See docs/profiling.md.
 """
 _BENCH = """\
 The parts: cpu is measured on 8 virtual CPU devices; h100 is compiled for 8, 16 and 64 H100s, which
-need not be there (pip install 'autopar[verify]'), and judged from XLA's programs; h200 is measured
-on one GPU, if there is one; scaling is predicted. Results are kept in the folder, and the same
-command goes on where it was stopped. See docs/benchmarks.md.
+need not be there (pip install 'autopar[verify]'), and judged from XLA's programs; h200 and serving
+are measured on one GPU, if there is one; scaling is predicted. Without --only, cpu, h100 and h200
+run. Results are kept in the folder, and the same command goes on where it was stopped. See
+docs/benchmarks.md.
 """
 _EPILOGS = {"bench": _BENCH, "plan": _FACTORY, "sweep": _FACTORY, "profile": _PROFILE}
 
@@ -182,7 +183,7 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("--only", metavar="LIST", help="of cpu,h100,h200,scaling")
+    bench.add_argument("--only", metavar="LIST", help="of cpu,h100,h200,scaling,serving")
     bench.add_argument("--models", metavar="LIST", help="such as gpt,moe-10b; default: all")
     bench.add_argument("--devices", metavar="LIST", help="of h100: such as 8,64; default: all")
     bench.add_argument("--plans", metavar="A;B", help="of h100: autopar, FSDP and other families")

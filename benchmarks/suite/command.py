@@ -1,8 +1,8 @@
 """What `autopar bench` does: from its options to a results file and the tables made of it.
 
 The suite has parts: "cpu" is measured on 8 virtual CPU devices, "h100" compiled for 8, 16 and 64
-H100s that need not be there, "h200" measured on one GPU if there is one, "scaling" predicted. Every
-result has a file of its own in the folder; `suite.json` beside them has all of them.
+H100s that need not be there, "h200" and "serving" measured on one GPU if there is one, "scaling"
+predicted. Every result has a file of its own in the folder; `suite.json` beside them has all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.suite.cases import (
 from benchmarks.suite.pool import Task, run_tasks
 from benchmarks.suite.tables import tables_of, with_tables
 
-PARTS = ("cpu", "h100", "h200", "scaling")
+PARTS = ("cpu", "h100", "h200", "scaling", "serving")
 DEFAULT_PARTS = ("cpu", "h100", "h200")
 RESULTS = "suite.json"
 QUICK_ROUNDS = 3
@@ -42,6 +42,12 @@ PLAN_ORDER = (
     "data parallel", "Megatron + sequence", "Megatron",
 )  # fmt: skip
 QUICK_PLANS = ("autopar", "FSDP", "expert parallel")
+OTHER_ROWS = {
+    "h200": "every step of benchmarks/one_gpu_cases.py, if there is a GPU",
+    "scaling": "what `python -m benchmarks.scaling --list` shows",
+    "serving": "the models of benchmarks/serving_cases.py, if there is a GPU",
+}
+LAST_WORDS_S = 10.0  # that a script has to end by itself
 GPU_LIMIT_S = 60.0  # to ask for GPUs
 _PACKAGES = ("autopar", "jax", "jaxlib", "flax", "optax")
 
@@ -90,7 +96,13 @@ def rows_of(part: str, options: Options) -> list[Row]:
 def run_bench(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Run the parts one after another; the document of the results file."""
     ends_s = time.time() + options.time_limit_s
-    runners = {"cpu": _run_cpu, "h100": _run_h100, "h200": _run_h200, "scaling": _run_scaling}
+    runners = {
+        "cpu": _run_cpu,
+        "h100": _run_h100,
+        "h200": _run_h200,
+        "scaling": _run_scaling,
+        "serving": _run_serving,
+    }
     options.folder.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {}
     for part in options.parts:
@@ -124,10 +136,8 @@ def list_rows(options: Options) -> str:
         for row in rows_of(part, options):
             batch = row.per_device * row.devices
             lines.append(f"{part:8s} {row.model:14s} {row.devices:3d} devices, batch {batch}")
-        if part == "h200":
-            lines.append(f"{part:8s} every step of benchmarks/one_gpu_cases.py, if there is a GPU")
-        if part == "scaling":
-            lines.append(f"{part:8s} python -m benchmarks.scaling says which")
+        if part in OTHER_ROWS:
+            lines.append(f"{part:8s} {OTHER_ROWS[part]}")
     return "\n".join(lines)
 
 
@@ -257,17 +267,30 @@ def _run_cpu(options: Options, ends_s: float, say: Callable[[str], None]) -> dic
 
 
 def _run_h200(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any] | None:
+    return _run_on_gpu("h200", "benchmarks.one_gpu", options, ends_s, say)
+
+
+def _run_serving(
+    options: Options, ends_s: float, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    return _run_on_gpu("serving", "benchmarks.serving", options, ends_s, say)
+
+
+def _run_on_gpu(
+    part: str, module: str, options: Options, ends_s: float, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """A part that has a script of its own, which writes rows as they come."""
     kind = gpu_kind()
     if kind is None:
-        say("h200: no GPU was found; these rows are left out")
+        say(f"{part}: no GPU was found; these rows are left out")
         return None
-    result = options.folder / "h200" / "one_gpu.json"
-    left_s = max(1.0, ends_s - time.time())
-    arguments = ("-m", "benchmarks.one_gpu", "--json", str(result.resolve()))
-    arguments += ("--limit-s", f"{left_s - 5:.0f}")
-    task = Task("h200", arguments, result)
-    run_tasks([task], 1, ends_s)
-    say(task.log.read_text(encoding="utf-8", errors="replace") if task.log.is_file() else "")
+    result = options.folder / part / "rows.json"
+    limit_s = max(1.0, ends_s - time.time() - LAST_WORDS_S)
+    arguments = ("-m", module, "--json", str(result.resolve()), "--limit-s", f"{limit_s:.0f}")
+    task = Task(part, arguments, result, again=part == "serving")
+    run_tasks([task], 1, ends_s, lambda _, problem: say(f"{part}: {problem}") if problem else None)
+    if task.log.is_file():
+        say(task.log.read_text(encoding="utf-8", errors="replace"))
     if not task.is_done:
         return None
     return {"target": kind, **json.loads(result.read_text(encoding="utf-8"))}
@@ -286,15 +309,16 @@ def gpu_kind() -> str | None:
     return name if kind == "gpu" else None
 
 
-def _run_scaling(options: Options, ends_s: float, say: Callable[[str], None]) -> Any:
+def _run_scaling(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any]:
     from benchmarks import scaling
 
-    return scaling.run(
-        folder=options.folder / "scaling",
+    rows = scaling.run(
+        options.folder / "scaling",
         jobs=options.jobs,
         time_limit_s=max(1.0, ends_s - time.time()),
-        only=options.models,
+        only=options.models or None,
     )
+    return {"target": "predicted, not run", "rows": rows}
 
 
 # -- files

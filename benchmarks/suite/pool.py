@@ -23,12 +23,14 @@ _LAST_WORDS = 400
 
 @dataclass(frozen=True)
 class Task:
-    """`arguments`: of this Python, after which `result` is there. `environment` is added."""
+    """`arguments`: of this Python, after which `result` is there. `environment` is added. `again`:
+    it is run though the result is there, and goes on with it by itself."""
 
     name: str
     arguments: tuple[str, ...]
     result: Path
     environment: dict[str, str] = field(default_factory=dict)
+    again: bool = False
 
     @property
     def log(self) -> Path:
@@ -48,7 +50,7 @@ def run_tasks(
     """Run what is not done yet, so many at a time, until the clock (`time.time`) says `ends_s`.
     `done` is told of each task that ended, with what went wrong or "". Returns how many are still
     not done."""
-    waiting = [task for task in tasks if not task.is_done]
+    waiting = [task for task in tasks if task.again or not task.is_done]
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopped = threading.Lock(), threading.Event()
 

@@ -23,6 +23,8 @@ def tables_of(document: dict[str, Any]) -> dict[str, str]:
         "h100": (h100_table, h100_details),
         "cpu": (cpu_table,),
         "h200": (h200_table,),
+        "scaling": (scaling_table,),
+        "serving": (decode_table, http_table),
     }
     found = {}
     for part, functions in makers.items():
@@ -227,4 +229,46 @@ def h200_table(part: dict[str, Any]) -> str:
                 " / ".join(peaks),
             ]
         )
+    return table_text(heads, lines)
+
+
+# -- other scripts' rows
+
+
+def scaling_table(part: dict[str, Any]) -> str:
+    """Predicted throughput beside what others have published."""
+    from benchmarks.scaling.tables import tables
+
+    return tables(part["rows"])
+
+
+def decode_table(part: dict[str, Any]) -> str:
+    """Tokens per second of the serving engine over those of a decode loop by hand."""
+    heads = ("model and batch", "tokens/s, engine", "tokens/s, loop by hand", "ratio")
+    lines = [
+        [
+            row["label"],
+            f"{row['tokens_per_s'][row['engine']]:.0f}",
+            f"{row['tokens_per_s'][row['loop']]:.0f}",
+            f"{row['ratio']:.3f} ± {row['ratio'] * row['ratio_spread']:.3f}",
+        ]
+        for row in part["rows"]
+        if row["kind"] == "decode"
+    ]
+    return table_text(heads, lines)
+
+
+def http_table(part: dict[str, Any]) -> str:
+    """Latencies of clients over HTTP."""
+    names = {"first_token_ms": "first token", "per_token_ms": "per token", "whole_ms": "whole"}
+    heads = ("clients", "tokens/s", *(f"{name}, ms (p50 / p90 / p99)" for name in names.values()))
+    lines = [
+        [
+            row["label"],
+            f"{row['tokens_per_s']:.0f}",
+            *(" / ".join(f"{ms:.1f}" for ms in row[name].values()) for name in names),
+        ]
+        for row in part["rows"]
+        if row["kind"] == "http"
+    ]
     return table_text(heads, lines)

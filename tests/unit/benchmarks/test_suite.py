@@ -132,6 +132,28 @@ def test_a_row_without_ours_has_no_ratio():
     assert "none fits" in tables.h100_table({"rows": [row(result("autopar", 1.0))]})
 
 
+def test_measured_parts_have_their_tables():
+    ours = result("autopar", 9.5, mesh="8")
+    cpu = row(ours, result("FSDP", 10.0), ratio=0.951, ratio_spread=0.02)
+    gpu = {"label": "gpt", "jit_step_s": 0.1, "autopar_step_s": 0.1, "ratio": 1.0, "tflops": 500}
+    gpu |= {"ratio_spread": 0.002, "share_of_peak": 0.5, "jit_xla_bytes": 2**30}
+    gpu |= {"autopar_xla_bytes": 2**31}
+    percentiles = {"p50": 1.0, "p90": 2.0, "p99": 3.5}
+    decode = {"kind": "decode", "label": "gpt2, 8", "engine": "engine_8", "loop": "loop_scan"}
+    decode |= {"tokens_per_s": {"engine_8": 990.0, "loop_scan": 1000.0}, "ratio": 0.99}
+    decode["ratio_spread"] = 0.01
+    http = {"kind": "http", "label": "gpt2, 1 client", "tokens_per_s": 123.4}
+    http |= dict.fromkeys(("first_token_ms", "per_token_ms", "whole_ms"), percentiles)
+    found = tables.tables_of(
+        {"cpu": {"rows": [cpu]}, "h200": {"rows": [gpu]}, "serving": {"rows": [decode, http]}}
+    )
+    assert set(found) == {"cpu", "h200", "decode", "http"}
+    assert "| m | 8 | 9.5 ms (8) | 10.0 ms, FSDP | – | 0.95 ± 0.02 |" in found["cpu"]
+    assert "| gpt | 100.0 ms | 100.0 ms | 1.000 ± 0.002 | 500 (50%) | 1.0 / 2.0 |" in found["h200"]
+    assert "| gpt2, 8 | 990 | 1000 | 0.990 ± 0.010 |" in found["decode"]
+    assert "| gpt2, 1 client | 123 | 1.0 / 2.0 / 3.5 |" in found["http"]
+
+
 def test_tables_go_between_their_markers_and_nowhere_else():
     text = "a\n<!-- bench:h100 -->\nold\n<!-- /bench:h100 -->\nb\n"
     found = tables.with_tables(text, {"h100": "| new |\n"})
