@@ -37,7 +37,7 @@ INSTRUCTIONS = {
 # The kernels of fused attention and how many products each is made of.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 _READS_PART = ("gather", "dynamic_slice")  # of their first operand
-_WRITES_PART = {"dynamic_update_slice": 1}  # as much as this operand has
+_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand has
 # A trip of a scan reads its slice where it lies in the stack, and its results are written to
 # theirs: who makes and who reads them pays, as in a loop that is written out.
 _STACKS = ("scan_slice", "scan_stack")

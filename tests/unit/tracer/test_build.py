@@ -136,6 +136,12 @@ def test_slices_touch_what_they_take() -> None:
     assert max(take.touched_bytes) == max(put.touched_bytes) == 2 * 16 * 4
 
 
+def test_rows_that_are_written_into_an_array_touch_no_others() -> None:
+    graph = graph_of(lambda x, rows, at: x.at[at].set(rows), X, X[:2], np.array([1, 3]))
+    (write,) = [node for node in graph.nodes if node.name == "scatter"]
+    assert max(write.touched_bytes) == X[:2].nbytes < X.nbytes
+
+
 def test_literal_results_have_no_value() -> None:
     graph = graph_of(lambda a, b: (a @ b, 1.0), X, W)
     assert graph.outputs[1] is None
