@@ -46,7 +46,10 @@ def pipelines(
         submesh = (num_hosts // num_stages, devices_per_host)
         for tensor in (devices_per_host // 2, devices_per_host):
             data = submesh[0] * devices_per_host // max(tensor, 1)
-            most = min(MICRO_BATCHES_PER_STAGE * num_stages, example.batch_size // data)
+            # A micro-batch has a row for every device that rows are split over, and two at least:
+            # of a single row, autopar cannot tell the batch from other dimensions of one.
+            rows = max(data, 2)
+            most = min(MICRO_BATCHES_PER_STAGE * num_stages, example.batch_size // rows)
             sizes = (heads, config.seq_len, config.vocab_size)
             if tensor < 2 or any(size % tensor for size in sizes):
                 continue

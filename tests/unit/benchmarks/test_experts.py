@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from benchmarks.experts import Expert, best_of_families, chains_for, experts_for
+from benchmarks.experts.grid import layouts_for
+from benchmarks.suite.cases import DEVICES_PER_HOST, H100_ROWS, Row
+from benchmarks.suite.cases import example_of as suite_example
 from examples.models import Example, build
 
 # Nothing here runs for long, so compiling quickly matters more than the code that comes out.
@@ -157,3 +160,19 @@ def test_names_tell_candidates_apart(name: str) -> None:
     assert {"data parallel", "FSDP", "ZeRO-2", "HSDP"} <= {expert.family for expert in found}
     assert ("expert parallel" in {e.family for e in found}) == (name == "moe-tiny")
     assert ("3-D by hand" in {e.family for e in found}) == (name in ("gpt-tiny", "llama-tiny"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", H100_ROWS, ids=lambda row: row.name)
+def test_specs_divide_the_models_of_the_suite(row: Row) -> None:
+    """No dimension of the state or batch is split into parts that are not equal."""
+    example = suite_example(replace(row, layers=2))
+    state, batch = example.abstract_state(), example.abstract_batch()
+    for family, layout in layouts_for(example, row.devices, DEVICES_PER_HOST):
+        mesh = jax.sharding.AbstractMesh(layout.mesh_shape, ("x", "y"))
+        specs = jax.tree.leaves(layout.state_specs(state), is_leaf=lambda s: isinstance(s, P))
+        specs += [layout.batch] * len(batch)
+        for leaf, spec in zip(jax.tree.leaves((state, batch)), specs, strict=True):
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            part = sharding.shard_shape(leaf.shape)  # an error where it is not even
+            assert len(part) == leaf.ndim, (family, layout.name)
