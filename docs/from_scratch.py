@@ -577,6 +577,21 @@ def main() -> None:
 if __name__ == "__main__":
     sys.exit(main())
 
+# On eight virtual devices it prints, among other lines:
+#
+# ```text
+# large batch: 51 operators, 1045 variables, communication costs 1152.0
+#     [0]['w0']      float32[64,64]   P()
+#     loss 0.097883, on one device 0.097883
+# small batch: 51 operators, 1045 variables, communication costs 863.2
+#     [0]['w0']      float32[512,512] P(None, 'x')
+#     [0]['w1']      float32[512,512] P('x',)
+#     loss 0.061026, on one device 0.061026
+#  1 micro-batches: 4.25 s; layers 0 to 9 on 8
+#  8 micro-batches: 31.00 s; layers 0 to 4 on 4, layers 5 to 9 on 4
+# 64 micro-batches: 216.55 s; layers 0 to 3 on 2, layers 4 to 6 on 4, layers 7 to 9 on 2
+# ```
+#
 # ## What autopar does beyond this
 #
 # | here | in autopar |

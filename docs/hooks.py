@@ -3,8 +3,8 @@
 Pages are written to be read in a repository too, so three things are done here. Notes on how code
 blocks are tested (comments) are left out; links to files outside of docs/ become links to pages
 made of them, or plain text where there is none; drawings are put into the page, where they take its
-colours. Three pages are made from files: changes, contributing, and the core from scratch, whose
-comments become text. At the end, nothing of the site may be loaded from a network.
+colours. Four pages are made from files: changes, contributing, examples, and the core from
+scratch, whose comments become text. At the end, nothing of the site may be loaded from a network.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def on_files(files: Any, config: Any) -> Any:
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
         "from_scratch.md": literate(ROOT / "docs" / "from_scratch.py"),
     }
+    if files.get_file_from_path("examples.md") is None:
+        made["examples.md"] = (ROOT / "examples" / "README.md").read_text()
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     return files
