@@ -28,12 +28,13 @@ import autopar
 from autopar import _jax
 from autopar.api import make_executable
 from autopar.compiler import plan_step
+from autopar.ir.program import PER_MICRO_BATCH
 from autopar.prediction import predicted_timeline
 from autopar.proof.targets import load_target
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.experts import Expert, chains_for
 from benchmarks.suite.cases import DEVICES_PER_HOST, Row, example_of
-from benchmarks.suite.judge import H100, Judged, judge
+from benchmarks.suite.judge import H100, Judged, added, judge, repeated
 
 TARGET = "h100-80gb"
 PRESET = "h100-sxm"
@@ -70,9 +71,8 @@ def _pipeline_name(expert: Expert) -> str:
 # -- results
 
 
-def _figures(parts: Sequence[Judged], step_s: float, peak_bytes: float) -> dict[str, Any]:
-    """Of a step: the time of its whole, and what its busiest program does."""
-    most = max(parts, key=lambda part: part.step_s)
+def _figures(most: Judged, step_s: float, peak_bytes: float) -> dict[str, Any]:
+    """Of a step: how long it takes, and what its busiest device does in it."""
     return {
         "step_ms": 1e3 * step_s,
         "compute_ms": 1e3 * most.compute_s,
@@ -111,7 +111,7 @@ def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
     if not isinstance(executable, PipelineExecutable):
         compiled: Any = executable.compiled
         own = _judged(compiled)
-        return _figures([own], own.step_s, _peak_bytes(compiled))
+        return _figures(own, own.step_s, _peak_bytes(compiled))
     pieces = [_judged(piece) for piece in executable.compiled.values()]
     plan = planned.plan
     assert plan.times is not None and len(plan.times.pieces) == len(pieces)
@@ -120,7 +120,12 @@ def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
     ]
     judged_plan = replace(plan, times=replace(plan.times, pieces=tuple(timed)))
     step_s = predicted_timeline(judged_plan).step_s
-    return _figures(pieces, step_s, executable.memory_bytes())
+    of_stage: dict[int, list[Judged]] = {}
+    for piece, own in zip(executable.pipeline.pieces, pieces, strict=True):
+        num_runs = plan.num_micro_batches if piece.phase in PER_MICRO_BATCH else 1
+        of_stage.setdefault(piece.stage, []).append(repeated(own, num_runs))
+    most = max(map(added, of_stage.values()), key=lambda stage: stage.step_s)
+    return _figures(most, step_s, executable.memory_bytes())
 
 
 def _plan_words(plan: Any) -> dict[str, Any]:
@@ -199,7 +204,7 @@ def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
         return {**result, "fits": False, "peak_gb": held_bytes / 1e9, "note": note}
     compiled = step.lower(state, batch).compile()
     own = _judged(compiled)
-    figures = _figures([own], own.step_s, _peak_bytes(compiled))
+    figures = _figures(own, own.step_s, _peak_bytes(compiled))
     return {**result, "compiled_s": time.perf_counter() - started, **figures}
 
 

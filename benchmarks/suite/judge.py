@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.runtime.hlo import CollectiveOp, read_collectives, read_dot_flops
 
@@ -66,6 +67,29 @@ class Judged:
     @property
     def step_s(self) -> float:
         return self.compute_s + self.communication_s
+
+
+def added(parts: Sequence[Judged]) -> Judged:
+    """Programs that run one after another."""
+
+    def sums(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        total: Counter[str] = Counter()
+        for one in counts:
+            total.update(one)
+        return dict(total)
+
+    return Judged(
+        sum(part.flops for part in parts),
+        sum(part.compute_s for part in parts),
+        sum(part.communication_s for part in parts),
+        sums([part.sent_bytes for part in parts]),
+        sums([part.place_s for part in parts]),
+        sums([part.collectives for part in parts]),
+    )
+
+
+def repeated(part: Judged, num_runs: int) -> Judged:
+    return added([part] * num_runs)
 
 
 def judge(hlo_text: str, machine: Machine = H100, hosts: Sequence[int] | None = None) -> Judged:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.suite.judge import Machine, judge
+from benchmarks.suite.judge import Machine, added, judge, repeated
 
 MACHINE = Machine(
     flops=1e12,
@@ -115,3 +115,12 @@ def test_loops_count_as_often_as_they_run():
     assert judged.communication_s == pytest.approx(12 * (0.25 + 2 * 7 / 8 * 4096 / 400))
     assert judged.collectives == {"all-reduce": 12}
     assert judged.step_s == judged.compute_s + judged.communication_s
+
+
+def test_programs_one_after_another_are_added_up():
+    once = judge(LOOP, MACHINE)
+    both = added([repeated(once, 3), judge(program("all-reduce", IN_HOST), MACHINE)])
+    assert both.flops == 3 * once.flops
+    assert both.step_s == pytest.approx(3 * once.step_s + 0.25 + 2 * 7 / 8)
+    assert both.collectives == {"all-reduce": 37}
+    assert both.sent_bytes["8 in a host"] == pytest.approx(3 * 12 * 2 * 7 / 8 * 4096 + 700)
