@@ -276,9 +276,7 @@ class BatchingEngine:
         self._admit(group)
         dispatched = self._dispatch_decode(group)
         # One step stays under way, unless there is nothing to do meanwhile.
-        while len(group.under_way) > (1 if dispatched else 0):
-            self._hand_out(group.under_way[0])
-            group.under_way.popleft()
+        self._hand_out(group, 1 if dispatched else 0)
 
     def _drop_cancelled(self, group: _Group) -> None:
         for slot, one in group.running:
@@ -309,6 +307,7 @@ class BatchingEngine:
                 group.cache, self._params, group.state, request, may_sample=params.do_sample
             )
             self._note(group, packed, ((-1, one),), 1)
+            self._hand_out(group, len(group.under_way))
 
     def _dispatch_decode(self, group: _Group) -> bool:
         takers = tuple(group.running)
@@ -346,7 +345,14 @@ class BatchingEngine:
                 if one.num_dispatched >= one.limit:
                     group.slots[slot] = None
 
-    def _hand_out(self, step: _Dispatched) -> None:
+    def _hand_out(self, group: _Group, num_kept: int) -> None:
+        """Tokens of the oldest steps, of all that are done and of so many that `num_kept` stay."""
+        steps = group.under_way
+        while steps and (len(steps) > num_kept or steps[0].packed.is_ready()):
+            self._give_all(steps[0])
+            steps.popleft()
+
+    def _give_all(self, step: _Dispatched) -> None:
         tokens, logprobs = unpack_tokens(step.packed)
         if step.takers[0][0] < 0:
             tokens, logprobs = tokens.reshape(1, 1), logprobs.reshape(1, 1)

@@ -30,12 +30,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64,
-        "eos_token_id": 95, "bos_token_id": 94,
+        "tie_word_embeddings": True, "eos_token_id": 95, "bos_token_id": 94,
     },
     "llama3": {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8,
-        "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": True,
+        "intermediate_size": 48, "max_position_embeddings": 64,
         "rope_parameters": {
             "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 16,

@@ -103,7 +103,7 @@ def test_requests_join_and_leave_and_get_what_they_would_get_alone(
 
 def test_draws_depend_on_the_seed_alone(engine: BatchingEngine) -> None:
     def params(seed: int) -> SamplingParams:
-        return SamplingParams(12, do_sample=True, temperature=1.5, top_k=40, top_p=0.95, seed=seed)
+        return SamplingParams(13, do_sample=True, temperature=1.5, top_k=40, top_p=0.95, seed=seed)
 
     first = _ids(engine.submit((1, 2, 3), params(seed=5)))
     crowd = [engine.submit((4, 5), SamplingParams(7)), engine.submit((1, 2, 3), params(seed=6))]

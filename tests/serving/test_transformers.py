@@ -55,7 +55,14 @@ def _params(folder: Path) -> tuple[Any, Any]:
     return config, load_params(folder, config, np.float32, jax.tree.map(lambda _: place, types))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def _cases(*by_default: str) -> list[Any]:
+    return [
+        name if name in by_default else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGS
+    ]
+
+
+@pytest.mark.parametrize("name", _cases("gpt2", "opt_350m", "llama3"))
 def test_logits_of_prefill_and_of_every_decode_step(name: str, checkpoints: Any) -> None:
     folder, model = checkpoints(name)
     config, params = _params(folder)
@@ -76,16 +83,7 @@ def test_logits_of_prefill_and_of_every_decode_step(name: str, checkpoints: Any)
         np.testing.assert_allclose(logits[2], want[position], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        "opt",
-        "llama3",
-        pytest.param("llama", marks=pytest.mark.slow),
-        pytest.param("opt_350m", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", _cases("gpt2", "opt", "llama3"))
 def test_greedy_answers_on_many_devices(name: str, checkpoints: Any) -> None:
     folder, model = checkpoints(name)
     rows = [[5, 17, 3, 80], [42, 8, 61, 7], [1, 2, 3, 4]]
