@@ -120,6 +120,7 @@ def _mixture_layouts(
             yield family, layout
     if not config.num_experts % num_devices:
         yield EXPERTS, mixtures.expert_parallel(num_devices, zero=False)
+        yield EXPERTS, mixtures.expert_parallel(num_devices, zero=False, split_moments=True)
         yield EXPERTS, mixtures.expert_parallel(num_devices, zero=True)
     for inside in _tensor_degrees(num_devices, per_host):
         data = num_devices // inside

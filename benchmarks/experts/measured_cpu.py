@@ -16,6 +16,7 @@ virtual devices are one host.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -129,14 +130,16 @@ def expert_runner(expert: Expert, example: Example, devices: Sequence[Any]) -> R
 
 
 def candidates(example: Example, num_devices: int) -> list[Expert]:
-    """Every layout, and data parallelism and FSDP with stacked layers too."""
-    found = []
+    """Every layout, and data parallelism and FSDP with stacked layers too; one of each family
+    first, so that none is missed where time is short."""
+    families: dict[str, list[Expert]] = {}
     for scanned in (False, True)[: 1 + hasattr(example.config, "scan_layers")]:
         for expert in experts_for(example, num_devices, num_devices, scan_layers=scanned):
             is_plain = expert.remat == "none" and expert.num_micro_batches == 1
             if is_plain and expert.layout and (not scanned or expert.family in (DATA, FSDP)):
-                found.append(expert)
-    return found
+                families.setdefault(expert.family, []).append(expert)
+    turns = itertools.zip_longest(*families.values())
+    return [expert for turn in turns for expert in turn if expert is not None]
 
 
 def measure(

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from jax.sharding import PartitionSpec as P
 
-from .handwritten import ALL, HandWritten, largest_dim, replicated
+from .handwritten import ALL, HandWritten, Rule, largest_dim, replicated
 from .transformers import expert_einsums
 
 
-def expert_parallel(num_devices: int, *, zero: bool) -> HandWritten:
-    """Experts split over all devices, tokens exchanged by all-to-all; the rest data parallel,
-    with ZeRO-3 or not."""
-    rest = largest_dim(ALL, num_devices) if zero else replicated
+def expert_parallel(num_devices: int, *, zero: bool, split_moments: bool = False) -> HandWritten:
+    """Experts split over all devices, tokens exchanged by all-to-all; the rest data parallel, with
+    ZeRO-3, with the optimizer's moments alone split (ZeRO-2), or neither."""
+    split = _experts_and(largest_dim(ALL, num_devices))
+    whole = _experts_and(replicated)
+    tokens = P(ALL, None, None)
+    experts = P(ALL, None, None, None)
+    name = "expert parallel" + (" + ZeRO-3" if zero else " + ZeRO-2" if split_moments else "")
+    return HandWritten(
+        name,
+        (num_devices, 1),
+        split if zero else whole,
+        P(ALL),
+        {"*": tokens},
+        expert_einsums(P(None, ALL), experts, experts, tokens),
+        moment=split if split_moments else None,
+    )
+
+
+def _experts_and(rest: Rule) -> Rule:
+    """Experts' kernels split over all devices, all else by another rule."""
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
         if "'experts'" in path and len(shape) == 3:
             return P(ALL, None, None)
         return rest(path, shape)
 
-    tokens = P(ALL, None, None)
-    experts = P(ALL, None, None, None)
-    einsums = expert_einsums(P(None, ALL), experts, experts, tokens)
-    name = "expert parallel" + (" + ZeRO-3" if zero else "")
-    return HandWritten(name, (num_devices, 1), parameter, P(ALL), {"*": tokens}, einsums)
+    return parameter
 
 
 def experts_in_hosts(data: int, experts: int) -> HandWritten:
