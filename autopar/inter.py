@@ -211,6 +211,12 @@ def repin_pipeline(
     return planner.finish(looped, specs, plan.search).plan
 
 
+def _recomputes_more(plan: ParallelPlan, report: SearchReport) -> bool:
+    """Whether more stages are recomputed than the best plan of the tables has."""
+    meant = sum(stage.remat for stage in report.best[0].stages)
+    return sum(stage.remat for stage in plan.stages) > meant
+
+
 class _Planner:
     def __init__(
         self,
@@ -324,7 +330,28 @@ class _Planner:
                 )
         if choice is None:
             raise self.chooser.nothing_fits(looped, report)
-        return self.best_solved(looped, report)
+        planned = self.best_solved(looped, report)
+        if asked == "auto" and _recomputes_more(planned.plan, report):
+            return self.with_smaller(planned)
+        return planned
+
+    def with_smaller(self, planned: PlannedStep) -> PlannedStep:
+        """The same submeshes with micro-batches half as large, if that is faster: tables had more
+        room than the stages themselves, so that these were recomputed where it was not meant."""
+        count = planned.plan.num_micro_batches
+        looped = self.looped_near(2 * count, count)
+        if looped is None:
+            return planned
+        submeshes = {stage.submesh for stage in planned.plan.stages}
+        choice, report, _ = self.chooser.search(looped, 2 * count, False, submeshes)
+        if choice is None or choice.step_s >= planned.plan.estimated_step_s:
+            return planned
+        try:
+            smaller = self.best_solved(looped, report)
+        except MemoryBudgetError:
+            return planned
+        faster = smaller.plan.estimated_step_s < planned.plan.estimated_step_s
+        return smaller if faster else planned
 
     def best_solved(self, looped: Looped, report: SearchReport) -> PlannedStep:
         """The best of the plans that the tables give, as solved exactly: the first, and others as

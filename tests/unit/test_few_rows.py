@@ -86,3 +86,26 @@ def test_few_rows_are_looked_at_where_plans_lack_memory(
     assert ROWS // plan.num_micro_batches >= 2
     assert max(ranked[0]) == ROWS // 4
     assert [max(numbers) for numbers in ranked[1:]] == ([ROWS // 2] if slow == 0.0 else [])
+
+
+@pytest.mark.parametrize("memory_bytes", [pytest.param(3e5, marks=pytest.mark.slow), 6e5])
+def test_what_recomputes_more_than_meant_is_tried_with_half_the_rows(
+    monkeypatch: pytest.MonkeyPatch, memory_bytes: float
+) -> None:
+    """The faster of the two is kept: here twice as many micro-batches only start more pieces."""
+    method = autopar.PipeshardParallel("auto")
+    args = (step_needing(2), WEIGHTS, BATCH)
+    plain = autopar.plan(*args, cluster=cluster(memory_bytes), method=method)
+    searched: list[int] = []
+    search = stage_choice.StageChooser.search
+
+    def noted(self: Any, looped: Any, number: int, *rest: Any) -> Any:
+        searched.append(number)
+        return search(self, looped, number, *rest)
+
+    monkeypatch.setattr(stage_choice.StageChooser, "search", noted)
+    monkeypatch.setattr(inter, "_recomputes_more", lambda plan, report: True)
+    plan = autopar.plan(*args, cluster=cluster(memory_bytes), method=method)
+    assert plan.num_micro_batches == plain.num_micro_batches
+    can_halve = ROWS // plain.num_micro_batches > 2  # two rows are needed
+    assert (2 * plain.num_micro_batches in searched) == can_halve
