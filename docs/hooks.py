@@ -108,6 +108,8 @@ def _with_drawings(text: str, source: str) -> str:
     def drawing(match: re.Match[str]) -> str:
         path = ROOT / posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
         svg = path.read_text().strip()
+        if 'class="autopar-figure"' not in svg:  # plots have colours of their own
+            return match[0]
         return f'<div class="figure" role="img" aria-label="{match[1]}">{svg}</div>'
 
     return _DRAWING.sub(drawing, text)

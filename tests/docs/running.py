@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 from tests.docs.blocks import ROOT, Block
 
-BASH_LIMIT_S = 400
+BASH_LIMIT_S = 540
 
 
 def run_blocks(blocks: list[Block], folder: Path, slow: bool) -> int:
@@ -73,16 +75,23 @@ def _run_bash(block: Block, folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PATH"] = f"{folder / '.bin'}{os.pathsep}{environment['PATH']}"
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
-    done = subprocess.run(
+    with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", block.code],
         cwd=folder,
         env=environment,
-        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=BASH_LIMIT_S,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, f"{block.where}: exit {done.returncode}\n{done.stderr[-3000:]}"
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=BASH_LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)
+    print(out)
+    assert process.returncode == 0, f"{block.where}: exit {process.returncode}\n{errors[-3000:]}"
 
 
 def _furnish(folder: Path) -> None:
