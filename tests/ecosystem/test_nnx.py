@@ -27,7 +27,7 @@ class Net(nnx.Module):
     """Everything whose state a step changes: parameters, averages, random streams."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.layers = nnx.List([nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(2)])
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.name = "net"
