@@ -29,7 +29,8 @@ def mlp(x: Any) -> Any:
     return hk.nets.MLP([16, 16])(hk.LayerNorm(-1, True, True)(x))
 
 
-@pytest.mark.parametrize("method", [SHARDED, pytest.param(TWO_STAGES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [SHARDED, TWO_STAGES], ids=["sharded", "stages"])
 def test_transform(method: Any) -> None:
     model = hk.transform(mlp)
 
@@ -50,6 +51,12 @@ def test_transform(method: Any) -> None:
     assert any(t.path == "state[0]['mlp/~/linear_0']['w']" for t in plan.inputs)
 
 
+def dense(images: Any) -> Any:
+    x = hk.Linear(16, with_bias=False)(hk.Flatten()(images))
+    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
+    return hk.nets.MLP([16, 4])(x)
+
+
 def convolutions(images: Any) -> Any:
     return hk.nets.MobileNetV1((1, 2), (8, 16), num_classes=4)(images, is_training=True)
 
@@ -61,10 +68,17 @@ def residual(images: Any) -> Any:
     return net(images, is_training=True)
 
 
-@pytest.mark.parametrize("function", [convolutions, pytest.param(residual, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        dense,
+        pytest.param(convolutions, marks=pytest.mark.slow),
+        pytest.param(residual, marks=pytest.mark.slow),
+    ],
+)
 def test_transform_with_state(function: Any) -> None:
-    """Haiku's own networks: the averages of BatchNorm are an argument of their own, where the batch
-    would be looked for."""
+    """The averages of BatchNorm are an argument of their own, where the batch would be looked
+    for."""
     model = hk.without_apply_rng(hk.transform_with_state(function))
 
     def step(params: Any, averages: Any, images: Any, labels: Any) -> tuple[Any, Any, Any]:

@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), 1e-2, b1=0.9),
     "muon": lambda: optax.contrib.muon(1e-2),
 }
-IN_DEFAULT_RUN = ("multi_steps", "multi_transform", "lookahead")
+IN_DEFAULT_RUN = ("multi_steps", "multi_transform")
 STEPS = 3
 
 
