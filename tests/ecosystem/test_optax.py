@@ -145,11 +145,18 @@ def test_an_average_of_parameters_beside_them(method: Any) -> None:
         average = optax.incremental_update(params, state["average"], 0.1)
         return {"train": (params, opt_state), "average": average}, loss
 
-    params = make_params()
-    state = {"train": (params, optimizer.init(params)), "average": params}
-    got, _ = check_functional(step, state, [batch(0), batch(1)], method)
+    def start() -> Any:
+        params = make_params()
+        return {"train": (params, optimizer.init(params)), "average": params}
+
+    serial, parallel = jax.jit(step), autopar.parallelize(step, method=method)
+    want, got = start(), start()
+    for i in range(2):
+        want, _ = serial(want, batch(i))
+        got, _ = parallel(got, batch(i))
+    check_close(got, want)
     one, other = got["train"][0]["layer_0"]["w"], got["average"]["layer_0"]["w"]
-    assert one.sharding == other.sharding
+    assert one.sharding.device_set == other.sharding.device_set
 
 
 def test_steps_that_are_not_finite_are_skipped() -> None:
