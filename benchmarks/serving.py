@@ -90,7 +90,8 @@ class Decode:
             completion.listen(lambda own=own: own.append(time.perf_counter()))
             completions.append(completion)
         tokens = [[one.token_id for one in each.tokens(WAIT_S)] for each in completions]
-        begin = max(own[2] for own in times)
+        # From the end of the first call of each: the tokens of a call come at once.
+        begin = max(own[steps_per_call] for own in times)
         end = min(own[-1] for own in times)
         count = sum(begin < at <= end for own in times for at in own)
         return count / (end - begin), tokens
