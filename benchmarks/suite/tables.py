@@ -204,10 +204,17 @@ def cpu_table(part: dict[str, Any]) -> str:
                 "–" if best is None else f"{_step(best)}, {best['plan']}",
                 ", ".join(others) or "–",
                 "–" if ratio is None else f"{ratio:.2f}" + (f" ± {spread:.2f}" if spread else ""),
-                row.get("note", ""),
+                _missing(row),
             ]
         )
     return table_text(heads, lines)
+
+
+def _missing(row: dict[str, Any]) -> str:
+    """The row's note; how many experts were not run, if time was short."""
+    some, of_all = row.get("num_experts_run"), row.get("num_experts")
+    words = [f"{some} of {of_all} experts run"] if some != of_all else []
+    return "; ".join([*words, *filter(None, [row.get("note")])])
 
 
 def h200_table(part: dict[str, Any]) -> str:

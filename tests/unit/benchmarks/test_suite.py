@@ -134,7 +134,8 @@ def test_a_row_without_ours_has_no_ratio():
 
 def test_measured_parts_have_their_tables():
     ours = result("autopar", 9.5, mesh="8")
-    cpu = row(ours, result("FSDP", 10.0), ratio=0.951, ratio_spread=0.02)
+    measured = {"ratio": 0.951, "ratio_spread": 0.02, "num_experts": 9, "num_experts_run": 8}
+    cpu = row(ours, result("FSDP", 10.0), **measured)
     gpu = {"label": "gpt", "jit_step_s": 0.1, "autopar_step_s": 0.1, "ratio": 1.0, "tflops": 500}
     gpu |= {"ratio_spread": 0.002, "share_of_peak": 0.5, "jit_xla_bytes": 2**30}
     gpu |= {"autopar_xla_bytes": 2**31}
@@ -148,7 +149,10 @@ def test_measured_parts_have_their_tables():
         {"cpu": {"rows": [cpu]}, "h200": {"rows": [gpu]}, "serving": {"rows": [decode, http]}}
     )
     assert set(found) == {"cpu", "h200", "decode", "http"}
-    assert "| m | 8 | 9.5 ms (8) | 10.0 ms, FSDP | – | 0.95 ± 0.02 |" in found["cpu"]
+    assert (
+        "| m | 8 | 9.5 ms (8) | 10.0 ms, FSDP | – | 0.95 ± 0.02 | 8 of 9 experts run |"
+        in found["cpu"]
+    )
     assert "| gpt | 100.0 ms | 100.0 ms | 1.000 ± 0.002 | 500 (50%) | 1.0 / 2.0 |" in found["h200"]
     assert "| gpt2, 8 | 990 | 1000 | 0.990 ± 0.010 |" in found["decode"]
     assert "| gpt2, 1 client | 123 | 1.0 / 2.0 / 3.5 |" in found["http"]
