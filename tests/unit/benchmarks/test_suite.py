@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ArgumentError
+from benchmarks.experts import experts_for
 from benchmarks.suite import command, tables
 from benchmarks.suite.cases import H100_ROWS, QUICK_ROWS, chosen_rows, example_of
 from benchmarks.suite.pool import Task, run_tasks
@@ -51,6 +52,14 @@ def test_names_that_no_row_has_are_told_with_those_there_are(options, words):
         command.list_rows(options)
     for word in words:
         assert word in str(error.value)
+
+
+def test_every_family_of_experts_has_its_turn():
+    rows = chosen_rows(H100_ROWS, devices=(8, 16), layers=2)
+    families = {
+        expert.family for row in rows for expert in experts_for(example_of(row), row.devices, 8)
+    }
+    assert families <= set(command.PLAN_ORDER) and len(families) > 5
 
 
 def test_plans_that_nobody_makes_are_told():
