@@ -27,7 +27,7 @@ def main() -> None:
     parser = common.arguments(__doc__, steps=20, batch=64)
     parser.add_argument("--micro-batches", type=common.whole_number, default=4)
     arguments = parser.parse_args()
-    example = build("bert-tiny", arguments.batch, learning_rate=3e-3)
+    example = build("bert-tiny", arguments.batch, num_layers=1, learning_rate=3e-3)
     config, shapes = example.config, example.abstract_batch()
     source = data.masked_topics(
         config.vocab_size, config.seq_len, arguments.batch, config.masked_fraction

@@ -19,7 +19,7 @@ LIMIT_S = 300
 
 
 def run(path: str, *options: str, folder: Path | None = None, **env: str) -> str:
-    """What `python examples/PATH` prints; `--devices 4` unless options say otherwise."""
+    """What `python examples/PATH` prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / path), *options],
@@ -128,6 +128,7 @@ def test_a_cluster_is_planned_for(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "plan" / "plan.html").read_text()
 
 
+@pytest.mark.slow
 def test_pipelines_on_ray_use_a_mesh_per_stage() -> None:
     text = run("pipelines_on_ray.py", "--steps", "12")
     assert "a pipeline of 2 stages on 4 devices" in text

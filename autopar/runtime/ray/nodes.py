@@ -110,9 +110,12 @@ def connect(address: str | None) -> bool:
             warnings.simplefilter("ignore")
             ray.init(**options)
     except Exception as error:
+        otherwise = "or leave the address out to start one on this machine."
+        if address == "local":  # Ray gives its own processes 30 s
+            otherwise = "or try again: on a busy machine Ray's own processes may start too late."
         raise ClusterError(
             f"init(address={address!r}): Ray says: {error}\nStart a cluster with 'ray start "
-            "--head' and give its address, or leave the address out to start one on this machine."
+            f"--head' and give its address, {otherwise}"
         ) from error
     return True
 
