@@ -115,8 +115,10 @@ class Answers:
     """
 
     def __init__(self, wakeups: Wakeups, deadline: float):
-        self._deadline = deadline
         self._ended_by: Exception | None = None
+        self._timer = asyncio.get_running_loop().call_at(
+            deadline, self.end, DeadlineError("The answer was not there in time.")
+        )
         self._event = asyncio.Event()
         self._wake = wakeups.waker(self._event)
         self.choices: list[Choice] = []
@@ -161,14 +163,10 @@ class Answers:
                 if (piece := choice.take()) is not None:
                     yield piece
             running = [choice for choice in running if choice.finish_reason is None]
-            if self._ended_by is not None:
+            if running and self._ended_by is not None:
                 raise self._ended_by
             if running:
-                try:
-                    async with asyncio.timeout_at(self._deadline):
-                        await self._event.wait()
-                except TimeoutError:
-                    raise DeadlineError("The answer was not there in time.") from None
+                await self._event.wait()
 
     def end(self, error: Exception) -> None:
         """Ends what runs with `error`."""
@@ -176,6 +174,7 @@ class Answers:
         self._event.set()
 
     def close(self) -> None:
+        self._timer.cancel()
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.completion.cancel()

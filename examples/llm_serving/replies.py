@@ -20,6 +20,8 @@ from examples.llm_serving.choices import Answers, Choice, Piece
 from examples.llm_serving.schema import CompletionRequest, HttpError
 from examples.llm_serving.tokens import Tokenizer
 
+SMALL_BYTES = 1 << 14  # less than a connection buffers before it makes a writer wait
+
 
 class SlowReaderError(Exception):
     """The client took nothing for too long; its connection was cut."""
@@ -70,13 +72,14 @@ class Reply:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
+        events = _EventWriter(request, response, write_s)
         try:
             try:
-                await self._write_all(response, write_s)
+                await self._write_all(events)
             except (TimeoutError, ConnectionError):
                 raise
             except Exception as error:  # the status is sent already
-                await self._write(response, explain(error).body(), write_s)
+                await events.write(_dumps(explain(error).body()))
             async with asyncio.timeout(write_s):
                 await response.write_eof()
         except TimeoutError:
@@ -85,31 +88,19 @@ class Reply:
             raise SlowReaderError from None
         return response
 
-    async def _write_all(self, response: web.StreamResponse, write_s: float) -> None:
+    async def _write_all(self, events: _EventWriter) -> None:
+        head = _dumps(self._head)[:-1]  # the same in every event
         if self._request.echo:
             for index in range(self._request.num_choices):
-                choice = self._choice(self._prefix(index))
-                await self._write(response, {**self._head, "choices": [choice]}, write_s)
+                choice = _dumps(self._choice(self._prefix(index)))
+                await events.write(f'{head},"choices":[{choice}]}}')
         async for piece in self._answers.pieces():
-            if (
-                piece.text
-                or piece.finish_reason
-                or self._with_ids
-                or self._request.logprobs is not None
-            ):
-                choice = self._choice(piece)
-                await self._write(response, {**self._head, "choices": [choice]}, write_s)
+            if piece.text or piece.finish_reason or self._tells_tokens:
+                await events.write(f'{head},"choices":[{_dumps(self._choice(piece))}]}}')
         if self._request.include_usage:
-            figures = usage(self._answers.choices, self._prompts)
-            await self._write(response, {**self._head, "choices": [], "usage": figures}, write_s)
-        await self._write(response, None, write_s)
-
-    async def _write(
-        self, response: web.StreamResponse, body: dict[str, Any] | None, write_s: float
-    ) -> None:
-        data = "[DONE]" if body is None else json.dumps(body, separators=(",", ":"))
-        async with asyncio.timeout(write_s):
-            await response.write(f"data: {data}\n\n".encode())
+            figures = _dumps(usage(self._answers.choices, self._prompts))
+            await events.write(f'{head},"choices":[],"usage":{figures}}}')
+        await events.write("[DONE]")
 
     def _prefix(self, index: int) -> Piece:
         """What comes before the answer: nothing, or with `echo` the prompt."""
@@ -156,6 +147,28 @@ class Reply:
             "text_offset": offsets,
             "top_logprobs": top if self._request.logprobs else None,
         }
+
+
+class _EventWriter:
+    """Server-sent events into a connection; `TimeoutError` when the reader makes no room."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, write_s: float):
+        self._request, self._response, self._write_s = request, response, write_s
+
+    async def write(self, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        if len(event) < SMALL_BYTES and not transport.get_write_buffer_size():
+            await self._response.write(event)  # which has room: no timer is needed
+            return
+        async with asyncio.timeout(self._write_s):
+            await self._response.write(event)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def usage(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
