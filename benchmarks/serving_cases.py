@@ -37,9 +37,9 @@ _LLAMA_7B = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-_TINY = {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
-_TINY |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256}
-_TINY |= {"intermediate_size": 172, "max_position_embeddings": 512}
+_TINY = {"vocab_size": 2048, "n_embd": 256, "n_layer": 2, "n_head": 8, "n_positions": 512}
+_TINY |= {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "ffn_dim": 1024}
+_TINY |= {"intermediate_size": 688, "max_position_embeddings": 512}
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2-xl": {**_GPT2_XL, "dtype": "bfloat16"},
