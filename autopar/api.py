@@ -79,6 +79,7 @@ class ParallelFunction:
         self._plans: dict[Any, list[PlannedStep]] = {}
         self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
         self._compiled: list[tuple[PlannedStep, Any]] = []  # to be timed, and not called yet
+        self._takes_objects = False  # a call had objects of nnx among its arguments
         self.last_planned: PlannedStep | None = None
         self.last_executable: Executable | None = None
         functools.update_wrapper(self, fn, updated=())
@@ -118,7 +119,7 @@ class ParallelFunction:
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The traced and planned step for these arguments, planned once per shapes and types."""
-        apart = objects.taken_apart(args, kwargs)
+        apart = objects.taken_apart(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
         key = (call.treedef, call.static, call.static_args, session.current().key)
@@ -177,11 +178,13 @@ class ParallelFunction:
         return [entry for key, own in known[::-1] if key[-1] == now for entry in own]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        apart = objects.taken_apart(args, kwargs)
-        return objects.put_back(apart, self._run(apart.args, apart.kwargs))
+        if self._takes_objects:
+            apart = objects.taken_apart(args, kwargs, self._options.static_argnums)
+            return objects.put_back(apart, self._run(apart.args, apart.kwargs))
+        return objects.put_back(objects.NOTHING_TAKEN, self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results for arguments whose objects are taken apart, likewise."""
+        """The results; for arguments whose objects are taken apart, likewise."""
         static = self._options.static_argnums
         if static:
             values = tuple(args[i] for i in static if i < len(args))
@@ -206,6 +209,9 @@ class ParallelFunction:
         return self._first_call(args, kwargs, (treedef, values, session.current().key))
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        if not self._takes_objects and objects.has_objects((args, kwargs)):
+            self._takes_objects = True  # no plan is known by such arguments as they are
+            return self(*args, **kwargs)
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
         results = _run(planned, executable, leaves)

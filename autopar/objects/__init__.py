@@ -11,6 +11,7 @@ Neither library is imported here: an object of a library that nobody imported ca
 
 from autopar.objects.filtered import is_array, is_filtered, is_filtered_type
 from autopar.objects.flax_nnx import (
+    NOTHING_TAKEN,
     Taken,
     assembled,
     has_objects,
@@ -22,6 +23,7 @@ from autopar.objects.flax_nnx import (
 from autopar.objects.nodes import Node, Outcome, leaves_in_nodes
 
 __all__ = [
+    "NOTHING_TAKEN",
     "Node",
     "Outcome",
     "Taken",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
@@ -63,9 +63,19 @@ class Taken:
     nodes: tuple[Node, ...] = ()
 
 
-def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+NOTHING_TAKEN = Taken((), {})
+
+
+def taken_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Sequence[int] = ()
+) -> Taken:
+    """`static_argnums`: arguments that are part of the program, and stay as they are."""
     if _nnx() is None:
         return Taken(args, kwargs)
+    if static_argnums:
+        static = {i: args[i] for i in static_argnums if i < len(args)}
+        taken = taken_apart(tuple(None if i in static else a for i, a in enumerate(args)), kwargs)
+        return replace(taken, args=tuple(static.get(i, a) for i, a in enumerate(taken.args)))
     parts, treedef = tree_flatten((args, kwargs), is_leaf=_ends_walk)
     objects = tuple(filter(is_object, parts))
     if not objects:
@@ -185,7 +195,7 @@ def assembled(tree: Any) -> Any:
     """A pytree with new objects for its nodes, all of which come from one call; an `Outcome` of a
     function that had no objects among its arguments is its value."""
     if isinstance(tree, Outcome):
-        return put_back(Taken((), {}), tree)
+        return put_back(NOTHING_TAKEN, tree)
     roots = _roots(tree)
     if not roots:
         return tree

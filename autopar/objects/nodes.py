@@ -42,10 +42,9 @@ class Node:
         self._origin = origin
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(name) from error
+        if name in Node.__slots__ or name not in self._keys:  # the former while it is being made
+            raise AttributeError(name)
+        return self[name]
 
     def __getitem__(self, key: Key) -> Any:
         if key not in self._keys:

@@ -118,7 +118,7 @@ def flatten_call(
                 f"static_argnums={tuple(static_argnums)} names argument {position}, but the call "
                 f"gave {len(args)} positional arguments. Give positions 0 to {len(args) - 1}."
             )
-    apart = objects.taken_apart(args, kwargs)
+    apart = objects.taken_apart(args, kwargs, static_argnums)
     args, kwargs = apart.args, apart.kwargs
     static_args = tuple((i, args[i]) for i in sorted(static_argnums))
     for position, value in static_args:

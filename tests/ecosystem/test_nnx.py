@@ -230,6 +230,32 @@ def test_a_method_of_a_module() -> None:
     assert Counting.count.last_executable.plan.inputs[0].path == "self.layers[0].bias"
 
 
+def test_a_static_argument_stays_an_object() -> None:
+    def step(scale: Any, x: Any, model: Any) -> Any:
+        model.layers[0].bias[...] += scale.by
+        return x.sum()
+
+    class Scale(nnx.Module):
+        by = 2.0
+
+    model, scale = Stack(nnx.Rngs(0)), Scale()
+    parallel = autopar.parallelize(step, method=ONE_AXIS, static_argnums=(0,))
+    for _ in range(2):
+        parallel(scale, batch()["x"], model)
+    np.testing.assert_allclose(model.layers[0].bias, 4.0)
+    assert len(parallel.compiled_entries()) == 1
+
+
+def test_plans_of_objects_without_arrays() -> None:
+    """Shapes alone, for a cluster that is not there."""
+    objects = nnx.eval_shape(lambda: parts(Stack))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    cluster = autopar.ClusterSpec(2, 4, "h100-sxm")
+    plan = autopar.plan(train_step, *objects, shapes, cluster=cluster, method=SHARDED)
+    assert plan.num_devices == 8
+    assert any(t.path == "optimizer.opt_state[0].nu.layers[1].kernel" for t in plan.inputs)
+
+
 def test_a_variable_that_holds_no_array_is_named() -> None:
     model = Stack(nnx.Rngs(0))
     model.note = nnx.Variable("text")
@@ -267,6 +293,28 @@ def test_in_place_in_pipelines(method: Any) -> None:
     if method is TWO_STAGES:
         first, *_, last = (layer.kernel.sharding.device_set for layer in got[0].layers)
         assert not first & last
+
+
+@pytest.mark.slow
+def test_run_training_with_objects(tmp_path: Path) -> None:
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        return state, train_step(*state, batch)
+
+    want, losses = parts(Stack), []
+    want_losses = run(nnx.jit(train_step), want, 4)
+    parallel = autopar.parallelize(step, method=SHARDED)
+    batches = [batch(i) for i in range(4)]
+    for num_steps in (2, 4):  # the second goes on from the first's checkpoint
+        got, _ = autopar.run_training(
+            parallel,
+            parts(Stack),
+            batches,
+            checkpoint_dir=tmp_path,
+            num_steps=num_steps,
+            on_step=lambda _, loss: losses.append(loss),
+        )
+    check_close(losses, want_losses)
+    check_same(got, want)
 
 
 @pytest.mark.slow
