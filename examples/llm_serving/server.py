@@ -157,7 +157,8 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Turns whatever a handler raises into OpenAI's error objects."""
+        """Turns whatever a handler raises into OpenAI's error objects, and writes what is not
+        written yet within its limit."""
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -165,6 +166,15 @@ class Server:
         except Exception as error:
             response = _error_response(self._explain(error))
         self.counts[f"responses_{response.status}"] += 1
+        try:
+            async with asyncio.timeout(self.limits.write_s):
+                await response.prepare(request)
+                await response.write_eof()  # a stream has ended already
+        except TimeoutError:
+            self.counts["slow_readers"] += 1
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError from None
         return response
 
     def _explain(self, error: Exception) -> HttpError:
