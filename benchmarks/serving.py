@@ -6,7 +6,7 @@
 Rows of kind `decode`: tokens per second of the engine of `examples/llm_serving`, all slots taken,
 over those of `benchmarks/serving_loop.py` with the same weights, batch and cache. Both run in turn,
 round by round; `ratio` is the median over rounds of the engine's best way over the loop's best.
-The engine streams every token to its client; the loop hands over its tokens at the end.
+The engine hands out every token as it comes; the loop gives all of them at the end.
 `same_tokens` is the share of sequences whose first tokens agree; in bfloat16 another order of sums
 may choose another token.
 
@@ -20,12 +20,14 @@ is not measured again; what has not begun when the time is up is left out.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import pathlib
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -84,11 +86,26 @@ class Decode:
 
         params = SamplingParams(max_new_tokens=num_tokens)
         times: list[list[float]] = [[] for _ in range(self.batch)]
+        running, is_over = set(range(self.batch)), threading.Event()
+
+        def note(index: int) -> None:
+            times[index].append(time.perf_counter())
+            if len(times[index]) == num_tokens:
+                running.discard(index)
+                if not running:
+                    is_over.set()
+
         completions = []
-        for own, prompt in zip(times, self.prompts.tolist(), strict=True):
+        for index, prompt in enumerate(self.prompts.tolist()):
             completion = self.engines[steps_per_call].submit(prompt, params)
-            completion.listen(lambda own=own: own.append(time.perf_counter()))
+            completion.listen(functools.partial(note, index))
             completions.append(completion)
+        # Tokens are read at the end, as the loop's are. One that came before `listen` is not told
+        # of; then the engine's own figures say when it is idle.
+        while not is_over.wait(0.25):
+            stats = self.engines[steps_per_call].stats()
+            if not stats["requests_waiting"] + stats["requests_running"]:
+                break
         tokens = [[one.token_id for one in each.tokens(WAIT_S)] for each in completions]
         # From the end of the first call of each: the tokens of a call come at once.
         begin = max(own[steps_per_call] for own in times)
