@@ -131,6 +131,8 @@ def _with_links(text: str, source: str, page: Any, files: Any) -> str:
                 near = posixpath.relpath(uri, here or ".")
                 return f"[{words}]({near}{'#' + anchor if anchor else ''})"
             return match[0]
-        return words if words.startswith("`") else f"{words} (`{there}`)"
+        if words.startswith("`"):
+            return words
+        return f"`{there}`" if words.strip("/") in there else f"{words} (`{there}`)"
 
     return _LINK.sub(link, text)
