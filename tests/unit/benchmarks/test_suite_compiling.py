@@ -1,0 +1,41 @@
+"""Rows of H100s, from planning to a verdict, with small models. XLA's GPU compiler is needed."""
+
+import pytest
+
+from autopar.errors import CompileError
+from autopar.proof.targets import cuda_version, load_target
+from benchmarks.suite.cases import Row, example_of
+
+pytestmark = pytest.mark.slow
+ROW = Row("gpt-tiny", 16, 2, {"hidden_size": 64, "num_layers": 4})
+
+
+@pytest.fixture(scope="module")
+def compiling():
+    from benchmarks.suite import compiling
+
+    try:
+        cuda_version(load_target(compiling.TARGET))
+    except CompileError as error:
+        pytest.skip(str(error))
+    return compiling
+
+
+def test_a_layout_by_hand_does_its_part_of_the_products_and_autopar_is_no_slower(compiling):
+    (ours,) = compiling.results_of(ROW, "autopar")
+    (fsdp,) = compiling.results_of(ROW, "FSDP (ZeRO-3)")
+    assert ours["fits"] and fsdp["fits"]
+    whole = example_of(ROW).flops_per_step() / 1e12
+    assert fsdp["tflop"] == pytest.approx(whole / ROW.devices, rel=0.25)
+    assert ours["step_ms"] <= fsdp["step_ms"]
+    assert fsdp["sent_gb"]["2 hosts × 8"] > 0
+    for one in (ours, fsdp):
+        assert one["step_ms"] == pytest.approx(one["compute_ms"] + one["communication_ms"])
+
+
+def test_the_step_of_a_pipeline_is_longer_than_what_its_busiest_stage_does(compiling):
+    names = [who for who, _ in compiling.planners(ROW) if who.startswith("3-D")]
+    assert names == ["3-D by hand, 2 stages"]
+    (found,) = compiling.results_of(ROW, names[0])
+    assert found["family"] == "3-D by hand" and found["num_stages"] == 2
+    assert found["step_ms"] > found["compute_ms"] + found["communication_ms"] > 0
