@@ -3,7 +3,7 @@ write them. (Haiku's networks are in test_haiku, equinox's layers in test_equino
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -95,47 +95,6 @@ def test_a_normalising_flow_of_flowjax(method: Any) -> None:
     rows = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
     state = (flow, optimizer.init(params))
     _, plan = check_functional(step, state, [rows] * 2, method, jit=eqx.filter_jit)
-    assert plan.is_pipeline == (method is TWO_STAGES)
-
-
-class GPT2Config(NamedTuple):
-    vocab_size: int = 32
-    n_positions: int = 8
-    n_embd: int = 16
-    n_head: int = 2
-    n_layer: int = 2
-    n_inner: int | None = None
-    embd_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    layer_norm_epsilon: float = 1e-5
-    scale_attn_weights: bool = True
-    activation_function: str = "gelu_new"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [SHARDED, TWO_STAGES], ids=["sharded", "stages"])
-def test_a_gpt2_of_flaxmodels(method: Any) -> None:
-    """Not among the test extras: one of the package's requirements has no release for this Python;
-    `pip install --no-deps flaxmodels h5py` will do."""
-    gpt2 = pytest.importorskip("flaxmodels.gpt2.gpt2")
-    model = gpt2.GPT2Model(config=GPT2Config())
-    data = {"tokens": np.arange(64, dtype=np.int32).reshape(8, 8) % 32}
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=model.init(jax.random.key(0), data["tokens"])["params"],
-        tx=optax.sgd(0.1, momentum=0.9),
-    )
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss_fn(params: Any) -> Any:
-            out = state.apply_fn({"params": params}, batch["tokens"])["last_hidden_state"]
-            return jnp.mean((out - 1.0) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    _, plan = check_functional(step, state, [data] * 2, method)
     assert plan.is_pipeline == (method is TWO_STAGES)
 
 
