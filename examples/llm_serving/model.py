@@ -139,8 +139,8 @@ def load(
     method:     how decode is parallelized; `autopar.ShardParallel()` if None.
     num_slots:  requests that are decoded together.
     max_length: tokens of prompt and answer; what the model was trained for if None.
-    num_groups: of slots, whose steps are under way at the same time; as many as a pipeline has
-                stages if None. They must divide `num_slots`.
+    num_groups: of slots, whose steps are under way at the same time; as many as the
+                method gives stages if None. They must divide `num_slots`.
     engine:     further options of `BatchingEngine`: `queue_size`, `steps_per_call`, …
     """
     config = read_config(folder)
@@ -189,8 +189,7 @@ def _make_steps(
             "positions that the model knows."
         )
     if num_groups is None:
-        stages = getattr(method, "stages", None)
-        num_groups = getattr(stages, "num_stages", len(getattr(stages, "layer_ids", ())) or 1)
+        num_groups = _num_stages(method)
     if num_slots < 1 or num_slots % num_groups:
         raise ModelError(
             f"num_slots={num_slots}: needs a multiple of the {num_groups} groups of slots."
@@ -203,6 +202,16 @@ def _make_steps(
         method=autopar.ShardParallel() if method is None else method,
     )
     return steps, num_groups
+
+
+def _num_stages(method: Any) -> int:
+    """As the method gives them; 1 where they are searched, or where there are none."""
+    stages = getattr(method, "stages", None)
+    if isinstance(stages, autopar.UniformStages):
+        return stages.num_stages
+    if isinstance(stages, autopar.ManualStages):
+        return len(stages.layer_ids)
+    return 1
 
 
 def _checked_dtype(given: Any) -> np.dtype:
