@@ -342,7 +342,8 @@ def parallelize(
     method:         how; default: everything is searched, one mesh or a pipeline (`AutoParallel()`).
                     A `ParallelPlan`, saved earlier or made elsewhere, is a method too.
     static_argnums: positions of arguments that are part of the program (hashable).
-    donate_argnums: "auto" donates training state that comes back updated; or positions.
+    donate_argnums: "auto" donates training state that comes back updated; or positions, whose
+                    arguments are state if they come back leaf for leaf (a cache, say).
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
 
     Returns a `ParallelFunction`, which is called like `fn`. Nothing is traced or planned before its
