@@ -44,7 +44,7 @@ CASES = [
     pytest.param("gpt-tiny", by_hand.fsdp(8), marks=pytest.mark.slow),
     pytest.param("gpt-tiny", MEGATRON, marks=pytest.mark.slow),
     pytest.param("llama-tiny", by_hand.fsdp(8), marks=pytest.mark.slow),
-    ("llama-tiny", MEGATRON),
+    pytest.param("llama-tiny", MEGATRON, marks=pytest.mark.slow),  # see test_experts
     pytest.param(
         "moe-tiny",
         by_hand.megatron(4, 2, sequence=True, zero=True),
