@@ -241,7 +241,8 @@ def show(row: dict[str, Any]) -> None:
         )
         return
     parts = [
-        f"{name.removesuffix('_ms')} " + " / ".join(f"{ms:.1f}" for ms in row[name].values())
+        f"{name.removesuffix('_ms')} "
+        + " / ".join("none" if ms is None else f"{ms:.1f}" for ms in row[name].values())
         for name in ("first_token_ms", "per_token_ms", "whole_ms")
     ]
     print(

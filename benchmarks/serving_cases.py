@@ -80,7 +80,7 @@ TINY_SIZES = Sizes(
     new_tokens=96,
     length=128,
     rounds=5,
-    seconds=4.0,
+    seconds=10.0,
     prompt_lengths=(8, 16, 32),
     answer=32,
 )

@@ -70,7 +70,7 @@ class Load:
                 num_new = len(json.loads(line[6:])["choices"][0]["token_ids"])
                 self._saw(now, last, started, num_new)
                 last = now
-            if last is not None and self.begin <= started and last <= self.end:
+            if last is not None and self.begin <= last <= self.end:
                 self.whole_s.append(last - started)
         finally:
             writer.close()
@@ -97,16 +97,17 @@ class Load:
             ("whole", self.whole_s),
         ):
             figures[f"{name}_ms"] = {
-                f"p{percent}": 1e3 * _percentile(seconds, percent) for percent in PERCENTILES
+                f"p{percent}": _percentile_ms(seconds, percent) for percent in PERCENTILES
             }
         return figures
 
 
-def _percentile(values: list[float], percent: float) -> float:
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+def _percentile_ms(seconds: list[float], percent: float) -> float | None:
+    """None where nothing was seen."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 async def _run(args: argparse.Namespace) -> dict[str, Any]:
