@@ -105,6 +105,7 @@ def test_leaves_that_are_no_arrays_are_part_of_the_program() -> None:
     assert len(parallel.compiled_entries()) == 4
 
 
+@pytest.mark.slow
 def test_a_shared_layer_is_one_array() -> None:
     class Tied(eqx.Module):
         shared: eqx.nn.Shared
@@ -157,7 +158,8 @@ def attention_step(model: Any, batch: Any) -> tuple[Any, Any]:
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
 
 
-@pytest.mark.parametrize("method", [SHARDED, pytest.param(TWO_STAGES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [SHARDED, TWO_STAGES], ids=["sharded", "stages"])
 def test_models_of_equinox(method: Any) -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     model = (

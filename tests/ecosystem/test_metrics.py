@@ -97,6 +97,7 @@ def test_a_collection_of_clu(method: Any) -> None:
     check_metrics(step, Metrics.empty(), method, lambda m: m.compute())
 
 
+@pytest.mark.slow
 def test_metrics_of_nnx() -> None:
     def make() -> Any:
         return nnx.MultiMetric(
