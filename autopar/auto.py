@@ -86,7 +86,8 @@ def _searched_first(
     whole_may_fit: bool,
 ) -> PlannedStep:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
-    none is worked out. A pipeline of one stage gives way to one program on that mesh, unless that
+    none with micro-batches is worked out. They say little of the whole batch at once, which has
+    more rows to split over the devices and gathers parameters once. A pipeline of one stage gives way to one program on that mesh, unless that
     is clearly slower: short of memory, two programs per micro-batch may have it easier."""
     try:
         found = plan_pipeline(loop, _pipeline(method), cluster, timer)
@@ -99,11 +100,13 @@ def _searched_first(
         one_s = inf
     one_s -= _saved_by_whole_batch_s(traced, found.plan.num_micro_batches, cluster)
     pipeline_s = found.plan.estimated_step_s
-    if one_s > _WORTH_SOLVING * pipeline_s and found.plan.num_stages > 1:
-        return found
-    numbers = {int(found.plan.num_micro_batches)}
+    numbers = set()
+    if one_s <= _WORTH_SOLVING * pipeline_s or found.plan.num_stages == 1:
+        numbers.add(int(found.plan.num_micro_batches))
     if method.num_micro_batches == "auto" and whole_may_fit:
         numbers.add(1)
+    if not numbers:
+        return found
     best = found if found.plan.num_stages > 1 else None
     whole_s = inf
     for number in sorted(numbers):
