@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import PartitionSpec as P
 
-from .handwritten import ALL, HandWritten, largest_dim, replicated
+from .handwritten import ALL, HandWritten, Specs, largest_dim, replicated
 
 
 def image_data_parallel(num_devices: int) -> HandWritten:
@@ -53,7 +53,7 @@ def image_channels(data: int, tensor: int) -> HandWritten:
 
     whole = P("x", None, None, None)
     split = P("x", None, None, "y")
-    activations = {
+    activations: dict[str, Specs] = {
         "*": whole, "Conv_0": split, "Conv_1": split, "BatchNorm_1": split, "shortcut": split,
         "head": P("x", None),
     }  # fmt: skip

@@ -134,7 +134,7 @@ def _columns_and_rows(tensor: int, other: str | None, vocab_size: int) -> Rule:
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
         column = any(name in path for name in COLUMN)
-        if len(shape) < 2:
+        if len(shape) == 1:
             return P("y") if column and shape[0] % tensor == 0 else P()
         if "'experts'" in path and len(shape) == 3:
             return P("x", None, "y") if column else P("x", "y", None)
