@@ -128,12 +128,16 @@ def slice_into(
     return slice_step(looped.step, looped.attached, stage_of, owners)
 
 
+_MOST_STAGES = 8  # of a pipeline that is searched at first
+
+
 def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
     """The number of micro-batches to search stages at first: four for every stage, if stages are
-    hosts, but with two rows for every device of a host, so that a stage can still split them."""
+    hosts, but with two rows for every device of a host, so that a stage can still split them. On
+    many hosts stages are larger: with few rows, tables would know nothing of splitting them."""
     rows = batch_rows(step)
     most = max(2, rows // (2 * cluster.devices_per_host))
-    wanted = min(most, 4 * max(2, cluster.num_hosts))
+    wanted = min(most, 4 * min(max(2, cluster.num_hosts), _MOST_STAGES))
     found = [n for n in range(1, rows + 1) if rows % n == 0]
     return min(found, key=lambda n: abs(n - wanted))
 
