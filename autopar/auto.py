@@ -87,8 +87,9 @@ def _searched_first(
 ) -> PlannedStep:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none with micro-batches is worked out. They say little of the whole batch at once, which has
-    more rows to split over the devices and gathers parameters once. A pipeline of one stage gives way to one program on that mesh, unless that
-    is clearly slower: short of memory, two programs per micro-batch may have it easier."""
+    more rows to split over the devices and gathers parameters once. A pipeline of one stage gives
+    way to one program on that mesh, unless that is clearly slower: short of memory, two programs
+    per micro-batch may have it easier."""
     try:
         found = plan_pipeline(loop, _pipeline(method), cluster, timer)
     except AutoparError as error:

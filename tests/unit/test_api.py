@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,11 +139,6 @@ def test_public_names() -> None:
 
 def test_public_names_are_documented() -> None:
     assert [name for name in autopar.__all__ if not getattr(autopar, name).__doc__] == []
-
-
-def test_version_is_that_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert autopar.__version__ == project["version"]
 
 
 # -- parallelize

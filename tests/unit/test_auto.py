@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import compiler
+from autopar import auto, compiler
 from autopar.intra import PlannedStep
+from autopar.ir.stages import SearchReport
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
 BATCH = {"x": jnp.ones((8, 16))}
@@ -83,3 +84,22 @@ def test_a_stage_alone_is_kept_if_one_program_is_slower(
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert plan.num_stages == 1
     assert plan.is_pipeline == is_kept
+
+
+def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan_pipeline = auto.plan_pipeline
+    method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
+
+    def far_ahead(loop: Any, _: Any, cluster: Any, timer: Any) -> PlannedStep:
+        planned = plan_pipeline(loop, method, cluster, timer)
+        report = SearchReport(0, 0, 0, 0, intra_only_s=100 * planned.plan.estimated_step_s)
+        return replace(planned, plan=replace(planned.plan, search=report))
+
+    monkeypatch.setattr(auto, "plan_pipeline", far_ahead)
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS)
+    pipeline = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
+    assert not plan.is_pipeline
+    assert plan.estimated_step_s < pipeline.estimated_step_s
