@@ -1,11 +1,10 @@
 """From a user's function and arguments to a flat program of arrays.
 
-Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs. An argument without
-arrays (a function, a text) is static: part of the program's identity, never traced. So is, in a
-call with an equinox module, every leaf that is no array, as `eqx.filter_jit` has it; in any other
-call, such a leaf beside arrays is refused, as by `jax.jit`. Objects of nnx are taken apart (see
-`autopar.objects`). Inputs and outputs are named by their path as the user would write it,
-`state.params['Dense_0']['kernel']`.
+Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs; every other leaf
+(a function, a text) is static: part of the program's identity, never traced. In a call with an
+equinox module scalars of Python are static too, as `eqx.filter_jit` has it. Objects of nnx are
+taken apart (see `autopar.objects`). Inputs and outputs are named by their path as the user would
+write it, `state.params['Dense_0']['kernel']`.
 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
 most of it updated elementwise as optimizers do, outside of any backward pass; or updated in
@@ -28,7 +27,7 @@ from jax.errors import JAXTypeError
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar import _jax, objects
-from autopar.errors import ArgumentError, TraceError, shortened
+from autopar.errors import ArgumentError, TraceError
 from autopar.tracer.program import Equation, Operand, Program, flatten_jaxpr
 from autopar.tracer.regions import BACKWARD, region_by_name
 
@@ -138,7 +137,6 @@ def flatten_call(
     is_filtered = objects.is_filtered(tree)
     is_input = objects.is_array if is_filtered else is_array_leaf
     leaves, paths, owners, key_paths, static, in_objects = [], [], [], [], [], set()
-    odd: dict[int | str, tuple[str, Any]] = {}  # by argument, the first leaf that is no array
     for position, (path, leaf) in enumerate(flat):
         if path[0].idx == 0:
             owner = dynamic[path[1].idx][0]
@@ -147,7 +145,6 @@ def flatten_call(
             owner = name = path[1].key
         if not is_input(leaf):
             static.append((position, StaticLeaf(leaf)))
-            odd.setdefault(owner, (name + keystr(path[2:]), leaf))
             continue
         if position in in_nodes:
             in_objects.add(len(leaves))
@@ -155,13 +152,6 @@ def flatten_call(
         paths.append(name + keystr(path[2:]))
         owners.append(owner)
         key_paths.append(tuple(path[2:]))
-    for owner in odd.keys() & set(owners) if not is_filtered else ():
-        path, leaf = odd[owner]
-        raise TraceError(
-            f"{path}: a {type(leaf).__name__} among arrays, {shortened(leaf)}, is nothing that JAX "
-            "can trace. Leave it out of the argument; or pass it as an argument of its own, which "
-            "is then part of the program (static_argnums)."
-        )
     return FlatCall(
         tuple(leaves),
         tuple(paths),
