@@ -14,6 +14,7 @@ def layers(batch, **config):
     return bert.layers_example(bert.BertLayersConfig(num_layers=2, num_heads=8, **config), batch)
 
 
+@pytest.mark.slow
 def test_large_batch_is_data_parallel():
     example = layers(64, hidden_size=32, seq_len=64)
     solution = solve(example, 64, LogicalMesh((4, 1)))

@@ -111,6 +111,7 @@ def test_tied_embeddings_and_the_norm_over_all_stages(num_stages: int) -> None:
     assert set(stages["layers"]) == {(s,) for s in range(num_stages)}
 
 
+@pytest.mark.slow
 def test_zero_inside_stages() -> None:
     """Too little memory to hold moments whole: they are split, and gradients reduce-scattered."""
     example = mlp()

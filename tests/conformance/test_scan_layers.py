@@ -28,6 +28,7 @@ def collectives(plan: ParallelPlan) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_scan_over_layers_is_solved_like_the_layers() -> None:
     unrolled, scanned = ([solved(depth, scan) for depth in DEPTHS] for scan in (False, True))
     for ours, theirs in zip(scanned, unrolled, strict=True):

@@ -111,6 +111,7 @@ def split_share(solution, part: str) -> float:
     return sum(np.prod(t.shape) for t in tensors if t.layout != (-1,)) / total
 
 
+@pytest.mark.slow
 def test_zero_falls_out_of_the_budget():
     """Without a budget everything is whole; as it tightens, moments are split first, because that
     costs one α each, then parameters, which must be gathered where they are used. (The first

@@ -55,7 +55,7 @@ CASES = [
     ("mlp-tiny", (2, 4), 64),
     ("mlp-tiny", (8,), 64),
     ("gpt-tiny-scan", (8,), 16),
-    ("moe-tiny", (2, 4), 32),
+    pytest.param("moe-tiny", (2, 4), 32, marks=pytest.mark.slow),
     pytest.param("gpt-tiny", (2, 4), 16, marks=pytest.mark.slow),
     pytest.param("bert-tiny", (8,), 16, marks=pytest.mark.slow),
 ]
@@ -75,7 +75,11 @@ def test_model_equals_one_whole_batch_step(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-tiny-scan", pytest.param("gpt-tiny", marks=pytest.mark.slow)]
+    "name",
+    [
+        "mlp-tiny",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-tiny-scan", "gpt-tiny")),
+    ],
 )
 def test_data_parallel_model_reduces_gradients_once(name: str) -> None:
     example = build(name).replace(batch_size=16)

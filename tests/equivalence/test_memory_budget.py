@@ -71,6 +71,7 @@ def test_a_model_three_times_too_large_trains_within_its_budget(arguments, mesh_
     assert max(held.values()) <= budget
 
 
+@pytest.mark.slow
 def test_a_tighter_budget_costs_more_and_holds_less(arguments) -> None:
     state, batch = arguments
 
@@ -102,6 +103,7 @@ def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None
     assert "bfloat16" in text and "remat" in text
 
 
+@pytest.mark.slow
 def test_the_backward_pass_gathers_again_what_it_has_no_room_to_keep() -> None:
     """Rows are many, so parameters are gathered to them; kept, the copies would not fit."""
     state = make_state(jax.random.key(0))

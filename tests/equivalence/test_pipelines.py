@@ -40,7 +40,6 @@ TRAINING = [name for name in SCHEDULES if name != "inference"]
 IN_DEFAULT_RUN = {("mlp-tiny", "2", schedule) for schedule in TRAINING} | {
     ("mlp-tiny", "unequal", "1f1b"),
     ("mlp-tiny", "4", "1f1b_eager"),
-    ("bert-layers-tiny", "unequal", "1f1b"),
 }
 
 

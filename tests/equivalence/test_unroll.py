@@ -80,8 +80,10 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_len": 8, "voca
     ("name", "options"),
     [
         ("gpt-tiny-scan", SMALL),
-        ("gpt-tiny-scan", SMALL | {"dropout": 0.2, "remat": True}),
-        ("llama-tiny-scan", {"num_layers": 2, "remat": True}),
+        pytest.param(
+            "gpt-tiny-scan", SMALL | {"dropout": 0.2, "remat": True}, marks=pytest.mark.slow
+        ),
+        pytest.param("llama-tiny-scan", {"num_layers": 2, "remat": True}, marks=pytest.mark.slow),
         pytest.param("llama-tiny-scan", {}, marks=pytest.mark.slow),
         pytest.param("moe-tiny", {"scan_layers": True, "num_layers": 4}, marks=pytest.mark.slow),
     ],
@@ -92,7 +94,7 @@ def test_models(name: str, options: dict[str, Any]) -> None:
     assert num_scans(traced) == 0
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_micro_batches_and_recomputation_come_after(remat: bool) -> None:
     model = build("gpt-tiny-scan", **SMALL)
     state, batch = model.create_state(), model.make_batch()
