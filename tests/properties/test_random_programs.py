@@ -23,7 +23,7 @@ from autopar.tracer.flatten import trace_step
 from tests.properties.random_programs import MESHES, RandomProgram, programs
 
 FEW = settings(
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     database=None,
