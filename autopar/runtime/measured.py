@@ -148,8 +148,8 @@ class _MeshEvents:
                 ready_s = max(mark.began_s, before_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
                 self.add_transfer(instruction, ready_s, _end(mark))
-            if live is not None and at_s > before_s:
-                self.memory[at_s] = float(live[place])
+            if live is not None and at_s > before_s:  # of what is held at one time, the most
+                self.memory[at_s] = max(self.memory.get(at_s, 0.0), float(live[place]))
 
     def add_run(self, run: Run, start_s: float, end_s: float) -> None:
         name, stage = self.described.pieces[run.piece]
