@@ -126,6 +126,7 @@ class _MeshEvents:
         now_s = before_s  # the end of the last run
         there_s: dict[int, float] = {}  # buffers that were received -> since when they are there
         live = described.live_bytes[mesh] if described.live_bytes else None
+        by_runs: dict[float, float] = {}  # the most that runs held which began at a time
         for place, instruction in enumerate(described.programs.meshes[mesh].instructions):
             mark = by_place[mesh].get(place)
             at_s = now_s
@@ -148,8 +149,11 @@ class _MeshEvents:
                 ready_s = max(mark.began_s, before_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
                 self.add_transfer(instruction, ready_s, _end(mark))
-            if live is not None and at_s > before_s:  # of what is held at one time, the most
-                self.memory[at_s] = max(self.memory.get(at_s, 0.0), float(live[place]))
+            if live is not None and at_s > before_s:
+                held = float(live[place])
+                if isinstance(instruction, Run):  # may take no time, and what follows frees
+                    by_runs[at_s] = max(held, by_runs.get(at_s, 0.0))
+                self.memory[at_s] = max(held, by_runs.get(at_s, 0.0))
 
     def add_run(self, run: Run, start_s: float, end_s: float) -> None:
         name, stage = self.described.pieces[run.piece]

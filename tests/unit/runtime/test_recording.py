@@ -52,6 +52,13 @@ def test_a_run_starts_when_all_that_it_waits_for_is_there() -> None:
     assert line.memory == (((0.0, 10.0), (3.0, 6.0)), ((5.0, 8.0),))
 
 
+def test_what_a_run_without_duration_held_is_not_lost() -> None:
+    """The thread that notes ends may be late, so that the next run seems to take no time."""
+    marks = {0: [Mark(0, 100.0, 100.0), Mark(1, 100.0, 105.0)], 1: [Mark(1, 101.0, 109.0)]}
+    line, _ = measured_timeline(STEP, marks)
+    assert max(held for _, held in line.memory[0]) == 10.0
+
+
 def test_a_step_that_is_dispatched_ahead_starts_when_its_devices_are_free() -> None:
     marks = {
         0: [Mark(0, 100.0, 103.0), Mark(1, 100.5, 105.0)],
