@@ -69,7 +69,10 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("name", "scanned", "expert"), QUICK)
+@pytest.mark.parametrize(
+    ("name", "scanned", "expert"),
+    [QUICK[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in QUICK[1:])],
+)
 def test_step_equals_that_of_one_device(name: str, scanned: bool, expert: str) -> None:
     check_step(name, candidates(name, scanned)[expert])
 
