@@ -18,6 +18,10 @@ from autopar.ir.plan import HELD, MADE
 from autopar.runtime.parts import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 
+pytestmark = (
+    pytest.mark.slow
+)  # Minutes of compiling; what follows whom is checked in tests/unit too.
+
 RNG = np.random.default_rng(0)
 BATCH = {
     "x": RNG.normal(size=(16, 16)).astype(np.float32),

@@ -28,6 +28,10 @@ from autopar.tracer.unroll import unrolled
 from examples.models import build
 from tests.equivalence.test_models import WITHOUT_GRADIENT
 
+pytestmark = (
+    pytest.mark.slow
+)  # Minutes of compiling; scans in pipelines are in other tests of the default line.
+
 LEARNING_RATE = 3e-4
 
 

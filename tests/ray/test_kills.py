@@ -19,6 +19,10 @@ from autopar.errors import WorkerError
 from tests.ray import kills
 from tests.ray.kills import METHODS, Nodes, Record, Soak
 
+pytestmark = (
+    pytest.mark.slow
+)  # Each starts a cluster; tests/ray/test_faults.py kills a worker in the default line.
+
 PIPELINE, ONE_MESH = METHODS
 
 
