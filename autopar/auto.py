@@ -99,7 +99,7 @@ def _searched_first(
     one_s = None if search is None else search.intra_only_s
     if one_s is None:  # on one mesh, not even micro-batches fit
         one_s = inf
-    one_s -= _saved_by_whole_batch_s(traced, found.plan.num_micro_batches, cluster)
+    one_s -= 2 * found.plan.num_micro_batches * launch_s(cluster)  # a loop in one program
     pipeline_s = found.plan.estimated_step_s
     numbers = set()
     if one_s <= _WORTH_SOLVING * pipeline_s or found.plan.num_stages == 1:
@@ -135,14 +135,6 @@ def _may_fit(traced: TracedStep, method: AutoParallel, cluster: ClusterSpec) -> 
     held += sum(layer.kept_bytes for layer in layers)
     held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3
     return held / cluster.num_devices <= budget
-
-
-def _saved_by_whole_batch_s(traced: TracedStep, num: int, cluster: ClusterSpec) -> float:
-    """What one program over the whole batch saves at most against one per micro-batch: starting
-    them, and reading weights and sums of gradients for each (see `stages.micro_batches`)."""
-    state_bytes = sum(aval_bytes(traced.avals[i]) for i, _ in traced.state) * 4 / 3
-    traffic_s = state_bytes / cluster.num_devices / cluster.spec.memory_bandwidth
-    return 2 * num * launch_s(cluster) + (num - 1) * traffic_s
 
 
 def _one_mesh(method: AutoParallel) -> ShardParallel:

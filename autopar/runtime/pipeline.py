@@ -275,7 +275,7 @@ class PipelineExecutable:
         return slots
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
-        if len(leaves) != len(self._types) or weak_types(leaves) != (self._weak_types):
+        if len(leaves) != len(self._types) or weak_types(leaves) != self._weak_types:
             raise SignatureChanged
         for leaf, expected in zip(leaves, self._types, strict=True):
             if not isinstance(leaf, jax.Array):

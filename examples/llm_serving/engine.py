@@ -85,8 +85,9 @@ class BatchingEngine:
       params: the model's parameters, as `steps.param_shardings()` says.
       num_groups: groups of slots.
       queue_size: requests that may wait.
-      steps_per_call: decode steps that one call runs where nobody can end sooner than that. More
-        of them leave less work to the host and let requests join less often.
+      steps_per_call: decode steps that one call runs as long as some request wants so many; what
+        it makes for those that end sooner is thrown away. More of them leave less work to the host
+        and let requests join less often.
       attended_lengths: while no sequence is longer than one of these, decode reads only so much of
         the cache. For each there is another program.
       warm_up_lengths: of prompts for which programs are compiled now and not when the first of them
