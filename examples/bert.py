@@ -30,7 +30,7 @@ SIZES["tiny"] = dataclasses.replace(SIZES["tiny"], learning_rate=3e-3)
 
 def make_step(size: str = "large", batch: int = 256) -> tuple[Any, tuple[Any, Any]]:
     """For `autopar plan` and `autopar sweep`."""
-    example = bert.example(SIZES[size], batch)
+    example = bert.example(common.sized(SIZES, size), batch)
     return example.train_step, (example.abstract_state(), example.abstract_batch())
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +38,14 @@ def arguments(
     parser.add_argument("--hosts", type=whole_number, help="of a Ray cluster; default: all")
     parser.add_argument("--address", help="of a Ray cluster; default: one is started here")
     return parser
+
+
+def sized(sizes: Mapping[str, Any], size: str, **changes: int | None) -> Any:
+    """The config of that size, with those changes that are given."""
+    if size not in sizes:
+        raise autopar.ArgumentError(f"size={size!r}: there are {', '.join(sizes)}.")
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(sizes[size], **given)
 
 
 def whole_number(text: str) -> int:

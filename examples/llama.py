@@ -41,11 +41,8 @@ SIZES = {
 def make_example(
     size: str = "13b", batch: int = 1024, seq: int | None = None, layers: int | None = None
 ) -> Example:
-    if size not in SIZES:
-        raise ValueError(f"size={size!r}: there are {', '.join(SIZES)}")
-    changes = {"seq_len": seq, "num_layers": layers}
-    given = {name: value for name, value in changes.items() if value is not None}
-    return llama.example(dataclasses.replace(SIZES[size], **given), batch, f"llama-{size}")
+    config = common.sized(SIZES, size, seq_len=seq, num_layers=layers)
+    return llama.example(config, batch, f"llama-{size}")
 
 
 def make_step(

@@ -31,11 +31,8 @@ SIZES["tiny"] = dataclasses.replace(SIZES["tiny"], learning_rate=1e-2)
 def make_example(
     size: str = "10b", batch: int = 1024, seq: int | None = None, layers: int | None = None
 ) -> Example:
-    if size not in SIZES:
-        raise ValueError(f"size={size!r}: there are {', '.join(SIZES)}")
-    changes = {"seq_len": seq, "num_layers": layers}
-    given = {name: value for name, value in changes.items() if value is not None}
-    return moe.example(dataclasses.replace(SIZES[size], **given), batch, f"moe-{size}")
+    config = common.sized(SIZES, size, seq_len=seq, num_layers=layers)
+    return moe.example(config, batch, f"moe-{size}")
 
 
 def make_step(

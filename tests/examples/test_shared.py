@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 
+import autopar
 from examples import common, data
+from examples.models import bert
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,10 @@ def test_progress_tells_first_and_last(capsys: pytest.CaptureFixture[str]) -> No
     assert said[0] == "step 1  loss 3.0000"
     assert said[-1] == "loss 3.0000 → 1.0000 in 3 steps"
     assert re.fullmatch(r"step 3  loss 1.0000  [\d,]+ tokens/s", said[-2])
+
+
+def test_a_size_that_is_not_there_is_told_with_those_that_are():
+    sizes = {"tiny": bert.EXAMPLES["bert-tiny"].config}
+    assert common.sized(sizes, "tiny", num_layers=3, seq_len=None).num_layers == 3
+    with pytest.raises(autopar.ArgumentError, match=r"size='huge': there are tiny\."):
+        common.sized(sizes, "huge")
