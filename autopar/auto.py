@@ -126,7 +126,7 @@ def _searched_first(
 def _may_fit(traced: TracedStep, method: AutoParallel, cluster: ClusterSpec) -> bool:
     """Whether the whole batch may fit at once: state, what every layer keeps of it if all layers
     are computed again, and the largest layer, divided evenly. Of what its backward pass reads, a
-    third or so has to be in memory (see `trace.residuals`)."""
+    third or so has to be in memory (see `tracer.residuals`)."""
     budget = cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
     if method.options.memory_budget_bytes is not None:
         budget = float(method.options.memory_budget_bytes)

@@ -1,9 +1,9 @@
 """The whole compiler, as a list of passes.
 
-    trace      function, arguments           → TracedStep      (trace.flatten, trace.program)
-    remat      TracedStep, option            → TracedStep      (trace.layers, trace.remat)
-    accumulate TracedStep, one micro-batch's → TracedStep      (trace.accumulate)
-    graph      TracedStep                    → Graph           (trace.build, trace.rules)
+    trace      function, arguments           → TracedStep      (tracer.flatten, tracer.program)
+    remat      TracedStep, option            → TracedStep      (tracer.layers, tracer.remat)
+    accumulate TracedStep, one micro-batch's → TracedStep      (tracer.accumulate)
+    graph      TracedStep                    → Graph           (tracer.build, tracer.rules)
     meshes     cluster, method               → LogicalMesh …   (constraints, steering)
     shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)
     assign     GraphSharding                 → ProgramSharding (lower.assign)

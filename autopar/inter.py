@@ -1,10 +1,10 @@
 """Inter-operator planning: from the traces of a step to a pipeline.
 
-loop     TracedStep at whole batch and micro-batch → one with a loop   (trace.accumulate)
-layers   its body → layers, and every equation's layer                 (trace.layers, attach)
+loop     TracedStep at whole batch and micro-batch → one with a loop   (tracer.accumulate)
+layers   its body → layers, and every equation's layer                 (tracer.layers, attach)
 tables   Graph, submeshes → figures of every layer                     (stage_tables)
 search   tables → stages on submeshes                                  (stages.search)
-slice    the step, stages → a step per stage                           (trace.slices)
+slice    the step, stages → a step per stage                           (tracer.slices)
 stages   a step per stage → a plan per stage                           (stage_plans)
 plan     all of the above → ParallelPlan
 """

@@ -1,6 +1,6 @@
 """Intra-operator planning: from a traced step to a plan on one mesh.
 
-graph   TracedStep                    → Graph           (trace.build, trace.rules)
+graph   TracedStep                    → Graph           (tracer.build, tracer.rules)
 meshes  cluster, method               → LogicalMesh …   (constraints, steering)
 shard   Graph, LogicalMesh            → GraphSharding   (sharding.solve)
 assign  GraphSharding                 → ProgramSharding (lower.assign)

@@ -1,6 +1,6 @@
 """From the steps of all stages and their shardings to pieces: what each mesh runs.
 
-A stage's step (`trace.slices`) is cut along its equations. Its prologue is the piece that prepares
+A stage's step (`tracer.slices`) is cut along its equations. Its prologue is the piece that prepares
 the loop: it brings what the loop only reads to the layout it has there, cuts the batch into
 micro-batches and sets sums to zero. The loop's body becomes a forward and a backward piece (and one
 for the gradients of weights, where a schedule wants them apart), its epilogue the update. What one
@@ -80,7 +80,7 @@ def cut_into_pieces(
     split_weights: bool = False,
     donated: Iterable[int] = (),
 ) -> Pieces:
-    """`stages`: a `trace.slices.StageSlice` each. `donated`: positions of the step's inputs."""
+    """`stages`: a `tracer.slices.StageSlice` each. `donated`: positions of the step's inputs."""
     cutters = [
         _StageCutter(number, stage, sharding, num_micro_batches, split_weights)
         for number, (stage, sharding) in enumerate(zip(stages, shardings, strict=True))

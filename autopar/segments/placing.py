@@ -1,7 +1,7 @@
 """Every equation of a step to a segment: from a `TracedStep` to the layer that each belongs to.
 
-Layers are groups of forward equations (`trace.layers`); the backward pass follows them
-(`trace.attach`). Here the rest of a step follows too:
+Layers are groups of forward equations (`tracer.layers`); the backward pass follows them
+(`tracer.attach`). Here the rest of a step follows too:
 
 - what a first layer does before it is like the second (the embedding) is a layer of its own, and so
   is what a last layer does after it was like the others;

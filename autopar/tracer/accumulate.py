@@ -1,7 +1,7 @@
 """Gradient accumulation: from a step on the whole batch to one that loops over micro-batches.
 
 Two traces of the same function, at the whole batch and at a micro-batch, are aligned equation by
-equation (`trace.align`). Values whose shapes differ have *rows*. The new program has three parts:
+equation (`tracer.align`). Values whose shapes differ have *rows*. The new program has three parts:
 
     prologue   what does not depend on the batch, and what all rows need of the whole batch
     loop       a `scan` over micro-batches: every equation that makes or reads rows

@@ -1,6 +1,6 @@
 """Every equation of a loop over micro-batches to a layer: from forward layers to `LoopLayers`.
 
-Layers are groups of forward equations (`trace.layers`). The backward pass runs through them in
+Layers are groups of forward equations (`tracer.layers`). The backward pass runs through them in
 reverse, so a backward equation belongs to a layer no later than those whose cotangents it reads.
 Among these it belongs where the forward values that it reads are at home: in the layer that makes
 them, or in one that reads them. (The gradient of a weight reads its layer's input, which the layer

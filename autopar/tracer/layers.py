@@ -5,7 +5,7 @@ a transformer's residual stream, the one activation between two blocks. Which of
 layer boundaries is told by repetition: module names that differ in their numbers alone, or, where
 a model has no names, a period in the sequence of its products. Without either, and where a number
 of layers is asked for, a small dynamic programme balances flops against bytes that cross
-(`trace.cuts`). A scan over layers is one layer of its own.
+(`tracer.cuts`). A scan over layers is one layer of its own.
 
 A layer holds *activations*: what depends on the batch, on random bits or on constants alone. What
 is made of parameters alone and is no larger than they are (their cast to bfloat16) belongs to no

@@ -78,7 +78,7 @@ def test_recomputed_layers_of_random_programs(
 @pytest.mark.timeout(3600)
 @MANY
 @given(programs(6, 14), st.sampled_from([None, 1, 2, 4]), ANY_LAYERS)
-def test_300_recomputed_layers_of_random_programs(
+def test_60_recomputed_layers_of_random_programs(
     program: RandomProgram, num_layers: int | None, chosen: set[int]
 ) -> None:
     check(program, num_layers, chosen)
