@@ -396,8 +396,9 @@ def solve(options: list[list[Any]], edges: list[Any]) -> tuple[list[int], float,
         for t in range(len(x[w])):
             problem += pulp.lpSum(pair for (_, b), pair in y.items() if b == t) == x[w][t]
     problem += pulp.lpSum(terms)
-    status = problem.solve(pulp.HiGHS(msg=False))
-    assert pulp.LpStatus[status] == "Optimal", pulp.LpStatus[status]
+    solved = problem.solve(pulp.HiGHS(msg=False))
+    status = getattr(solved, "status", solved)  # PuLP 4 returns statistics, PuLP 3 only the status
+    assert status == 1, f"not solved to optimality: PuLP's status {status}"
     chosen = [max(range(len(row)), key=lambda s: row[s].value()) for row in x]
     cost = sum(table[chosen[v]][chosen[w]] for v, w, table in edges)
     return chosen, cost, num_pairs + sum(map(len, x))
