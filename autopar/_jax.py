@@ -10,10 +10,10 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import core as _core
@@ -33,6 +33,7 @@ from jax.interpreters import mlir as _mlir
 from autopar.errors import ClusterError
 
 Literal = _core.Literal
+_T = TypeVar("_T")
 
 # Call-like primitives that are inlined, and the parameter that holds their body. Names differ
 # between releases (`closed_call` became `eval_jaxpr` in 0.11, `pjit` became `jit`).
@@ -373,7 +374,6 @@ _batching.primitive_batchers[_constrain] = _named_batch
 # A mark has no operands and no results: an effect of its own keeps it where it stands through jit,
 # derivatives, vmap and checkpoint. It is lowered to nothing.
 LAYER_BOUNDARY = "layer_boundary"
-_CALLS_THE_STEP = str(Path(__file__).parent / "trace" / "flatten.py")
 _CONTROL_FLOW = str(Path(jax.__file__).parent / "_src" / "lax" / "control_flow")
 _LOOP_FUNCTIONS = ("scan", "while_loop", "fori_loop", "map", "cond", "switch", "associative_scan")
 
@@ -406,11 +406,17 @@ def mark_boundary() -> None:
     _boundary.bind(loop=_loop_around())
 
 
+def call_step(function: Callable[..., _T], *args: Any) -> _T:
+    """What the function returns. The tracer calls the user's step through here, so that a mark
+    knows the loops of the step from those around the call."""
+    return function(*args)
+
+
 def _loop_around() -> str | None:
     """The outermost function of JAX (`scan`) whose body is being traced, inside of the step."""
     frame: Any = sys._getframe(1)
     found = None
-    while frame is not None and frame.f_code.co_filename != _CALLS_THE_STEP:
+    while frame is not None and frame.f_code is not call_step.__code__:
         code = frame.f_code
         if code.co_name in _LOOP_FUNCTIONS and code.co_filename.startswith(_CONTROL_FLOW):
             found = code.co_name

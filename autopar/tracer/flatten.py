@@ -234,7 +234,7 @@ def trace_step(
 
     def flat_fn(*leaves: Any) -> list[Any]:
         call_args, call_kwargs = call.rebuild(leaves)
-        result = objects.run_pure(fn, call_args, call_kwargs)
+        result = _jax.call_step(objects.run_pure, fn, call_args, call_kwargs)
         flat, tree = tree_flatten_with_path(result)
         is_filtered = objects.is_filtered((call_args, call_kwargs, result))
         is_output = objects.is_array if is_filtered else is_array_leaf

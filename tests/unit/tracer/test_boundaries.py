@@ -248,3 +248,16 @@ def test_a_mark_inside_a_loop_is_refused_with_its_line(forward: Any, loop: str) 
     with pytest.raises(TraceError, match=text) as caught:
         layers_by_marks(step.program, step.batch)
     assert re.search("AutoLayers", str(caught.value))
+
+
+def test_a_loop_around_the_step_is_not_one_of_its_own() -> None:
+    """A step that is planned while a loop of somebody else's is traced."""
+    found = []
+
+    def body(i: Any, x: Any) -> Any:
+        step = traced(in_python)
+        found.append(len(layers_by_marks(step.program, step.batch)))
+        return x + i
+
+    lax.fori_loop(0, 2, body, 0)
+    assert found and set(found) == {3}
