@@ -66,6 +66,7 @@ def _what_it_is(unit: str) -> str:
     for units, _ in _KINDS.values():
         found = [known for known in units if known.lower() == unit.lower()]
         if found:
-            bits = "; b is a bit and B a byte" if {u[-1] for u in found} | {unit[-1]} else ""
+            confused = any(known.count("b") != unit.count("b") for known in found)
+            bits = "; b is a bit and B a byte" if confused else ""
             return f" (did you mean {' or '.join(map(repr, found[:2]))}?{bits})"
     return ""
