@@ -65,17 +65,19 @@ def measured_timeline(
         for place, send in enumerate(program.instructions)
         if isinstance(send, Send)
     }
-    arrived_s = {way: _end(mark) for way, mark in sent.items() if mark is not None}
+    before_s = [(free_s or {}).get(mesh, -inf) for mesh in range(len(meshes))]
+    arrived_s = {
+        way: _end(mark, before_s[way[0]]) for way, mark in sent.items() if mark is not None
+    }
     for mesh, program in enumerate(meshes):
         for place, recv in enumerate(program.instructions):
             if isinstance(recv, Recv) and (mark := by_place[mesh].get(place)) is not None:
                 way = recv.from_mesh, mesh, recv.tag
                 send = sent.get(way)
                 if mark.ended_s is None and send is not None:
-                    arrived_s[way] = max(mark.began_s, send.began_s)
+                    arrived_s[way] = max(mark.began_s, send.began_s, before_s[way[0]])
                 else:
-                    arrived_s[way] = _end(mark)
-    before_s = [(free_s or {}).get(mesh, -inf) for mesh in range(len(meshes))]
+                    arrived_s[way] = _end(mark, before_s[mesh])
     found = [
         _MeshEvents(described, mesh, by_place, sent, arrived_s, before_s[mesh])
         for mesh in range(len(meshes))
@@ -101,8 +103,9 @@ def measured_timeline(
     return Timeline(tuple(shifted), last_s - first_s, len(meshes), memory), first_s
 
 
-def _end(mark: Mark) -> float:
-    return mark.began_s if mark.ended_s is None else mark.ended_s
+def _end(mark: Mark, before_s: float) -> float:
+    """When it ended: if that is not known, as soon as it was dispatched and its mesh was free."""
+    return max(mark.began_s, before_s) if mark.ended_s is None else mark.ended_s
 
 
 class _MeshEvents:
@@ -141,14 +144,14 @@ class _MeshEvents:
             elif isinstance(instruction, Run) and mark is not None:
                 arrivals = [there_s[b] for b in instruction.reads if b in there_s]
                 at_s = max([mark.began_s, now_s, *arrivals])
-                now_s = max(at_s, _end(mark))
+                now_s = max(at_s, _end(mark, before_s))
                 self.add_run(instruction, at_s, now_s)
             elif isinstance(instruction, Send) and mark is not None:
                 way = mesh, instruction.to_mesh, instruction.tag
-                # The thread that noted the end of the run may have been late.
-                ready_s = max(mark.began_s, before_s, min(now_s, arrived_s.get(way, now_s)))
+                # Threads that note the ends of runs, also of the step before, may be late.
+                ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
-                self.add_transfer(instruction, ready_s, _end(mark))
+                self.add_transfer(instruction, ready_s, _end(mark, before_s))
             if live is not None and at_s > before_s:
                 held = float(live[place])
                 if isinstance(instruction, Run):  # may take no time, and what follows frees

@@ -237,7 +237,7 @@ def tied_eval(params, batch):
     x = params["embedding"][batch["ids"]]
     for w in params["blocks"]:
         x = x + jnp.tanh(x @ w)
-    return jnp.argmax(x @ params["embedding"].T, axis=-1)
+    return jax.nn.log_softmax(x @ params["embedding"].T)
 
 
 def test_tied_weights() -> None:
@@ -253,7 +253,8 @@ def test_tied_weights() -> None:
     got, _ = train(state, batch)
     assert_same(got, want)
     follow = autopar.parallelize(tied_eval, method=FollowParallel(train))
-    np.testing.assert_array_equal(follow(got, batch), jax.jit(tied_eval)(want, batch))
+    want_eval = jax.jit(tied_eval)(want, batch)
+    np.testing.assert_allclose(follow(got, batch), want_eval, rtol=2e-5, atol=2e-5)
     assert not moved(follow.last_executable, (got, batch))
     assert len(follow.last_executable.plan.stages) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
 ]
+
+ROUNDING_S = 1e-9  # of a sum of two times
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +44,31 @@ def test_the_trace_covers_the_steps(method, tmp_path: Path) -> None:
     for _ in range(2):
         state, loss = step(state, batch)
     jax.block_until_ready((state, loss))
-    with autopar.trace(tmp_path / "trace.json") as recorded:
-        began_s = time.perf_counter()
+    path = tmp_path / "trace.json"
+    before_s = time.perf_counter()
+    with autopar.trace(path) as recorded:
+        opened_s = time.perf_counter()
         for _ in range(3):
             state, loss = step(state, batch)
+        dispatched_s = time.perf_counter()
+        was_running = not loss.is_ready()
         jax.block_until_ready((state, loss))
-        took_s = time.perf_counter() - began_s
+    after_s = time.perf_counter()
     assert recorded.notes == []
     assert len(recorded.timelines) == 3
-    busy_s = sum(sum(line.busy_s()) for line in recorded.timelines)
-    assert 0.3 * took_s < busy_s <= 1.01 * took_s
+    steps = json.loads(path.read_text())["otherData"]["steps"]
+    spans = [
+        (shown["begin_s"] + event.start_s, shown["begin_s"] + event.end_s)
+        for shown, line in zip(steps, recorded.timelines, strict=True)
+        for event in line.events
+        if event.kind == "run"
+    ]
+    # One device does one thing after another, all of it while the trace is open.
+    assert spans[0][0] >= 0 and spans[-1][1] <= after_s - before_s
+    assert all(one[1] <= two[0] + ROUNDING_S for one, two in pairwise(spans))
+    # Ends are those of the device, not of the dispatch.
+    if was_running:
+        assert opened_s + spans[-1][1] > dispatched_s
     for line in recorded.timelines:
         runs = [e for e in line.events if e.kind == "run"]
         assert all(one.end_s <= two.start_s for one, two in pairwise(runs))

@@ -515,7 +515,9 @@ def test_a_real_plan_fits_on_the_screen_and_comes_from_its_file() -> None:
     text = plan.explain()
     # Blocks need the program, which a file does not hold.
     before, _, blocks = text.partition("\n\nparallel blocks")
-    assert "1352 ops in 41 blocks" in blocks
+    sequence = plan.blocks().sequence
+    num_ops = sum(len(block.nodes) for block in sequence)  # depends on JAX's version
+    assert f"{num_ops} ops in {len(sequence)} blocks" in blocks
     assert ParallelPlan.from_json(plan.to_json()).explain() == before
     lines = text.split("\n")
     assert max(map(len, lines)) <= WIDTH

@@ -87,6 +87,24 @@ def test_an_end_that_was_noted_late_does_not_turn_time_around() -> None:
     assert times[1, "run"] == (5.0, 5.0)
 
 
+def test_a_step_before_that_was_noted_late_does_not_turn_time_around() -> None:
+    """What was sent at 100.5 and there at 105 left before 107, when a thread noted that the step
+    before was done. Of an unknown arrival, that is all that is known."""
+    marks = {
+        0: [Mark(0, 100.0, 106.0), Mark(1, 100.5, 100.6)],
+        1: [Mark(0, 101.0, 105.0), Mark(1, 101.0, 109.0)],
+    }
+    line, first_s = measured_timeline(STEP, marks, {0: 107.0})
+    times = {(e.mesh, e.kind): (first_s + e.start_s, first_s + e.end_s) for e in line.events}
+    assert times[0, "send"] == (105.0, 105.0)
+    assert times[1, "recv"] == (101.0, 105.0)
+    marks[1][0] = Mark(0, 101.0, None)
+    line, first_s = measured_timeline(STEP, marks, {0: 107.0})
+    times = {(e.mesh, e.kind): (first_s + e.start_s, first_s + e.end_s) for e in line.events}
+    assert times[0, "send"] == (107.0, 107.0)
+    assert times[1, "run"] == (107.0, 109.0)
+
+
 def test_an_end_that_is_not_known_is_as_early_as_it_can_be() -> None:
     marks = {
         0: [Mark(0, 100.0, None), Mark(1, 102.0, 102.5)],
