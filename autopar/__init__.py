@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autopar import _requirements
 from autopar.ir import views as _views
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         ClusterError,
         CompileError,
         DataError,
+        DependencyError,
         MemoryBudgetError,
         MeshError,
         PlanError,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         SpecError,
         TraceError,
         TraceFileError,
+        UntestedJaxWarning,
         WorkerError,
     )
     from autopar.inspect.diff import diff
@@ -91,6 +94,7 @@ __all__ = [
     "DataError",
     "DataLoader",
     "DataParallel",
+    "DependencyError",
     "DeviceSpec",
     "DistributedArray",
     "FollowParallel",
@@ -115,6 +119,7 @@ __all__ = [
     "TraceError",
     "TraceFileError",
     "UniformStages",
+    "UntestedJaxWarning",
     "VerifyReport",
     "WorkerError",
     "Zero2Parallel",
@@ -165,6 +170,7 @@ _HOMES = {
     "ClusterError": "autopar.errors",
     "CompileError": "autopar.errors",
     "DataError": "autopar.errors",
+    "DependencyError": "autopar.errors",
     "MemoryBudgetError": "autopar.errors",
     "MeshError": "autopar.errors",
     "PlanError": "autopar.errors",
@@ -173,6 +179,7 @@ _HOMES = {
     "SpecError": "autopar.errors",
     "TraceError": "autopar.errors",
     "TraceFileError": "autopar.errors",
+    "UntestedJaxWarning": "autopar.errors",
     "WorkerError": "autopar.errors",
     "diff": "autopar.inspect.diff",
     "ClusterSpec": "autopar.ir.mesh",
@@ -218,7 +225,11 @@ _views.provide_from("autopar.views")
 def __getattr__(name: str) -> Any:
     """A public name, or a module of autopar, imported when it is first asked for."""
     if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        try:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        except ImportError as error:
+            _requirements.raise_if_missing(error)
+            raise
         globals()[name] = value
         return value
     if not name.startswith("_"):

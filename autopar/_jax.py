@@ -1,8 +1,10 @@
 """The only file that touches JAX's internals, so that a new JAX release breaks one file.
 
-Everything here is checked against JAX 0.10.2 (the oldest supported) and 0.12. The rest of autopar
-sees primitives, parameters and abstract values only through these functions.
+The rest of autopar sees primitives, parameters and abstract values only through these functions.
+Every internal that is used here stands in the table of `_requirements.py`, which is looked up
+first: a JAX that lacks one is refused by an error that names it.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+
+from autopar import _requirements
+
+_requirements.check_jax()
+
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.lib import xla_client as _xla_client
@@ -52,6 +58,22 @@ _CALL_BODY = {
 }
 
 
+class Parameters(dict[str, Any]):
+    """Parameters of an equation. One that autopar knows and JAX no longer has is an error that
+    says so."""
+
+    def __init__(self, primitive: str, params: dict[str, Any]) -> None:
+        super().__init__(params)
+        self._primitive = primitive
+
+    def __missing__(self, name: str) -> Any:
+        raise _requirements.lacking(f"parameter {name!r} of the primitive {self._primitive!r}")
+
+
+def parameters(eqn: Any) -> Parameters:
+    return Parameters(eqn.primitive.name, eqn.params)
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """A jaxpr, closed or not, as (jaxpr, constants)."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -61,7 +83,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def call_body(eqn: Any) -> Any | None:
     """The body of a call-like equation that may be inlined, else None."""
     if eqn.primitive.name == "custom_linear_solve":
-        return eqn.params["jaxprs"].solve
+        return parameters(eqn)["jaxprs"].solve
     if eqn.primitive.name == "call_hi_primitive":  # JAX 0.12: expanded only when it is lowered
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         return jax.make_jaxpr(lambda *a: eqn.primitive.to_lojax(*a, **eqn.params))(*avals)
@@ -76,7 +98,7 @@ def call_operands(eqn: Any) -> range | list[int]:
     its own constants, which stand between those of the derivatives, and the right-hand sides."""
     if eqn.primitive.name != "custom_linear_solve":
         return range(len(eqn.invars))
-    matvec, vecmat, solve, transpose_solve = eqn.params["const_lengths"]
+    matvec, vecmat, solve, transpose_solve = parameters(eqn)["const_lengths"]
     first = matvec + vecmat
     rest = first + solve + transpose_solve
     return [*range(first, first + solve), *range(rest, len(eqn.invars))]
@@ -226,11 +248,17 @@ def is_mutable(aval: Any) -> bool:
     return isinstance(aval, _AbstractRef)
 
 
+_RULE_PASS = "sdy-populate-op-sharding-rules"
+
+
 def populate_sharding_rules(module: Any) -> None:
     """Run Shardy's rule pass: every op of every function gains an `sdy.sharding_rule`."""
     with module.context:
-        pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-        _passmanager.PassManager.parse(pipeline).run(module.operation)
+        try:
+            rules = _passmanager.PassManager.parse(f"builtin.module(func.func({_RULE_PASS}))")
+        except ValueError as error:
+            raise _requirements.lacking(f"MLIR pass {_RULE_PASS}") from error
+        rules.run(module.operation)
 
 
 def is_tracing() -> bool:
@@ -281,6 +309,7 @@ def abstract_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Any:
 
 def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: str) -> list[Any]:
     """Devices of a GPU cluster that need not exist: programs can be compiled for them."""
+    _requirements.require(_requirements.VERIFY)
     from jax.experimental import topologies
 
     description = topologies.get_topology_desc(
@@ -460,6 +489,7 @@ def part_limits(
     elements, or for a `pallas_call` into the blocks that its grid runs over."""
     if name != "pallas_call":
         return list(shapes)
+    _requirements.require(_requirements.PALLAS)
     grid_mapping = params["grid_mapping"]
     if len(grid_mapping.block_mappings) != len(shapes):
         raise CannotSplit("it has operands that are not cut into blocks")
@@ -485,6 +515,7 @@ def params_on_parts(
     if name in ("pure_callback", "io_callback", "ffi_call"):
         return {**params, "result_avals": resized(params["result_avals"])}
     if name == "pallas_call":
+        _requirements.require(_requirements.PALLAS)
         grid_mapping = _grid_on_parts(params, [*operands, *results])
         return {
             **params,
@@ -577,6 +608,22 @@ def shard_copier(targets: Sequence[Any]) -> Any:
     return lambda arrays: copy(arrays, device_lists, targets, semantics)
 
 
+def start_transfer_server(*args: Any, **options: Any) -> Any:
+    """A server of `jax.experimental.transfer`, through which processes pull each other's arrays."""
+    _requirements.require(_requirements.TRANSFERS)
+    from jax.experimental import transfer
+
+    return transfer.start_transfer_server(*args, **options)
+
+
+def reset_compilation_cache() -> None:
+    """Makes JAX look again where its cache of compiled programs is."""
+    _requirements.require(_requirements.CACHE)
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+
+
 def key_implementation(key_dtype: Any) -> str:
     """The name by which `jax.random.wrap_key_data` knows the implementation of a key."""
     return key_dtype._impl.name
@@ -621,7 +668,10 @@ def store_delete(key: str) -> None:
 
 
 def _store() -> Any:
-    client = _distributed.global_state.client
+    _requirements.require(_requirements.DISTRIBUTED)
+    from jax._src import distributed
+
+    client = distributed.global_state.client
     if client is None:
         raise ClusterError(
             "There are several JAX processes but no coordination service, through which they agree "

@@ -104,6 +104,16 @@ class DataError(AutoparError, RuntimeError):
     """A data source failed, or gave a batch that the step cannot take."""
 
 
+class DependencyError(AutoparError):
+    """A package that autopar needs is missing, or is of a version without what autopar uses of it.
+    `autopar doctor` checks the whole installation."""
+
+
+class UntestedJaxWarning(UserWarning):
+    """The JAX that is installed is older or newer than those that autopar is tested with. It is
+    given once per process, when autopar is first used."""
+
+
 def shortened(value: object) -> str:
     """A value as a message can show it."""
     text = repr(value)

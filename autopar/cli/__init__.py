@@ -13,6 +13,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 
+from autopar._requirements import raise_if_missing
 from autopar.cli.arguments import make_parser
 from autopar.errors import AutoparError, FactoryError, MemoryBudgetError
 
@@ -27,7 +28,11 @@ def run(arguments: Namespace) -> int:
     """Runs a command; what autopar raises is told without a traceback, what the user's own code
     raised with that code's."""
     try:
-        code = _run(arguments)
+        try:
+            code = _run(arguments)
+        except ImportError as error:
+            raise_if_missing(error)
+            raise
         sys.stdout.flush()
         return code
     except AutoparError as error:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
@@ -172,10 +171,10 @@ def compilation_cache_in(folder: Path) -> Iterator[None]:
     before = {name: getattr(jax.config, name) for name in names}
     for name, value in zip(names, (str(folder), 0.0, -1), strict=True):
         jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    _jax.reset_compilation_cache()
     try:
         yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-        compilation_cache.reset_cache()
+        _jax.reset_compilation_cache()

@@ -200,7 +200,7 @@ class _Flattener:
             equations.append(
                 Equation(
                     eqn.primitive,
-                    eqn.params,
+                    _jax.parameters(eqn),
                     tuple(operands),
                     results,
                     place.scope,
@@ -276,7 +276,7 @@ def _read(env: dict[Any, Operand], atom: Any) -> Operand:
 
 
 def _loop_bodies(eqn: Any) -> tuple[Any, ...]:
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, _jax.parameters(eqn)
     if name == "scan":
         return (params["jaxpr"],)
     if name == "while":

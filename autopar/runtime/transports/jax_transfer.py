@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import InTile, Link, OutTile
@@ -112,13 +113,10 @@ class JaxTransfer:
 
 
 def _start_server(place: WorkerPlace, client: Any) -> Any:
-    # Imported here: it is experimental, and only workers that use it should depend on it.
-    from jax.experimental import transfer
-
     host = f"[{place.address}]" if ":" in place.address else place.address
 
     def start(pinned: bool) -> Any:
-        return transfer.start_transfer_server(
+        return _jax.start_transfer_server(
             client,
             f"{host}:0",
             [f"{host}:0"] * NUM_CONNECTIONS,
