@@ -43,6 +43,10 @@ from autopar.errors import ArgumentError, CheckpointError
 FORMATS = ("autopar", "orbax")
 
 
+class UnfinishedSaveError(CheckpointError, TimeoutError):
+    """A checkpoint that is not written yet when `CheckpointSave.wait` stops waiting."""
+
+
 class CheckpointSave:
     """A checkpoint that is being written in the background.
 
@@ -75,10 +79,14 @@ class CheckpointSave:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """The path of the checkpoint, once it is there; raises what went wrong."""
+        """The path of the checkpoint, once it is there; raises what went wrong, and
+        `CheckpointError`, which is also a `TimeoutError`, if it is not there in time."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.")
+            raise UnfinishedSaveError(
+                f"{self.path}: is still being written after wait(timeout_s={timeout_s:g}). Wait "
+                "again, for longer: the save goes on."
+            )
         if self._error is not None:
             self._was_told = True
             raise self._error

@@ -34,8 +34,7 @@ class Curve:
         own: dict[float, list[float]] = {}
         for num_bytes, seconds in samples:
             own.setdefault(float(num_bytes), []).append(log(seconds))
-        if not own:
-            raise ValueError("a curve needs at least one sample")
+        assert own, "a curve needs at least one sample"
         self.sizes = sorted(own)
         means = [sum(own[size]) / len(own[size]) for size in self.sizes]
         self.seconds = [exp(mean) for mean in _isotonic(means)]

@@ -42,7 +42,7 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if origin is dict:
         own = _decoder(arguments[1])
         return lambda body: {str(k): own(v) for k, v in _exactly(dict, body).items()}
-    raise TypeError(f"no way to read a {kind} from JSON")
+    raise AssertionError(f"no way to read a {kind} from JSON")
 
 
 def _decoder_of_dataclass(kind: Any) -> Callable[[Any], Any]:

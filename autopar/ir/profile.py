@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.errors import ArgumentError, ProfileError, near_names
 from autopar.ir.decode import decode
@@ -305,20 +305,23 @@ def parse_profile(text: str, name: str) -> MachineProfile:
         )
     try:
         profile: MachineProfile = decode(MachineProfile, {**body, "name": name})
-        check_profile(profile)
     except ValueError as error:
         raise ProfileError(f"profile {name}: {error}. Measure again with `autopar profile`.") from (
             error
         )
+    check_profile(profile)
     return profile
 
 
 def check_profile(profile: MachineProfile) -> None:
-    """Figures that cannot be are a ValueError."""
+    """Raises `ProfileError` for figures that cannot be."""
+
+    def refuse(what: str) -> NoReturn:
+        raise ProfileError(f"profile {profile.name}: {what}. Measure again with `autopar profile`.")
 
     def check(where: str, timing: Timing) -> None:
         if not (0 < timing.seconds < inf and 0 <= timing.spread < inf and timing.num_samples > 0):
-            raise ValueError(f"{where}: {timing} cannot have been measured")
+            refuse(f"{where}: {timing} cannot have been measured")
 
     for name, kinds in (
         ("convolutions", CONVOLUTIONS),
@@ -327,7 +330,7 @@ def check_profile(profile: MachineProfile) -> None:
     ):
         for index, sample in enumerate(getattr(profile, name)):
             if sample.kind not in kinds:
-                raise ValueError(f"{name}[{index}].kind: {sample.kind!r} is none of {kinds}")
+                refuse(f"{name}[{index}].kind: {sample.kind!r} is none of {kinds}")
     for name in PARTS:
         for index, sample in enumerate(getattr(profile, name)):
             for part in fields(sample):
@@ -335,15 +338,15 @@ def check_profile(profile: MachineProfile) -> None:
                 if isinstance(value, Timing):
                     check(where, value)
                 elif isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-                    raise ValueError(f"{where}: {value} is not more than 0")
+                    refuse(f"{where}: {value} is not more than 0")
     for name in ("num_hosts", "devices_per_host"):
         if getattr(profile, name) < 1:
-            raise ValueError(f"{name}: {getattr(profile, name)} is not 1 or more")
+            refuse(f"{name}: {getattr(profile, name)} is not 1 or more")
     for name in ("launch_s", "dispatch_s"):
         if (timing := getattr(profile, name)) is not None:
             check(name, timing)
     if profile.usable_memory_bytes is not None and not 0 < profile.usable_memory_bytes < inf:
-        raise ValueError(f"usable_memory_bytes: {profile.usable_memory_bytes} cannot be")
+        refuse(f"usable_memory_bytes: {profile.usable_memory_bytes} cannot be")
 
 
 def _body(profile: MachineProfile, indent: int | None = None) -> str:

@@ -9,9 +9,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.errors import ArgumentError
+
 
 class SignatureChanged(Exception):
     """The arguments are not those the program was made for. Internal."""
+
+
+class DeletedArrayError(ArgumentError, RuntimeError):
+    """An array whose buffers are gone. A `RuntimeError` as well, since that is what JAX raises."""
+
+    def __init__(self, name: str, position: int, array: Any) -> None:
+        super().__init__(
+            f"Array has been deleted: argument {position} of {name}, {array.dtype}"
+            f"{list(array.shape)}, was donated or deleted before this call. Use the state that the "
+            "last step returned, or keep the old one with parallelize(…, donate_argnums=())."
+        )
 
 
 def is_weak(leaf: Any) -> bool:

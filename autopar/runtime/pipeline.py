@@ -35,7 +35,13 @@ from autopar.ir.program import (
 )
 from autopar.ir.tiles import TilePlan
 from autopar.runtime import recording
-from autopar.runtime.arguments import SignatureChanged, place_some, weak_types, with_own_buffers
+from autopar.runtime.arguments import (
+    DeletedArrayError,
+    SignatureChanged,
+    place_some,
+    weak_types,
+    with_own_buffers,
+)
 from autopar.runtime.debug import (
     DebugFile,
     Describe,
@@ -258,10 +264,7 @@ class PipelineExecutable:
         for i, (leaf, sharding) in enumerate(zip(leaves, self.input_shardings, strict=True)):
             if isinstance(leaf, jax.Array):
                 if leaf.is_deleted():
-                    raise RuntimeError(
-                        f"Array has been deleted: argument {i} of {self.plan.name}, an array of "
-                        f"shape {leaf.shape}, was donated or deleted before this call."
-                    )
+                    raise DeletedArrayError(self.plan.name, i, leaf)
                 if leaf.sharding == sharding:
                     slots[self._input_slots[i]] = leaf
                     continue

@@ -79,8 +79,9 @@ def test_a_command_can_be_for_some_workers(groups):
 
 def test_an_answer_that_does_not_come_in_time(groups):
     reply = groups[0].submit("later", [("late", 1.0), None])[0]
-    with pytest.raises(TimeoutError, match="'later' on worker"):
+    with pytest.raises(WorkerError, match=r"'later' on worker .* no answer within 0\.05 s") as late:
         reply.result(0.05)
+    assert isinstance(late.value, TimeoutError) and late.value.host
     assert reply.result(30) == "late"
 
 

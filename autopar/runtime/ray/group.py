@@ -29,6 +29,10 @@ class Watcher(Protocol):
     def settled(self, reply: Reply) -> None: ...
 
 
+class NoAnswerError(WorkerError, TimeoutError):
+    """A worker that did not answer within the limit for the command. It may yet do so."""
+
+
 class Reply:
     """A worker's answer to one command. It always comes: the failure, if the session fails."""
 
@@ -46,9 +50,12 @@ class Reply:
         except AutoparError as error:
             raise fresh(error) from error.__cause__
         except TimeoutError:
-            raise TimeoutError(
-                f"{self.command!r} on worker {self.worker.place.worker}: no answer within "
-                f"{limit_s} s"
+            place = self.worker.place
+            raise NoAnswerError(
+                f"{self.command!r} on worker {place.worker} (host {place.host}, {place.node}): no "
+                f"answer within {limit_s:g} s. It may be busy or hang: look at its log, or begin "
+                "again from the last checkpoint, as run_training does.",
+                host=place.node,
             ) from None
 
     def done(self) -> bool:
@@ -143,8 +150,7 @@ class MeshGroup:
         """Send a command to every worker, with arguments of its own; those with None are left out,
         and have no reply. `fatal`: it is a step, so an exception in it fails the session, and so
         does a standstill."""
-        if len(args_per_worker) != len(self.workers):
-            raise ValueError(f"{len(args_per_worker)} arguments for {len(self.workers)} workers")
+        assert len(args_per_worker) == len(self.workers)
         with self._session.lock:
             self._session.check()
             if self.closed:

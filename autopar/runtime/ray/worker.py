@@ -100,8 +100,7 @@ class MeshWorker:
         return await _outcome(self._commands.submit(0, "start", begin))
 
     async def submit(self, number: int, is_step: bool, command: str, *args: Any) -> Outcome:
-        if self._commands is None:
-            raise RuntimeError("start() comes before submit()")
+        assert self._commands is not None, "start() comes before submit()"
         call = partial(self._call, command, args)
         return await _outcome(self._commands.submit(number, command, call, is_step))
 

@@ -52,6 +52,11 @@ class Copy:
     held: Held
 
 
+class ArrayTypeError(ArgumentError, TypeError):
+    """A use that an array of its type does not have. Also a `TypeError`, as Python, NumPy and JAX
+    have it there."""
+
+
 class DistributedArray:
     """An array on the meshes of a cluster. `np.asarray(x)`, `float(x)` and `x.fetch()` bring its
     value here; everything else is for the steps that take it."""
@@ -163,9 +168,15 @@ class DistributedArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("The value of a DistributedArray must be copied from the workers.")
+            raise ArgumentError(
+                f"np.array({self!r}, copy=False): its value must be copied from the workers. Use "
+                "np.asarray(x), or copy=None."
+            )
         if _jax.is_extended_dtype(self.dtype):
-            raise TypeError("Random keys are no numbers: use x.fetch(), or jax.random.key_data.")
+            raise ArrayTypeError(
+                f"np.asarray({self!r}): random keys are not numbers. Use x.fetch() for an array of "
+                "keys, and jax.random.key_data(x.fetch()) for their bits."
+            )
         value = self._raw()
         return value.astype(dtype) if dtype is not None and dtype != value.dtype else value
 
@@ -193,7 +204,10 @@ class DistributedArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of an array without dimensions")
+            raise ArrayTypeError(
+                f"len({self!r}): an array without dimensions has no length. Use x.item() for its "
+                "value."
+            )
         return self.shape[0]
 
     # -- its end

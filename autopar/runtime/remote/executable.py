@@ -36,7 +36,7 @@ from autopar.ir.remote import (
 )
 from autopar.ir.spec import num_shards
 from autopar.runtime import recording
-from autopar.runtime.arguments import SignatureChanged, is_weak
+from autopar.runtime.arguments import DeletedArrayError, SignatureChanged, is_weak
 from autopar.runtime.debug import (
     DebugFile,
     Describe,
@@ -218,9 +218,9 @@ class RemoteExecutable:
 
     def _submit(self, leaves: Sequence[Any]) -> list[Any]:
         session, lowered = self._session, self._lowered
-        for leaf in leaves:
+        for position, leaf in enumerate(leaves):
             if isinstance(leaf, DistributedArray) and leaf.is_deleted():
-                raise RuntimeError(f"Array has been deleted: {leaf!r}")
+                raise DeletedArrayError(self.plan.name, position, leaf)
         calls: list[list[StepCall]] = []
         taken: list[DistributedArray] = []
         uploaded_bytes = num_calls = 0

@@ -184,8 +184,9 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     first = autopar.save_checkpoint(tmp_path, state_of(1), 1, asynchronous=True)
     assert isinstance(first, autopar.CheckpointSave) and not first.done
     assert "in progress" in repr(first)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(CheckpointError, match=r"still being written .*=0\.01") as late:
         first.wait(timeout_s=0.01)
+    assert isinstance(late.value, TimeoutError)
     assert autopar.checkpoint_steps(tmp_path) == []
     threading.Timer(0.1, may_go_on.set).start()
     second = autopar.save_checkpoint(tmp_path, state_of(2), 2, asynchronous=True)

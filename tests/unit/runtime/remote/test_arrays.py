@@ -72,8 +72,20 @@ def test_values_that_came_with_the_answer_are_not_fetched() -> None:
     x = array_on(Mesh((0, 1, 2, 3)), known=lambda: None, value=np.zeros((4, 8), np.float32))
     assert np.asarray(x).sum() == 0
     assert np.asarray(x, np.int32).dtype == np.int32
-    with pytest.raises(ValueError, match="copied from the workers"):
+    with pytest.raises(ArgumentError, match=r"must be copied from the workers\. Use np\.asarray"):
         np.array(x, copy=False)
+
+
+def test_types_that_are_no_numbers_and_have_no_length() -> None:
+    key = DistributedArray(None, (), jax.random.key(0).dtype, False, ())
+    number = DistributedArray(None, (), jnp.dtype(jnp.float32), False, ())
+    for use, said in (
+        (lambda: np.asarray(key), r"random keys are not numbers\. Use x\.fetch\(\)"),
+        (lambda: len(number), r"without dimensions has no length\. Use x\.item\(\)"),
+    ):
+        with pytest.raises(ArgumentError, match=said) as caught:
+            use()
+        assert isinstance(caught.value, TypeError), "as NumPy and JAX have it"
 
 
 @pytest.mark.parametrize(
