@@ -1,6 +1,6 @@
 """Re-ranking: what running the best few plans gains, what it costs, and what the second time costs.
 
-    python -m benchmarks.rerank --json benchmarks/results/rerank_cpu.json    (8 virtual CPU devices)
+    python -m benchmarks.rerank --json FILE    (8 virtual CPU devices)
 
 Each model is planned without and with `ShardingOptions(rerank=…)`, the latter twice with a database
 of its own that is empty at first. A row tells the measured step of the plan that was predicted to

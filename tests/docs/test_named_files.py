@@ -1,0 +1,191 @@
+"""Files, modules and commands that pages, docstrings, comments and results name are there.
+
+Looked at are the documentation's pages, the docstrings and comments of autopar, benchmarks and
+examples, and the commands in `benchmarks/results`. CHANGELOG.md is history, and left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import ROOT, pages
+
+PACKAGE = ROOT / "autopar"
+SOURCES = [
+    path
+    for folder in ("autopar", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+# From the root, such as autopar/cli/units.py, tests/golden/*.json or examples/llm_serving; with the
+# function of `examples/gpt.py:make_step`. A name in capitals stands for any.
+_PATH = re.compile(
+    r"(?<![\w./:~<-])((?:autopar|benchmarks|examples|tests|docs)/[\w./*-]*[\w*])(?::(\w+))?"
+)
+_MODULE = re.compile(r"python3? -m ((?:autopar|benchmarks|examples)[\w.]*)")
+_SHORT_PATH = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py|results/\w+\.json)`")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_REFERENCE = re.compile(r"(?<![\w.])([a-z_]+)\.([a-z_]+)(?=[\w.]*[`,)])")
+# What a docstring may say that looks like a module: a user's `step.plan`, and an address.
+MODULE_NAMES = {path.stem for path in PACKAGE.rglob("*.py")}
+NO_MODULES = {("step", "plan"), ("ui", "perfetto")}
+
+
+def missing_paths(text: str) -> list[str]:
+    return [
+        path + (f":{function}" if function else "")
+        for path, function in _PATH.findall(text)
+        if not stands_for_any(path)
+        and not (is_there(path) and (not function or function in defined_in(ROOT / path)))
+    ]
+
+
+def missing_modules(text: str) -> list[str]:
+    found = [name for name in _MODULE.findall(text) if not stands_for_any(name)]
+    return [name for name in found if not files_of(name)]
+
+
+def stands_for_any(name: str) -> bool:
+    return re.split(r"[./]", name)[-1].isupper()
+
+
+@cache
+def is_there(path: str) -> bool:
+    return any(ROOT.glob(path))
+
+
+def files_of(module: str) -> list[Path]:
+    """The files of a module or of a package that can be run."""
+    base = ROOT.joinpath(*module.split("."))
+    if base.with_suffix(".py").is_file():
+        return [base.with_suffix(".py")]
+    return sorted(base.glob("*.py")) if (base / "__main__.py").is_file() else []
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    body = ast.parse(path.read_text()).body
+    return {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def comments(source: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def commands_in(value: Any) -> Iterator[str]:
+    """Every "command" in a file of results, however deep."""
+    if isinstance(value, dict):
+        if isinstance(value.get("command"), str):
+            yield value["command"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from commands_in(one)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert not missing_paths(text)
+    assert not missing_modules(text)
+    known = [*SOURCES, *RESULTS, *(ROOT / "docs").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    ends = tuple("/" + name for name in set(_SHORT_PATH.findall(text)))
+    assert not [end for end in ends if not any(path.as_posix().endswith(end) for path in known)]
+
+
+def test_what_docstrings_and_comments_name_is_there() -> None:
+    missing = []
+    for path in SOURCES:
+        source = path.read_text()
+        for text in (*docstrings(source), *comments(source)):
+            found = [*missing_paths(text), *missing_modules(text)]
+            missing += [f"{path.relative_to(ROOT)}: {name}" for name in found]
+    assert not missing
+
+
+def is_module(first: str, second: str) -> bool:
+    folder = ROOT if first in ("autopar", "benchmarks", "examples") else PACKAGE
+    base = folder / first / second
+    return base.with_suffix(".py").is_file() or base.is_dir()
+
+
+def missing_references(text: str, expressions: set[tuple[str, str]]) -> list[str]:
+    """`tracer.layers` in a docstring is a module: what ends in a module's name, and is no
+    expression of the code, must be one."""
+    return [
+        f"{first}.{second}"
+        for first, second in _REFERENCE.findall(text)
+        if second in MODULE_NAMES
+        and not is_module(first, second)
+        and (first, second) not in expressions | NO_MODULES
+    ]
+
+
+def expressions_in(source: str) -> Iterator[tuple[str, str]]:
+    """("plan", "stages") of `self.plan.stages`, and so on."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            yield ast.unparse(node.value).rpartition(".")[2], node.attr
+
+
+def test_modules_that_docstrings_refer_to_are_there() -> None:
+    sources = {path: path.read_text() for path in SOURCES if PACKAGE in path.parents}
+    expressions = {pair for source in sources.values() for pair in expressions_in(source)}
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, source in sources.items()
+        for text in docstrings(source)
+        for name in missing_references(text, expressions)
+    ]
+    assert not missing
+
+
+def test_commands_of_results_can_be_run() -> None:
+    """Modules, files, functions and options of a command are there."""
+    found = [(path, one) for path in RESULTS for one in commands_in(json.loads(path.read_text()))]
+    assert len(found) > 10
+    for path, command in found:
+        output = f"benchmarks/results/{path.name}"
+        assert not set(missing_paths(command)) - {output}, f"{path.name}: {command}"
+        assert not missing_modules(command), f"{path.name}: {command}"
+        own = [file for name in _MODULE.findall(command) for file in files_of(name)]
+        own = own or sorted((PACKAGE / "cli").glob("*.py"))
+        sources = "\n".join(file.read_text() for file in own)
+        unknown = [flag for flag in _FLAG.findall(command) if f'"{flag}"' not in sources]
+        assert not unknown, f"{path.name}: {command}"
+
+
+def test_what_is_gone_is_found() -> None:
+    assert missing_paths("see `examples/train_llama.py:make_step`, examples/gpt.py:make_step") == [
+        "examples/train_llama.py:make_step"
+    ]
+    assert missing_paths("(examples/gpt.py:gone, tests/golden/*.json)") == ["examples/gpt.py:gone"]
+    assert missing_paths("python examples/PATH, a/docs/x.md, docs/why.md.") == []
+    said = (
+        "`python -m benchmarks.gone --json`, python -m benchmarks.kills, python -m benchmarks.NAME"
+    )
+    assert missing_modules(said) == ["benchmarks.gone"]
+    assert missing_references("(trace.layers, attach) `plan.stages`", {("plan", "stages")}) == [
+        "trace.layers"
+    ]
+    assert not missing_references("(tracer.layers, attach), `autopar.tracer`", set())
+    assert list(commands_in({"rows": [{"command": "a"}], "command": "b"})) == ["b", "a"]
