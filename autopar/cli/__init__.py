@@ -2,7 +2,8 @@
 
 What may be written is in `arguments`; the other modules have a command each, imported when it runs.
 
-Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input.
+Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input,
+or a package that is missing.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.benching import run_bench
 
             return run_bench(arguments)
+        case "doctor":
+            from autopar.cli.doctor import run_doctor
+
+            return run_doctor(arguments)
         case _:
             from autopar.cli import showing
 

@@ -35,7 +35,18 @@ are measured on one GPU, if there is one; scaling is predicted. Without --only, 
 run. Results are kept in the folder, and the same command goes on where it was stopped. See
 docs/benchmarks.md.
 """
-_EPILOGS = {"bench": _BENCH, "plan": _FACTORY, "sweep": _FACTORY, "profile": _PROFILE}
+_DOCTOR = """\
+Exit codes: 0 if autopar can plan and run here, 1 if something that it needs is missing or broken.
+Devices, Ray and solvers are asked by processes of their own, which are given up after --time-limit.
+See docs/doctor.md.
+"""
+_EPILOGS = {
+    "bench": _BENCH,
+    "doctor": _DOCTOR,
+    "plan": _FACTORY,
+    "sweep": _FACTORY,
+    "profile": _PROFILE,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(_command(commands, "report", "write the page of a saved plan"))
     _add_explain(_command(commands, "explain", "show a saved plan"))
     _add_diff(_command(commands, "diff", "show what differs between two saved plans"))
+    _add_doctor(_command(commands, "doctor", "say what is installed, what is wrong, what to do"))
     _command(commands, "devices", "list the devices that are known, with their figures")
     return parser
 
@@ -201,6 +213,17 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--show", metavar="FILE", help="show the tables of a results file")
     bench.add_argument("--merge-into", metavar="FILE", help="put the results into this file too")
     bench.add_argument("--rewrite", metavar="TEXT.md", help="put the tables between its markers")
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--json", action="store_true", help="print it as JSON, for bug reports")
+    doctor.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="for each thing that is asked (default 120)",
+    )
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -71,7 +71,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for name in ("demo", "plan", "sweep", "report", "explain", "diff", "devices"):
+    for name in ("demo", "plan", "sweep", "report", "explain", "diff", "doctor", "devices"):
         assert f"    {name} " in out
 
 

@@ -1,0 +1,492 @@
+"""`autopar doctor`: from what is installed to what is wrong with it, and what to do about it.
+
+Versions are read from the packages' metadata. Everything that runs somebody else's code (JAX, the
+drivers, Ray) is a probe in a process of its own with a time limit: see `doctor_probes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autopar import __version__
+from autopar._requirements import (
+    OLDEST_RAY,
+    REQUIRED,
+    STEPS,
+    TESTED_RANGE,
+    is_older,
+    is_tested,
+    untested_text,
+)
+from autopar.ir.text import format_bytes
+
+OK, BROKEN = 0, 1
+_PROCESSES = 4
+_KILL_LIMIT_S = 5.0
+_LOG_LINES = 3
+_OPTIONAL = (
+    "jaxlib",
+    "flax",
+    "optax",
+    "equinox",
+    "ray",
+    "flatbuffers",
+    "orbax-checkpoint",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+)
+_CUDA_PACKAGES = re.compile(r"jax-cuda|nvidia-(nccl|cudnn|cuda-runtime|cuda-nvcc)")
+_OLDEST_DRIVER_OF_CUDA_13 = "580"
+# A probe takes no more of a GPU's memory than it needs, tells nobody of itself, and logs little.
+_PROBE_VARIABLES = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_NO_GPU = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """what:        is wrong.
+    remedy:      what to do about it.
+    is_required: without it autopar can neither plan nor run.
+    """
+
+    what: str
+    remedy: str
+    is_required: bool = False
+
+
+@dataclass
+class Section:
+    """Facts by name, in order, and the problems among them."""
+
+    title: str
+    facts: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a probe found, or the error that kept it from finding anything."""
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+Probe = Callable[[str], Outcome]
+
+
+def run_doctor(arguments: Namespace) -> int:
+    sections = examine(lambda name: run_probe(name, arguments.time_limit))
+    problems = [problem for section in sections for problem in section.problems]
+    can_run = not any(problem.is_required for problem in problems)
+    if arguments.json:
+        report = {
+            "can_run": can_run,
+            "facts": {section.title: section.facts for section in sections},
+            "problems": [asdict(problem) for problem in problems],
+        }
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print(_text(sections, problems, can_run))
+    return OK if can_run else BROKEN
+
+
+def examine(probe: Probe) -> list[Section]:
+    """All there is to know. JAX comes first, since nothing can be asked of one that is broken."""
+    internals = probe("internals")
+    packages, by_jax = _packages(internals), ("devices", "compiler", "step")
+    wanted = ["highs", "pulp"]
+    wanted += ["ray"] if _version("ray") else []
+    wanted += ["cupy"] if _cupy() else []
+    if not internals.error:
+        wanted += [name for name in by_jax if name != "compiler" or _plugins()]
+    with ThreadPoolExecutor(_PROCESSES) as threads:
+        found = dict(zip(wanted, threads.map(probe, wanted), strict=True))
+    sections = [
+        _machine(),
+        packages,
+        _devices(found.get("devices")),
+        _solvers(found["highs"], found["pulp"]),
+        _ray(found.get("ray")),
+        _cuda(found),
+        _internals(internals),
+    ]
+    is_broken = any(problem.is_required for section in sections for problem in section.problems)
+    sections.insert(-1, _step(found.get("step"), is_broken))
+    return sections
+
+
+def _machine() -> Section:
+    facts = {
+        "autopar": f"{__version__}, in {Path(__file__).parents[1]}",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
+        "processors": f"{os.cpu_count()}, {format_bytes(_host_memory_bytes())} of memory",
+    }
+    variables = ("JAX_PLATFORMS", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
+    facts |= {name: os.environ[name] for name in variables if name in os.environ}
+    return Section("machine", facts)
+
+
+def _packages(internals: Outcome) -> Section:
+    section = Section("packages")
+    for name, requirement in REQUIRED.items():
+        version = _version(name)
+        section.facts[name] = version or "not installed"
+        oldest = re.match(r".*>=([\d.]+)", requirement)
+        if not version:
+            section.problems.append(
+                Problem(f"{name} is not installed.", f"pip install '{requirement}'", True)
+            )
+        elif name == "jax":
+            _check_jax(section, internals, version)
+        elif oldest and is_older(version, oldest[1]):
+            section.problems.append(
+                Problem(f"{name} {version} is too old.", f"pip install '{requirement}'")
+            )
+    section.facts |= {name: _version(name) or "not installed" for name in _OPTIONAL}
+    return section
+
+
+def _check_jax(section: Section, internals: Outcome, version: str) -> None:
+    remedy = f"pip install '{REQUIRED['jax']}'"
+    if internals.error:
+        section.problems.append(
+            Problem(f"JAX {version} cannot be imported. {internals.error}", remedy, True)
+        )
+        return
+    version = internals.found["version"]
+    section.facts["jax"] = f"{version}, tested: {TESTED_RANGE}"
+    if not is_tested(version):
+        what = untested_text(version).partition(" If ")[0]
+        section.problems.append(Problem(what, remedy))
+
+
+def _internals(internals: Outcome) -> Section:
+    states = internals.found.get("internals", [])
+    section = Section("internals of JAX", {s["path"]: s["fault"] or "there" for s in states})
+    missing = [s for s in states if s["fault"]]
+    version = internals.found.get("version", "")
+    for use in dict.fromkeys(s["use"] for s in missing):
+        paths = ", ".join(s["path"] for s in missing if s["use"] == use)
+        section.problems.append(
+            Problem(
+                f"JAX {version} has no {paths}, which autopar needs for {use}.",
+                f"pip install '{REQUIRED['jax']}'; if it is in that range, please report it",
+                is_required=use == STEPS,
+            )
+        )
+    return section
+
+
+def _devices(outcome: Outcome | None) -> Section:
+    section = Section("devices")
+    if outcome is None:
+        return section
+    if outcome.error:
+        section.problems.append(
+            Problem(
+                f"JAX finds no devices. {outcome.error}",
+                "JAX_PLATFORMS=cpu does without accelerators; for GPUs, look at `nvidia-smi`",
+                is_required=True,
+            )
+        )
+    kinds = Counter(
+        (d["platform"], d["kind"], d["memory_bytes"]) for d in outcome.found.get("devices", ())
+    )
+    for (name, kind, memory), count in kinds.items():
+        usable = f", {format_bytes(memory)} each for JAX" if memory else ""
+        section.facts[name] = f"{count} × {kind}{usable}"
+    return section
+
+
+def _solvers(highs: Outcome, pulp: Outcome) -> Section:
+    section = Section("solvers")
+    section.facts["HiGHS"] = highs.error or f"{highs.found['version']}, solves"
+    if highs.error and _version("highspy"):  # the other case is told among the packages
+        section.problems.append(
+            Problem(
+                f"HiGHS, the solver of all plans, does not work. {highs.error}",
+                f"pip install --force-reinstall '{REQUIRED['highspy']}'",
+                is_required=True,
+            )
+        )
+    section.facts["by PuLP"] = pulp.error or ", ".join(pulp.found["solvers"]) or "none"
+    if pulp.error and _version("pulp"):
+        section.problems.append(
+            Problem(
+                f"PuLP does not work. {pulp.error}",
+                f"pip install --force-reinstall '{REQUIRED['pulp']}'",
+                is_required=True,
+            )
+        )
+    return section
+
+
+def _ray(outcome: Outcome | None) -> Section:
+    section = Section("Ray")
+    version = _version("ray")
+    if outcome is None:
+        section.facts["version"] = "not installed; for clusters: pip install 'autopar[ray]'"
+        return section
+    section.facts["version"] = version
+    if is_older(version, OLDEST_RAY):
+        section.problems.append(
+            Problem(f"Ray {version} is too old.", f"pip install 'ray>={OLDEST_RAY}'")
+        )
+    if outcome.error:
+        section.facts["cluster"] = outcome.error
+        remedy = "pip install --force-reinstall 'autopar[ray]'"
+        section.problems.append(Problem(f"Ray does not work. {outcome.error}", remedy))
+        return section
+    nodes, refused = outcome.found["nodes"], outcome.found["refused"]
+    section.facts["cluster"] = refused or "; ".join(nodes) or "none runs here"
+    if refused and "RAY_ADDRESS" in os.environ:
+        section.problems.append(
+            Problem(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} cannot be joined. {refused}",
+                "start it (ray start --head), or unset RAY_ADDRESS",
+            )
+        )
+    return section
+
+
+def _cuda(found: Mapping[str, Outcome]) -> Section:
+    section = Section("CUDA")
+    gpus, driver = _gpus()
+    section.facts["GPUs"] = gpus
+    section.facts |= {name: _version(name) for name in _distributions(_CUDA_PACKAGES)}
+    devices = found.get("devices", Outcome())
+    versions = devices.found.get("versions", {})
+    for name, parts in (("cuda", (1000, 10)), ("cudnn", (10000, 100)), ("driver", (1000, 10))):
+        if name in versions:
+            major, minor = parts
+            number = int(versions[name])
+            label = {"cuda": "CUDA", "cudnn": "cuDNN", "driver": "CUDA of the driver"}[name]
+            section.facts[label] = f"{number // major}.{number % major // minor}"
+    if shutil.which("nvidia-smi") and not driver:
+        remedy = "start or reinstall NVIDIA's driver, until `nvidia-smi` lists the GPUs"
+        section.problems.append(Problem(f"NVIDIA's driver does not work. {gpus}", remedy))
+    if driver and not devices.error:
+        _check_plugin(section, driver, devices)
+    if "cupy" in found:
+        cupy = found["cupy"]
+        section.facts["CuPy"] = cupy.error or f"{cupy.found['version']}, NCCL {cupy.found['nccl']}"
+        if cupy.error and driver:
+            remedy = f"pip install --force-reinstall 'autopar[{_extra(driver)}]'"
+            section.problems.append(Problem(f"CuPy does not work. {cupy.error}", remedy))
+    elif driver and _version("ray"):
+        remedy = f"pip install 'autopar[{_extra(driver)}]'"
+        what = "CuPy is not installed: transfers between workers are slower without it."
+        section.problems.append(Problem(what, remedy))
+    compiler = found.get("compiler")
+    if compiler is None:
+        compiles = "not installed; to verify plans: pip install 'autopar[verify]'"
+    else:
+        compiles = compiler.error or "compiles for an H100"
+        if compiler.error:
+            section.problems.append(
+                Problem(
+                    f"XLA's GPU compiler, for autopar.verify, does not work. {compiler.error}",
+                    "pip install --force-reinstall 'autopar[verify]'",
+                )
+            )
+    section.facts["GPU compiler"] = compiles
+    return section
+
+
+def _check_plugin(section: Section, driver: str, devices: Outcome) -> None:
+    """That JAX uses the GPUs which the driver knows."""
+    if any(device["platform"] == "gpu" for device in devices.found.get("devices", ())):
+        return
+    extra = _extra(driver)
+    if not _plugins():
+        section.problems.append(
+            Problem(
+                "There are GPUs, and JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'"
+            )
+        )
+    elif wrong := [f"{n} {_version(n)}" for n in _plugins() if _version(n) != _version("jaxlib")]:
+        section.problems.append(
+            Problem(
+                f"{', '.join(wrong)} does not fit jaxlib {_version('jaxlib')}: JAX leaves it out.",
+                f"pip install --upgrade 'autopar[{extra}]'",
+            )
+        )
+    else:
+        section.problems.append(
+            Problem(
+                "There are GPUs, and JAX does not use them.",
+                "unset JAX_PLATFORMS and CUDA_VISIBLE_DEVICES; then see what "
+                "`JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'` says",
+            )
+        )
+
+
+def _step(outcome: Outcome | None, is_broken: bool) -> Section:
+    section = Section("a train step")
+    if outcome is None:
+        return section
+    section.facts["planned, run, compared"] = (
+        outcome.error or f"equals jax.jit on {outcome.found['devices']} device(s)"
+    )
+    if outcome.error and not is_broken:  # else it is what follows from another problem
+        section.problems.append(
+            Problem(
+                f"A small train step cannot be planned and run. {outcome.error}",
+                "please report it, with this whole output",
+                is_required=True,
+            )
+        )
+    return section
+
+
+# -- what is installed
+
+
+def _version(package: str) -> str:
+    """Of an installed distribution, as its metadata has it; empty if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _distributions(pattern: re.Pattern[str]) -> list[str]:
+    names = ((d.metadata["Name"] or "").lower().replace("_", "-") for d in metadata.distributions())
+    return sorted({name for name in names if pattern.match(name)})
+
+
+def _plugins() -> list[str]:
+    return _distributions(re.compile(r"jax-cuda\d+-plugin$"))
+
+
+def _cupy() -> list[str]:
+    return _distributions(re.compile(r"cupy(-cuda\d+x)?$"))
+
+
+def _gpus() -> tuple[str, str]:
+    """What NVIDIA's driver tells of its GPUs, and its version; empty if there is none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "no NVIDIA driver here", ""
+    fields = "--query-gpu=name,memory.total,driver_version"
+    found = _run([command, fields, "--format=csv,noheader"], dict(os.environ), 20.0)
+    if found is None or found[0] != 0 or not found[1].strip():
+        reason = "does not answer" if found is None else " ".join(found[1].split()) or "finds none"
+        return f"nvidia-smi: {reason}", ""
+    kinds = Counter(tuple(x.strip() for x in line.split(",")) for line in found[1].splitlines())
+    lines = [f"{count} × {', '.join(kind[:2])}" for kind, count in kinds.items()]
+    driver = next(iter(kinds))[-1]
+    return f"{'; '.join(lines)}; driver {driver}", driver
+
+
+def _extra(driver: str) -> str:
+    return "cuda12" if is_older(driver, _OLDEST_DRIVER_OF_CUDA_13) else "cuda13"
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- processes
+
+
+def run_probe(name: str, time_limit_s: float) -> Outcome:
+    """What `doctor_probes` finds, in a process that is given up after the time limit."""
+    with tempfile.TemporaryDirectory(prefix="autopar-doctor-", ignore_cleanup_errors=True) as made:
+        file = Path(made) / "found.json"
+        command = [sys.executable, "-m", "autopar.cli.doctor_probes", name, str(file)]
+        ended = _run(command, _environment(name), time_limit_s)
+        if ended is None:
+            return Outcome(error=f"It did not answer within {time_limit_s:g} s.")
+        if not file.is_file():
+            said = " | ".join(ended[1].splitlines()[-_LOG_LINES:])
+            return Outcome(error=f"The process that asked ended with status {ended[0]}. {said}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return Outcome(error=found["error"]) if "error" in found else Outcome(found)
+
+
+def _environment(name: str) -> dict[str, str]:
+    """As this process's, with this very autopar; without GPUs, with eight CPU devices."""
+    path = os.environ.get("PYTHONPATH")
+    package = str(Path(__file__).parents[2])
+    variables = {
+        **os.environ,
+        **_PROBE_VARIABLES,
+        "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
+        **(_NO_GPU if name == "compiler" else {}),
+    }
+    flags = variables.get("XLA_FLAGS", "")
+    if name == "step" and _HOST_DEVICES not in flags:
+        variables["XLA_FLAGS"] = f"{flags} {_HOST_DEVICES}=8".strip()
+    return variables
+
+
+def _run(
+    command: list[str], environment: dict[str, str], time_limit_s: float
+) -> tuple[int, str] | None:
+    """Exit status and output of a command; None if it takes too long. What it started is killed
+    with it. One that cannot be killed, since its driver hangs, is left to itself."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(time_limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_LIMIT_S)
+        log.seek(0)
+        return status, log.read()
+
+
+def _text(sections: list[Section], problems: list[Problem], can_run: bool) -> str:
+    lines = []
+    for section in sections:
+        lines += [section.title]
+        width = max(map(len, section.facts), default=0)
+        lines += [f"  {name.ljust(width)}  {value}" for name, value in section.facts.items()]
+        lines += ["  not known"] * (not section.facts) + [""]
+    if problems:
+        lines += ["problems"]
+        for number, problem in enumerate(problems, 1):
+            needed = " (required)" if problem.is_required else ""
+            lines += [f"  {number}. {problem.what}{needed}", f"     {problem.remedy}"]
+        lines += [""]
+    verb = "can" if can_run else "cannot"
+    lines += [f"autopar {verb} plan and run on this machine."]
+    return "\n".join(lines)

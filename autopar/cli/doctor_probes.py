@@ -1,0 +1,160 @@
+"""The processes of `autopar doctor`, a probe each: `python -m autopar.cli.doctor_probes NAME FILE`
+writes what it finds as JSON, an error as `{"error": …}`.
+
+A driver that hangs, or a library that crashes, takes its own process down and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar._requirements import internal_states
+from autopar.errors import AutoparError
+
+_ERROR_WIDTH = 500
+
+
+def internals() -> dict[str, Any]:
+    """JAX's version as it says itself, and the state of every internal that autopar uses."""
+    import jax
+
+    return {"version": jax.__version__, "internals": [asdict(s) for s in internal_states()]}
+
+
+def devices() -> dict[str, Any]:
+    """The devices that JAX finds, and the versions of CUDA's libraries that it has loaded."""
+    import jax
+
+    found = [
+        {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit", 0),
+        }
+        for device in jax.devices()
+    ]
+    try:
+        from autopar import _jax
+
+        versions = _jax.installed_versions(found[0]["platform"])
+    except AutoparError:  # the probe of the internals tells
+        versions = {}
+    return {"devices": found, "versions": versions}
+
+
+def highs() -> dict[str, Any]:
+    """A small integer programme, solved: the fewest items x + y with 3 x + 2 y ≥ 7."""
+    import highspy
+
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    x, y = solver.addIntegral(), solver.addIntegral()
+    solver.addConstr(3 * x + 2 * y >= 7)
+    solver.minimize(x + y)
+    found = solver.getInfo().objective_function_value
+    if found != 3:
+        return {"error": f"HiGHS found {found} items where 3 are the fewest"}
+    return {"version": solver.version()}
+
+
+def pulp() -> dict[str, Any]:
+    import pulp
+
+    return {"solvers": pulp.listSolvers(onlyAvailable=True)}
+
+
+def ray() -> dict[str, Any]:
+    """The nodes of the Ray cluster that RAY_ADDRESS names, or else of one that runs here, if any;
+    and what keeps this Python from joining it."""
+    from autopar.runtime.ray.nodes import connect, import_ray, read_nodes
+
+    import_ray()
+    try:
+        connect(os.environ.get("RAY_ADDRESS") or "auto")
+    except AutoparError as error:
+        is_none = "RAY_ADDRESS" not in os.environ and isinstance(error.__cause__, ConnectionError)
+        return {"nodes": [], "refused": "" if is_none else _one_line(error.__cause__ or error)}
+    return {"nodes": [node.described() for node in read_nodes()], "refused": ""}
+
+
+def cupy() -> dict[str, Any]:
+    from autopar.runtime.transports.cuda import import_cupy, import_nccl
+
+    version = import_cupy("nccl").__version__
+    return {"version": version, "nccl": import_nccl().get_version()}
+
+
+def compiler() -> dict[str, Any]:
+    """A product, compiled for an H100 that need not be there, as `autopar.verify` compiles."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from autopar import _jax
+
+    target = resources.files("autopar") / "targets" / "h100-80gb.txtpb"
+    (device, *_) = _jax.gpu_topology_devices(1, 8, target.read_text(encoding="utf-8"))
+    array = jax.ShapeDtypeStruct((64, 64), "float32", sharding=SingleDeviceSharding(device))
+    jax.jit(lambda a: a @ a).lower(array).compile()
+    return {}
+
+
+def step() -> dict[str, Any]:
+    """A train step, planned for eight H100s and run on all devices here, against `jax.jit`."""
+    import jax
+    import jax.numpy as jnp
+
+    import autopar
+
+    def train_step(weights: Any, batch: Any) -> Any:
+        def loss_of(weights: Any) -> Any:
+            return jnp.mean((jnp.tanh(batch @ weights) @ weights.T) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return weights - 0.1 * grads, loss
+
+    shape = jax.ShapeDtypeStruct
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+    arguments = shape((1024, 1024), jnp.float32), shape((4096, 1024), jnp.float32)
+    autopar.plan(train_step, *arguments, cluster=cluster)
+    num_devices = jax.device_count()
+    weights = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    batch = jnp.linspace(0, 1, 8 * num_devices * 64).reshape(-1, 64)
+    expected = jax.jit(train_step)(weights, batch)
+    parallel = autopar.parallelize(train_step, donate_argnums=())
+    found = parallel(weights, batch)
+    for one, other in zip(found, expected, strict=True):
+        # Products may be rounded to TensorFloat-32 on GPUs.
+        if not jnp.allclose(jax.device_get(one), jax.device_get(other), rtol=1e-2, atol=1e-3):
+            return {"error": "a sharded step and jax.jit of the same step differ"}
+    return {"devices": num_devices}
+
+
+def _one_line(error: BaseException) -> str:
+    kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
+    return textwrap.shorten(f"{kind}{error}", _ERROR_WIDTH, placeholder=" …")
+
+
+PROBES = {
+    probe.__name__: probe for probe in (internals, devices, highs, pulp, ray, cupy, compiler, step)
+}
+
+
+def main(name: str, file: Path) -> None:
+    try:
+        found = PROBES[name]()
+    except Exception as error:
+        found = {"error": _one_line(error)}
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.rename(file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
