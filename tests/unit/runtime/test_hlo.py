@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.errors import DependencyError
 from autopar.runtime.hlo import (
     CollectiveOp,
     collective_seconds,
@@ -69,6 +70,8 @@ def test_each_kind(kind: str, attributes: str, sent_bytes: float) -> None:
         ("f64[2]{0}", 16),
         ("c64[2]{0}", 16),
         ("f8e4m3fn[32]{0}", 32),
+        ("f4e2m1fn[32]{0}", 32),
+        ("f32[<=4,2]{1,0}", 32),
         ("bf16[16,128]{1,0:T(8,128)(2,1)S(1)}", 4096),  # a tiled layout
     ],
 )
@@ -152,6 +155,9 @@ def test_group_sizes(groups: str, size: int) -> None:
             "replica_groups=mesh['a'=2,'b'=4], device_ids=(1,0,2,3,4,5,7,6) {'b'}",
             ((1, 0, 2, 3), (4, 5, 7, 6)),
         ),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=mesh['a'=8,'b'=1] {'b'}", tuple((n,) for n in range(8))),
     ],
 )
 def test_groups(groups: str, wanted) -> None:
@@ -159,9 +165,36 @@ def test_groups(groups: str, wanted) -> None:
     assert op.groups == wanted and op.dtype == "f32"
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "replica_groups=<2x4>",  # a form of some later version
+        "replica_groups=[2,4]<=[8]V(1)",
+        "replica_groups=[3,4]<=[8]",
+        "replica_groups=[2,4]<=[4,2]T(2,0)",
+        "replica_groups={{0,1},{2,3}",
+        "replica_groups={{0,1},{a,b}}",
+        "replica_groups=mesh['a'=2,'b'=4] {'c'}",
+        "replica_groups=mesh['a'=2,'b'=4] {b}",
+        "replica_groups=mesh['a'=8] {'a':(2)3}",
+        "replica_groups=mesh['a'=8] {'a':(1)4,'a':(2)2}",
+        "replica_groups=mesh['a'=2,'b'=4], device_ids=(0,1,2) {'b'}",
+        "source_target_pairs=[2]",
+        "dimensions={0}",
+    ],
+)
+def test_groups_that_cannot_be_read_are_an_error_that_shows_the_line(groups: str) -> None:
+    line = f"%ag = f32[8]{{0}} all-gather(%p), channel_id=1, {groups}, use_global_device_ids=true"
+    with pytest.raises(DependencyError) as raised:
+        only(line)
+    assert line in str(raised.value)
+
+
 def test_pairs_of_a_permutation() -> None:
     op = only("%cp = bf16[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}")
     assert op.groups == ((0, 1), (1, 0)) and op.dtype == "bf16"
+    op = only("%cp = bf16[8]{0} collective-permute(%p), source_target_pairs={}")
+    assert (op.groups, op.group_size) == ((), 1)
 
 
 def test_permutes_send_once_unless_to_themselves() -> None:
@@ -322,6 +355,25 @@ def test_trip_counts_multiply() -> None:
     assert {op.in_loop for op in ops.values() if op.trips > 1} == {True}
     assert not ops["all-reduce", ((4,),)].in_loop
     assert ops["all-to-all", ((8,),)].sent_bytes == pytest.approx(5 * 7 / 8 * 32)
+
+
+def test_a_computation_runs_as_often_as_it_is_called() -> None:
+    """Twice here, for some versions name the computation again where a pair ends."""
+    text = f"""{HEADER}
+
+%shared (p: f32[8]) -> f32[8] {{
+  ROOT %ar = f32[8]{{0}} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  %one = f32[8]{{0}} call(%p), to_apply=%shared
+  %start = ((f32[8]{{0}}), f32[8]{{0}}, s32[]) async-start(%one), calls=%shared
+  ROOT %done = f32[8]{{0}} async-done(%start), calls=%shared
+}}
+"""
+    (op,) = read_collectives(text)
+    assert (op.trips, op.in_loop) == (2, False)
 
 
 def test_old_style_branches_are_followed_too() -> None:
