@@ -15,12 +15,12 @@ from examples.llm_serving.config import read_config
 from examples.llm_serving.model import load
 from examples.llm_serving.weights import load_params
 from tests.serving.checkpoints import CONFIGS, save_checkpoint, torch_greedy, torch_logits
+from tests.serving.recorded import LEAST_LEAD, PROMPT, ask_transformers, read_record
+from tests.serving.test_recorded import check_logits
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
-PROMPT = [5, 17, 3, 80, 42, 8, 61]
-FIRST = 4  # tokens of the prompt that prefill sees; the others are decoded
 PIPELINE = autopar.PipeshardParallel(1, stages=autopar.UniformStages(2), schedule="inference")
 # On which devices each model is: a mesh of one axis, of two, and a pipeline of two stages.
 METHODS: dict[str, Any] = {
@@ -48,13 +48,6 @@ def checkpoints(tmp_path_factory: Any) -> Any:
     return get
 
 
-def _params(folder: Path) -> tuple[Any, Any]:
-    config = read_config(folder)
-    types = decoder.param_types(config, np.float32)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return config, load_params(folder, config, np.float32, jax.tree.map(lambda _: place, types))
-
-
 def _cases(*by_default: str) -> list[Any]:
     return [
         name if name in by_default else pytest.param(name, marks=pytest.mark.slow)
@@ -65,22 +58,17 @@ def _cases(*by_default: str) -> list[Any]:
 @pytest.mark.parametrize("name", _cases("gpt2", "opt_350m", "llama3"))
 def test_logits_of_prefill_and_of_every_decode_step(name: str, checkpoints: Any) -> None:
     folder, model = checkpoints(name)
-    config, params = _params(folder)
-    want = torch_logits(model, PROMPT)
-    cache = decoder.make_cache(config, 3, 16, np.float32)
-    # Two slots, one of them a token ahead of the other; what pads a prompt is not seen.
-    prefill = jax.jit(lambda *args: decoder.prefill(config, *args))
-    decode = jax.jit(lambda *args: decoder.decode(config, *args, attended=8))
-    padded = np.array([*PROMPT[:FIRST], 77, 78, 79, 77], np.int32)
-    cache, logits = prefill(params, cache, padded, FIRST, 2)
-    np.testing.assert_allclose(logits, want[FIRST - 1], rtol=2e-4, atol=2e-4)
-    cache, logits = prefill(params, cache, padded, FIRST - 1, 0)
-    np.testing.assert_allclose(logits, want[FIRST - 2], rtol=2e-4, atol=2e-4)
-    for position in range(FIRST, len(PROMPT)):
-        tokens = np.array([PROMPT[position - 1], 9, PROMPT[position]], np.int32)
-        cache, logits = decode(params, cache, tokens, np.array([position - 1, 0, position]))
-        np.testing.assert_allclose(logits[0], want[position - 1], rtol=2e-4, atol=2e-4)
-        np.testing.assert_allclose(logits[2], want[position], rtol=2e-4, atol=2e-4)
+    check_logits(folder, torch_logits(model, PROMPT))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_recorded_is_what_transformers_says(name: str, tmp_path: Path) -> None:
+    record = read_record(name)
+    own = ask_transformers(name, tmp_path, int(record["seed"]))
+    assert own["lead"] > LEAST_LEAD
+    np.testing.assert_allclose(record["weights"], own["weights"], rtol=1e-6)
+    np.testing.assert_allclose(record["logits"], own["logits"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(record["greedy"], own["greedy"])
 
 
 @pytest.mark.parametrize("name", _cases("gpt2", "opt", "llama3"))
