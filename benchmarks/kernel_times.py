@@ -17,7 +17,6 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,13 @@ from autopar.cost.details import whole_on_one_device
 from autopar.cost.report import node_compute_s
 from autopar.ir.graph import Node
 from autopar.ir.mesh import mesh_of_cluster
+from autopar.runtime.hlo_text import HloModule, Instruction
 from autopar.tracer.build import build_graph
 from autopar.tracer.flatten import trace_step
 from benchmarks.one_gpu_cases import allow_fused_attention
 from examples.models import build
 
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f64": 8}
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_LINE = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
-_NAMES = re.compile(r"%([\w.\-]+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_WORK_SPACE = ("s8", "u8")  # of libraries, as a last result
 
 
 @dataclass
@@ -55,46 +51,28 @@ Table = dict[tuple[str, str], Sums]  # by kind of work, and module with region
 
 def measured(row: dict[str, Any], text: str) -> Table:
     """The kernels of a row, with the bytes of their operands and results."""
-    size: dict[str, int] = {}
-    lines: dict[str, str] = {}
-    for line in text.splitlines():
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        name, rest = match.groups()
-        lines[name] = rest
-        shape = rest.split(")", 1)[0] if rest.startswith("(") else rest.split(" ", 1)[0]
-        size[name] = _array_bytes(shape)
+    instructions = {one.name: one for one in HloModule(text).instructions}
     found: Table = defaultdict(Sums)
     for name, (count, micros, kernels) in row["kernels"].items():
-        rest = lines.get(name, "")
-        call = rest[rest.index(" ") :] if " " in rest else ""
-        inside = re.search(r"[\w\-]+\(([^)]*)\)", call)
-        operands = _NAMES.findall(inside[1]) if inside else []
-        moved = size.get(name, 0) + sum(size.get(o, 0) for o in operands)
-        op_name = _OP_NAME.search(rest)
-        key = (_kind_of_kernel(name, rest, kernels), _place(op_name[1] if op_name else ""))
-        found[key].add(1e-6 * micros, moved, count)
+        own = instructions.get(name)
+        operands = [instructions[o] for o in own.operands if o in instructions] if own else []
+        moved = sum(_array_bytes(one) for one in (own, *operands) if one is not None)
+        kind = _kind_of_kernel(name, own.attributes if own else "", kernels)
+        found[kind, _place(own.op_name if own else "")].add(1e-6 * micros, moved, count)
     return found
 
 
-def _array_bytes(shape: str) -> int:
-    arrays = _ARRAY.findall(shape)
-    # Work space of libraries is a last result of bytes.
-    return sum(
-        _BYTES.get(dtype, 4) * prod(int(n) for n in dims.split(",") if n)
-        for dtype, dims in arrays
-        if dtype not in ("s8", "u8")
-    )
+def _array_bytes(one: Instruction) -> int:
+    return sum(array.num_bytes for array in one.results if array.dtype not in _WORK_SPACE)
 
 
-def _kind_of_kernel(name: str, rest: str, kernels: list[str]) -> str:
+def _kind_of_kernel(name: str, attributes: str, kernels: list[str]) -> str:
     text = " ".join(kernels)
     if "dot_product_attention" in name or "sdpa" in text:
         return "attention"
-    if 'custom_call_target="__cudnn$conv' in rest:
+    if 'custom_call_target="__cudnn$conv' in attributes:
         return "convolution"
-    if "custom_call_target" in rest or "nvjet" in text or "gemm" in text:
+    if "custom_call_target" in attributes or "nvjet" in text or "gemm" in text:
         return "product"
     if "scatter" in name:
         return "scatter"

@@ -255,10 +255,9 @@ def test_a_plain_function_and_other_orders_of_results(tmp_path: Path):
         checkpoint_dir=tmp_path / "b",
     )
     assert nothing is None
+    # Programs with other results are compiled otherwise.
     for ours, theirs in zip(jax.tree.leaves(only), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(
-            ours, theirs, rtol=1e-5, atol=1e-6
-        )  # other results: two programs
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_function_is_asked_again_after_every_loss(tmp_path: Path):

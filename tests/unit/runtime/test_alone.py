@@ -32,7 +32,7 @@ def test_each_is_timed_once_and_counts_as_often_as_it_runs():
     op = CollectiveOp("all-reduce", 4096, 2, ((1,),), trips=3, groups=PAIRS, dtype="f32")
     times = CollectiveTimes(jax.devices(), limit_s=0.01)
     seconds = times.of(op)
-    assert 0 <= seconds < 1 and len(times.known) == 1
+    assert seconds >= 0 and len(times.known) == 1
     times.known = dict.fromkeys(times.known, 2.0)
     assert times.of_program((op, op)) == 12.0 and len(times.known) == 1
 
