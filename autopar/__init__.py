@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autopar import _requirements
 from autopar.ir import views as _views
 
 if TYPE_CHECKING:
@@ -224,21 +223,19 @@ _views.provide_from("autopar.views")
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module of autopar, imported when it is first asked for."""
-    if name in _HOMES:
-        try:
-            value = getattr(importlib.import_module(_HOMES[name]), name)
-        except ImportError as error:
-            _requirements.raise_if_missing(error)
-            raise
-        globals()[name] = value
-        return value
-    if not name.startswith("_"):
-        module = f"{__name__}.{name}"
-        try:
+    module = _HOMES.get(name, f"{__name__}.{name}")
+    try:
+        if name in _HOMES:
+            globals()[name] = getattr(importlib.import_module(module), name)
+            return globals()[name]
+        if not name.startswith("_"):
             return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
+    except ImportError as error:
+        if error.name != module:
+            from autopar._requirements import raise_if_missing
+
+            raise_if_missing(error)
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 

@@ -87,8 +87,8 @@ def ray() -> dict[str, Any]:
 def cupy() -> dict[str, Any]:
     from autopar.runtime.transports.cuda import import_cupy, import_nccl
 
-    version = import_cupy("nccl").__version__
-    return {"version": version, "nccl": import_nccl().get_version()}
+    version, nccl = import_cupy("nccl").__version__, import_nccl().get_version()
+    return {"version": version, "nccl": f"{nccl // 10000}.{nccl % 10000 // 100}.{nccl % 100}"}
 
 
 def compiler() -> dict[str, Any]:

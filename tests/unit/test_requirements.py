@@ -240,7 +240,7 @@ def run(
     (folder / "sitecustomize.py").write_text(setup)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
+        "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))),
         "PYTHONWARNINGS": "",
     }
     command = [sys.executable, *(("-c", code) if code else ("-m", "autopar", *arguments))]
@@ -315,12 +315,14 @@ def test_the_warning_can_be_switched_off(tmp_path: Path) -> None:
     assert done.stdout.startswith("JAX 0.13.0 is newer")
 
 
-@pytest.mark.parametrize("package", sorted(REQUIRED))
-def test_a_package_that_is_missing_is_named(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "name"), [*((package, "parallelize") for package in REQUIRED), ("pulp", "compiler")]
+)
+def test_a_package_that_is_missing_is_named(tmp_path: Path, package: str, name: str) -> None:
     blocked = f"import sys\nsys.modules[{package!r}] = None\n"
     code = (
         "import autopar\n"
-        "try: autopar.parallelize\n"
+        f"try: autopar.{name}\n"
         "except autopar.DependencyError as error: print(error)\n"
     )
     said = run(tmp_path, setup=blocked, code=code).stdout

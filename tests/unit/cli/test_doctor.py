@@ -59,14 +59,17 @@ def no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "distributions", distributions)
 
 
+def python_path(folder: Path) -> str:
+    return os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")))
+
+
 def run_doctor(folder: Path, *arguments: str, setup: str = "") -> subprocess.CompletedProcess[str]:
     """In a Python, and with probes, that import a module `sitecustomize` of ours first."""
     (folder / "sitecustomize.py").write_text(setup)
-    path = os.pathsep.join((str(folder), str(ROOT)))
     return subprocess.run(
         [sys.executable, "-m", "autopar", "doctor", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": ""},
+        env={**os.environ, "PYTHONPATH": python_path(folder), "PYTHONWARNINGS": ""},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -124,7 +127,7 @@ def test_without_jax(tmp_path: Path) -> None:
 @pytest.fixture
 def setup_of_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What all probes run before anything else."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     return (tmp_path / "sitecustomize.py").write_text
 
 
@@ -169,7 +172,7 @@ WELL: dict[str, Outcome] = {
     "pulp": Outcome({"solvers": ["HiGHS"]}),
     "ray": Outcome({"nodes": [], "refused": ""}),
     "compiler": Outcome({}),
-    "cupy": Outcome({"version": "14.0", "nccl": 22800}),
+    "cupy": Outcome({"version": "14.0", "nccl": "2.28.0"}),
     "step": Outcome({"devices": 8}),
 }
 GPU = {"platform": "gpu", "kind": "NVIDIA H200", "memory_bytes": 100 * 2**30}
