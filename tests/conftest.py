@@ -1,9 +1,21 @@
-"""Gives every test eight CPU devices, unless AUTOPAR_TEST_GPU asks for the real accelerator.
+"""Gives every test eight CPU devices, unless AUTOPAR_TEST_GPU asks for the real accelerator, and
+sorts tests into tiers.
 
-JAX reads these variables once, so they are set here, before any test module imports it.
+Default tests are those without a mark. `ci` marks what only `.ci/run` adds, `slow` what has a line
+of its own. A family of like tests names the ones that stand for it:
+
+    @pytest.mark.representatives("gpt-tiny")    # on a parametrized test: ids of its cases
+    pytestmark = pytest.mark.representatives("test_tied_weights", "test_dropout[2]")
+
+and the others of that test or module are marked `ci`.
+
+JAX reads its variables once, so they are set here, before any test module imports it.
 """
 
+import gc
 import os
+
+import pytest
 
 if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -11,3 +23,63 @@ if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="fail if a test is skipped: on a machine that has all a test may need",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config, items):
+    unseen = {}  # (where the mark stands, mark) -> names that no test had
+    for item in items:
+        _, mark = next(item.iter_markers_with_node("representatives"), (None, None))
+        if mark is None:
+            continue
+        names = {item.name, item.originalname}
+        if hasattr(item, "callspec"):
+            names.add(item.callspec.id)
+        where = f"{item.nodeid.partition('::')[0]}: representatives{mark.args}"
+        unseen[where] = unseen.get(where, set(mark.args)) - names
+        if names.isdisjoint(mark.args):
+            item.add_marker("ci")
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    stale = [f"{where}: no test {sorted(names)}" for where, names in unseen.items() if names]
+    if stale and is_whole:
+        raise pytest.UsageError("\n".join(stale))
+
+
+def pytest_collection_finish():
+    """Thousands of tests and their imports live to the end: the collector need not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each process gets a run of neighbours, so that what a file's tests share is made once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --no-skips, lists what was skipped and fails the run."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if config.getoption("no_skips") and skipped:
+        terminalreporter.section("skipped, and --no-skips forbids it", red=True)
+        for report in skipped:
+            terminalreporter.line(f"{report.nodeid}: {report.longrepr}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.getoption("no_skips"):
+        return  # a process of xdist's reports to another
+    if reporter.stats.get("skipped") and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -40,6 +40,7 @@ def run(method: Any) -> Any:
     return executable, max(differences)
 
 
+@pytest.mark.representatives("ShardParallel")
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_reduced_once(name: str) -> None:
     executable, difference = run(METHODS[name])

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import pytest
+
 import autopar
 from autopar.ir.plan import ParallelPlan
 from examples.models import mlp
@@ -38,6 +40,7 @@ def test_slow_links_between_hosts_make_pipelines_of_hosts() -> None:
     assert 0.8 < exact / by_tables < 1.2
 
 
+@pytest.mark.ci
 def test_one_fast_host_needs_no_pipeline() -> None:
     plan = planned(1, 8)
     assert not plan.is_pipeline
@@ -45,6 +48,7 @@ def test_one_fast_host_needs_no_pipeline() -> None:
     assert plan.search is not None
 
 
+@pytest.mark.ci
 def test_fast_links_between_hosts_need_no_pipeline() -> None:
     plan = planned(2, 4, host_bandwidth=2e12)
     assert not plan.is_pipeline

@@ -39,6 +39,7 @@ def test_small_batch_is_tensor_parallel():
     assert {op.shapes for op in ops} == {((8, 8, 128),)}
 
 
+@pytest.mark.ci
 def test_remat_costs_no_more_than_its_all_reduces():
     """Each layer recomputed: 6 · layers − 1 all-reduces by Megatron's pattern. The solver may
     scatter between them and pay less, never more."""
@@ -52,6 +53,7 @@ def test_remat_costs_no_more_than_its_all_reduces():
         assert found and set(found.values()) == {spec}, (name, found)
 
 
+@pytest.mark.ci
 def test_data_and_tensor_together_on_two_axes():
     """α = (2, 2), β = (1, 0.1): data on the dear axis, the cheap one splits kernels."""
     example = layers(32, hidden_size=64, seq_len=32)

@@ -42,6 +42,9 @@ CASES |= {
 }  # fmt: skip
 
 
+@pytest.mark.representatives(
+    "(1,2) replicated to (1,2) dim 0", "(1,2) replicated to (1,2) replicated"
+)
 @pytest.mark.parametrize(
     ("shape", "source_mesh", "source", "target_mesh", "target"), CASES.values(), ids=CASES.keys()
 )

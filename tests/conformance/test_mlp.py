@@ -21,6 +21,7 @@ def axis(shape):
     return "x" if shape[0] == 4 else "y"
 
 
+@pytest.mark.representatives("shape2")
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4), (4,)])
 def test_large_batch_is_data_parallel(shape):
     example = mlp.example(mlp.MLPConfig(32), 256)

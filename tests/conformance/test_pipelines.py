@@ -34,6 +34,7 @@ def batches_of(example: Example) -> list[Any]:
     return [example.make_batch(key=jax.random.key(i)) for i in range(2)]
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_stages", NUM_STAGES)
 def test_mlp(num_stages: int) -> None:
     example = mlp()

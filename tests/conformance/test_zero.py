@@ -73,6 +73,9 @@ METHODS = [
 ]
 
 
+@pytest.mark.representatives(
+    "Zero2Parallel(num_micro_batches=1)", "Zero3Parallel(num_micro_batches=1)"
+)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_results_are_those_of_one_device(method):
     state, batch = EXAMPLE.create_state(), EXAMPLE.make_batch()

@@ -32,6 +32,15 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
             jax.config.update(name, value)
 
 
+@pytest.mark.representatives(
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/index.md",
+    "docs/concepts/plans.md",
+    "docs/concepts/stages.md",
+    "docs/howto/methods.md",
+    "docs/report.md",
+)
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     run_blocks(blocks_of(page), tmp_path, slow=False)

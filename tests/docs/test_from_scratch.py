@@ -38,6 +38,7 @@ def _objective(step, state, batch, axis) -> float:
     return autopar.solve_sharding(step, state, batch, mesh=mesh).objective
 
 
+@pytest.mark.representatives("sizes2-8", "sizes2-4")
 @pytest.mark.parametrize("num_devices", [4, 8])
 @pytest.mark.parametrize("sizes", [(4096, 64), (8, 512), (512, 128)])
 def test_dense_layers_cost_what_autopar_says(scratch, sizes, num_devices) -> None:
@@ -47,6 +48,7 @@ def test_dense_layers_cost_what_autopar_says(scratch, sizes, num_devices) -> Non
     assert cost == pytest.approx(_objective(*model, axis), rel=1e-6)
 
 
+@pytest.mark.representatives("sizes1")
 @pytest.mark.parametrize("sizes", [(8, 32, 64), (64, 32, 64)])
 def test_a_transformer_block_costs_what_autopar_says(scratch, sizes) -> None:
     axis = scratch.Axis(8, alpha=20.0)

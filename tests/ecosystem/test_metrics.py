@@ -67,6 +67,7 @@ def check_metrics(step: Any, metrics: Any, method: Any, compute: Any) -> Any:
     assert batches == {"batch['x']", "batch['label']"}
 
 
+@pytest.mark.ci
 def test_a_dataclass() -> None:
     def step(params: Any, metrics: Any, batch: Any) -> tuple[Any, Any]:
         params, _, losses = trained(params, batch)

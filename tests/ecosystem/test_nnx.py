@@ -191,6 +191,7 @@ def test_evaluation_returns_only_what_it_changed() -> None:
     check_close(metrics.compute()["loss"], loss)
 
 
+@pytest.mark.ci
 def test_objects_are_made_in_shards_and_kept_in_checkpoints(tmp_path: Path) -> None:
     step = autopar.parallelize(train_step, method=SHARDED)
 

@@ -112,6 +112,7 @@ def sharded_matrices(tree: Any) -> list[bool]:
     return [not x.sharding.is_fully_replicated for x in matrices]
 
 
+@pytest.mark.representatives("multi_transform")
 @pytest.mark.parametrize(
     "name",
     [n if n in IN_DEFAULT_RUN else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS],
@@ -159,6 +160,7 @@ def test_an_average_of_parameters_beside_them(method: Any) -> None:
     assert one.sharding.device_set == other.sharding.device_set
 
 
+@pytest.mark.ci
 def test_steps_that_are_not_finite_are_skipped() -> None:
     optimizer = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=2)
     params = make_params()

@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representatives("mlp-tiny-mesh_shape0-64")
 @pytest.mark.parametrize(("name", "mesh_shape", "batch_size"), CASES)
 def test_model_equals_one_whole_batch_step(
     name: str, mesh_shape: tuple[int, ...], batch_size: int
@@ -192,6 +193,7 @@ def test_plain_function_with_everything_that_users_do() -> None:
         assert parallel.last_executable.plan.warnings == ()
 
 
+@pytest.mark.ci
 def test_nnx() -> None:
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

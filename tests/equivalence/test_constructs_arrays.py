@@ -195,6 +195,21 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.representatives(
+    "causal attention",
+    "cholesky",
+    "conv 2d",
+    "cumsum",
+    "dynamic slice",
+    "index update",
+    "max pool",
+    "rfft",
+    "segment sum",
+    "sort",
+    "svd",
+    "take",
+    "top_k",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_operator_equals_jit_and_is_split(name: str) -> None:
     fn, args, split = CASES[name]

@@ -75,6 +75,7 @@ def pallas_step(x: Any, w: Any, v: Any) -> Any:
     return lax.scan(body, x, None, length=2)[0]
 
 
+@pytest.mark.ci
 def test_pallas_kernel_without_a_rule_is_replicated_and_named() -> None:
     step = run(pallas_step, X, W, V)
     (warning,) = step.last_executable.plan.warnings

@@ -103,6 +103,9 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.representatives(
+    "cond", "custom derivatives", "jit in jit", "checkpoint", "named", "dots_saveable"
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_train_step_equals_jit_and_its_products_are_split(name: str) -> None:
     fn = trained(STEPS[name])
@@ -158,6 +161,7 @@ def largest_array(hlo: str) -> int:
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
+@pytest.mark.representatives("threefry2x32-(0, 1)", "rbg-(1, 0)")
 @pytest.mark.parametrize("spec", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_numbers_are_drawn_in_parts(implementation: str, spec: tuple[int, int]) -> None:
@@ -172,6 +176,7 @@ def test_random_numbers_are_drawn_in_parts(implementation: str, spec: tuple[int,
     assert not step.last_executable.collectives()
 
 
+@pytest.mark.representatives("threefry2x32")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_numbers_of_a_batch_of_keys(implementation: str) -> None:
     def fn(key: Any, x: Any) -> Any:
@@ -180,6 +185,7 @@ def test_random_numbers_of_a_batch_of_keys(implementation: str) -> None:
     run(fn, jax.random.key(3, impl=implementation), X)
 
 
+@pytest.mark.representatives("threefry2x32")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_all_that_is_drawn_equals_jit(implementation: str) -> None:
     def fn(key: Any, x: Any) -> Any:

@@ -75,6 +75,7 @@ def test_scan_with_carries_and_stacks_of_different_shapes(reverse: bool) -> None
     check(lambda x, w, xs: rnn(x, w, xs, reverse), X, W, XS)
 
 
+@pytest.mark.ci
 def test_gradient_of_a_scan() -> None:
     def loss(w: Any, x: Any, xs: Any) -> Any:
         (hidden, total, _), (sums, _, _) = rnn(x, w, xs)
@@ -173,6 +174,7 @@ def test_checkpoint() -> None:
     check(jax.grad(loss), W, X)
 
 
+@pytest.mark.ci
 def test_checkpoint_in_a_scan() -> None:
     def loss(w: Any, x: Any) -> Any:
         body = jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), c.mean()))
@@ -272,6 +274,7 @@ def test_random_numbers_are_those_of_one_device() -> None:
     check(step, jax.random.PRNGKey(3), X)
 
 
+@pytest.mark.ci
 def test_old_and_new_keys_pass_through_loops() -> None:
     def step(key: Any, x: Any) -> Any:
         def body(key: Any, _: Any) -> Any:

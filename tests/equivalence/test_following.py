@@ -106,6 +106,7 @@ KINDS = {
 }
 
 
+@pytest.mark.representatives("linen", "nnx")
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_made_where_training_wants_it(kind: str, monkeypatch) -> None:
     init, step, loss, evaluated = KINDS[kind]
@@ -175,6 +176,7 @@ def test_no_parameter_is_ever_whole_on_a_device() -> None:
     assert_same(state, jax.jit(init)(jax.random.key(1)))
 
 
+@pytest.mark.ci
 def test_static_arguments_and_further_ones() -> None:
     """The state comes second here, behind the batch; the last argument is static."""
 

@@ -84,6 +84,9 @@ def is_split(tensor: Any) -> bool:
     return any(entry >= 0 for entry in tensor.layout)
 
 
+@pytest.mark.representatives(
+    "gpt-tiny-mesh_shape5", "moe-tiny-mesh_shape29", "mlp-tiny-mesh_shape0", "mlp-tiny-mesh_shape1"
+)
 @pytest.mark.parametrize(
     ("name", "mesh_shape"),
     [
@@ -104,6 +107,7 @@ def test_sharded_model_equals_jit(name: str, mesh_shape: tuple[int, ...]) -> Non
     assert any(is_split(t) for t in state)
 
 
+@pytest.mark.representatives("mlp-tiny")
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny"])
 def test_data_parallel_model_equals_jit(name: str) -> None:
     plan = check_model(name, autopar.DataParallel())
@@ -111,6 +115,7 @@ def test_data_parallel_model_equals_jit(name: str) -> None:
         assert is_split(tensor) == (tensor.role == "batch" and bool(tensor.shape)), tensor
 
 
+@pytest.mark.representatives("mlp-tiny")
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny-scan"])
 def test_model_on_the_mesh_that_the_solver_chooses_equals_jit(name: str) -> None:
     check_model(name, autopar.ShardParallel("auto"))

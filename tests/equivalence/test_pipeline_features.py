@@ -94,6 +94,7 @@ def sent_once(parallel: Any) -> list[tuple[int, int, tuple[int, ...]]]:
 # -- what crosses between stages
 
 
+@pytest.mark.ci
 def test_one_activation_and_one_cotangent_cross_each_boundary() -> None:
     parallel = check_optimizer(optax.sgd(0.1), params=FOUR_LAYERS[:3], method=THREE)
     rows = (ROWS // 2, WIDTH)
@@ -126,6 +127,7 @@ def test_weights_of_two_stages_get_one_summed_gradient() -> None:
     assert large == [(0, 1), (1, 0)]
 
 
+@pytest.mark.ci
 def test_weight_of_every_stage() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         x = batch["x"]
@@ -149,6 +151,7 @@ def test_values_that_skip_stages() -> None:
     assert (0, 2) in {s[:2] for s in sent_for_each(parallel)}
 
 
+@pytest.mark.ci
 def test_mask_that_every_stage_reads() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         x, mask = batch["x"], jnp.where(batch["y"] > 0, 1.0, 0.5)
@@ -168,12 +171,14 @@ def test_norm_of_all_gradients() -> None:
     assert all(s[2] == () for s in sent_once(parallel))
 
 
+@pytest.mark.ci
 def test_schedules_and_counters_on_every_stage() -> None:
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 5)
     parallel = check_optimizer(optax.adamw(schedule))
     assert all(s[2] == () for s in sent_once(parallel))
 
 
+@pytest.mark.ci
 def test_loss_scale_that_follows_overflows() -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
 
@@ -211,6 +216,7 @@ def test_loss_scale_that_follows_overflows() -> None:
     check(step, state, TWO, batches=batches)
 
 
+@pytest.mark.representatives("every second step")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -225,6 +231,7 @@ def test_optimizers_with_branches_and_norms(optimizer: Any) -> None:
     check_optimizer(optimizer)
 
 
+@pytest.mark.ci
 def test_average_of_parameters() -> None:
     optimizer = optax.sgd(0.1)
 
@@ -239,6 +246,7 @@ def test_average_of_parameters() -> None:
     check(step, {**state, "step": jnp.int32(0)}, TWO)
 
 
+@pytest.mark.ci
 def test_two_optimizers_and_frozen_parameters() -> None:
     def label(params: Any) -> Any:
         kinds = ["adam", "frozen", "sgd", "adam"]
@@ -248,6 +256,7 @@ def test_two_optimizers_and_frozen_parameters() -> None:
     check_optimizer(optax.multi_transform(transforms, label), params=FOUR_LAYERS)
 
 
+@pytest.mark.ci
 def test_weight_decay_in_the_loss() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
@@ -277,6 +286,7 @@ def test_dropout_draws_what_the_serial_step_draws() -> None:
     check(step, {"params": PARAMS, "key": jax.random.key(7)}, TWO)
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_batch_statistics(num_micro_batches: int) -> None:
     """With one micro-batch they are those of the batch. With two, each normalises by its own, so
@@ -305,6 +315,7 @@ def test_batch_statistics(num_micro_batches: int) -> None:
     check(step, state, method, batches=batches)
 
 
+@pytest.mark.ci
 def test_state_that_is_no_parameter() -> None:
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> tuple[Any, Any]:
@@ -353,6 +364,7 @@ def _without_name(step: Callable[..., Any], state: Any, batch: Any) -> Any:
     return state, loss
 
 
+@pytest.mark.ci
 def test_results_of_all_kinds() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> tuple[Any, Any]:
@@ -393,6 +405,7 @@ def _without_text(step: Callable[..., Any], state: Any, batch: Any) -> Any:
     return state, metrics
 
 
+@pytest.mark.ci
 def test_state_that_changes_places() -> None:
     """What one stage makes replaces state of another; old state and new state come back too."""
 
@@ -411,6 +424,7 @@ def test_state_that_changes_places() -> None:
     check(step, state, TWO)
 
 
+@pytest.mark.ci
 def test_metrics_of_every_layer() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> tuple[Any, Any]:
@@ -431,6 +445,7 @@ def test_metrics_of_every_layer() -> None:
     check(step, PARAMS, TWO, batches=batches)
 
 
+@pytest.mark.ci
 def test_two_losses_in_one_step() -> None:
     def step(state: Any, batch: Any) -> Any:
         def generator_loss(params: Any) -> Any:
@@ -444,6 +459,7 @@ def test_two_losses_in_one_step() -> None:
     check(step, {"judge": PARAMS, "generator": FOUR_LAYERS[2:]}, TWO)
 
 
+@pytest.mark.ci
 def test_callbacks_see_what_they_see_in_the_serial_step() -> None:
     seen: list[float] = []
 
@@ -461,6 +477,7 @@ def test_callbacks_see_what_they_see_in_the_serial_step() -> None:
     np.testing.assert_allclose(seen, [largest], rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_gradient_of_the_inputs() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any, x: Any) -> Any:
@@ -473,6 +490,7 @@ def test_gradient_of_the_inputs() -> None:
     check(step, PARAMS, TWO)
 
 
+@pytest.mark.ci
 def test_step_without_state() -> None:
     def step(params: Any, batch: Any) -> Any:
         return jax.value_and_grad(mean_square)(params, batch)
@@ -485,6 +503,7 @@ def test_step_without_state() -> None:
 # -- how layers are written
 
 
+@pytest.mark.representatives("True")
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers(remat: bool) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -496,6 +515,7 @@ def test_scan_over_layers(remat: bool) -> None:
     check_optimizer(optax.sgd(0.1, momentum=0.9), loss_fn, params)
 
 
+@pytest.mark.ci
 def test_checkpointed_layers() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         x = batch["x"]
@@ -515,6 +535,7 @@ def test_mixed_precision() -> None:
     check_optimizer(optax.sgd(0.1), loss_fn, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.ci
 def test_marked_layers() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         x = layer(batch["x"], params[0])
@@ -533,6 +554,7 @@ def test_marked_layers() -> None:
 # -- how steps are called
 
 
+@pytest.mark.ci
 def test_buffers_that_are_kept() -> None:
     optimizer = optax.sgd(0.1)
     state = {"params": PARAMS, "opt": optimizer.init(PARAMS)}
@@ -561,6 +583,7 @@ def test_keywords_and_static_arguments() -> None:
         assert_equal(got, serial(PARAMS, batch_of(0), power, rate=0.1))
 
 
+@pytest.mark.ci
 def test_batches_of_several_sizes() -> None:
     optimizer = optax.sgd(0.1)
     batches = [batch_of(0), batch_of(1, rows=8), batch_of(2)]
@@ -577,6 +600,7 @@ def test_step_inside_of_another_program() -> None:
     assert_equal(got, jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, batches))
 
 
+@pytest.mark.ci
 def test_plan_that_was_saved(tmp_path: Path) -> None:
     parallel = check_optimizer(optax.adam(1e-2))
     path = tmp_path / "plan.json"
@@ -588,6 +612,7 @@ def test_plan_that_was_saved(tmp_path: Path) -> None:
 # -- memory and communication within stages
 
 
+@pytest.mark.ci
 def test_state_is_split_within_stages_if_it_must_be() -> None:
     width = 64
     params = weights(jax.random.key(0), 2, width)
@@ -601,6 +626,7 @@ def test_state_is_split_within_stages_if_it_must_be() -> None:
     assert len(moments) == 2 and all(any(e >= 0 for e in t.layout) for t in moments)
 
 
+@pytest.mark.ci
 def test_recomputed_stages_keep_less() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         x = batch["x"]
@@ -654,6 +680,7 @@ def test_inference() -> None:
     assert sent_for_each(parallel) == [(0, 1, rows)]
 
 
+@pytest.mark.ci
 def test_results_lie_where_they_were_made() -> None:
     optimizer = optax.sgd(0.1)
     parallel = autopar.parallelize(trained_by(optimizer), method=TWO)

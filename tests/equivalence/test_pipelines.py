@@ -79,6 +79,13 @@ def executable_of(name: str, stages: str, schedule: str) -> tuple[PlannedStep, A
     return found, executable
 
 
+@pytest.mark.representatives(
+    "mlp-tiny-2-gpipe",
+    "mlp-tiny-2-1f1b",
+    "mlp-tiny-2-1f1b_eager",
+    "mlp-tiny-2-interleaved_1f1b",
+    "mlp-tiny-2-zero_bubble",
+)
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
@@ -109,6 +116,7 @@ def test_pipeline_equals_jit(name: str, stages: str, schedule: str) -> None:
     assert len(found.plan.stages) == len(executable.pipeline.stage_mesh)
 
 
+@pytest.mark.representatives("mlp-tiny-2", "gpt-tiny-4")
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize(
     "name",

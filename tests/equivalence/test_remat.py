@@ -63,6 +63,7 @@ def check(
     return ours
 
 
+@pytest.mark.representatives("mlp-tiny-4")
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
@@ -81,6 +82,7 @@ def test_model(name: str, layers: int) -> None:
     assert len(plan.remat) == layers
 
 
+@pytest.mark.ci
 def test_plain_jax() -> None:
     plan = check(train_step, PARAMS, X).last_executable.plan
     assert plan.remat == ("layer 0", "layer 1", "layer 2")
@@ -136,6 +138,7 @@ def test_gpt_with_dropout() -> None:
     del want
 
 
+@pytest.mark.ci
 def test_scan_with_dropout() -> None:
     stacked = jax.tree.map(lambda *p: np.stack(p), *PARAMS)
 
@@ -158,6 +161,7 @@ def test_scan_with_dropout() -> None:
     check(step, (stacked, jax.random.key(0)), X)
 
 
+@pytest.mark.representatives("True")
 @pytest.mark.parametrize("scan", [False, True])
 def test_micro_batches(scan: bool) -> None:
     method = autopar.ShardParallel(
@@ -185,6 +189,7 @@ def test_one_device_runs_the_recomputing_program() -> None:
     assert lowered.count("optimization_barrier") == 3
 
 
+@pytest.mark.representatives("1-mesh1", "1-mesh0")
 @pytest.mark.parametrize("mesh", [(2, 4), (1,)])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_saved_plan_recomputes_the_same_layers(

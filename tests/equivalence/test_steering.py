@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.representatives("moved state", "pinned output")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options: dict[str, Any]) -> None:
     method = ShardParallel((2, 4), options=ShardingOptions(**options))

@@ -54,6 +54,7 @@ def assert_learned(text: str, share: float) -> None:
     assert last < share * first, text
 
 
+@pytest.mark.representatives("gpt-options0-0.9")
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
@@ -83,6 +84,7 @@ def test_a_port_is_two_lines() -> None:
     assert changed == ["+import autopar", "-@jax.jit", "+@autopar.parallelize"]
 
 
+@pytest.mark.ci
 def test_a_ported_loop_gives_the_same_numbers() -> None:
     before, after = (
         run(f"port/{name}.py", JAX_NUM_CPU_DEVICES="8") for name in ("before", "after")
@@ -100,6 +102,7 @@ def test_a_ported_loop_gives_the_same_numbers() -> None:
     assert where_after == "the largest kernel lies on 8 device(s)"
 
 
+@pytest.mark.ci
 def test_pins_are_kept() -> None:
     text = run("manual_pins.py", "--devices", "4", "--steps", "40")
     pinned = re.search(r"^pinned: up (.+), down (.+); predicted step \d+ µs$", text, re.MULTILINE)
@@ -120,6 +123,7 @@ def test_accumulated_gradients_are_those_of_the_batch() -> None:
     assert_learned(text, 1.0)
 
 
+@pytest.mark.ci
 def test_a_cluster_is_planned_for(tmp_path: Path) -> None:
     text = run("plan_a_cluster.py", "--size", "tiny", "--hosts", "1", "2", folder=tmp_path)
     assert re.findall(r"^(\d) × 8 h100-sxm: mesh", text, re.MULTILINE) == ["1", "2"]

@@ -55,6 +55,7 @@ def every_choice(problem):
         yield dict(zip(nodes, indices, strict=True))
 
 
+@pytest.mark.representatives("chain", "product")
 @pytest.mark.parametrize("name", STEPS)
 def test_no_choice_that_fits_is_cheaper(name: str) -> None:
     problem = problem_of(name, LogicalMesh((2,), alpha=(0.5,), beta=(0.01,)))
@@ -116,6 +117,7 @@ def limited_problems(draw):
     return problem, limits, draw(st.integers(0, 40).map(float))
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(limited_problems())
 def test_limits_are_kept_exactly(case) -> None:

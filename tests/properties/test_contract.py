@@ -24,6 +24,7 @@ from tests.unit.sharding.test_blocks import graph_of
 REL = 1e-9
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=80)
 @given(problems())
 def test_contracted_is_the_optimum(problem: PairwiseProblem) -> None:

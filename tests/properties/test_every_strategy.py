@@ -181,6 +181,19 @@ def _last(chosen: Any, graph: Any, value: int) -> Layout:
     return chosen[node].results[position]
 
 
+@pytest.mark.representatives(
+    "dot-2x4",
+    "sum-2x4",
+    "grouped conv-2x4",
+    "max pool-2x4",
+    "random bits-2x4",
+    "transpose-2x4",
+    "sort-2x4",
+    "concatenate-2x4",
+    "scatter set-2x4",
+    "dynamic slice-2x4",
+    "merge-2x4",
+)
 @pytest.mark.parametrize(
     "mesh_shape", [(2, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids=["2x4", "4x2"]
 )

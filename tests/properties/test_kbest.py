@@ -88,6 +88,7 @@ def test_a_few_with_a_label_given(drawn, num: int, data) -> None:
         assert len(within) == sum(c <= cutoff + 1e-9 for c in wanted)
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=30)
 @given(problems(), st.integers(1, 30))
 def test_what_covers_is_the_best_of_its_kind(drawn, num: int) -> None:
@@ -112,6 +113,7 @@ def test_the_deadline_ends_the_search() -> None:
     assert len(k_best(problem, labels, 100, deadline=time.monotonic() - 1)) == 1
 
 
+@pytest.mark.ci
 def test_shardings_of_a_graph_differ_in_their_products() -> None:
     graph = stack_graph(3, 8, 16, 32)
     mesh = LogicalMesh((2, 2))

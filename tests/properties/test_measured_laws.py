@@ -63,6 +63,7 @@ def test_odd_sizes_are_a_class_of_their_own(samples, half, more) -> None:
     assert costs.product_s("bfloat16", 1, 512, 8 * (odd // 8 + 1), 512) == even
 
 
+@pytest.mark.ci
 @few
 @given(products, st.tuples(st.integers(1, 64), sizes, sizes, sizes), st.integers(1, 10**6))
 def test_nothing_beats_the_best_rate_or_the_shortest_time(samples, shape, factor) -> None:

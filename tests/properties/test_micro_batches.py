@@ -78,6 +78,7 @@ ARGUMENTS = (
 )
 
 
+@pytest.mark.ci
 @FEW
 @given(*ARGUMENTS)
 def test_micro_batches_equal_the_whole_batch(

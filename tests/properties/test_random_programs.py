@@ -112,6 +112,7 @@ def test_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.Logica
     check_planned(program, mesh)
 
 
+@pytest.mark.ci
 @FEW
 @given(programs(3, 8), st.sampled_from(MESHES), st.integers(0, 2**16))
 def test_any_strategies_equal_jit(

@@ -66,6 +66,7 @@ def check(program: RandomProgram, num_layers: int | None, chosen: Collection[int
 ANY_LAYERS = st.sets(st.integers(0, 3))
 
 
+@pytest.mark.ci
 @FEW
 @given(programs(3, 8), st.sampled_from([None, 1, 2, 4]), ANY_LAYERS)
 def test_recomputed_layers_of_random_programs(

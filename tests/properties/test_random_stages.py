@@ -46,6 +46,7 @@ def check(program: RandomProgram, num_micro_batches: int, cuts: list[float], sch
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.ci
 @FEW
 @given(programs(2, 5), *ARGUMENTS)
 def test_stages_equal_the_whole_step(

@@ -195,6 +195,7 @@ def test_cost_is_that_of_the_cheapest_sequence(tensor) -> None:
             assert cost == pytest.approx(expected.get(target, inf), rel=1e-8, abs=0)
 
 
+@pytest.mark.ci
 @few
 @given(tensors())
 def test_every_step_of_a_path_is_one_collective(tensor) -> None:

@@ -249,6 +249,7 @@ def test_folded_objective_is_that_of_all_layers(mesh) -> None:
     assert folded.objective == pytest.approx(objective_of(folded), rel=1e-7)
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=10)
 @given(
     st.sampled_from([4, 8, 64]), st.sampled_from([3, 8, 32]), st.sampled_from([3, 8, 64]), meshes()

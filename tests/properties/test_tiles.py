@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def test_a_transfer_costs_at_least_its_busiest_device(plan, alpha, beta) -> None
     assert (gathers > 0) == bool(plan.gathers)
 
 
+@pytest.mark.ci
 @few
 @given(
     st.sampled_from([(1, 2), (2, 2), (1, 4), (2, 4), (4, 2)]),

@@ -15,6 +15,7 @@ from tests.remote.cases import pipeline, running_on
 from tests.remote.process_cluster import ProcessCluster
 
 
+@pytest.mark.ci
 def test_two_processes_on_one_clock(tmp_path: Path) -> None:
     example = build("mlp-tiny")
     path = tmp_path / "trace.json"

@@ -101,6 +101,7 @@ def test_requests_join_and_leave_and_get_what_they_would_get_alone(
     assert stats["steps"] < sum(NUMBERS)  # tokens of several requests came from one step
 
 
+@pytest.mark.ci
 def test_draws_depend_on_the_seed_alone(engine: BatchingEngine) -> None:
     def params(seed: int) -> SamplingParams:
         return SamplingParams(13, do_sample=True, temperature=1.5, top_k=40, top_p=0.95, seed=seed)
@@ -129,6 +130,7 @@ def test_the_cache_ends_a_request(engine: BatchingEngine, alone: Any) -> None:
     assert tokens[-1].finish_reason == "length"
 
 
+@pytest.mark.ci
 def test_cancelled_requests_leave_their_slots_and_the_queue(engine: BatchingEngine) -> None:
     long = [engine.submit((1,), SamplingParams(LENGTH)) for _ in range(3)]
     waiting = engine.submit((2,), SamplingParams(LENGTH))

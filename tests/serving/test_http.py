@@ -141,6 +141,7 @@ def test_usage_comes_with_the_stream_when_asked(url):
     assert stream[-2]["usage"]["completion_tokens"] == 3 and stream[-2]["choices"] == []
 
 
+@pytest.mark.ci
 def test_the_cache_ends_an_answer(engine, url):
     prompt = [1] * (engine.max_length - 4)
     body = answer(url, prompt=prompt, max_tokens=50, temperature=0)
@@ -187,6 +188,7 @@ def test_refusals_name_the_field(url, fields, status, param, words):
         assert word in error["message"]
 
 
+@pytest.mark.ci
 def test_without_a_tokenizer_token_ids_are_served(engine):
     with served(engine, with_text=False) as (url, _):
         status, body = complete(url, prompt="text")
@@ -204,6 +206,7 @@ def test_without_a_tokenizer_token_ids_are_served(engine):
     assert choice["token_ids"] == streamed == expected and choice["text"] == ""
 
 
+@pytest.mark.ci
 def test_other_endpoints(engine, url):
     models = json.loads(call(url, "GET", "/v1/models")[2])
     assert [model["id"] for model in models["data"]] == [engine.model_name]

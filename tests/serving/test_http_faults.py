@@ -133,6 +133,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.ci
 @settings(
     max_examples=60,
     deadline=None,
@@ -213,6 +214,7 @@ def test_answers_of_one_request_are_queued_together_or_not_at_all(engine, url):
         wait_until(lambda: busy(engine) == (1, 0), "none of the nine is left")
 
 
+@pytest.mark.representatives("False")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_does_not_read_is_cut_off(server, url, stream):
     state = server[1]
@@ -243,6 +245,7 @@ def test_too_many_connections_are_refused(url):
     wait_until(lambda: call(url, "GET", "/health")[0] == 200, "room again")
 
 
+@pytest.mark.ci
 def test_nothing_leaks(engine, server, url):
     def held() -> tuple[int, int]:
         gc.collect()

@@ -46,6 +46,7 @@ def process(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen, str]
             server.wait(20)
 
 
+@pytest.mark.ci
 def test_a_signal_ends_it_after_what_runs(folder):
     options = ("--slots", "2", "--max-length", "256", "--drain", "60", "--mesh", "1")
     fields = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}

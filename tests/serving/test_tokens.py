@@ -21,6 +21,7 @@ def pieces(token_ids, stop=()) -> list[str]:
     return [*(stream.push(token_id) for token_id in token_ids), stream.flush()]
 
 
+@pytest.mark.ci
 @settings(deadline=None)
 @given(st.text(max_size=30))
 def test_pieces_make_up_the_text(text):

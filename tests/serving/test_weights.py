@@ -98,6 +98,7 @@ def test_every_device_reads_its_part(folder: Path) -> None:
     np.testing.assert_array_equal(params["embedding"], arrays["transformer.wte.weight"])
 
 
+@pytest.mark.ci
 def test_answers_of_a_model_in_parts_are_those_of_the_whole(folder: Path) -> None:
     write_file(folder / "model.safetensors", stored_arrays())
     config, params = read_config(folder), on_one_device(folder)

@@ -269,6 +269,7 @@ def test_plan_runs_nothing_and_takes_shapes() -> None:
     assert [t.role for t in plan.inputs] == ["state", "state", "batch"]
 
 
+@pytest.mark.ci
 def test_plan_for_a_cluster_that_is_not_there() -> None:
     cluster = autopar.ClusterSpec(4, 8, "h100-sxm")
     plan = autopar.plan(step, *ABSTRACT, cluster=cluster)

@@ -29,6 +29,7 @@ def run_autopar(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_demo() -> None:
     done = run_autopar("demo", "--platform", "cpu", "--steps", "3")
     assert done.returncode == 0, done.stderr

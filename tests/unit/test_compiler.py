@@ -213,6 +213,7 @@ def test_more_memory_than_there_is_is_warned_of_where_the_user_decides() -> None
     assert plan_of(ClusterSpec(1, 4)).warnings == ()
 
 
+@pytest.mark.ci
 def test_more_memory_than_there_is_is_an_error_where_the_solver_decides() -> None:
     with pytest.raises(MemoryBudgetError, match="no sharding fits"):
         plan_of(ClusterSpec(1, 4, memory_bytes=1e3))
@@ -298,6 +299,7 @@ def test_manual_state_may_leave_in_another_layout_and_is_then_not_donated() -> N
     assert [t.role for t in planned.plan.inputs] == ["state", "", "batch"]
 
 
+@pytest.mark.ci
 def test_manual_specs_reach_the_devices() -> None:
     method = ManualParallel(*MESH, (P("data"), P("model")), (P("model"), P()))
     parallel = autopar.parallelize(step, method=method)

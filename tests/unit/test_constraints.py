@@ -278,6 +278,7 @@ def test_a_mesh_forbids_what_can_be_avoided() -> None:
 # -- time
 
 
+@pytest.mark.ci
 def test_a_solver_out_of_time_leaves_a_plan_with_its_gap() -> None:
     """The relaxation of this model alone takes seconds."""
     example = build("gpt-tiny")

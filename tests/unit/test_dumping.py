@@ -59,6 +59,7 @@ def listed(files: dict[str, str]) -> set[str]:
     return {line.split()[0] for line in lines}
 
 
+@pytest.mark.ci
 def test_the_index_names_every_file(one_mesh, pipeline) -> None:
     for _, files, _ in (one_mesh, pipeline):
         assert listed(files) == set(files) - {"README.txt"}

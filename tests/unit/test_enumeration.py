@@ -70,6 +70,7 @@ def test_a_plan_is_the_same_with_the_figures_of_another_cluster(step):
         assert other.plan.device != planned.plan.device
 
 
+@pytest.mark.ci
 def test_operators_are_named_and_equal_layers_are_one():
     example = build("gpt-tiny", num_layers=2)
     args = jax.eval_shape(example.create_state), example.make_batch()

@@ -40,6 +40,7 @@ def test_the_command_line_parses_without_jax():
     assert loaded.strip() == "[]"
 
 
+@pytest.mark.ci
 def test_a_loaded_plan_can_be_explained_by_itself(tmp_path: Path):
     def step(params, batch):
         return params - jnp.mean(batch @ params), jnp.mean(batch)
@@ -55,6 +56,7 @@ def test_a_loaded_plan_can_be_explained_by_itself(tmp_path: Path):
     assert "batch" in text
 
 
+@pytest.mark.ci
 def test_a_module_is_an_attribute_and_a_typing_error_is_told():
     code = (
         "import autopar\n"

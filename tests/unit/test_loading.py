@@ -101,6 +101,7 @@ def deep_train(state, batch):
     return jax.tree.map(lambda p, g: p - 0.05 * g, state, grad), loss
 
 
+@pytest.mark.representatives("sharded", "pipeline")
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_training_is_the_same_with_a_loader(method):
     def losses(wrap):
@@ -115,6 +116,7 @@ def test_training_is_the_same_with_a_loader(method):
     assert losses(autopar.data_loader) == losses(lambda source, _: source)
 
 
+@pytest.mark.ci
 def test_arguments_of_a_function_made_of_parts_are_placed():
     """An initialiser beside a pipeline has a program per stage."""
 
@@ -155,6 +157,7 @@ def test_batches_are_placed_from_the_plan_on(step):
     assert not kinds[0] and all(kinds[2:])
 
 
+@pytest.mark.ci
 def test_a_smaller_last_batch_is_passed_on_as_it_is(planned_step):
     full, small = autopar.data_loader([make_batch(0), make_batch(1, rows=8)], planned_step)
     assert isinstance(full["x"], jax.Array) and type(small["x"]) is np.ndarray
@@ -251,6 +254,7 @@ class OnAnotherDevice:
         raise RuntimeError("tensor is on cuda:0")
 
 
+@pytest.mark.representatives("TfLike")
 @pytest.mark.parametrize("kind", [TorchLike, TfLike, jnp.asarray])
 def test_tensors_of_other_libraries_become_arrays(step, kind):
     given = [{k: kind(v) for k, v in batch.items()} for batch in batches()]
@@ -273,6 +277,7 @@ class Batch:
     y: np.ndarray
 
 
+@pytest.mark.ci
 def test_dataclasses_and_static_leaves_keep_their_form(step):
     def train_on(state, batch):
         data, name = batch
@@ -303,11 +308,13 @@ def reusing_source(count):
         yield own
 
 
+@pytest.mark.ci
 def test_a_source_may_reuse_its_arrays(step):
     want = losses_of(autopar.parallelize(train, method=autopar.DataParallel()), batches(8))
     assert losses_of(step, autopar.data_loader(reusing_source(8), step, prefetch=3)) == want
 
 
+@pytest.mark.ci
 def test_arrays_that_lie_on_several_devices_are_left_there(planned_step):
     sharding = planned_step.last_executable.input_shardings[0]
     batch = jax.device_put(make_batch(0), sharding)
@@ -328,6 +335,7 @@ def separate_state():
     return jnp.ones((8, 4)), {"m": jnp.zeros((8, 4)), "v": jnp.zeros((8, 4))}
 
 
+@pytest.mark.representatives("batch_argnums4-argument4", "batch_argnums0-None")
 @pytest.mark.parametrize(
     ("batch_argnums", "argument"),
     [((1,), None), ((2, 3), None), ((2, 3), (2, 3)), ((2, 3), ["x", 3]), ((2, 3), ("x", "y"))],
@@ -468,6 +476,7 @@ def test_a_second_loop_begins_anew_where_the_iterable_can(planned_step):
     assert [len(list(once)) for _ in range(2)] == [3, 0]
 
 
+@pytest.mark.ci
 def test_the_interpreter_ends_while_a_loader_is_in_use(tmp_path):
     marker = tmp_path / "closed"
     code = f"""
@@ -501,6 +510,7 @@ WRONG = {
 }
 
 
+@pytest.mark.representatives("several", "step")
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_arguments_are_refused(step, call, message):
     with pytest.raises(ArgumentError, match=message):

@@ -9,6 +9,7 @@ from autopar import stage_choice
 from examples.models import build
 
 
+@pytest.mark.ci
 def test_the_plan_is_that_of_all_tables(monkeypatch) -> None:
     example = build("gpt-tiny", 16)
     method = autopar.PipeshardParallel(2)

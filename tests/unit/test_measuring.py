@@ -14,6 +14,7 @@ from autopar.session import cluster_of_devices
 from examples.models import build
 
 
+@pytest.mark.representatives("method0")
 @pytest.mark.parametrize(
     "method",
     [

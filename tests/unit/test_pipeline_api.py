@@ -83,6 +83,7 @@ def assert_same(got: Any, want: Any) -> None:
 # -- results
 
 
+@pytest.mark.ci
 def test_state_lies_on_its_stages(trained: Any, plan: ParallelPlan) -> None:
     _, state = trained
     assert_same(state, jax.jit(step)(STATE, BATCH)[0])
@@ -125,6 +126,7 @@ def test_orbax_saves_and_restores(trained: Any, tmp_path: Any) -> None:
 # -- live bytes and the rest of `last_executable`
 
 
+@pytest.mark.ci
 def test_live_bytes_are_what_the_plan_says(trained: Any) -> None:
     train, _ = trained
     planned, executable = train._compile((STATE, BATCH), {})
@@ -529,6 +531,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.representatives("pins and batch axis", "moved state")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_give_the_same_results(options: dict[str, Any]) -> None:
     train = autopar.parallelize(step, method=replace(TWO, options=ShardingOptions(**options)))
@@ -544,6 +547,7 @@ def test_options_give_the_same_results(options: dict[str, Any]) -> None:
     assert_same(train(result[0], BATCH), jax.jit(step)(want[0], BATCH))
 
 
+@pytest.mark.ci
 def test_an_evaluation_follows_a_plan_from_a_file(plan: ParallelPlan) -> None:
     train = autopar.parallelize(step, method=ParallelPlan.from_json(plan.to_json()))
     state, _ = train(STATE, BATCH)
@@ -554,6 +558,7 @@ def test_an_evaluation_follows_a_plan_from_a_file(plan: ParallelPlan) -> None:
     assert [leaf.sharding for leaf in jax.tree.leaves(state)] == shardings[:-1]
 
 
+@pytest.mark.ci
 def test_submeshes_of_which_a_stage_can_use_a_part() -> None:
     method = PipeshardParallel(4, stages=ManualStages([[0, 1], [2, 3]], [(1, 3), (1, 5)]))
     train = autopar.parallelize(step, method=method)

@@ -124,6 +124,7 @@ def test_all_work_has_a_layer(optimizer: str) -> None:
     assert {node.name for node in homeless} <= {"iota", "scan_slice"}  # numbers of micro-batches
 
 
+@pytest.mark.ci
 def test_products_run_for_every_micro_batch_and_updates_once() -> None:
     graph, places = gpt().graph, gpt().places
     for node, phase in zip(graph.nodes, places.phase, strict=True):
@@ -268,6 +269,7 @@ def test_meshes_on_which_constraints_fail_are_left_out() -> None:
 # -- ranges of layers
 
 
+@pytest.mark.representatives("shape1")
 @pytest.mark.parametrize("shape", [(2,), (4,)])
 def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
     """The sums of a table against the stages' own steps, solved by themselves."""
@@ -285,6 +287,7 @@ def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
         assert summed == pytest.approx(alone, rel=0.2)
 
 
+@pytest.mark.ci
 def test_figures_of_a_stage_are_those_of_its_layers() -> None:
     """A stage that is solved alone, as a table of one layer, against the range's sums."""
     own = gpt()

@@ -119,6 +119,7 @@ def test_predicted_events_are_those_of_the_lists(pipelined: Model) -> None:
         )
 
 
+@pytest.mark.ci
 def test_a_step_on_one_mesh_is_recorded(sharded: Model, tmp_path: Path) -> None:
     with autopar.trace(tmp_path / "trace.json") as recorded:
         jax.block_until_ready(sharded())
@@ -128,6 +129,7 @@ def test_a_step_on_one_mesh_is_recorded(sharded: Model, tmp_path: Path) -> None:
     assert event.end_s == line.step_s > 0
 
 
+@pytest.mark.ci
 def test_stages_that_make_results_are_recorded(pipelined: Model, tmp_path: Path) -> None:
     example = build("mlp-tiny")
     method = autopar.CreateStateParallel(pipelined.step, pipelined.batch)
@@ -207,6 +209,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         autopar.read_trace(tmp_path / "none.json")
 
 
+@pytest.mark.ci
 def test_captures_of_the_profiler(sharded: Model, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     with autopar.trace(tmp_path / "trace.json", profile_dir=folder):

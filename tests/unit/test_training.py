@@ -107,6 +107,7 @@ class _Iterable:
         return iter(BATCHES)
 
 
+@pytest.mark.representatives("a list", "something iterable")
 @pytest.mark.parametrize("batches", KINDS.values(), ids=KINDS.keys())
 def test_lost_workers_cost_the_steps_since_the_last_checkpoint(tmp_path: Path, batches: Any):
     want, losses = uninterrupted()

@@ -93,6 +93,7 @@ def test_activations_of_nnx_modules_are_annotated_by_name() -> None:
     assert seen == dict.fromkeys(in_layers, layers) | dict.fromkeys(outside, 1)
 
 
+@pytest.mark.representatives("llama3-8b-64", "wresnet-2b-64")
 @pytest.mark.parametrize("num_devices", [8, 64])
 @pytest.mark.parametrize("model", SIZES)
 def test_specs_divide_the_large_models(model: str, num_devices: int) -> None:

@@ -41,6 +41,7 @@ def test_methods_are_written_as_users_do(method: Any, expected: str) -> None:
     assert "gpipe" in pipeline_rows.repr_of(changed)
 
 
+@pytest.mark.ci
 def test_row_of_a_plan() -> None:
     example = build("mlp-tiny", batch_size=32)
     cluster = autopar.ClusterSpec(1, 2, "h100-sxm")
@@ -54,6 +55,7 @@ def test_row_of_a_plan() -> None:
     assert "step" in pipeline_rows.line("mlp", row)
 
 
+@pytest.mark.ci
 def test_row_of_a_plan_that_does_not_fit_says_why() -> None:
     cluster = autopar.ClusterSpec(1, 2, "h100-sxm", memory_bytes=1e3)
     row = pipeline_rows.planned_row(build("mlp-tiny"), cluster, autopar.PipeshardParallel(2))

@@ -212,6 +212,7 @@ def test_a_case_becomes_a_row(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     assert row["devices"] == 2 and "GiB" in tables.line(row)
 
 
+@pytest.mark.ci
 def test_a_case_that_fails_is_a_row_too(tmp_path: pathlib.Path) -> None:
     missing = Case("h100", "gpt-17b", 8)
     job = running._Job(missing, tmp_path)

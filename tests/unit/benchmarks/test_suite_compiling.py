@@ -1,23 +1,18 @@
-"""Rows of H100s, from planning to a verdict, with small models. XLA's GPU compiler is needed."""
+"""Rows of H100s, from planning to a verdict, with small models. XLA's GPU compiler is needed, as in
+`tests/unit/proof/test_gpu_compiler.py`."""
 
 import pytest
 
-from autopar.errors import CompileError
-from autopar.proof.targets import cuda_version, load_target
 from benchmarks.suite.cases import Row, example_of
+from tests.unit.proof.test_gpu_compiler import pytestmark  # noqa: F401
 
-pytestmark = pytest.mark.slow
-ROW = Row("gpt-tiny", 16, 2, {"hidden_size": 64, "num_layers": 4})
+ROW = Row("gpt-tiny", 16, 2, {"hidden_size": 64, "num_layers": 2})
 
 
 @pytest.fixture(scope="module")
 def compiling():
     from benchmarks.suite import compiling
 
-    try:
-        cuda_version(load_target(compiling.TARGET))
-    except CompileError as error:
-        pytest.skip(str(error))
     return compiling
 
 

@@ -160,6 +160,7 @@ def test_many_killed_processes(tmp_path: Path):
     assert "100 killed at a byte, 100 at a moment" in out
 
 
+@pytest.mark.ci
 def test_the_end_of_a_process_waits_for_the_save(tmp_path: Path):
     run_script("exit", str(tmp_path), timeout_s=120)
     assert assert_whole(tmp_path) == 1

@@ -74,6 +74,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.representatives("4 to 2 devices", "onto a pipeline")
 @pytest.mark.parametrize(("route"), ROUTES.values(), ids=ROUTES.keys())
 def test_a_state_is_restored_onto_another_plan(tmp_path: Path, route: Any):
     devices, method, devices_after, method_after = route
@@ -127,6 +128,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path):
     assert again == losses
 
 
+@pytest.mark.ci
 def test_a_donated_state_is_saved_in_the_background(tmp_path: Path):
     step, state = trained(8, PIPELINE)
     want = values(state)

@@ -27,6 +27,7 @@ def make_step(batch: int = 64):
 """
 
 
+@pytest.mark.ci
 def test_plans_are_run_and_compared(tmp_path, capsys):
     (tmp_path / "train.py").write_text(FACTORY)
     target = tmp_path / "figures.json"

@@ -50,6 +50,7 @@ def test_why_is_answered_while_the_program_is_there(capsys) -> None:
     assert code == 2 and "params['up']" in err
 
 
+@pytest.mark.ci
 def test_a_reader_who_has_seen_enough() -> None:
     """As `autopar devices | head -1` does."""
     command = [sys.executable, "-m", "autopar", "devices"]
@@ -194,6 +195,7 @@ def test_a_sweep_of_two(tmp_path, capsys) -> None:
     assert page.read_text().count('class="key"') == 2
 
 
+@pytest.mark.ci
 def test_nothing_of_a_sweep_fits(capsys) -> None:
     code, out, _ = run(
         capsys, "sweep", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1KB,2KB",

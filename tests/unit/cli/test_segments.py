@@ -43,6 +43,7 @@ def test_wrong_input_is_named(capsys, tmp_path):
     assert "Run the pass analysis first" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_passes_one_by_one(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
     start = ["profile", "--model", FACTORY, "--folder", str(tmp_path), "--top", "2", "--jobs", "1"]
@@ -81,6 +82,7 @@ def test_processes_compile_what_is_timed_here(tmp_path, monkeypatch):
     assert set((tmp_path / "compiled").iterdir()) == made
 
 
+@pytest.mark.ci
 def test_a_process_that_hangs_is_ended(tmp_path):
     """The user's own file may wait forever; the program is then left to whoever times it."""
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(300)\n")

@@ -88,6 +88,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.representatives("gpt-tiny-mesh", "mlp-tiny-mesh")
 @pytest.mark.parametrize(("model", "how"), PLANS)
 def test_parts_are_the_whole(model: str, how: str) -> None:
     plan = plan_of(model, how)
@@ -126,6 +127,7 @@ def test_lines_are_the_users() -> None:
 # -- words
 
 
+@pytest.mark.ci
 def test_megatron_is_data_and_tensor_parallel() -> None:
     plan = plan_of("gpt-tiny", "megatron")
     words = words_of(plan)

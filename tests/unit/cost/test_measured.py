@@ -176,6 +176,7 @@ def planned():
     )
 
 
+@pytest.mark.ci
 def test_the_objective_is_what_the_report_adds_up(planned) -> None:
     total = sum(m.compute_s + m.communication_s for m in planned.modules)
     assert planned.solver.objective == pytest.approx(total)
@@ -215,6 +216,7 @@ def test_plans_say_what_they_are_priced_by(planned, tmp_path) -> None:
     assert PROFILE.digest in read.explain()
 
 
+@pytest.mark.ci
 def test_parts_that_were_not_measured_are_named() -> None:
     example = build("mlp-tiny")
     plan = autopar.plan(

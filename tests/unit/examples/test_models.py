@@ -67,12 +67,14 @@ def count_flops(function: Any, *args: Any) -> int:
     return flops
 
 
+@pytest.mark.representatives("gpt-39b", "llama3-8b", "moe-70b", "bert-large", "wresnet-2b")
 @pytest.mark.parametrize("name", PAPER)
 def test_num_params_is_what_the_name_says(name: str) -> None:
     # Llama2-7B really has 6.74B parameters; all others are nearer.
     assert with_scanned_layers(name).num_params == pytest.approx(published_size(name), rel=0.04)
 
 
+@pytest.mark.representatives("llama3-8b", "bert-large")
 @pytest.mark.parametrize("name", ["gpt-39b", "bert-large", "llama3-8b", "moe-70b"])
 def test_abstract_step_of_large_model(name: str) -> None:
     assert_step_keeps_types(with_scanned_layers(name))
@@ -93,6 +95,7 @@ def assert_step_keeps_types(example: Example) -> None:
     assert all(param.dtype == jnp.float32 for param in jax.tree.leaves(state.params))
 
 
+@pytest.mark.representatives("mlp-tiny", "bert-tiny")
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_model_trains(name: str) -> None:
     example = MODELS[name]
@@ -115,6 +118,7 @@ def test_states_of_one_config_have_one_structure(name: str) -> None:
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
+@pytest.mark.representatives("gpt-tiny")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
 def test_scanned_and_unrolled_layers_agree(name: str) -> None:
     scanned = build(name, num_layers=4, scan_layers=True)
@@ -254,6 +258,7 @@ def test_attention_of_jax_agrees(causal: bool, num_kv_heads: int) -> None:
     assert outputs("xla") == pytest.approx(outputs("einsum"), abs=1e-5)
 
 
+@pytest.mark.representatives("llama-tiny", "bert-tiny")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "bert-tiny", "moe-tiny"])
 def test_models_use_the_attention_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_jax, calls = jax.nn.dot_product_attention, []

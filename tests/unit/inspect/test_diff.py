@@ -98,6 +98,7 @@ def test_pipelines_and_micro_batches_are_the_same_program() -> None:
     assert ", stage 1" in text
 
 
+@pytest.mark.ci
 def test_plans_of_different_programs() -> None:
     text = autopar.diff(plan_of("data"), plan_of("data", "gpt-tiny"))
     said = " ".join(text.split())

@@ -28,6 +28,7 @@ def sums(piece: Piece) -> set[int]:
     return {ref.value for ref in set(piece.reads) & set(piece.writes)}
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_pieces_in_turn_give_what_the_step_gives(num_micro_batches: int) -> None:
     args = ((parameters(), OPTIMIZER.init(parameters())), batch())
@@ -82,6 +83,7 @@ def test_batch_is_cut_where_it_lies() -> None:
     assert cut == [{0, 1}, set(), {0, 1}]  # the middle stage has none of it
 
 
+@pytest.mark.ci
 def test_one_stage_is_a_pipeline_too() -> None:
     staged = staged_by("gpipe", num_stages=1)
     assert staged.pipeline.transfers == ()

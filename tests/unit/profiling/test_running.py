@@ -223,6 +223,7 @@ def test_wrong_options(capsys, typed, said):
     assert any(part in error for part in said.split("|"))
 
 
+@pytest.mark.ci
 def test_an_interrupt_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -226,6 +226,7 @@ def test_results_have_the_types_of_jit() -> None:
         )
 
 
+@pytest.mark.ci
 def test_keys_as_state() -> None:
     def fn(state: Any, batch: Any) -> Any:
         key, own = jax.random.split(state["key"])
@@ -305,6 +306,7 @@ def test_keyword_and_static_arguments() -> None:
     assert step.last_executable is first
 
 
+@pytest.mark.ci
 def test_modules_with_functions_as_leaves() -> None:
     def fn(model: Any, batch: Any) -> Any:
         loss_fn = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(batch) ** 2))

@@ -65,6 +65,7 @@ MESHES = {
 }
 
 
+@pytest.mark.representatives("4 and 2")
 @pytest.mark.parametrize("shapes", MESHES.values(), ids=MESHES.keys())
 def test_three_steps_are_those_of_the_whole(shapes: Any) -> None:
     assert_equal(run_steps(make_executable(shapes)), whole_steps())
@@ -75,17 +76,20 @@ def test_schedules(schedule: str) -> None:
     assert_equal(run_steps(make_executable(schedule=schedule)), whole_steps())
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
 def test_numbers_of_micro_batches(num_micro_batches: int) -> None:
     executable = make_executable(((1, 2), (1, 2)), num_micro_batches)
     assert_equal(run_steps(executable), whole_steps())
 
 
+@pytest.mark.ci
 def test_stages_that_share_a_mesh() -> None:
     executable = make_executable(((2, 2),), stage_mesh=(0, 0))
     assert_equal(run_steps(executable), whole_steps())
 
 
+@pytest.mark.ci
 def test_transfers_by_tiles(monkeypatch) -> None:
     """H and DH lie otherwise on the one stage than on the other."""
     meshes = (2, 2), (1, 4)
@@ -104,6 +108,7 @@ def test_transfers_by_tiles(monkeypatch) -> None:
 # -- arguments
 
 
+@pytest.mark.ci
 def test_results_stay_placed_and_nothing_moves_between_steps(
     executable: PipelineExecutable,
 ) -> None:
@@ -123,6 +128,7 @@ def test_state_is_donated_and_the_batch_is_not(executable: PipelineExecutable) -
     assert not any(leaf.is_deleted() for leaf in (*leaves[4:], *results))
 
 
+@pytest.mark.ci
 def test_donation_can_be_refused() -> None:
     executable = make_executable(donated=frozenset())
     leaves = executable.place(arguments())
@@ -199,6 +205,7 @@ def test_inside_of_another_program(executable: PipelineExecutable) -> None:
 # -- many steps
 
 
+@pytest.mark.ci
 def test_many_steps_leak_nothing(executable: PipelineExecutable) -> None:
     leaves = executable.place(arguments())
     counts = []
@@ -217,6 +224,7 @@ def test_many_steps_leak_nothing(executable: PipelineExecutable) -> None:
 # -- looking into it
 
 
+@pytest.mark.representatives("donated1-1f1b")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b_eager"])
 @pytest.mark.parametrize("donated", [frozenset(), frozenset((hand.W0, hand.COUNT, hand.W1))])
 def test_live_bytes_are_as_predicted(schedule: str, donated: frozenset[int]) -> None:
@@ -236,6 +244,7 @@ def test_one_forward_one_backward_holds_less_than_gpipe() -> None:
     assert peaks["gpipe"][0] - peaks["1f1b"][0] == 6 * residual
 
 
+@pytest.mark.ci
 def test_statistics_of_a_step(executable: PipelineExecutable) -> None:
     _, stats = executable.run_tracked(arguments())
     # Two prepare, four forward and backward on each of two stages, two parts of two updates.

@@ -10,6 +10,7 @@ from autopar.sharding.solve import solve_graph
 from tests.unit.segments.steps import analysed, prepared
 
 
+@pytest.mark.ci
 def test_combinations_of_a_segment():
     step = prepared("gpt-tiny")
     analysis = analysed(step)

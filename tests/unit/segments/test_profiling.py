@@ -49,6 +49,7 @@ def test_a_second_run_times_nothing(step, folder, monkeypatch):
     assert loaded.estimated_step_s == again.best.step_s
 
 
+@pytest.mark.ci
 def test_out_of_memory_is_a_result(step, monkeypatch):
     analysis = analysed(step, 2)
     real = profiling.time_executable
@@ -80,6 +81,7 @@ def test_samples_replace_earlier_ones(step):
     assert newer in after.combinations
 
 
+@pytest.mark.representatives("1")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_plan_computes_what_jit_does(step, seed):
     """Whatever the times were: combinations at random, layers that differ."""

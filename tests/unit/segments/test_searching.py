@@ -93,6 +93,7 @@ def test_nothing_fits():
         search(step, analysis, replace(profile, combinations=tuple(lost)))
 
 
+@pytest.mark.ci
 def test_budget_is_kept():
     """A budget below what the best needs: something dearer is found that keeps to it."""
     free = prepared("mlp-tiny")

@@ -45,6 +45,7 @@ def finished(layout: Layout) -> Layout:
     return tuple(WHOLE if entry == PARTIAL else entry for entry in layout)
 
 
+@pytest.mark.representatives("moe-tiny")
 def test_every_node_is_in_one_block_and_every_block_in_one_segment(found) -> None:
     problem, blocks = found
     check_blocks(blocks)
@@ -110,6 +111,7 @@ def test_occurrences_of_a_block_correspond_node_by_node(found) -> None:
         ]
 
 
+@pytest.mark.ci
 def test_a_layer_of_gpt_is_its_products() -> None:
     """Norms, activations, residuals, casts and biases follow from products."""
     problem = problem_of(graph_of("gpt-tiny", num_layers=5))
@@ -161,6 +163,7 @@ def test_an_operator_that_few_strategies_reach_begins_a_block() -> None:
     assert [problem.graph.nodes[n].name for n in blocks.blocks[1].nodes].count("tanh") == 1
 
 
+@pytest.mark.ci
 def test_equal_layers_that_are_not_folded_are_one_segment() -> None:
     """Two layers are two decisions, yet alike."""
     graph = graph_of("gpt-tiny")

@@ -51,6 +51,7 @@ def test_what_is_forbidden_is_fixed(tmp_path: Path) -> None:
     assert found == pytest.approx(solved.objective, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_memory_is_bounded(tmp_path: Path) -> None:
     mesh = MESHES["timed"]
     free = solve_graph(stack_graph(1, 32, 32, 64), mesh)

@@ -248,6 +248,7 @@ def test_dropout_draws_the_bits_of_the_whole_batch(key: Any):
     check_exact(step, W, X, key)
 
 
+@pytest.mark.ci
 def test_a_key_for_every_row():
     def step(w: Any, x: Any, key: Any) -> Any:
         keys = jax.random.split(key, x.shape[0])
@@ -257,6 +258,7 @@ def test_a_key_for_every_row():
     check_exact(step, W, X, jax.random.key(1))
 
 
+@pytest.mark.ci
 def test_dropout_in_a_scan_over_layers():
     def step(w: Any, x: Any, key: Any) -> Any:
         def layer(x: Any, parts: Any) -> Any:
@@ -358,6 +360,7 @@ def normalised(w: Any, scale: Any, x: Any) -> Any:
     return jnp.mean(jnp.sin(y) ** 2)
 
 
+@pytest.mark.ci
 def test_statistics_behind_a_product_are_those_of_the_micro_batch():
     """As if the user had written the loop: gradients of micro-batches, averaged."""
 

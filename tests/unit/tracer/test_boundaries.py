@@ -105,6 +105,7 @@ def test_marks_make_layers(kind: str) -> None:
     assert together == sorted(set(together))
 
 
+@pytest.mark.representatives("policy", "checkpoint")
 @pytest.mark.parametrize("kind", FORWARD_CODE)
 def test_marks_change_nothing_that_is_run(kind: str) -> None:
     params = [jnp.asarray(np.random.default_rng(i).normal(size=(8, 8)) / 8) for i in range(3)]
@@ -123,6 +124,7 @@ def test_a_program_with_marks_is_the_one_without() -> None:
     assert not any(e.has_effect for e in with_marks.equations)
 
 
+@pytest.mark.ci
 def test_other_methods_ignore_marks() -> None:
     params = [jnp.full((8, 8), 0.1 * i) for i in range(3)]
     x = jnp.linspace(-1, 1, 64).reshape(8, 8)

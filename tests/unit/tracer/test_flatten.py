@@ -48,6 +48,7 @@ class Net(nn.Module):
         return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
 
 
+@pytest.mark.ci
 def test_linen_train_state() -> None:
     model = Net()
     params = model.init(jax.random.key(0), BATCH["x"])["params"]

@@ -130,6 +130,7 @@ def test_convolutional_blocks_are_layers() -> None:
     ]
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 def test_a_number_of_layers_can_be_asked_for(num_layers: int) -> None:
     layers = layers_of(gpt(8), num_layers)
@@ -149,6 +150,7 @@ def test_more_layers_than_blocks_are_given_up_to_one_per_equation() -> None:
         layers_of(traced, total + 1)
 
 
+@pytest.mark.ci
 def test_a_scan_over_layers_is_a_layer() -> None:
     traced = gpt(3, scan_layers=True)
     layers = layers_of(traced)
@@ -176,6 +178,7 @@ def test_what_is_made_of_parameters_alone_is_in_no_layer() -> None:
     assert [layer.kept_bytes for layer in layers[1:]] == [4 * 8 * 2] * 2
 
 
+@pytest.mark.ci
 def test_layers_that_the_user_recomputes_have_little_left_to_free() -> None:
     plain, own = layers_of(gpt(3)), layers_of(gpt(3, remat=True))
     for before, after in zip(plain[1:3], own[1:3], strict=True):
@@ -307,6 +310,7 @@ MODELS = {
 OPTIONS: dict[str, dict[str, Any]] = {"moe-tiny": {"num_layers": 4}}
 
 
+@pytest.mark.representatives("gpt-tiny", "wresnet-tiny")
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_a_micro_batch_are_those_of_the_step(name: str) -> None:
     body, batch = loop_of(name, **OPTIONS.get(name, {}))
@@ -318,6 +322,7 @@ def test_layers_of_a_micro_batch_are_those_of_the_step(name: str) -> None:
     assert data & set(layers[0].inputs) and data & set(layers[-1].inputs), "inputs and targets"
 
 
+@pytest.mark.representatives("gpt-tiny", "wresnet-tiny")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forward_equation_that_waits_for_data_is_in_a_layer(name: str) -> None:
     body, batch = loop_of(name, **OPTIONS.get(name, {}))

@@ -24,6 +24,7 @@ def half_loss(params: Any, batch: Any) -> Any:
     return loss_fn(half, batch)
 
 
+@pytest.mark.ci
 def test_loop_of_one_trip_gives_the_same() -> None:
     optimizer = optax.adam(1e-2)
     step = trained_by(optimizer, half_loss)

@@ -73,6 +73,7 @@ def test_plain_jax_train_step() -> None:
     assert set(outside) == {UPDATE}
 
 
+@pytest.mark.ci
 def test_linen_modules_are_named() -> None:
     class Net(nn.Module):
         @nn.compact

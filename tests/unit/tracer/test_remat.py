@@ -215,6 +215,7 @@ def test_random_bits_are_made_again_from_the_same_key() -> None:
         assert count(after.program, "random_bits") > count(before.program, "random_bits")
 
 
+@pytest.mark.ci
 def test_keys_in_the_state_pass_the_barrier() -> None:
     """A mask made of a key that is no part of the batch would else be merged with the original."""
 
@@ -289,6 +290,7 @@ def test_derivative_whose_first_equation_reads_no_cotangent() -> None:
     assert all(len(barrier.operands) >= 2 for barrier in barriers)
 
 
+@pytest.mark.ci
 def test_layers_with_loops_and_branches_inside() -> None:
     def loss(params: Any, x: Any) -> Any:
         for index, w in enumerate(params):
@@ -306,6 +308,7 @@ def test_layers_with_loops_and_branches_inside() -> None:
     assert all(count(after.program, n) > count(before.program, n) for n in names)
 
 
+@pytest.mark.ci
 def test_own_checkpoints_of_the_user_stay_and_compose() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     for own in (jax.checkpoint(block), jax.checkpoint(block, policy=policy)):
@@ -344,6 +347,7 @@ def scans(program: Program) -> list[Equation]:
     return [e for e in program.equations if e.name == "scan"]
 
 
+@pytest.mark.representatives("False-2")
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scan_over_layers(unroll: int, reverse: bool) -> None:
@@ -361,6 +365,7 @@ def test_scan_over_layers(unroll: int, reverse: bool) -> None:
     assert "cos" not in {e.name for e in forward.bodies[0].equations}
 
 
+@pytest.mark.ci
 def test_scan_with_stacks_that_others_read_and_constants() -> None:
     def step(params: Any, x: Any) -> Any:
         stacked, shared = params
@@ -385,6 +390,7 @@ def test_scan_with_stacks_that_others_read_and_constants() -> None:
     check(step, (STACKED, array(8, 8)), X)
 
 
+@pytest.mark.ci
 def test_scan_with_random_bits_and_a_callback() -> None:
     seen: list[float] = []
 
@@ -407,6 +413,7 @@ def test_scan_with_random_bits_and_a_callback() -> None:
     assert len(seen) == 2 * 4, "once per trip, in the step and in the reference"
 
 
+@pytest.mark.ci
 def test_scan_with_a_loop_inside() -> None:
     def loss(params: Any, x: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
@@ -419,6 +426,7 @@ def test_scan_with_a_loop_inside() -> None:
     check(train_step(loss), STACKED, X)
 
 
+@pytest.mark.ci
 def test_scan_of_the_users_own_checkpoint() -> None:
     for policy in (None, jax.checkpoint_policies.dots_saveable):
         own = jax.checkpoint(block, policy=policy, prevent_cse=False)
@@ -492,6 +500,7 @@ def check_memory(plain: TracedStep, by_user: TracedStep, is_less: bool) -> None:
     assert ours < (0.7 if is_less else 1.01) * none
 
 
+@pytest.mark.representatives("False")
 @pytest.mark.parametrize("scan", [False, True])
 def test_memory_is_that_of_checkpointed_blocks(scan: bool) -> None:
     own = jax.checkpoint(wide, prevent_cse=not scan)

@@ -120,6 +120,7 @@ def test_links_must_have_been_prepared(processes, transport):
         processes[0].ask("send", 1, cases.outgoing((sent,), 1))
 
 
+@pytest.mark.representatives("cuda_ipc")
 @only("jax_transfer", "cuda_ipc")
 def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
     """It dies while another waits for its tiles."""
