@@ -82,7 +82,8 @@ class Server:
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
         self.eos_token_ids = tuple(eos_token_ids)
-        self.counts: Counter[str] = Counter()
+        # Tokens are counted from zero on, so that a monitor sees them before the first request.
+        self.counts: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
         self.stopping = False
         self._hurried = False
         self._started_at = int(time.time())

@@ -175,7 +175,7 @@ def test_no_step_is_shorter_than_its_longest_path(name: str, seed: int):
         runs = [piece_s[i.piece] for i in program.instructions if isinstance(i, Run)]
         assert found.step_s >= sum(runs)
         ends = [a + s for a, s in zip(found.run_starts_s[mesh], runs, strict=True)]
-        later = [*found.run_starts_s[mesh][1:], found.step_s]
+        later = [*found.run_starts_s[mesh], found.step_s][1:]
         assert all(end <= start for end, start in zip(ends, later, strict=True))
     for way in range(work.num_ways):
         own = sorted(t for t, s in zip(found.sent_s, work.sent, strict=True) if way in s.ways)
