@@ -31,8 +31,8 @@ optimizer = optax.sgd(0.5)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hangs are noticed soon, and workers that start again find their programs in a cache."""
+def cluster(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hangs are noticed soon, Ray stays when workers go, and new ones find programs in a cache."""
     options = kills.options(tmp_path_factory.mktemp("cache"))
     options |= {"heartbeat_s": 0.5, "silence_limit_s": 5}
     autopar.init(**options, num_hosts=2, devices_per_host=2)
