@@ -57,6 +57,7 @@ def test_gradients_are_reduced_once(name: str) -> None:
     assert plan.communication_bytes == pytest.approx(each)
 
 
+@pytest.mark.ci
 def test_the_loop_holds_activations_of_one_micro_batch() -> None:
     """The temporaries of a step whose activations dominate shrink with the micro-batches."""
     example = mlp.example(mlp.MLPConfig(16, num_layers=8), 4096)

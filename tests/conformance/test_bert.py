@@ -24,6 +24,7 @@ def test_large_batch_is_data_parallel():
     assert kinds(collectives(example, 64, solution.plan)) == {"all-reduce": 1}
 
 
+@pytest.mark.ci
 def test_small_batch_is_tensor_parallel():
     """qkv column, attention out row, FFN-in column, FFN-out row; 4 · layers − 1 all-reduces."""
     example = layers(8, hidden_size=128, seq_len=8)

@@ -34,7 +34,7 @@ def batches_of(example: Example) -> list[Any]:
     return [example.make_batch(key=jax.random.key(i)) for i in range(2)]
 
 
-@pytest.mark.representatives("2")
+@pytest.mark.ci
 @pytest.mark.parametrize("num_stages", NUM_STAGES)
 def test_mlp(num_stages: int) -> None:
     example = mlp()
@@ -131,6 +131,7 @@ def test_zero_inside_stages() -> None:
     assert all(entry >= 0 for t in moments for entry in t.layout)
 
 
+@pytest.mark.representatives("2")
 @pytest.mark.parametrize("num_stages", NUM_STAGES)
 def test_inference(num_stages: int) -> None:
     params, batches = tied_case()

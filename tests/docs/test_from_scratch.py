@@ -48,7 +48,7 @@ def test_dense_layers_cost_what_autopar_says(scratch, sizes, num_devices) -> Non
     assert cost == pytest.approx(_objective(*model, axis), rel=1e-6)
 
 
-@pytest.mark.representatives("sizes1")
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [(8, 32, 64), (64, 32, 64)])
 def test_a_transformer_block_costs_what_autopar_says(scratch, sizes) -> None:
     axis = scratch.Axis(8, alpha=20.0)

@@ -112,6 +112,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert not [end for end in ends if not any(path.as_posix().endswith(end) for path in known)]
 
 
+@pytest.mark.ci
 def test_what_docstrings_and_comments_name_is_there() -> None:
     missing = []
     for path in SOURCES:
@@ -147,6 +148,7 @@ def expressions_in(source: str) -> Iterator[tuple[str, str]]:
             yield ast.unparse(node.value).rpartition(".")[2], node.attr
 
 
+@pytest.mark.ci
 def test_modules_that_docstrings_refer_to_are_there() -> None:
     sources = {path: path.read_text() for path in SOURCES if PACKAGE in path.parents}
     expressions = {pair for source in sources.values() for pair in expressions_in(source)}

@@ -222,6 +222,7 @@ def test_operator_equals_jit_and_is_split(name: str) -> None:
 
 
 # Of these, XLA's own partitioner would gather the operands.
+@pytest.mark.representatives("top_k", "solve")
 @pytest.mark.parametrize("name", ["top_k", "fft", "rfft", "solve", "special functions"])
 def test_operator_that_is_bound_to_parts_gathers_nothing(name: str) -> None:
     fn, args, _ = CASES[name]

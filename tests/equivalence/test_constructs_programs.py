@@ -161,7 +161,7 @@ def largest_array(hlo: str) -> int:
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
-@pytest.mark.representatives("threefry2x32-(0, 1)", "rbg-(1, 0)")
+@pytest.mark.representatives("threefry2x32-(0, 1)")
 @pytest.mark.parametrize("spec", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_numbers_are_drawn_in_parts(implementation: str, spec: tuple[int, int]) -> None:

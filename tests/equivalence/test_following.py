@@ -106,7 +106,7 @@ KINDS = {
 }
 
 
-@pytest.mark.representatives("linen", "nnx")
+@pytest.mark.representatives("nnx")
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_made_where_training_wants_it(kind: str, monkeypatch) -> None:
     init, step, loss, evaluated = KINDS[kind]

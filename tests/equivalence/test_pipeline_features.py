@@ -216,7 +216,7 @@ def test_loss_scale_that_follows_overflows() -> None:
     check(step, state, TWO, batches=batches)
 
 
-@pytest.mark.representatives("every second step")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -526,6 +526,7 @@ def test_checkpointed_layers() -> None:
     check_optimizer(optax.sgd(0.1), loss_fn)
 
 
+@pytest.mark.ci
 def test_mixed_precision() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -568,6 +569,7 @@ def test_buffers_that_are_kept() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, first)))
 
 
+@pytest.mark.ci
 def test_keywords_and_static_arguments() -> None:
     def step(params: Any, batch: Any, power: int, *, rate: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -645,6 +647,7 @@ def test_recomputed_stages_keep_less() -> None:
     assert kept[1] < kept[0]
 
 
+@pytest.mark.ci
 def test_gradients_are_reduced_once() -> None:
     width = 64
     params = weights(jax.random.key(0), 2, width)

@@ -100,6 +100,7 @@ def test_recomputation_is_in_the_estimates() -> None:
     assert compute[1] > compute[0]
 
 
+@pytest.mark.representatives("None")
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_own_checkpoint_of_the_user(policy: str | None) -> None:
     chosen = getattr(jax.checkpoint_policies, policy) if policy else None

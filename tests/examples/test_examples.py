@@ -54,7 +54,7 @@ def assert_learned(text: str, share: float) -> None:
     assert last < share * first, text
 
 
-@pytest.mark.representatives("gpt-options0-0.9")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [

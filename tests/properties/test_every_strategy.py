@@ -183,7 +183,6 @@ def _last(chosen: Any, graph: Any, value: int) -> Layout:
 
 @pytest.mark.representatives(
     "dot-2x4",
-    "sum-2x4",
     "grouped conv-2x4",
     "max pool-2x4",
     "random bits-2x4",

@@ -103,6 +103,7 @@ def ask(costs: MeasuredCosts, kind: str, place: tuple[int, int], size: float) ->
     return costs.collective_s(kind, ranks, stride, ranks, size)
 
 
+@pytest.mark.representatives("all-gather", "all-to-all")
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @laws
 @given(collectives, asked, num_bytes, num_bytes)
@@ -142,6 +143,7 @@ def test_halves_and_wholes(costs, place, size) -> None:
     assert scatter_s + gather_s <= 2 * reduce_s * REL
 
 
+@pytest.mark.representatives("all-gather")
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @laws
 @given(collectives, asked, num_bytes, st.floats(0, 1))

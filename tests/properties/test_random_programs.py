@@ -23,12 +23,13 @@ from autopar.tracer.flatten import trace_step
 from tests.properties.random_programs import MESHES, RandomProgram, programs
 
 FEW = settings(
-    max_examples=25,
+    max_examples=10,
     derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+SOME = settings(FEW, max_examples=25)
 MANY = settings(FEW, max_examples=500)
 
 
@@ -113,7 +114,7 @@ def test_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.Logica
 
 
 @pytest.mark.ci
-@FEW
+@SOME
 @given(programs(3, 8), st.sampled_from(MESHES), st.integers(0, 2**16))
 def test_any_strategies_equal_jit(
     program: RandomProgram, mesh_shape: tuple[int, ...], seed: int

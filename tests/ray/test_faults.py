@@ -76,6 +76,7 @@ def check_kill(cluster, victim):
     check_all_ended(cluster, groups)
 
 
+@pytest.mark.ci
 def test_a_killed_worker_is_named_and_another_session_works(toy_cluster):
     failed = toy_cluster(2, 2)
     check_kill(failed, 1)

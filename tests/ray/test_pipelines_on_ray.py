@@ -88,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representatives("one node-mlp-tiny-2-interleaved_1f1b")
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
@@ -114,6 +115,7 @@ def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> No
         assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
 
 
+@pytest.mark.ci
 def test_a_step_on_ray_is_traced(tmp_path: Path) -> None:
     """Two meshes of two processes each: everything that the lists have, on one clock."""
     example = reference("mlp-tiny")[0]

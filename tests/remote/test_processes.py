@@ -9,6 +9,7 @@ from tests.remote.cases import check_plan_to_plan, check_step, pipeline, running
 from tests.remote.process_cluster import ProcessCluster
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("1f1b_eager", marks=pytest.mark.slow)])
 def test_two_processes_are_two_stages(schedule: str) -> None:
     with running_on(ProcessCluster(2, 1), "jax_transfer"):

@@ -214,7 +214,7 @@ def test_answers_of_one_request_are_queued_together_or_not_at_all(engine, url):
         wait_until(lambda: busy(engine) == (1, 0), "none of the nine is left")
 
 
-@pytest.mark.representatives("False")
+@pytest.mark.ci
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_does_not_read_is_cut_off(server, url, stream):
     state = server[1]

@@ -62,12 +62,14 @@ def check_logits(folder: Path, want: np.ndarray) -> None:
         np.testing.assert_allclose(logits[2], want[position], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.representatives("gpt2", "opt", "llama3")
 @pytest.mark.parametrize("record", CONFIGS, indirect=True)
 def test_logits_are_those_of_transformers(record: Any) -> None:
     folder, found = record
     check_logits(folder, found["logits"])
 
 
+@pytest.mark.representatives("llama3")
 @pytest.mark.parametrize(
     ("record", "method"), METHODS.items(), ids=list(METHODS), indirect=["record"]
 )

@@ -90,6 +90,7 @@ def test_few_rows_are_looked_at_where_plans_lack_memory(
     assert [max(numbers) for numbers in ranked[1:]] == ([ROWS // 2] if slow == 0.0 else [])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("memory_bytes", [pytest.param(3e5, marks=pytest.mark.slow), 6e5])
 def test_what_recomputes_more_than_meant_is_tried_with_half_the_rows(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: float

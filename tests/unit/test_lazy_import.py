@@ -91,6 +91,7 @@ def test_every_public_name_is_there_and_documented(name: str):
     assert inspect.getdoc(value), f"{name} has no docstring"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("blocked", "code", "said"),
     [

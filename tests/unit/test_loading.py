@@ -421,6 +421,7 @@ def fail_in_body(loader):
             raise ZeroDivisionError
 
 
+@pytest.mark.representatives("break", "garbage")
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_however_it_ends_the_source_is_closed_and_the_thread_gone(planned_step, end):
     closed = []

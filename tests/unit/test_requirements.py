@@ -280,6 +280,7 @@ def test_a_step_without_an_internal_is_refused_before_it_is_traced(tmp_path: Pat
 VERSION = "import jax, jax.version\njax.__version__ = jax.version.__version__ = {!r}\n"
 
 
+@pytest.mark.representatives("0.13.1-newer")
 @pytest.mark.parametrize(("version", "age"), [("0.9.1", "older"), ("0.13.1", "newer")])
 def test_the_first_use_on_an_untested_jax_warns_once(
     tmp_path: Path, version: str, age: str
@@ -301,6 +302,7 @@ def test_the_first_use_on_an_untested_jax_warns_once(
     assert "pip install 'jax>=0.10.2,<0.13'" in after
 
 
+@pytest.mark.ci
 def test_the_warning_can_be_switched_off(tmp_path: Path) -> None:
     code = (
         "import warnings, autopar\n"
@@ -315,6 +317,7 @@ def test_the_warning_can_be_switched_off(tmp_path: Path) -> None:
     assert done.stdout.startswith("JAX 0.13.0 is newer")
 
 
+@pytest.mark.representatives("highspy-parallelize", "jax-parallelize")
 @pytest.mark.parametrize(
     ("package", "name"), [*((package, "parallelize") for package in REQUIRED), ("pulp", "compiler")]
 )

@@ -137,6 +137,7 @@ def test_products_run_for_every_micro_batch_and_updates_once() -> None:
 # -- time
 
 
+@pytest.mark.representatives("submesh1-shape1", "submesh2-shape2")
 @pytest.mark.parametrize(("submesh", "shape"), [((1, 4), (2, 2)), ((2, 4), (8,)), ((1, 1), (1,))])
 def test_layers_add_up_to_the_objective(submesh, shape) -> None:
     own = gpt()

@@ -69,6 +69,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "scanned", "expert"),
     [QUICK[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in QUICK[1:])],

@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "plan"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_step_equals_that_of_one_device(name: str, plan: by_hand.HandWritten) -> None:
     example = shallow(name)

@@ -203,6 +203,7 @@ def test_rows_are_kept_and_made_once(
     assert "no time was left for 1: h100-8-gpt-tiny" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_a_case_becomes_a_row(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("h100", "mlp-tiny", 2, 64)
     monkeypatch.setattr(running, "CASES", {case.name: case})

@@ -91,6 +91,7 @@ def test_where_all_is_well(tmp_path: Path) -> None:
     assert facts["internals of JAX"] == dict.fromkeys(paths, "there")
 
 
+@pytest.mark.ci
 def test_without_highs_and_ray_and_an_internal(tmp_path: Path) -> None:
     removed = "jax.experimental.compilation_cache.compilation_cache.reset_cache"
     done = run_doctor(

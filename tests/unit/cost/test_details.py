@@ -108,6 +108,7 @@ def test_parts_are_the_whole(model: str, how: str) -> None:
     assert sum(details.memory.at_peak) == pytest.approx(plan.estimated_peak_bytes, rel=1e-3)
 
 
+@pytest.mark.representatives("gpt-tiny-remat", "gpt-tiny-mesh")
 @pytest.mark.parametrize(("model", "how"), [p for p in PLANS if p[0] != "mlp-tiny"])
 def test_flops_of_the_model_leave_out_recomputation(model: str, how: str) -> None:
     details = details_of(plan_of(model, how))

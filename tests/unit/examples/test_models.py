@@ -95,7 +95,7 @@ def assert_step_keeps_types(example: Example) -> None:
     assert all(param.dtype == jnp.float32 for param in jax.tree.leaves(state.params))
 
 
-@pytest.mark.representatives("mlp-tiny", "bert-tiny")
+@pytest.mark.representatives("mlp-tiny")
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_model_trains(name: str) -> None:
     example = MODELS[name]
@@ -112,13 +112,14 @@ def test_tiny_model_trains(name: str) -> None:
     assert train_step._cache_size() == 1
 
 
+@pytest.mark.representatives("gpt-tiny", "mlp-tiny")
 @pytest.mark.parametrize("name", TINY)
 def test_states_of_one_config_have_one_structure(name: str) -> None:
     states = [build(name).abstract_state() for _ in range(2)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
-@pytest.mark.representatives("gpt-tiny")
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
 def test_scanned_and_unrolled_layers_agree(name: str) -> None:
     scanned = build(name, num_layers=4, scan_layers=True)
@@ -172,6 +173,7 @@ def test_flops_of_bert_layers_include_the_unused_input_gradient() -> None:
     assert example.flops_per_step() - counted == 2 * tokens * 3 * config.hidden_size**2
 
 
+@pytest.mark.representatives("wresnet-tiny")
 @pytest.mark.parametrize("name", ["wresnet-tiny", "wresnet-250m"])
 def test_flops_of_convolutions_are_three_times_the_forward_pass(name: str) -> None:
     example = MODELS[name]
@@ -182,6 +184,7 @@ def test_flops_of_convolutions_are_three_times_the_forward_pass(name: str) -> No
     assert example.flops_per_step() == 3 * count_flops(forward, variables, images)
 
 
+@pytest.mark.representatives("gpt-tiny")
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "llama-tiny", "moe-tiny"])
 def test_bf16_products(name: str) -> None:
     example = build(name, dtype=jnp.bfloat16)
@@ -194,6 +197,7 @@ def test_bf16_products(name: str) -> None:
     assert num_float32 == (3 if name == "moe-tiny" else 0)  # the router and its gradients
 
 
+@pytest.mark.representatives("gpt-tiny-2", "gpt-tiny-scan-1")
 @pytest.mark.parametrize(
     ("name", "num_remats"),
     [
@@ -244,6 +248,7 @@ def test_grouped_queries_share_keys() -> None:
     assert np.asarray(grouped) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 
+@pytest.mark.representatives("2-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_attention_of_jax_agrees(causal: bool, num_kv_heads: int) -> None:
@@ -258,7 +263,7 @@ def test_attention_of_jax_agrees(causal: bool, num_kv_heads: int) -> None:
     assert outputs("xla") == pytest.approx(outputs("einsum"), abs=1e-5)
 
 
-@pytest.mark.representatives("llama-tiny", "bert-tiny")
+@pytest.mark.representatives("llama-tiny")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "bert-tiny", "moe-tiny"])
 def test_models_use_the_attention_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_jax, calls = jax.nn.dot_product_attention, []

@@ -29,6 +29,7 @@ def test_combinations_of_a_segment():
             assert c.symbolic_s == pytest.approx(report.compute_s + report.communication_s)
 
 
+@pytest.mark.ci
 def test_the_solvers_plan_is_among_them():
     step = prepared("gpt-tiny")
     (space,) = analysed(step).meshes

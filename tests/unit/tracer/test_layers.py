@@ -336,6 +336,7 @@ def test_every_forward_equation_that_waits_for_data_is_in_a_layer(name: str) -> 
             assert index in inside
 
 
+@pytest.mark.representatives("gpt-tiny-2")
 @pytest.mark.parametrize(
     ("name", "num_layers"), [("gpt-tiny", 2), ("llama-tiny", 2), ("bert-tiny", 2)]
 )
