@@ -35,6 +35,7 @@ def test_large_batch_is_data_parallel(shape):
     assert kinds(collectives(example, 256, solution.plan)) == {"all-reduce": 1}
 
 
+@pytest.mark.representatives("shape0")
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
 def test_small_batch_is_tensor_parallel(shape):
     example = mlp.example(mlp.MLPConfig(256), 32)
@@ -68,6 +69,7 @@ def test_data_and_tensor_together_on_two_axes():
         assert spec[0] in ("x", ("x", "y")), spec
 
 
+@pytest.mark.representatives("4")
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_forced_data_parallelism(num_devices):
     """`DataParallel` is data parallel even where tensor parallelism is cheaper."""

@@ -97,6 +97,7 @@ def tied_case() -> tuple[Any, list[Any]]:
     return params, batches
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "num_stages", [pytest.param(n, marks=() if n == 2 else pytest.mark.slow) for n in NUM_STAGES]
 )

@@ -82,6 +82,7 @@ def test_dynamic_scale_of_flax(method: Any) -> None:
     check_steps(step, state, method, lambda s: s.dynamic_scale.scale)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_scale_of_jmp(method: Any) -> None:
     jmp = pytest.importorskip("jmp")

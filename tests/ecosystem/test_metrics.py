@@ -77,6 +77,7 @@ def test_a_dataclass() -> None:
     check_metrics(step, start, SHARDED, lambda m: m.total / m.count)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "method",
     [SHARDED, pytest.param(TWO_STAGES, marks=pytest.mark.slow)],

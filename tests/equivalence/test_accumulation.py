@@ -75,6 +75,7 @@ def test_model_equals_one_whole_batch_step(
     assert step.last_executable.plan.warnings == ()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

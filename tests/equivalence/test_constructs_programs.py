@@ -176,7 +176,7 @@ def test_random_numbers_are_drawn_in_parts(implementation: str, spec: tuple[int,
     assert not step.last_executable.collectives()
 
 
-@pytest.mark.representatives("threefry2x32")
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_numbers_of_a_batch_of_keys(implementation: str) -> None:
     def fn(key: Any, x: Any) -> Any:
@@ -185,7 +185,7 @@ def test_random_numbers_of_a_batch_of_keys(implementation: str) -> None:
     run(fn, jax.random.key(3, impl=implementation), X)
 
 
-@pytest.mark.representatives("threefry2x32")
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_all_that_is_drawn_equals_jit(implementation: str) -> None:
     def fn(key: Any, x: Any) -> Any:

@@ -152,6 +152,7 @@ def test_state_is_made_where_training_wants_it(kind: str, monkeypatch) -> None:
     assert_same(train(state, BATCH), jax.jit(step)(want, BATCH))
 
 
+@pytest.mark.ci
 def test_no_parameter_is_ever_whole_on_a_device() -> None:
     """By XLA's own figures: all that a device holds is less than one parameter."""
     size = 1024
@@ -243,6 +244,7 @@ def test_evaluation_batches_are_split_as_training_is_where_they_can_be() -> None
         assert specs[1] == {"x": spec, "y": spec}
 
 
+@pytest.mark.ci
 def test_on_one_device() -> None:
     autopar.init(devices=jax.devices()[:1])
     try:

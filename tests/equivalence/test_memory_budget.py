@@ -45,7 +45,7 @@ def replicated_bytes(state) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.representatives("mesh_shape1")
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh_shape", [(8,), (2, 4)])
 def test_a_model_three_times_too_large_trains_within_its_budget(arguments, mesh_shape) -> None:
     """State alone is three times the budget, replicated."""

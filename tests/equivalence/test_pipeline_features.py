@@ -140,6 +140,7 @@ def test_weight_of_every_stage() -> None:
     check_optimizer(optax.sgd(0.1, momentum=0.9), loss_fn, params, THREE)
 
 
+@pytest.mark.ci
 def test_values_that_skip_stages() -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         first = layer(batch["x"], params[0])
@@ -268,6 +269,7 @@ def test_weight_decay_in_the_loss() -> None:
 # -- state and results
 
 
+@pytest.mark.ci
 def test_dropout_draws_what_the_serial_step_draws() -> None:
     def step(state: Any, batch: Any) -> Any:
         key, use = jax.random.split(state["key"])
@@ -286,7 +288,7 @@ def test_dropout_draws_what_the_serial_step_draws() -> None:
     check(step, {"params": PARAMS, "key": jax.random.key(7)}, TWO)
 
 
-@pytest.mark.representatives("2")
+@pytest.mark.ci
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_batch_statistics(num_micro_batches: int) -> None:
     """With one micro-batch they are those of the batch. With two, each normalises by its own, so

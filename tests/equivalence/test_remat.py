@@ -100,7 +100,7 @@ def test_recomputation_is_in_the_estimates() -> None:
     assert compute[1] > compute[0]
 
 
-@pytest.mark.representatives("None")
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_own_checkpoint_of_the_user(policy: str | None) -> None:
     chosen = getattr(jax.checkpoint_policies, policy) if policy else None
@@ -108,6 +108,7 @@ def test_own_checkpoint_of_the_user(policy: str | None) -> None:
     check(lambda p, x: train_step(p, x, lambda p, x: loss_fn(p, x, own)), PARAMS, X)
 
 
+@pytest.mark.ci
 def test_dropout() -> None:
     def step(state: Any, x: Any) -> Any:
         params, key = state
@@ -162,7 +163,7 @@ def test_scan_with_dropout() -> None:
     check(step, (stacked, jax.random.key(0)), X)
 
 
-@pytest.mark.representatives("True")
+@pytest.mark.ci
 @pytest.mark.parametrize("scan", [False, True])
 def test_micro_batches(scan: bool) -> None:
     method = autopar.ShardParallel(

@@ -105,6 +105,7 @@ FAST = ("llama-tiny", (8,))
 CASES = [(model, shape) for model in MODELS for shape in SHAPES]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "shape"),
     [pytest.param(*c, marks=[] if c == FAST else pytest.mark.slow) for c in CASES],

@@ -103,7 +103,7 @@ def make_executable(pipeline: Pipeline, schedule: str, rng: random.Random) -> Pi
     )
 
 
-@pytest.mark.representatives("1f1b")
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(deadline=None, max_examples=2)
 @given(st.integers(0, 2**32 - 1))

@@ -155,7 +155,7 @@ def check_plan(plan, tables, setting: Setting, num_devices: int) -> None:
     assert plan.step_s == pytest.approx(sum(costs) + (n - 1) * max(costs))
 
 
-@pytest.mark.representatives("1f1b", "interleaved_1f1b")
+@pytest.mark.representatives("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None, derandomize=True)

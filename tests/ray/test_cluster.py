@@ -13,6 +13,8 @@ from autopar.runtime.ray import starting
 from autopar.runtime.ray.cluster import RayCluster
 from tests.ray.conftest import NUM_CPUS, TOY, is_running, own_ports
 
+pytestmark = pytest.mark.ci  # test_two_hosts stands for sessions on Ray
+
 MESHES = [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 

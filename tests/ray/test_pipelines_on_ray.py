@@ -25,6 +25,8 @@ from tests.equivalence.test_models import (
 )
 from tests.ray.kills import Nodes
 
+pytestmark = pytest.mark.ci  # test_two_hosts stands for pipelines on Ray
+
 UNEQUAL = ((1, 2), (1, 2), (2, 2))
 STAGES = ("1", "2", "4", "unequal")
 TRAINING = [name for name in SCHEDULES if name != "inference"]
@@ -88,7 +90,6 @@ CASES = [
 ]
 
 
-@pytest.mark.representatives("one node-mlp-tiny-2-interleaved_1f1b")
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
@@ -115,7 +116,6 @@ def test_pipeline_on_ray_equals_jit(name: str, stages: str, schedule: str) -> No
         assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
 
 
-@pytest.mark.ci
 def test_a_step_on_ray_is_traced(tmp_path: Path) -> None:
     """Two meshes of two processes each: everything that the lists have, on one clock."""
     example = reference("mlp-tiny")[0]

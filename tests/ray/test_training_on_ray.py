@@ -20,6 +20,8 @@ from autopar import ArgumentError, CompileError, DistributedArray, session
 from tests.equivalence.pipelines import assert_equal
 from tests.ray.test_pipelines_on_ray import fetched
 
+pytestmark = pytest.mark.ci  # test_two_hosts stands for training on Ray
+
 WIDTH, ROWS, LAYERS = 8, 16, 4
 
 

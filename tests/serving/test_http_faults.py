@@ -30,6 +30,8 @@ from tests.serving.http_clients import (
 )
 from tests.serving.http_model import make_engine, served
 
+pytestmark = pytest.mark.ci  # test_http stands for the server
+
 LIMITS = {"max_body_bytes": 20_000, "max_connections": 40, "read_s": 1.0, "write_s": 1.0}
 LONG = 3000  # tokens: no test waits for so many
 
@@ -133,7 +135,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.ci
 @settings(
     max_examples=60,
     deadline=None,
@@ -214,7 +215,6 @@ def test_answers_of_one_request_are_queued_together_or_not_at_all(engine, url):
         wait_until(lambda: busy(engine) == (1, 0), "none of the nine is left")
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_does_not_read_is_cut_off(server, url, stream):
     state = server[1]
@@ -245,7 +245,6 @@ def test_too_many_connections_are_refused(url):
     wait_until(lambda: call(url, "GET", "/health")[0] == 200, "room again")
 
 
-@pytest.mark.ci
 def test_nothing_leaks(engine, server, url):
     def held() -> tuple[int, int]:
         gc.collect()

@@ -45,6 +45,7 @@ def over_scan(of):
     return fn
 
 
+@pytest.mark.representatives("eager", "jit", "grad", "vmap", "checkpoint")
 @pytest.mark.parametrize(
     ("fn", "plain"),
     [

@@ -32,6 +32,7 @@ def timed(step):
     return enumerate_plans(*step, jax.devices(), 3, mesh_shapes=[(8,)], limit_s=0.01, rounds=2)
 
 
+@pytest.mark.ci
 def test_plans_differ_and_their_figures_add_up(timed):
     assert len(timed) == 3
     assert len({plan_digest(one.plan) for one in timed}) == 3

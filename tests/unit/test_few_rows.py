@@ -67,7 +67,7 @@ def test_what_fits_only_with_too_few_rows_is_our_error() -> None:
         autopar.plan(step_needing(2), WEIGHTS, BATCH, cluster=cluster(2e5), method=method)
 
 
-@pytest.mark.representatives("1000000000.0")
+@pytest.mark.ci
 @pytest.mark.parametrize("slow", [0.0, 1e9])
 def test_few_rows_are_looked_at_where_plans_lack_memory(
     monkeypatch: pytest.MonkeyPatch, slow: float

@@ -74,6 +74,7 @@ def data_files() -> list[str]:
     ]
 
 
+@pytest.mark.ci
 def test_the_wheel_has_the_package_with_its_data_and_nothing_else(archives):
     _, wheel = archives
     assert len(data_files()) > 5

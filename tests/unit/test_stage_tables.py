@@ -137,7 +137,7 @@ def test_products_run_for_every_micro_batch_and_updates_once() -> None:
 # -- time
 
 
-@pytest.mark.representatives("submesh1-shape1", "submesh2-shape2")
+@pytest.mark.representatives("submesh2-shape2")
 @pytest.mark.parametrize(("submesh", "shape"), [((1, 4), (2, 2)), ((2, 4), (8,)), ((1, 1), (1,))])
 def test_layers_add_up_to_the_objective(submesh, shape) -> None:
     own = gpt()
@@ -270,7 +270,7 @@ def test_meshes_on_which_constraints_fail_are_left_out() -> None:
 # -- ranges of layers
 
 
-@pytest.mark.representatives("shape1")
+@pytest.mark.ci
 @pytest.mark.parametrize("shape", [(2,), (4,)])
 def test_a_range_costs_what_its_stage_does_alone(shape) -> None:
     """The sums of a table against the stages' own steps, solved by themselves."""

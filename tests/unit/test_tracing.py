@@ -152,6 +152,7 @@ def test_it_is_written_when_the_body_raises(pipelined: Model, tmp_path: Path) ->
     assert len(autopar.read_trace(path)) == 1
 
 
+@pytest.mark.ci
 def test_old_steps_are_dropped_and_that_is_said(sharded: Model, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with (

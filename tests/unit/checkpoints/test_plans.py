@@ -74,7 +74,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.representatives("4 to 2 devices", "onto a pipeline")
+@pytest.mark.representatives("onto a pipeline")
 @pytest.mark.parametrize(("route"), ROUTES.values(), ids=ROUTES.keys())
 def test_a_state_is_restored_onto_another_plan(tmp_path: Path, route: Any):
     devices, method, devices_after, method_after = route

@@ -76,6 +76,7 @@ def run_doctor(folder: Path, *arguments: str, setup: str = "") -> subprocess.Com
     )
 
 
+@pytest.mark.ci
 def test_where_all_is_well(tmp_path: Path) -> None:
     done = run_doctor(tmp_path, "--json")
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
@@ -220,6 +221,7 @@ def test_a_gpu_without_a_plugin(
     ]
 
 
+@pytest.mark.ci
 def test_a_plugin_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(tmp_path, "NVIDIA H200, 143771 MiB, 580.65.06")
     with_package(tmp_path, monkeypatch, "jax-cuda13-plugin", "0.1.2")
@@ -229,6 +231,7 @@ def test_a_plugin_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert problem.remedy == "pip install --upgrade 'autopar[cuda13]'" and not problem.is_required
 
 
+@pytest.mark.ci
 def test_a_gpu_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(tmp_path, "NVIDIA H200, 143771 MiB, 580.65.06")
     with_package(tmp_path, monkeypatch, "jax-cuda13-plugin", doctor._version("jaxlib"))
@@ -261,6 +264,7 @@ def test_a_driver_that_does_not_work(tmp_path: Path) -> None:
     assert "Failed to initialize NVML" in problem.what and "nvidia-smi" in problem.remedy
 
 
+@pytest.mark.ci
 def test_a_ray_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems(ray=Outcome(error="ImportError: libray"))
     assert problem == Problem(

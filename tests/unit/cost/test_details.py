@@ -108,7 +108,7 @@ def test_parts_are_the_whole(model: str, how: str) -> None:
     assert sum(details.memory.at_peak) == pytest.approx(plan.estimated_peak_bytes, rel=1e-3)
 
 
-@pytest.mark.representatives("gpt-tiny-remat", "gpt-tiny-mesh")
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "how"), [p for p in PLANS if p[0] != "mlp-tiny"])
 def test_flops_of_the_model_leave_out_recomputation(model: str, how: str) -> None:
     details = details_of(plan_of(model, how))
@@ -156,6 +156,7 @@ def test_megatron_is_data_and_tensor_parallel() -> None:
     assert {r.words for r in down} == {f"x: {DATA}, y: {ROW}"}
 
 
+@pytest.mark.ci
 def test_causes_of_megatrons_collectives() -> None:
     found = details_of(plan_of("gpt-tiny", "megatron")).collectives
     after_down = [
@@ -169,6 +170,7 @@ def test_causes_of_megatrons_collectives() -> None:
     assert {c.cause for c in gradients} == {PARTIAL_SUMS}
 
 
+@pytest.mark.representatives("zero3-data + ZeRO-it is kept split along x")
 @pytest.mark.parametrize(
     ("how", "word", "reason"),
     [

@@ -67,7 +67,7 @@ def count_flops(function: Any, *args: Any) -> int:
     return flops
 
 
-@pytest.mark.representatives("gpt-39b", "llama3-8b", "moe-70b", "bert-large", "wresnet-2b")
+@pytest.mark.representatives("gpt-39b", "llama3-8b", "moe-70b", "bert-large")
 @pytest.mark.parametrize("name", PAPER)
 def test_num_params_is_what_the_name_says(name: str) -> None:
     # Llama2-7B really has 6.74B parameters; all others are nearer.

@@ -233,6 +233,7 @@ def test_only_the_branch_that_runs_pays() -> None:
 # -- models
 
 
+@pytest.mark.representatives("mlp-tiny")
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny-scan"])
 def test_solved_models_have_layouts_that_can_be_written_down(name: str) -> None:
     example = build(name)

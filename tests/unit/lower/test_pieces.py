@@ -28,7 +28,7 @@ def sums(piece: Piece) -> set[int]:
     return {ref.value for ref in set(piece.reads) & set(piece.writes)}
 
 
-@pytest.mark.representatives("2")
+@pytest.mark.ci
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_pieces_in_turn_give_what_the_step_gives(num_micro_batches: int) -> None:
     args = ((parameters(), OPTIMIZER.init(parameters())), batch())

@@ -183,6 +183,7 @@ def test_the_samples_of_a_machine(able):
     assert all(ranks <= able.devices_per_host for ranks in hosts)
 
 
+@pytest.mark.ci
 def test_a_real_machine_from_the_command_line(tmp_path, capsys):
     output = tmp_path / "here.json"
     typed = ["profile", "--quick", "--only", "overheads,memory,crossings", "-o", str(output)]

@@ -71,6 +71,7 @@ def test_three_steps_are_those_of_the_whole(shapes: Any) -> None:
     assert_equal(run_steps(make_executable(shapes)), whole_steps())
 
 
+@pytest.mark.representatives("1f1b_eager")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b_eager"])
 def test_schedules(schedule: str) -> None:
     assert_equal(run_steps(make_executable(schedule=schedule)), whole_steps())

@@ -14,6 +14,7 @@ STEPS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [name if name == "gpt" else pytest.param(name, marks=pytest.mark.slow) for name in STEPS],

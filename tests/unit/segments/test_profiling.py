@@ -81,7 +81,7 @@ def test_samples_replace_earlier_ones(step):
     assert newer in after.combinations
 
 
-@pytest.mark.representatives("1")
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_plan_computes_what_jit_does(step, seed):
     """Whatever the times were: combinations at random, layers that differ."""

@@ -45,7 +45,7 @@ def finished(layout: Layout) -> Layout:
     return tuple(WHOLE if entry == PARTIAL else entry for entry in layout)
 
 
-@pytest.mark.representatives("moe-tiny")
+@pytest.mark.ci
 def test_every_node_is_in_one_block_and_every_block_in_one_segment(found) -> None:
     problem, blocks = found
     check_blocks(blocks)
@@ -56,6 +56,7 @@ def test_every_node_is_in_one_block_and_every_block_in_one_segment(found) -> Non
             assert blocks.sequence[blocks.block_of_node[node]].entry == node
 
 
+@pytest.mark.ci
 def test_nothing_is_resharded_inside_a_block(found) -> None:
     """Whatever its strategy: each node reads what the block makes in the layout it is made in,
     but for the sums that a FINISH node adds up."""

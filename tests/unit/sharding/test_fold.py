@@ -165,6 +165,7 @@ def accumulated_graph(num_layers: int) -> Graph:
     return build_graph(accumulate(full, micro, 4))
 
 
+@pytest.mark.ci
 def test_classes_of_micro_batches_do_not_grow_with_depth() -> None:
     fewer, more = (len(set(fold_repeated_layers(accumulated_graph(n)))) for n in (12, 36))
     assert fewer == more

@@ -130,7 +130,7 @@ def test_convolutional_blocks_are_layers() -> None:
     ]
 
 
-@pytest.mark.representatives("2")
+@pytest.mark.ci
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 def test_a_number_of_layers_can_be_asked_for(num_layers: int) -> None:
     layers = layers_of(gpt(8), num_layers)
@@ -310,7 +310,7 @@ MODELS = {
 OPTIONS: dict[str, dict[str, Any]] = {"moe-tiny": {"num_layers": 4}}
 
 
-@pytest.mark.representatives("gpt-tiny", "wresnet-tiny")
+@pytest.mark.representatives("gpt-tiny")
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_a_micro_batch_are_those_of_the_step(name: str) -> None:
     body, batch = loop_of(name, **OPTIONS.get(name, {}))
@@ -322,7 +322,7 @@ def test_layers_of_a_micro_batch_are_those_of_the_step(name: str) -> None:
     assert data & set(layers[0].inputs) and data & set(layers[-1].inputs), "inputs and targets"
 
 
-@pytest.mark.representatives("gpt-tiny", "wresnet-tiny")
+@pytest.mark.representatives("gpt-tiny")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forward_equation_that_waits_for_data_is_in_a_layer(name: str) -> None:
     body, batch = loop_of(name, **OPTIONS.get(name, {}))

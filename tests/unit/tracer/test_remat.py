@@ -200,6 +200,7 @@ def test_casts_of_parameters_are_shared() -> None:
     assert casts(traced.program) == casts(after.program) == 8
 
 
+@pytest.mark.ci
 def test_random_bits_are_made_again_from_the_same_key() -> None:
     def loss(params: Any, batch: Any) -> Any:
         x, key = batch

@@ -14,6 +14,8 @@ from autopar.runtime.transports.choose import NAMES
 from tests.unit.runtime.transports import cases
 from tests.unit.runtime.transports.peer import PeerError, use
 
+pytestmark = pytest.mark.ci  # pipelines on Ray send by jax_transfer too
+
 
 @pytest.fixture(scope="module")
 def processes():
@@ -120,7 +122,6 @@ def test_links_must_have_been_prepared(processes, transport):
         processes[0].ask("send", 1, cases.outgoing((sent,), 1))
 
 
-@pytest.mark.representatives("cuda_ipc")
 @only("jax_transfer", "cuda_ipc")
 def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
     """It dies while another waits for its tiles."""
