@@ -84,7 +84,7 @@ def is_split(tensor: Any) -> bool:
     return any(entry >= 0 for entry in tensor.layout)
 
 
-@pytest.mark.representatives("gpt-tiny-mesh_shape5", "mlp-tiny-mesh_shape0", "mlp-tiny-mesh_shape1")
+@pytest.mark.representatives("gpt-tiny-mesh_shape5", "mlp-tiny-mesh_shape1")
 @pytest.mark.parametrize(
     ("name", "mesh_shape"),
     [

@@ -49,6 +49,7 @@ def random_case(name: str, rng: random.Random) -> tuple[Pipeline, Schedule]:
     return pipeline, make_schedule(name, len(stage_mesh), m, stage_mesh=stage_mesh)
 
 
+@pytest.mark.representatives("1f1b", "interleaved_1f1b")
 @pytest.mark.parametrize("name", SCHEDULES)
 @some
 @given(seeds)
@@ -60,6 +61,7 @@ def test_lists_give_what_the_pieces_give(name: str, seed: int):
     assert run_lists(pipeline, programs, rng) == run_pieces(pipeline)
 
 
+@pytest.mark.representatives("1f1b")
 @pytest.mark.parametrize("name", SCHEDULES)
 @some
 @given(seeds)
@@ -75,6 +77,7 @@ def test_what_is_kept_is_what_is_live_at_the_end(name: str, seed: int):
             assert live[-1] == len(callers | results), f"mesh {mesh}"
 
 
+@pytest.mark.representatives("1f1b")
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "interleaved_1f1b"])
 @some
 @given(st.integers(1, 6), st.integers(1, 9), seeds)

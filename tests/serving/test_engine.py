@@ -123,6 +123,7 @@ def test_a_stop_token_ends_a_request_and_comes_with_it(engine: BatchingEngine, a
     assert tokens[-1].finish_reason == "stop"
 
 
+@pytest.mark.ci
 def test_the_cache_ends_a_request(engine: BatchingEngine, alone: Any) -> None:
     prompt = tuple(range(LENGTH - 3))
     tokens = list(engine.submit(prompt, SamplingParams(100)).tokens(timeout_s=60))
@@ -180,6 +181,7 @@ def test_what_cannot_be_served(
     assert engine.stats()["requests_waiting"] == 0
 
 
+@pytest.mark.ci
 def test_closing_ends_all_requests(parts: tuple[Steps, Any]) -> None:
     engine = BatchingEngine(*parts)
     under_way = [engine.submit((1,), SamplingParams(LENGTH)) for _ in range(5)]

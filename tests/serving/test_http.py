@@ -50,6 +50,7 @@ def test_tokens_are_the_engines(engine, url):
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
 
 
+@pytest.mark.representatives("settings0")
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1.3, "seed": 5}])
 def test_a_stream_equals_the_whole(url, settings):
     fields = {"prompt": PROMPT, "max_tokens": 40, **settings}
@@ -225,6 +226,7 @@ def _metric(url: str, name: str) -> float:
     return float(dict(line.split() for line in lines)[f"llm_serving_{name}"])
 
 
+@pytest.mark.ci
 def test_sixty_four_clients_at_once_get_what_one_gets(url):
     lengths = [1 + index % 7 for index in range(64)]
 

@@ -210,6 +210,7 @@ def test_a_loss_that_shows_when_a_result_is_read(tmp_path: Path):
     assert told == dict(losses)
 
 
+@pytest.mark.ci
 def test_fewer_devices_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     restarts = []
 
