@@ -7,7 +7,7 @@ of its own. A family of like tests names the ones that stand for it:
     @pytest.mark.representatives("gpt-tiny")    # on a parametrized test: ids of its cases
     pytestmark = pytest.mark.representatives("test_tied_weights", "test_dropout[2]")
 
-and the others of that test or module are marked `ci`.
+and the others of that test or module are marked `ci`; those that it names by `slow=(…)`, `slow`.
 
 JAX reads its variables once, so they are set here, before any test module imports it.
 """
@@ -43,10 +43,11 @@ def pytest_collection_modifyitems(config, items):
         names = {item.name, item.originalname}
         if hasattr(item, "callspec"):
             names.add(item.callspec.id)
+        slow = mark.kwargs.get("slow", ())
         where = f"{item.nodeid.partition('::')[0]}: representatives{mark.args}"
-        unseen[where] = unseen.get(where, set(mark.args)) - names
+        unseen[where] = unseen.get(where, {*mark.args, *slow}) - names
         if names.isdisjoint(mark.args):
-            item.add_marker("ci")
+            item.add_marker("ci" if names.isdisjoint(slow) else "slow")
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     stale = [f"{where}: no test {sorted(names)}" for where, names in unseen.items() if names]
     if stale and is_whole:

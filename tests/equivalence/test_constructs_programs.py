@@ -161,7 +161,10 @@ def largest_array(hlo: str) -> int:
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
-@pytest.mark.representatives("threefry2x32-(0, 1)")
+@pytest.mark.representatives(
+    "threefry2x32-(0, 1)",
+    slow=[f"unsafe_rbg-({x}, {y})" for x in (0, 1) for y in (0, 1)],
+)
 @pytest.mark.parametrize("spec", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_numbers_are_drawn_in_parts(implementation: str, spec: tuple[int, int]) -> None:
@@ -185,7 +188,7 @@ def test_random_numbers_of_a_batch_of_keys(implementation: str) -> None:
     run(fn, jax.random.key(3, impl=implementation), X)
 
 
-@pytest.mark.ci
+@pytest.mark.representatives(slow=["unsafe_rbg"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_all_that_is_drawn_equals_jit(implementation: str) -> None:
     def fn(key: Any, x: Any) -> Any:

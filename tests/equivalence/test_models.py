@@ -105,7 +105,7 @@ def test_sharded_model_equals_jit(name: str, mesh_shape: tuple[int, ...]) -> Non
     assert any(is_split(t) for t in state)
 
 
-@pytest.mark.representatives("mlp-tiny")
+@pytest.mark.representatives("mlp-tiny", slow=["gpt-tiny"])
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny"])
 def test_data_parallel_model_equals_jit(name: str) -> None:
     plan = check_model(name, autopar.DataParallel())

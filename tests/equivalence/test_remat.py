@@ -63,7 +63,7 @@ def check(
     return ours
 
 
-@pytest.mark.representatives("mlp-tiny-4")
+@pytest.mark.representatives("mlp-tiny-4", slow=["gpt-tiny-scan-2"])
 @pytest.mark.parametrize(
     ("name", "layers"),
     [

@@ -55,7 +55,7 @@ def every_choice(problem):
         yield dict(zip(nodes, indices, strict=True))
 
 
-@pytest.mark.representatives("chain", "product")
+@pytest.mark.representatives("chain", "product", slow=["update"])
 @pytest.mark.parametrize("name", STEPS)
 def test_no_choice_that_fits_is_cheaper(name: str) -> None:
     problem = problem_of(name, LogicalMesh((2,), alpha=(0.5,), beta=(0.01,)))

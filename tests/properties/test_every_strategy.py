@@ -192,6 +192,7 @@ def _last(chosen: Any, graph: Any, value: int) -> Layout:
     "scatter set-2x4",
     "dynamic slice-2x4",
     "merge-2x4",
+    slow=["batched dot-2x4"],
 )
 @pytest.mark.parametrize(
     "mesh_shape", [(2, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids=["2x4", "4x2"]

@@ -29,7 +29,6 @@ FEW = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-SOME = settings(FEW, max_examples=25)
 MANY = settings(FEW, max_examples=500)
 
 
@@ -114,7 +113,7 @@ def test_planned_programs_equal_jit(program: RandomProgram, mesh: autopar.Logica
 
 
 @pytest.mark.ci
-@SOME
+@FEW
 @given(programs(3, 8), st.sampled_from(MESHES), st.integers(0, 2**16))
 def test_any_strategies_equal_jit(
     program: RandomProgram, mesh_shape: tuple[int, ...], seed: int

@@ -51,11 +51,15 @@ def run(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    # No plugin that happens to be installed, but those that the options need.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plugins = ("no:cacheprovider", "xdist.plugin", "pytest_timeout")
 
     def run(suite: str, *arguments: str) -> tuple[int, str]:
         (tmp_path / "tests" / "test_suite.py").write_text(suite)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        options = [option for plugin in plugins for option in ("-p", plugin)]
+        command = [sys.executable, "-m", "pytest", "-q", *options, *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
         )

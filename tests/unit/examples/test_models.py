@@ -95,7 +95,10 @@ def assert_step_keeps_types(example: Example) -> None:
     assert all(param.dtype == jnp.float32 for param in jax.tree.leaves(state.params))
 
 
-@pytest.mark.representatives("mlp-tiny")
+@pytest.mark.representatives(
+    "mlp-tiny",
+    slow=("gpt-tiny", "gpt-tiny-scan", "llama-tiny", "llama-tiny-scan", "bert-layers-tiny"),
+)
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_model_trains(name: str) -> None:
     example = MODELS[name]
