@@ -420,7 +420,8 @@ def run_probe(name: str, time_limit_s: float) -> Outcome:
     """What `doctor_probes` finds, in a process that is given up after the time limit."""
     with tempfile.TemporaryDirectory(prefix="autopar-doctor-", ignore_cleanup_errors=True) as made:
         file = Path(made) / "found.json"
-        command = [sys.executable, "-m", "autopar.cli.doctor_probes", name, str(file)]
+        # -P: what lies in the current folder is not imported instead of a package.
+        command = [sys.executable, "-P", "-m", "autopar.cli.doctor_probes", name, str(file)]
         ended = _run(command, _environment(name), time_limit_s)
         if ended is None:
             return Outcome(error=f"It did not answer within {time_limit_s:g} s.")

@@ -63,8 +63,10 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "ray"
+        state = "not installed" if is_missing else f"installed, but cannot be imported ({error})"
         raise ClusterError(
-            "A Ray cluster was asked for, and Ray is not installed. Install it with "
+            f"A Ray cluster was asked for, and Ray is {state}. Install it with "
             "pip install 'autopar[ray]', on every node, or use init(cluster='local')."
         ) from error
     return ray

@@ -162,6 +162,14 @@ def test_an_internal_that_is_missing_is_found(setup_of_probes: Any) -> None:
     ]
 
 
+def test_files_in_the_current_folder_are_not_taken_for_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "highspy.py").write_text("raise ImportError('not HiGHS')")
+    monkeypatch.chdir(tmp_path)
+    assert "version" in run_probe("highs", LIMIT_S).found
+
+
 # -- other machines, as probes would find them
 
 

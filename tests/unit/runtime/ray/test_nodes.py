@@ -92,7 +92,15 @@ def test_no_nodes():
 
 def test_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ClusterError, match=r"pip install 'autopar\[ray\]'"):
+    with pytest.raises(ClusterError, match=r"not installed\. .* pip install 'autopar\[ray\]'"):
+        import_ray()
+
+
+def test_ray_is_broken(monkeypatch, tmp_path):
+    (tmp_path / "ray.py").write_text("raise ImportError('no libray')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.raises(ClusterError, match=r"cannot be imported \(no libray\)"):
         import_ray()
 
 
