@@ -445,9 +445,7 @@ def _solve_with_pulp(
 ) -> tuple[np.ndarray | None, float, bool]:
     problem = pulp.LpProblem("sharding", pulp.LpMinimize)
     variables = [
-        problem.add_variable(
-            f"z{i}", 0, up, pulp.LpInteger if i < model.num_node_vars else pulp.LpContinuous
-        )
+        problem.add_variable(f"z{i}", 0, up, "Integer" if i < model.num_node_vars else "Continuous")
         for i, up in enumerate(model.upper.tolist())
     ]
     costs = zip(variables, model.cost.tolist(), strict=True)
@@ -477,7 +475,8 @@ def _pulp_outcome(problem: Any, stats: Any) -> tuple[str, bool]:
     where a solution that is not proven to be the best also has the status "Optimal"."""
     if hasattr(stats, "has_solution"):
         return stats.status_str, stats.has_solution
-    found = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    if problem.sol_status == pulp.LpSolutionIntegerFeasible:
+    pulp_3: Any = pulp
+    found = (pulp_3.LpSolutionOptimal, pulp_3.LpSolutionIntegerFeasible)
+    if problem.sol_status == pulp_3.LpSolutionIntegerFeasible:
         return "Feasible", True
-    return pulp.LpStatus[problem.status], problem.sol_status in found
+    return pulp_3.LpStatus[problem.status], problem.sol_status in found
