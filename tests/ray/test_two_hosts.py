@@ -27,6 +27,7 @@ TINY = {"hidden_size": 16, "num_heads": 2, "seq_len": 8, "vocab_size": 32, "drop
 MODELS = ("gpt-tiny", "bert-tiny")
 PIPELINE = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
 NUM_STEPS = 2
+WRITING_LIMIT_S = 60.0
 optimizer = optax.sgd(0.5)
 
 
@@ -115,7 +116,9 @@ def test_training_goes_on_when_a_worker_hangs_and_when_one_is_killed(
         numbers.append(number)
         if number in losing:
             mesh, sign = losing.pop(number)
+            until = time.monotonic() + WRITING_LIMIT_S
             while latest_step(tmp_path / "lost") != number - 1:  # it is written in the background
+                assert time.monotonic() < until, f"no checkpoint of step {number - 1}"
                 time.sleep(0.01)
             devices = step.last_executable.meshes[mesh].devices
             (worker,) = [w for w in kills.workers() if w.place.mesh_devices == devices]
