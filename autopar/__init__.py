@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         plan,
         solve_sharding,
     )
-    from autopar.checkpoints import CheckpointSave, checkpoint_steps, latest_step, save_checkpoint
     from autopar.compiler import register_rule
     from autopar.errors import (
         ArgumentError,
@@ -45,10 +44,14 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autopar.inspect.diff import diff
+    from autopar.inspect.record import Trace, read_trace, trace
     from autopar.ir.mesh import ClusterSpec, DeviceSpec, LogicalMesh
     from autopar.ir.plan import ParallelPlan
     from autopar.ir.profile import MachineProfile, load_profile
-    from autopar.loading import DataLoader, data_loader
+    from autopar.measure.profile import profile_machine
+    from autopar.measure.verify.plan_verified import plan_verified
+    from autopar.measure.verify.report import VerifyReport
+    from autopar.measure.verify.verify_plan import verify
     from autopar.methods import (
         AutoLayers,
         AutoParallel,
@@ -66,15 +69,17 @@ if TYPE_CHECKING:
         Zero2Parallel,
         Zero3Parallel,
     )
-    from autopar.profiling import profile_machine
-    from autopar.proof.report import VerifyReport
-    from autopar.proved_plans import plan_verified
-    from autopar.restoring import restore_checkpoint
+    from autopar.runtime.checkpoints import (
+        CheckpointSave,
+        checkpoint_steps,
+        latest_step,
+        save_checkpoint,
+    )
     from autopar.runtime.remote.arrays import DistributedArray
     from autopar.session import init, shutdown
-    from autopar.tracing import Trace, read_trace, trace
-    from autopar.training import run_training
-    from autopar.verifying import verify
+    from autopar.training.data_loader import DataLoader, data_loader
+    from autopar.training.elastic import run_training
+    from autopar.training.restore import restore_checkpoint
 
 __version__ = "0.1.0"
 
@@ -158,10 +163,10 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "solve_sharding": "autopar.api",
-    "CheckpointSave": "autopar.checkpoints",
-    "checkpoint_steps": "autopar.checkpoints",
-    "latest_step": "autopar.checkpoints",
-    "save_checkpoint": "autopar.checkpoints",
+    "CheckpointSave": "autopar.runtime.checkpoints",
+    "checkpoint_steps": "autopar.runtime.checkpoints",
+    "latest_step": "autopar.runtime.checkpoints",
+    "save_checkpoint": "autopar.runtime.checkpoints",
     "register_rule": "autopar.compiler",
     "ArgumentError": "autopar.errors",
     "AutoparError": "autopar.errors",
@@ -187,8 +192,8 @@ _HOMES = {
     "ParallelPlan": "autopar.ir.plan",
     "MachineProfile": "autopar.ir.profile",
     "load_profile": "autopar.ir.profile",
-    "DataLoader": "autopar.loading",
-    "data_loader": "autopar.loading",
+    "DataLoader": "autopar.training.elastic.data_loader",
+    "data_loader": "autopar.training.elastic.data_loader",
     "AutoLayers": "autopar.methods",
     "AutoParallel": "autopar.methods",
     "AutoStages": "autopar.methods",
@@ -204,18 +209,18 @@ _HOMES = {
     "UniformStages": "autopar.methods",
     "Zero2Parallel": "autopar.methods",
     "Zero3Parallel": "autopar.methods",
-    "profile_machine": "autopar.profiling",
-    "VerifyReport": "autopar.proof.report",
-    "plan_verified": "autopar.proved_plans",
-    "restore_checkpoint": "autopar.restoring",
+    "profile_machine": "autopar.measure.profile",
+    "VerifyReport": "autopar.measure.verify.report",
+    "plan_verified": "autopar.measure.verify.plan_verified",
+    "restore_checkpoint": "autopar.training.elastic.restore",
     "DistributedArray": "autopar.runtime.remote.arrays",
     "init": "autopar.session",
     "shutdown": "autopar.session",
-    "Trace": "autopar.tracing",
-    "read_trace": "autopar.tracing",
-    "trace": "autopar.tracing",
-    "run_training": "autopar.training",
-    "verify": "autopar.verifying",
+    "Trace": "autopar.inspect.record",
+    "read_trace": "autopar.inspect.record",
+    "trace": "autopar.inspect.record",
+    "run_training": "autopar.training.elastic.elastic",
+    "verify": "autopar.measure.verify.verify_plan",
 }
 
 _views.provide_from("autopar.views")

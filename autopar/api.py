@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
-from autopar import _jax, objects, session
+from autopar import _jax, session
 from autopar.compiler import (
     OtherDevices,
     PlannedStep,
@@ -25,11 +25,14 @@ from autopar.compiler import (
     lower_pipeline,
     plan_step,
 )
-from autopar.dumping import describing
 from autopar.errors import ArgumentError, MeshError
+from autopar.inspect.dump import describing
+from autopar.ir import objects
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
+from autopar.lower.remote_step import lower_for_workers
+from autopar.measure.rerank import plan_fastest
 from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
@@ -37,15 +40,13 @@ from autopar.methods import (
     ShardingOptions,
     ShardParallel,
 )
-from autopar.multi_controller import compile_together, is_multi_controller, plan_together
-from autopar.reranking import plan_fastest
 from autopar.runtime.local import LocalExecutable, SignatureChanged
-from autopar.runtime.parts import PartsExecutable
+from autopar.runtime.multi_controller import compile_together, is_multi_controller, plan_together
+from autopar.runtime.per_stage import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.executable import RemoteExecutable
 from autopar.session import checked_devices
-from autopar.worker_step import lower_for_workers
 
 Executable = LocalExecutable | PipelineExecutable | PartsExecutable | RemoteExecutable
 

@@ -1,8 +1,8 @@
 """The whole compiler, as a list of passes.
 
     trace      function, arguments           → TracedStep      (tracer.flatten, tracer.program)
-    remat      TracedStep, option            → TracedStep      (tracer.layers, tracer.remat)
-    accumulate TracedStep, one micro-batch's → TracedStep      (tracer.accumulate)
+    remat      TracedStep, option            → TracedStep      (rewrite.layers, rewrite.remat)
+    accumulate TracedStep, one micro-batch's → TracedStep      (rewrite.accumulate)
     graph      TracedStep                    → Graph           (tracer.build, tracer.rules)
     meshes     cluster, method               → LogicalMesh …   (constraints, steering)
     shard      Graph, LogicalMesh            → GraphSharding   (sharding.solve)
@@ -26,31 +26,19 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten
 
 from autopar import _jax
-from autopar.assemble import bind_plan, check_same_inputs
-from autopar.auto import plan_automatically
-from autopar.constraints import candidate_meshes, options_of
 from autopar.errors import ArgumentError, MeshError, TraceError, shortened
-from autopar.following import (
-    arguments_of_training,
-    placed_like_training,
-    state_of_training,
-)
-from autopar.inter import bind_pipeline, plan_pipeline
-from autopar.intra import Considered, PassTimer, PlannedStep, plan_traced
 from autopar.ir.checks import check_programs
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.pipeline import Pipeline, PipelinePrograms
 from autopar.ir.plan import MADE, ParallelPlan
-from autopar.ir.program import Pipeline, PipelinePrograms
-from autopar.ir.progress import Progress, debugs, logged, tell
 from autopar.ir.spec import to_partition_spec
 from autopar.ir.tiles import TilePlan
 from autopar.ir.views import views
-from autopar.looped import Loop
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
-from autopar.lower.lanes import AnyMesh, lane_axes, with_lanes
-from autopar.lower.pieces import cut_into_pieces, piece_function
+from autopar.lower.stage_programs import cut_into_pieces, piece_function
 from autopar.lower.tiles import plan_transfers
+from autopar.lower.unreduced import AnyMesh, lane_axes, with_lanes
 from autopar.methods import (
     AutoParallel,
     CreateStateParallel,
@@ -59,11 +47,27 @@ from autopar.methods import (
     PipeshardParallel,
     ShardParallel,
 )
-from autopar.pipeline_following import bind_made, follow_pipeline, make_on_stages
-from autopar.remat_choice import choose_remat
+from autopar.progress import Progress, debugs, logged, tell
+from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
+from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.rewrite.remat import with_remat
+from autopar.rewrite.single_microbatch import looped_once
+from autopar.rewrite.unroll_scans import unrolled
+from autopar.sharding.assemble import bind_plan, check_same_inputs
+from autopar.sharding.constraints import candidate_meshes, options_of
+from autopar.sharding.plan_mesh import Considered, PassTimer, PlannedStep, plan_traced
+from autopar.sharding.remat_choice import choose_remat
+from autopar.stages.auto import plan_automatically
+from autopar.stages.following import (
+    arguments_of_training,
+    placed_like_training,
+    state_of_training,
+)
+from autopar.stages.looped import Loop
+from autopar.stages.pipeline_following import bind_made, follow_pipeline, make_on_stages
+from autopar.stages.plan_pipeline import bind_pipeline, plan_pipeline
 from autopar.stages.schedules import make_schedule
-from autopar.stages.search import last_search
-from autopar.tracer.accumulate import accumulate, micro_batch_leaves
+from autopar.stages.stage_search import last_search
 from autopar.tracer.flatten import (
     FlatCall,
     TracedStep,
@@ -72,10 +76,6 @@ from autopar.tracer.flatten import (
     is_array_leaf,
     trace_step,
 )
-from autopar.tracer.layers import Layer, find_layers, layers_by_name, worth_recomputing
-from autopar.tracer.once import looped_once
-from autopar.tracer.remat import with_remat
-from autopar.tracer.unroll import unrolled
 from autopar.tracer.user_rules import register_rule
 
 

@@ -19,8 +19,8 @@ from autopar.errors import ArgumentError, MeshError, ProfileError
 from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.ir.profile import MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
+from autopar.runtime.remote.activity import describe_instruction
 from autopar.runtime.remote.session import RemoteSession
-from autopar.runtime.remote.words import describe_instruction
 from autopar.runtime.transports.choose import NAMES as TRANSPORTS
 
 CLUSTERS = ("local", "ray")

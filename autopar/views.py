@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autopar.alternatives import why
-from autopar.block_views import blocks_of
+from autopar.inspect.blocks import blocks_of
 from autopar.inspect.blocks_text import blocks_text
 from autopar.inspect.explain import explain_plan
-from autopar.inspect.report import write_report
-from autopar.inspect.strategies import strategy_text
-from autopar.inspect.why import explain_why
+from autopar.inspect.pins import with_pins
+from autopar.inspect.report_page import write_report
+from autopar.inspect.strategies_text import strategy_text
+from autopar.inspect.why import why
+from autopar.inspect.why_text import explain_why
 from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.ir.views import provide
-from autopar.origin import Origin
-from autopar.pinning import with_pins
-from autopar.prediction import predicted_timeline
+from autopar.sharding.origin import Origin
+from autopar.stages.simulate import predicted_timeline
 
 
 class Views:

@@ -34,10 +34,10 @@ import jax
 
 import autopar
 from autopar.api import make_executable
-from autopar.candidates import repriced
 from autopar.compiler import PlannedStep
-from autopar.enumeration import strategies_in_words
-from autopar.measuring import made_up
+from autopar.measure.candidates import repriced
+from autopar.measure.enumerate_plans import strategies_in_words
+from autopar.measure.time_step import made_up
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
 from benchmarks.accuracy_plans import MESHES, plans_of

@@ -19,12 +19,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.candidates import decisions
 from autopar.compiler import PlannedStep, plan_step
 from autopar.cost.report import parallelism
-from autopar.enumeration import covering_plans, strategies_in_words
-from autopar.intra import planned_as
+from autopar.measure.candidates import decisions
+from autopar.measure.enumerate_plans import covering_plans, strategies_in_words
 from autopar.sharding.kbest import k_best, sharding_of
+from autopar.sharding.plan_mesh import planned_as
 from examples.models import Example
 
 MESHES = ((8,), (2, 4), (4, 2))

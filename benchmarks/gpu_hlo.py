@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 import autopar
 from autopar import _jax
-from autopar.proof.targets import load_target
+from autopar.measure.verify.targets import load_target
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from benchmarks.experts.layouts import (
     data_parallel,

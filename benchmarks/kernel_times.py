@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.cost.details import whole_on_one_device
+from autopar.cost.plan_details import whole_on_one_device
 from autopar.cost.report import node_compute_s
 from autopar.ir.graph import Node
 from autopar.ir.mesh import mesh_of_cluster

@@ -36,11 +36,11 @@ import autopar
 from autopar import _jax
 from autopar.api import make_executable
 from autopar.compiler import plan_step
-from autopar.ir.program import PER_MICRO_BATCH
-from autopar.proof.targets import load_target
+from autopar.ir.pipeline import PER_MICRO_BATCH
+from autopar.measure.verify.targets import load_target
 from autopar.runtime.hlo import CollectiveOp, read_collectives
-from autopar.runtime.pieces import program_bytes
 from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.stage_programs import program_bytes
 from benchmarks.pipeline_rows import GIB, machine, shape_text
 from examples.models import Example, gpt
 

@@ -35,8 +35,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import autopar
-from autopar.cost.events import TransferTime, program_work, simulate
-from autopar.ir.program import Piece, Pipeline, PipelinePrograms
+from autopar.cost.simulator import TransferTime, program_work, simulate
+from autopar.ir.pipeline import Piece, Pipeline, PipelinePrograms
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
 from examples.models import Example, build

@@ -15,7 +15,7 @@ import ctypes
 import re
 import sys
 
-from autopar.proof.targets import load_target
+from autopar.measure.verify.targets import load_target
 
 # CUdevice_attribute, from the driver's header
 _ATTRIBUTES = {

@@ -30,11 +30,11 @@ import jax
 
 from autopar.api import make_executable
 from autopar.compiler import plan_step
-from autopar.enumeration import covering_plans
+from autopar.measure.enumerate_plans import covering_plans
+from autopar.measure.segments import prepare_step, run_passes
+from autopar.measure.segments.passes import load_analysis, load_segment_profile
 from autopar.methods import ShardParallel
 from autopar.runtime.timing import spread_of
-from autopar.segments import prepare_step, run_passes
-from autopar.segments.passes import load_analysis, load_segment_profile
 from autopar.session import cluster_of_devices
 from benchmarks.accuracy import NUM_DEVICES, Runner, mesh_shape, models
 from benchmarks.pipeline_rows import machine

@@ -46,9 +46,9 @@ os.environ.setdefault(
 import jax
 
 import autopar
-from autopar.cost.events import program_work, simulate
-from autopar.cost.times import pipeline_of_times
-from autopar.ir.program import EACH
+from autopar.cost.pipeline_times import pipeline_of_times
+from autopar.cost.simulator import program_work, simulate
+from autopar.ir.pipeline import EACH
 from autopar.ir.timeline import CrossingTime, PieceTime, PipelineTimes
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import autopar
-from autopar.proof.report import VerifiedMesh
+from autopar.measure.verify.report import VerifiedMesh
 from benchmarks.large_models import GIB, SIZES, cluster_of, example_of, versions
 
 RESULTS = pathlib.Path(__file__).with_name("results")

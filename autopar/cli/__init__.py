@@ -50,14 +50,14 @@ def run(arguments: Namespace) -> int:
 def _run(arguments: Namespace) -> int:
     match arguments.command:
         case "demo":
-            from autopar.demo import run_demo
+            from autopar.cli.demo import run_demo
 
             agrees = run_demo(
                 arguments.steps, arguments.batch_size, arguments.platform, arguments.cluster
             )
             return OK if agrees else NOT_FITTING
         case "plan":
-            from autopar.cli.planning import run_plan
+            from autopar.cli.plan import run_plan
 
             return run_plan(arguments)
         case "sweep":
@@ -65,11 +65,11 @@ def _run(arguments: Namespace) -> int:
 
             return run_sweep(arguments)
         case "profile":
-            from autopar.cli.profiling import run_profile
+            from autopar.cli.profile import run_profile
 
             return run_profile(arguments)
         case "bench":
-            from autopar.cli.benching import run_bench
+            from autopar.cli.bench import run_bench
 
             return run_bench(arguments)
         case "doctor":
@@ -77,9 +77,9 @@ def _run(arguments: Namespace) -> int:
 
             return run_doctor(arguments)
         case _:
-            from autopar.cli import showing
+            from autopar.cli import show
 
-            return showing.COMMANDS[arguments.command](arguments)
+            return show.COMMANDS[arguments.command](arguments)
 
 
 def _is_users(error: BaseException) -> bool:

@@ -98,7 +98,7 @@ def compiler() -> dict[str, Any]:
 
     from autopar import _jax
 
-    target = resources.files("autopar") / "targets" / "h100-80gb.txtpb"
+    target = resources.files("autopar.measure.verify") / "gpu_targets" / "h100-80gb.txtpb"
     (device, *_) = _jax.gpu_topology_devices(1, 8, target.read_text(encoding="utf-8"))
     array = jax.ShapeDtypeStruct((64, 64), "float32", sharding=SingleDeviceSharding(device))
     jax.jit(lambda a: a @ a).lower(array).compile()

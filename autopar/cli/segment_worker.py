@@ -15,10 +15,10 @@ from autopar.ir.decode import decode
 
 def main(lines: TextIO, answers: TextIO) -> None:
     from autopar.cli.segments import SegmentRequest, step_of
-    from autopar.segments.files import load_analysis
-    from autopar.segments.passes import ANALYSIS, CACHE
-    from autopar.segments.profiling import Task, program_of_task
-    from autopar.segments.running import compilation_cache_in
+    from autopar.measure.segments.files import load_analysis
+    from autopar.measure.segments.passes import ANALYSIS, CACHE
+    from autopar.measure.segments.profile import Task, program_of_task
+    from autopar.measure.segments.run import compilation_cache_in
 
     body = json.loads(lines.readline())
     options = body.pop("options")

@@ -23,9 +23,9 @@ from typing import Any
 from autopar.api import ParallelFunction, make_executable
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
-from autopar.ir.progress import Progress
-from autopar.segments import PASSES, PreparedStep, Task, prepare_step, run_passes
-from autopar.segments.combining import TOP
+from autopar.measure.segments import PASSES, PreparedStep, Task, prepare_step, run_passes
+from autopar.measure.segments.combine import TOP
+from autopar.progress import Progress
 from autopar.session import cluster_of_devices
 
 OK = 0
@@ -105,7 +105,7 @@ def parse_mesh(text: str | None) -> tuple[int, ...] | None:
 
 def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[PreparedStep, Any]:
     """The step with its segments, and the devices that it is for."""
-    from autopar.cli.profiling import use_devices
+    from autopar.cli.profile import use_devices
 
     use_devices(request.platform)
     import jax

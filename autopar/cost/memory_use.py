@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.cost.memory import Holding, MemoryProfile
+from autopar.cost.parallelism_labels import op_name
 from autopar.cost.roles import UPDATE, Roles
-from autopar.cost.words import op_name
 from autopar.ir.details import MEMORY_CATEGORIES, HeldArray, MemoryUse
 from autopar.ir.graph import Graph, NodeKind
 

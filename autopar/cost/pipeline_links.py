@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from autopar.cost.collectives import all_gather_s, shift_s
-from autopar.cost.events import TransferTime
 from autopar.cost.measured import measured_costs
+from autopar.cost.simulator import TransferTime
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.spec import WHOLE, num_shards
 from autopar.ir.tiles import TilePlan, num_elements

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from autopar.inspect.figures import is_array_type, num_devices, own_plans, why
+from autopar.inspect.breakdown import is_array_type, num_devices, own_plans, why
 from autopar.inspect.lines import WIDTH, elided, number_runs, table
 from autopar.ir.details import (
     MEMORY_CATEGORIES,

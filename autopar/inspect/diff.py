@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import inf
 
 from autopar.errors import ArgumentError
-from autopar.inspect.arrays import common_path, tail_of
+from autopar.inspect.arrays_text import common_path, tail_of
+from autopar.inspect.breakdown import is_timed, num_devices, own_plans, rates_of, shares_of, why
 from autopar.inspect.explain import cluster_text, costs_text, where_text
-from autopar.inspect.figures import is_timed, num_devices, own_plans, rates_of, shares_of, why
 from autopar.inspect.lines import WIDTH, elided, number_range, paragraph, table
-from autopar.inspect.tree import words_text
+from autopar.inspect.module_tree import words_text
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.text import (
     format_bytes,

@@ -8,10 +8,9 @@ from __future__ import annotations
 from math import inf
 
 from autopar.errors import ArgumentError
-from autopar.inspect.arrays import array_table
+from autopar.inspect.arrays_text import array_table
 from autopar.inspect.blocks_text import blocks_line
-from autopar.inspect.costs_text import collective_lines, memory_lines
-from autopar.inspect.figures import (
+from autopar.inspect.breakdown import (
     is_timed,
     limits_of,
     num_devices,
@@ -19,6 +18,7 @@ from autopar.inspect.figures import (
     rates_of,
     shares_of,
 )
+from autopar.inspect.costs_text import collective_lines, memory_lines
 from autopar.inspect.lines import (
     WIDTH,
     counted,
@@ -27,9 +27,9 @@ from autopar.inspect.lines import (
     paragraph,
     table,
 )
+from autopar.inspect.module_tree import tree_lines
 from autopar.inspect.search_text import search_lines, solver_lines
-from autopar.inspect.tree import tree_lines
-from autopar.inspect.why import pin_lines
+from autopar.inspect.why_text import pin_lines
 from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan, StagePlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names

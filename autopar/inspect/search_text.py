@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 
-from autopar.inspect.figures import is_timed
+from autopar.inspect.breakdown import is_timed
 from autopar.inspect.lines import counted, paragraph
 from autopar.ir.plan import ParallelPlan, SolverReport
 from autopar.ir.stages import PipelineChoice, SearchReport, TriedPlan

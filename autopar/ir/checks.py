@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     EACH,
     PER_MICRO_BATCH,
     Free,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     Free,
     MeshProgram,
     Pipeline,

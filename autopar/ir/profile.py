@@ -229,7 +229,7 @@ class MachineProfile:
             raise ProfileError(f"{path}: the profile cannot be written: {error}") from error
 
 
-SHIPPED = Path(__file__).parents[1] / "profiles"
+SHIPPED = Path(__file__).parent / "profiles"
 
 
 def find_profile(given: Any) -> MachineProfile:

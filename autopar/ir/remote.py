@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.program import MeshProgram, PipelinePrograms, Recv, Send
+from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Recv, Send
 from autopar.ir.spec import Layout
 from autopar.ir.tiles import Box, TilePlan, shard_box
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.ir.program import Phase
+from autopar.ir.pipeline import Phase
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b_eager", "interleaved_1f1b", "zero_bubble", "inference")
 

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import _jax
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
-from autopar.lower.lanes import AnyMesh, bind_in_lanes, empty_lanes, lane_axes, with_lanes
 from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
 from autopar.lower.philox import philox_bits
+from autopar.lower.unreduced import AnyMesh, bind_in_lanes, empty_lanes, lane_axes, with_lanes
 
 
 def annotated_function(

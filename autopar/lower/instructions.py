@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     Free,
     Instruction,
     MeshProgram,
@@ -25,7 +25,7 @@ from autopar.ir.program import (
     Slot,
 )
 from autopar.ir.schedule import Schedule
-from autopar.lower.turns import Turn, copied_refs, order_turns
+from autopar.lower.linearize import Turn, copied_refs, order_turns
 
 START = -1  # the place in the order before the first turn
 

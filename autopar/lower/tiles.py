@@ -19,7 +19,7 @@ from math import prod
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.ir.program import Pipeline
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.spec import WHOLE, Layout, fits, from_partition_spec
 from autopar.ir.tiles import (
     Box,

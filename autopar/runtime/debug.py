@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from autopar.errors import ArgumentError
-from autopar.ir.program import PipelinePrograms
-from autopar.ir.progress import Progress
+from autopar.ir.pipeline import PipelinePrograms
+from autopar.progress import Progress
 
 INDEX = "README.txt"
 

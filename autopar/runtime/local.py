@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import _jax
 from autopar.errors import CompileError
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.progress import Progress, logged
+from autopar.progress import Progress, logged
 from autopar.runtime import recording
 from autopar.runtime.arguments import (
     SignatureChanged,
@@ -31,8 +31,8 @@ from autopar.runtime.arguments import (
 )
 from autopar.runtime.debug import Describe, describe_nothing, dump, program_files
 from autopar.runtime.hlo import CollectiveOp, read_collectives
-from autopar.runtime.measured import StepDescription
 from autopar.runtime.threads import must_run_alone, run_alone
+from autopar.runtime.timestamps import StepDescription
 
 
 class LocalExecutable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from autopar.ir.program import Free, PipelinePrograms, Recv, Run, Send
+from autopar.ir.pipeline import Free, PipelinePrograms, Recv, Run, Send
 
 
 class Ordered(NamedTuple):

@@ -22,8 +22,7 @@ from jax.sharding import Mesh
 from autopar import _jax
 from autopar.errors import TraceError
 from autopar.ir.live import buffer_slots, bytes_over_time
-from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     Free,
     Piece,
     Pipeline,
@@ -33,6 +32,7 @@ from autopar.ir.program import (
     Send,
     piece_names,
 )
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.tiles import TilePlan
 from autopar.runtime import recording
 from autopar.runtime.arguments import (
@@ -51,7 +51,6 @@ from autopar.runtime.debug import (
     program_files,
 )
 from autopar.runtime.hlo import CollectiveOp, read_collectives
-from autopar.runtime.measured import StepDescription
 from autopar.runtime.operations import (
     Operation,
     RunSlots,
@@ -62,8 +61,9 @@ from autopar.runtime.operations import (
     send_operation,
 )
 from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_live_bytes
-from autopar.runtime.pieces import Buffers, compile_pieces, lower_pieces, program_bytes
+from autopar.runtime.stage_programs import Buffers, compile_pieces, lower_pieces, program_bytes
 from autopar.runtime.threads import must_run_alone
+from autopar.runtime.timestamps import StepDescription
 from autopar.runtime.transfers import transfer_function
 
 # Of an operation: mesh, place in its list, slots to wait for, whether they may be used up.

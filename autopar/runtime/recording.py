@@ -4,7 +4,7 @@ A dispatched program runs later. So when an instruction is given to JAX, its tim
 thread waits for its results and notes when they are there; the run itself waits for nothing. A
 thread that waits for something which a later program uses up is waiting before that program is
 dispatched; should it come too late all the same, that end is not known, which is counted
-(`num_missed`). `runtime.measured` makes a `Timeline` of these two times per instruction.
+(`num_missed`). `runtime.timestamps` makes a `Timeline` of these two times per instruction.
 
 Workers keep the same marks by their own clocks; `runtime.remote.recording` brings them together.
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from autopar.ir.program import Free, MeshProgram, PipelinePrograms, Run
-from autopar.runtime.measured import Mark, StepDescription
+from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Run
+from autopar.runtime.timestamps import Mark, StepDescription
 
 clock = time.perf_counter
 

@@ -28,9 +28,9 @@ import highspy
 import numpy as np
 
 from autopar.sharding.contract import solve_contracted
-from autopar.sharding.holdings import Holdings
 from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
+from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem, restrict
 

@@ -31,7 +31,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import ArgumentError, SolverError
-from autopar.ir.progress import debugs, tell
+from autopar.progress import debugs, tell
 from autopar.sharding.descent import descend
 from autopar.sharding.limit import Limit
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem

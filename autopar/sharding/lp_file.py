@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autopar.sharding.holdings import Holdings
 from autopar.sharding.limit import Limit
+from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.errors import SolverError
-from autopar.ir.progress import Progress
 from autopar.ir.spec import Layout, is_partial
+from autopar.progress import Progress
 from autopar.sharding.ilp import RestrictedIlp, floor_of, solve_ilp
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import Reduction, reduce_problem, restrict

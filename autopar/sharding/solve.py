@@ -15,8 +15,8 @@ from math import inf
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.progress import debugs, tell
 from autopar.ir.spec import Layout
+from autopar.progress import debugs, tell
 from autopar.sharding.budget import solve_within_budget
 from autopar.sharding.contract import solve_contracted
 from autopar.sharding.fold import fold_repeated_layers

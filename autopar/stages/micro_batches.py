@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, Submesh
 from autopar.stages.ranges import Setting
-from autopar.stages.search import search_stages
+from autopar.stages.stage_search import search_stages
 
 MOST_CANDIDATES = 64
 GAP = 1e-3  # a ranking needs no better

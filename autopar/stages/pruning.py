@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.stages.ranges import Ranges, Setting
-from autopar.stages.search import most_in_flight
+from autopar.stages.stage_search import most_in_flight
 
 LeastTime = Callable[[int, int, int], float]
 

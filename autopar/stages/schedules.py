@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 from autopar.errors import ArgumentError, MeshError, shortened
-from autopar.ir.program import PER_MICRO_BATCH, Phase
+from autopar.ir.pipeline import PER_MICRO_BATCH, Phase
 from autopar.ir.schedule import SCHEDULES, Schedule, Task
 
 FORWARD, BACKWARD, WEIGHTS, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS, Phase.UPDATE

@@ -24,7 +24,7 @@ from typing import Any
 from autopar import _jax
 from autopar.ir.graph import Graph, Node, NodeKind, Rule, Traffic, Unruled, Value, Work
 from autopar.tracer.compose import RuledEquation, replicated_rule
-from autopar.tracer.figures import (
+from autopar.tracer.costs import (
     batch_factors,
     deferred_values,
     equation_flops,
@@ -33,11 +33,11 @@ from autopar.tracer.figures import (
 from autopar.tracer.flatten import TracedStep
 from autopar.tracer.kernels import node_traffic
 from autopar.tracer.liveness import find_lives
+from autopar.tracer.op_sizes import equation_work
 from autopar.tracer.program import LOOPS, Equation, Operand, Program
 from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
-from autopar.tracer.work import equation_work
 
 
 def build_graph(step: TracedStep) -> Graph:

@@ -3,7 +3,7 @@
 Arguments may be any pytrees. Leaves that are arrays (or scalars) become inputs; every other leaf
 (a function, a text) is static: part of the program's identity, never traced. In a call with an
 equinox module scalars of Python are static too, as `eqx.filter_jit` has it. Objects of nnx are
-taken apart (see `autopar.objects`). Inputs and outputs are named by their path as the user would
+taken apart (see `autopar.ir.objects`). Inputs and outputs are named by their path as the user would
 write it, `state.params['Dense_0']['kernel']`.
 
 *State* is found, not declared: an argument whose pytree comes back in the result, leaf for leaf,
@@ -26,8 +26,9 @@ import numpy as np
 from jax.errors import JAXTypeError
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from autopar import _jax, objects
+from autopar import _jax
 from autopar.errors import ArgumentError, TraceError
+from autopar.ir import objects
 from autopar.tracer.program import Equation, Operand, Program, flatten_jaxpr
 from autopar.tracer.regions import BACKWARD, region_by_name
 

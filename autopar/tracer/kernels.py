@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
-from autopar.tracer.figures import INSTRUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
 
 _NOTHING = ("scan_slice", "scan_stack", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Life, Liveness, Node, NodeKind, Value
-from autopar.tracer.figures import INSTRUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
 from autopar.tracer.regions import UPDATE
 
 # Fused with what they read, but their results are written.

@@ -4,7 +4,7 @@
 speak of plain integers. Inlining substitutes names and evaluates nothing, so it costs far less
 than tracing again. `jax.checkpoint` keeps the barrier that JAX itself would put in front of a
 rematerialised region. Marks of layer boundaries are no equations: each equation knows those before
-it, so that no pass but `tracer.boundaries` sees them.
+it, so that no pass but `rewrite.layer_boundaries` sees them.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def list_rows(options: Options) -> str:
 
 
 def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> dict[str, Any]:
-    from autopar.proof.targets import cuda_version, load_target
+    from autopar.measure.verify.targets import cuda_version, load_target
     from benchmarks.suite.compiling import AUTOPAR, TARGET, planners
 
     rows = rows_of("h100", options)

@@ -28,10 +28,10 @@ import autopar
 from autopar import _jax
 from autopar.api import make_executable
 from autopar.compiler import plan_step
-from autopar.ir.program import PER_MICRO_BATCH
-from autopar.prediction import predicted_timeline
-from autopar.proof.targets import load_target
+from autopar.ir.pipeline import PER_MICRO_BATCH
+from autopar.measure.verify.targets import load_target
 from autopar.runtime.pipeline import PipelineExecutable
+from autopar.stages.simulate import predicted_timeline
 from benchmarks.experts import Expert, chains_for
 from benchmarks.suite.cases import DEVICES_PER_HOST, Row, example_of
 from benchmarks.suite.judge import H100, Judged, added, judge, repeated

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.inspect.report import write_report
+from autopar.inspect.report_page import write_report
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from autopar.ir.program import Phase
+from autopar.ir.pipeline import Phase
 from autopar.ir.schedule import Schedule
-from autopar.prediction import predicted_s
 from autopar.stages.schedules import in_flight, in_flight_bound, make_schedule
+from autopar.stages.simulate import predicted_s
 from tests.properties.clock_by_clock import chain_times
 
 SIZES = list(product(range(1, 6), range(1, 9)))  # stages b, micro-batches m

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar.ir.stages import LayerTable
 from autopar.stages.ranges import Setting
-from autopar.stages.search import search_stages
+from autopar.stages.stage_search import search_stages
 from tests.docs.blocks import ROOT
 
 PATH = ROOT / "docs" / "from_scratch.py"

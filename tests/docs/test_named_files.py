@@ -130,7 +130,7 @@ def is_module(first: str, second: str) -> bool:
 
 
 def missing_references(text: str, expressions: set[tuple[str, str]]) -> list[str]:
-    """`tracer.layers` in a docstring is a module: what ends in a module's name, and is no
+    """`rewrite.layers` in a docstring is a module: what ends in a module's name, and is no
     expression of the code, must be one."""
     return [
         f"{first}.{second}"
@@ -186,8 +186,8 @@ def test_what_is_gone_is_found() -> None:
         "`python -m benchmarks.gone --json`, python -m benchmarks.kills, python -m benchmarks.NAME"
     )
     assert missing_modules(said) == ["benchmarks.gone"]
-    assert missing_references("(trace.layers, attach) `plan.stages`", {("plan", "stages")}) == [
-        "trace.layers"
+    assert missing_references("(rewrite.layers, attach) `plan.stages`", {("plan", "stages")}) == [
+        "rewrite.layers"
     ]
-    assert not missing_references("(tracer.layers, attach), `autopar.tracer`", set())
+    assert not missing_references("(rewrite.layers, attach), `autopar.tracer`", set())
     assert list(commands_in({"rows": [{"command": "a"}], "command": "b"})) == ["b", "a"]

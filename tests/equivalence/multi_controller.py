@@ -324,10 +324,10 @@ def other_devices() -> Any:
 
 def after_errors() -> Any:
     """Steps still work, and no message is left behind for ever."""
-    from autopar import agreement
+    from autopar.runtime import consensus
 
     found = by_default()
-    return {**found, "messages": len(agreement._written)}
+    return {**found, "messages": len(consensus._written)}
 
 
 def one_does_not_come() -> Any:

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import autopar
-from autopar import ShardingOptions, ShardParallel, intra
+from autopar import ShardingOptions, ShardParallel
+from autopar.sharding import plan_mesh
 
 WIDTH, LAYERS = 512, 6
 
@@ -172,13 +173,13 @@ def test_a_try_with_recomputation_keeps_to_the_mesh_and_what_is_forbidden(monkey
     batch = {n: jnp.ones((4096, 32)) for n in "xy"}
     given = autopar.LogicalMesh((8,), ("rows",), alpha=(1e-3,), beta=(1e-6,))
     tried = []
-    solve = intra.solve_graph
+    solve = plan_mesh.solve_graph
 
     def noting(graph, mesh, **options):
         tried.append(mesh)
         return solve(graph, mesh, **options)
 
-    monkeypatch.setattr(intra, "solve_graph", noting)
+    monkeypatch.setattr(plan_mesh, "solve_graph", noting)
     free = autopar.solve_sharding(deep_step, state, batch, mesh=given).plan
     options = ShardingOptions(
         memory_budget_bytes=0.6 * free.estimated_peak_bytes, allow_all_to_all=False

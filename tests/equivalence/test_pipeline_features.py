@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.ir.program import EACH
+from autopar.ir.pipeline import EACH
 from tests.equivalence.pipelines import (
     ROWS,
     WIDTH,

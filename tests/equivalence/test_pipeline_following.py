@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import autopar
 from autopar import CreateStateParallel, FollowParallel, ManualStages, PipeshardParallel
 from autopar.ir.plan import HELD, MADE
-from autopar.runtime.parts import PartsExecutable
+from autopar.runtime.per_stage import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 
 pytestmark = (

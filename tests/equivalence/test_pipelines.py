@@ -16,12 +16,12 @@ import pytest
 
 import autopar
 from autopar.api import local_devices, make_executable
-from autopar.intra import PlannedStep
-from autopar.ir.program import EACH
+from autopar.ir.pipeline import EACH
 from autopar.ir.schedule import SCHEDULES
-from autopar.tracer.attach import boundary_bytes
-from autopar.tracer.figures import aval_bytes
-from autopar.tracer.layers import find_layers
+from autopar.rewrite.attach_layers import boundary_bytes
+from autopar.rewrite.layers import find_layers
+from autopar.sharding.plan_mesh import PlannedStep
+from autopar.tracer.costs import aval_bytes
 from examples.models import build
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.equivalence.test_models import (

@@ -14,17 +14,17 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from autopar import _jax
-from autopar.assemble import replicated_plan
 from autopar.compiler import rewritten
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
-from autopar.tracer.accumulate import micro_batch_leaves
+from autopar.rewrite.accumulate import micro_batch_leaves
+from autopar.rewrite.layers import find_layers, worth_recomputing
+from autopar.rewrite.unroll_scans import unrolled
+from autopar.sharding.assemble import replicated_plan
 from autopar.tracer.build import build_graph
 from autopar.tracer.flatten import TracedStep, trace_step
-from autopar.tracer.layers import find_layers, worth_recomputing
-from autopar.tracer.unroll import unrolled
 from examples.models import build
 from tests.equivalence.test_models import WITHOUT_GRADIENT
 

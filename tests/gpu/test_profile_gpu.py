@@ -12,10 +12,10 @@ import pytest
 
 from autopar.ir.mesh import device_spec, preset_of
 from autopar.ir.profile import AttentionTime, ProductTime, StreamTime
-from autopar.profiling import overheads, works
-from autopar.profiling.local import LocalMachine
-from autopar.profiling.repeating import PACES, Bench
-from autopar.profiling.samples import UNTIMED, Planned
+from autopar.measure.profile import overheads, works
+from autopar.measure.profile.local import LocalMachine
+from autopar.measure.profile.repeating import PACES, Bench
+from autopar.measure.profile.samples import UNTIMED, Planned
 
 pytestmark = [
     pytest.mark.gpu,

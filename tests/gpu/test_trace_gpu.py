@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.ir.program import Run
+from autopar.ir.pipeline import Run
 from examples.models import build
 
 pytestmark = [

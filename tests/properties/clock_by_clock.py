@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.program import EACH, Phase
+from autopar.ir.pipeline import EACH, Phase
 from autopar.ir.schedule import Schedule, Task
 from autopar.ir.timeline import CrossingTime, PieceTime, PipelineTimes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     EACH,
     PER_MICRO_BATCH,
     Free,

@@ -15,24 +15,24 @@ import jax
 import numpy as np
 
 from autopar import _jax
-from autopar.assemble import replicated_plan
 from autopar.compiler import StepOptions, trace, trace_micro_batch
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.program import Pipeline, PipelinePrograms, Run, Send
+from autopar.ir.pipeline import Pipeline, PipelinePrograms, Run, Send
 from autopar.lower.instructions import emit_programs
-from autopar.lower.pieces import Pieces, cut_into_pieces, piece_function
+from autopar.lower.stage_programs import Pieces, cut_into_pieces, piece_function
 from autopar.methods import ShardParallel
+from autopar.rewrite.accumulate import accumulate
+from autopar.rewrite.attach_layers import LoopLayers, attach
+from autopar.rewrite.layers import Layer
+from autopar.rewrite.single_microbatch import looped_once
+from autopar.rewrite.stage_slices import SlicedStep, slice_step
+from autopar.rewrite.unroll_scans import unrolled
 from autopar.runtime.order import interleave
+from autopar.sharding.assemble import replicated_plan
 from autopar.stages.schedules import make_schedule
-from autopar.tracer.accumulate import accumulate
-from autopar.tracer.attach import LoopLayers, attach
 from autopar.tracer.flatten import TracedStep
-from autopar.tracer.layers import Layer
-from autopar.tracer.once import looped_once
 from autopar.tracer.program import Program
 from autopar.tracer.regions import BACKWARD, equation_regions
-from autopar.tracer.slices import SlicedStep, slice_step
-from autopar.tracer.unroll import unrolled
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.budget import solve_within_budget
-from autopar.sharding.holdings import Holdings
 from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
+from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.problem import build_problem
 from autopar.sharding.reduce import PairwiseProblem
 from autopar.tracer.build import build_graph

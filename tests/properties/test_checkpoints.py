@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.checkpoints import write
 from autopar.ir.spec import all_layouts, to_partition_spec
+from autopar.runtime.checkpoints import write
 
 few = settings(deadline=None, max_examples=30)
 mesh_shapes = st.sampled_from(

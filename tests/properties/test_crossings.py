@@ -13,12 +13,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.program import Recv, Send
+from autopar.ir.pipeline import Recv, Send
 from autopar.ir.remote import Crossing, End, Held, recv_order
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tiles import TilePlan, slices
 from autopar.lower.instructions import emit_programs
-from autopar.runtime.remote.crossings import (
+from autopar.runtime.remote.transfers import (
     Coming,
     Leaving,
     _landing_places,

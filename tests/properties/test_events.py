@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.events import (
+from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
+from autopar.cost.simulator import (
     Simulated,
     TransferTime,
     Work,
@@ -19,12 +20,11 @@ from autopar.cost.events import (
     simulate,
     timeline,
 )
-from autopar.cost.times import pipeline_of_times, pipeline_times
-from autopar.ir.program import EACH, Phase, Pipeline, PipelinePrograms, Run
+from autopar.ir.pipeline import EACH, Phase, Pipeline, PipelinePrograms, Run
 from autopar.ir.schedule import SCHEDULES, Schedule
 from autopar.lower.instructions import emit_programs
-from autopar.prediction import predicted_s
 from autopar.stages.schedules import make_schedule
+from autopar.stages.simulate import predicted_s
 from tests.properties.clock_by_clock import chain_times, step_by_clocks
 from tests.properties.test_pipeline_programs import random_case
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.checks import check_programs
 from autopar.ir.live import live_buffers
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     PER_MICRO_BATCH,
     Free,
     Instruction,

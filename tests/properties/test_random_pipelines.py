@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.ir.program import PER_MICRO_BATCH, Phase, Piece, Pipeline, Ref
+from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Piece, Pipeline, Ref
 from autopar.ir.schedule import SCHEDULES
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable

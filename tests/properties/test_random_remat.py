@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from autopar import _jax
-from autopar.assemble import replicated_plan
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
+from autopar.rewrite.layers import find_layers
+from autopar.rewrite.remat import with_remat
+from autopar.sharding.assemble import replicated_plan
 from autopar.tracer.build import build_graph
 from autopar.tracer.flatten import trace_step
-from autopar.tracer.layers import find_layers
-from autopar.tracer.remat import with_remat
 from tests.properties.random_programs import RandomProgram, programs
 
 FEW = settings(

@@ -17,7 +17,7 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
 from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
-from autopar.stages.search import search_stages
+from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes, place
 
 # In flight, by micro-batches n and stages s from this one to the last.

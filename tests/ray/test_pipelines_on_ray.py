@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.ir.program import Run
+from autopar.ir.pipeline import Run
 from autopar.ir.schedule import SCHEDULES
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.equivalence.test_models import (

@@ -3,15 +3,15 @@
 import pytest
 
 from autopar.ir.profile import load_profile
-from autopar.profiling.cluster import profile_cluster
-from autopar.profiling.part_file import part_path
+from autopar.measure.profile.cluster import profile_cluster
+from autopar.measure.profile.unfinished import part_path
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cluster_of_two_hosts_is_measured(local_ray, tmp_path, monkeypatch):
     """Some samples of every kind that needs several hosts, and one product."""
-    from autopar.profiling import cluster
+    from autopar.measure.profile import cluster
 
     wanted = cluster.planned_samples
 

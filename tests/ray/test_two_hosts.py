@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.checkpoints import latest_step
 from autopar.errors import WorkerError
+from autopar.runtime.checkpoints import latest_step
 from examples.models import Example, build
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.ray import kills

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.ir.program import Run
+from autopar.ir.pipeline import Run
 from examples.models import build
 from tests.remote.cases import pipeline, running_on
 from tests.remote.process_cluster import ProcessCluster

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.assemble import program_fingerprint
 from autopar.compiler import StepOptions, annotate, plan_step
-from autopar.constraints import candidate_meshes
 from autopar.errors import MemoryBudgetError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.methods import DataParallel, ManualParallel, ShardParallel
+from autopar.sharding.assemble import program_fingerprint
+from autopar.sharding.constraints import candidate_meshes
 from autopar.tracer.flatten import trace_step
 
 

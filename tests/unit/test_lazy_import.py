@@ -108,7 +108,7 @@ def test_every_public_name_is_there_and_documented(name: str):
         ),
         (
             "flax",
-            "from autopar.demo import run_demo; run_demo(1, 8, 'cpu', 'local')",
+            "from autopar.cli.demo import run_demo; run_demo(1, 8, 'cpu', 'local')",
             "pip install 'autopar[examples]'",
         ),
     ],

@@ -21,18 +21,18 @@ ATTRIBUTE = "Python's protocol of __getattr__"
 READER = "the reader of the file or text catches it, and raises an AutoparError that names it"
 ALLOWED: dict[tuple[str, str], str] = {
     ("__init__.py", "AttributeError"): ATTRIBUTE,
-    ("objects/nodes.py", "AttributeError"): ATTRIBUTE,
-    ("objects/nodes.py", "KeyError"): "Python's protocol of __getitem__",
+    ("ir/objects/nodes.py", "AttributeError"): ATTRIBUTE,
+    ("ir/objects/nodes.py", "KeyError"): "Python's protocol of __getitem__",
     ("loading.py", "StopIteration"): "Python's protocol of __next__",
     ("runtime/ray/worker.py", "AttributeError"): "the driver raises a WorkerError with its text",
     ("runtime/remote/frames.py", "MemoryError"): "as NumPy's, for arrays that are a bit smaller",
-    ("checkpoints/format.py", "ValueError"): READER,
+    ("runtime/checkpoints/format.py", "ValueError"): READER,
     ("inspect/perfetto.py", "ValueError"): READER,
     ("ir/decode.py", "ValueError"): READER,
     ("ir/details.py", "ValueError"): READER,
     ("ir/plan.py", "ValueError"): READER,
     ("ir/spec.py", "ValueError"): READER,
-    ("profiling/part_file.py", "ValueError"): READER,
+    ("measure/profile/unfinished.py", "ValueError"): READER,
     ("runtime/hlo_text.py", "ValueError"): READER,
 }
 

@@ -21,9 +21,8 @@ import numpy as np
 
 from autopar import _jax
 from autopar.ir.live import sizes_over_time
+from autopar.ir.pipeline import PipelinePrograms, Recv, Run, Send
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.program import PipelinePrograms, Recv, Run, Send
-from autopar.ir.progress import Progress, logged
 from autopar.ir.remote import (
     Bound,
     Crossing,
@@ -35,6 +34,7 @@ from autopar.ir.remote import (
     recv_order,
 )
 from autopar.ir.spec import num_shards
+from autopar.progress import Progress, logged
 from autopar.runtime import recording
 from autopar.runtime.arguments import DeletedArrayError, SignatureChanged, is_weak
 from autopar.runtime.debug import (
@@ -46,14 +46,14 @@ from autopar.runtime.debug import (
     program_files,
 )
 from autopar.runtime.hlo import CollectiveOp, read_collectives
-from autopar.runtime.measured import StepDescription
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
 from autopar.runtime.remote.exporting import export_piece, exported_piece
-from autopar.runtime.remote.moving import move
+from autopar.runtime.remote.move import move
 from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
+from autopar.runtime.timestamps import StepDescription
 
 MAX_STEPS_AHEAD = 2
 _COMPILE_LIMIT_S = 4 * 3600.0

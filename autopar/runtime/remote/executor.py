@@ -16,20 +16,20 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar.checkpoints.format import read_manifest
-from autopar.checkpoints.read import read_arrays
-from autopar.checkpoints.write import snapshot, write_parts
 from autopar.errors import WorkerError
 from autopar.ir.remote import Held, MeshTask
-from autopar.runtime.pieces import program_bytes
+from autopar.runtime.checkpoints.format import read_manifest
+from autopar.runtime.checkpoints.read import read_arrays
+from autopar.runtime.checkpoints.write import snapshot, write_parts
 from autopar.runtime.recording import clock
 from autopar.runtime.remote.channel import ChannelServer
 from autopar.runtime.remote.commands import Put, StepCall, StepDone
-from autopar.runtime.remote.crossings import shards_by_device
 from autopar.runtime.remote.exporting import compile_piece, sharding_of, struct_of
 from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.remote.recording import WorkerRecord
 from autopar.runtime.remote.task import WorkerTask, here
+from autopar.runtime.remote.transfers import shards_by_device
+from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.transfers import copier
 from autopar.runtime.transports.base import Link, Transport

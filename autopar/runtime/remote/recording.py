@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.errors import AutoparError
-from autopar.runtime.measured import Mark, StepDescription
 from autopar.runtime.recording import MeshLog, RecordedStep, Recorder, Waiters, clock
+from autopar.runtime.timestamps import Mark, StepDescription
 
 if TYPE_CHECKING:
     from autopar.runtime.remote.session import RemoteMesh, RemoteSession

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from autopar.ir.program import Free, Instruction, Recv, Run, Send
+from autopar.ir.pipeline import Free, Instruction, Recv, Run, Send
 from autopar.ir.remote import Crossing, MeshTask
 from autopar.runtime.recording import MeshLog, clock, may_be_used_up, one_to_watch
-from autopar.runtime.remote.crossings import Coming, Leaving, same_mesh_copier
+from autopar.runtime.remote.transfers import Coming, Leaving, same_mesh_copier
 from autopar.runtime.threads import run_alone
 from autopar.runtime.transports.base import Link, Transport
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.times import pipeline_of_times
-from autopar.ir.program import Phase
+from autopar.cost.pipeline_times import pipeline_of_times
+from autopar.ir.pipeline import Phase
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.hlo import CollectiveOp
 from autopar.stages.schedules import make_schedule

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from autopar.proof.targets import load_target, target_names
+from autopar.measure.verify.targets import load_target, target_names
 from benchmarks.read_target import description, differences
 
 

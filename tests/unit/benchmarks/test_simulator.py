@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.prediction import predicted_s
 from autopar.stages.schedules import make_schedule
+from autopar.stages.simulate import predicted_s
 from benchmarks.simulator import chain, speed
 
 

@@ -1,10 +1,10 @@
 """Rows of H100s, from planning to a verdict, with small models. XLA's GPU compiler is needed, as in
-`tests/unit/proof/test_gpu_compiler.py`."""
+`tests/unit/measure/verify/test_gpu_compiler.py`."""
 
 import pytest
 
 from benchmarks.suite.cases import Row, example_of
-from tests.unit.proof.test_gpu_compiler import pytestmark  # noqa: F401
+from tests.unit.measure.verify.test_gpu_compiler import pytestmark  # noqa: F401
 
 ROW = Row("gpt-tiny", 16, 2, {"hidden_size": 64, "num_layers": 2})
 

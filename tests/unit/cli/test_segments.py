@@ -15,8 +15,8 @@ from autopar.cli.segments import (
 )
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
-from autopar.segments import Task, analyse
-from autopar.segments.files import save
+from autopar.measure.segments import Task, analyse
+from autopar.measure.segments.files import save
 
 FACTORY = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
 
@@ -73,8 +73,8 @@ def test_processes_compile_what_is_timed_here(tmp_path, monkeypatch):
     assert len(answers) == len(tasks)
     assert not any("error" in answer for answer in answers), json.dumps(answers)
     made = set((tmp_path / "compiled").iterdir())
-    from autopar.segments.profiling import program_of_task
-    from autopar.segments.running import compilation_cache_in
+    from autopar.measure.segments.profile import program_of_task
+    from autopar.measure.segments.run import compilation_cache_in
 
     with compilation_cache_in(tmp_path / "compiled"):
         for task in tasks:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar import verifying
 from autopar.cli import main
-from autopar.proof import targets
-from autopar.proof.jobs import ProgramFigures
+from autopar.measure.verify import targets, verify_plan
+from autopar.measure.verify.jobs import ProgramFigures
 
 STEP = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
 PLAN = ["plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet", "--verify"]
@@ -22,8 +21,8 @@ def test_the_exit_status_says_whether_it_fits(
     capsys, monkeypatch: pytest.MonkeyPatch, gib: int, code: int, said: str
 ) -> None:
     figures = ProgramFigures(0, 0, gib * 2**30, 0, (), 0.0, 0.1)
-    monkeypatch.setattr(verifying, "compile_all", lambda jobs, *_: [figures for _ in jobs])
-    monkeypatch.setattr(verifying, "cuda_version", lambda target: 13)
+    monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
+    monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main(PLAN) == code
     out = capsys.readouterr().out
     assert "compiled for NVIDIA H100 80GB HBM3 (h100-80gb) without one" in out
@@ -41,8 +40,8 @@ def test_a_missing_compiler_is_told_before_anything_is_planned(
 
 def test_another_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = ProgramFigures(0, 0, 2**30, 0, (), 0.0, 0.1)
-    monkeypatch.setattr(verifying, "compile_all", lambda jobs, *_: [figures for _ in jobs])
-    monkeypatch.setattr(verifying, "cuda_version", lambda target: 13)
+    monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
+    monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main([*PLAN, "--target", "a100-80gb"]) == 0
     assert "(a100-80gb) without one" in capsys.readouterr().out
     assert main([*PLAN, "--target", "a100-80"]) == 2

@@ -10,8 +10,8 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.inspect.breakdown import bubble_share, limits_of, rates_of, shares_of
 from autopar.inspect.explain import explain_plan
-from autopar.inspect.figures import bubble_share, limits_of, rates_of, shares_of
 from autopar.inspect.lines import WIDTH, number_runs, table
 from autopar.inspect.search_text import search_lines
 from autopar.ir.details import CollectiveCost, MemoryUse, OpRow, Parallelism, PlanDetails, op_table

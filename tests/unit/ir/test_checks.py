@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.ir.checks import check_programs
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     EACH,
     Free,
     Instruction,

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.ir.checks import check_programs
 from autopar.ir.live import buffer_slots, bytes_over_time, live_buffers, live_bytes
-from autopar.ir.program import (
+from autopar.ir.pipeline import (
     EACH,
     Free,
     Phase,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.ir.program import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
+from autopar.ir.pipeline import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.stages.schedules import make_schedule

@@ -24,7 +24,7 @@ from autopar import _jax
 from tests.unit.runtime.hlo_programs import PROGRAMS
 
 FOLDER = Path(__file__).parent / "hlo_texts"
-TARGET = Path(_jax.__file__).parent / "targets" / "h100-80gb.txtpb"
+TARGET = Path(_jax.__file__).parent / "measure/verify/gpu_targets" / "h100-80gb.txtpb"
 QUICK = {"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0}  # after the HLO is final
 
 _METADATA = re.compile(r", metadata=\{(?:[^{}\"]|\"[^\"]*\")*\}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.program import Free, Instruction, MeshProgram, PipelinePrograms, Recv, Run, Send
+from autopar.ir.pipeline import Free, Instruction, MeshProgram, PipelinePrograms, Recv, Run, Send
 from autopar.runtime.order import interleave, live_bytes_over_time
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import ArgumentError, TraceError
-from autopar.ir.program import Phase
+from autopar.ir.pipeline import Phase
 from autopar.lower.tiles import plan_transfers
 from autopar.runtime.arguments import SignatureChanged
 from autopar.runtime.pipeline import PipelineExecutable

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.ir.program import Free, MeshProgram, PipelinePrograms, Recv, Run, Send
+from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Recv, Run, Send
 from autopar.runtime import recording
-from autopar.runtime.measured import Mark, StepDescription, measured_timeline
 from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
 from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, joined, offset_of
+from autopar.runtime.timestamps import Mark, StepDescription, measured_timeline
 
 # Mesh 0 runs piece 0 and sends its result to mesh 1, which runs piece 1 on it.
 PROGRAMS = PipelinePrograms(

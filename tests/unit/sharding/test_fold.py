@@ -9,9 +9,9 @@ import pytest
 
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.rewrite.accumulate import accumulate
 from autopar.sharding.fold import MIN_REPEATS, fold_repeated_layers
 from autopar.sharding.solve import solve_graph
-from autopar.tracer.accumulate import accumulate
 from autopar.tracer.build import build_graph
 from autopar.tracer.flatten import trace_step
 

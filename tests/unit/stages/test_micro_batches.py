@@ -9,9 +9,9 @@ import pytest
 
 from autopar.ir.mesh import ClusterSpec
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
-from autopar.stages.search import search_stages
+from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
-from tests.unit.stages.figures import setting, table
+from tests.unit.stages.costs import setting, table
 
 
 def test_candidates_divide_the_batch():

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from autopar.errors import ArgumentError, MeshError
-from autopar.ir.program import Phase
+from autopar.ir.pipeline import Phase
 from autopar.ir.schedule import SCHEDULES, Schedule, Task
 from autopar.stages.schedules import check_schedule, in_flight_bound, make_schedule
 

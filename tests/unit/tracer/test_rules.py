@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 from autopar._jax import CONSTRAIN
-from autopar.tracer.figures import equation_flops
+from autopar.tracer.costs import equation_flops
 from autopar.tracer.flatten import trace_step
 from autopar.tracer.program import Constant, Equation
 from autopar.tracer.rules import (

@@ -13,8 +13,8 @@ from autopar import ClusterSpec, ManualParallel
 from autopar.compiler import OtherDevices, plan_step
 from autopar.errors import CompileError
 from autopar.ir.remote import Held, LoweredPiece, PieceSpec
+from autopar.lower.remote_step import lower_for_workers
 from autopar.runtime.remote.exporting import compile_piece, export_piece
-from autopar.worker_step import lower_for_workers
 
 HELD = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
 WHOLE = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))

@@ -1,0 +1,296 @@
+"""`autopar profile --model F --enumerate`: ways to shard a step, run and compared; and
+`autopar profile --database` and `--forget`: what was timed before.
+
+    TimedPlan … → lines as they come, a table, where predictions mislead        (`comparison`)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.cli.factories import load_step, parse_options
+from autopar.cli.plan import check_target
+from autopar.cli.segments import parse_mesh
+from autopar.errors import ArgumentError
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.profile import find_profile
+from autopar.ir.ranking import rank_correlation, ranks
+from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.measure.database import default_database
+from autopar.measure.enumerate_plans import TimedPlan, covering_plans, timed_plans
+from autopar.measure.time_step import StepTiming
+from autopar.session import check_profile_here, cluster_of_devices
+from autopar.sharding.plan_mesh import PlannedStep
+
+OK = 0
+NOT_FITTING = 1
+DEFAULT_LIMIT = 24
+ROUNDS = 2
+
+
+def run_enumerate(arguments: Namespace) -> int:
+    user = load_step(arguments.model, parse_options(arguments.set))
+    if user.kwargs:
+        raise ArgumentError(
+            f"autopar profile --model {arguments.model} --enumerate: the step is called with "
+            f"keyword arguments ({', '.join(user.kwargs)}). Return them as positional ones."
+        )
+    if arguments.json is not None:
+        check_target(arguments.json, "--json")
+    shape = parse_mesh(arguments.mesh)
+    devices = jax.devices()[: arguments.devices]
+    if arguments.devices is not None and len(devices) < arguments.devices:
+        raise ArgumentError(f"--devices {arguments.devices}: there are {len(devices)} here.")
+    cluster = cluster_of_devices(devices)
+    if arguments.profile is not None:
+        measured = find_profile(arguments.profile)
+        check_profile_here(measured, devices[0])
+        cluster = replace(cluster, profile=measured)
+    plans = covering_plans(
+        user.step,
+        user.args,
+        devices,
+        arguments.limit or DEFAULT_LIMIT,
+        mesh_shapes=None if shape is None else [shape],
+        cluster=cluster,
+    )
+    priced = "of measured costs" if arguments.profile is not None else "of the symbolic model"
+    meshes = dict.fromkeys(_shape(planned.plan.mesh_shape) for planned in plans)
+    print(
+        f"{plans[0].plan.name}: {len(plans)} plans on {len(devices)} × {devices[0].device_kind}, "
+        f"meshes {', '.join(meshes)}; each is compiled and run with made-up inputs, "
+        f"predictions are {priced}."
+    )
+    numbers = {id(planned): number for number, planned in enumerate(plans, 1)}
+
+    def tell(planned: PlannedStep, timing: StepTiming) -> None:
+        text = _line(planned.plan, timing)
+        print(f"  plan {numbers[id(planned)]} of {len(plans)}: {text}", flush=True)
+
+    found: list[TimedPlan] = []
+    for one in timed_plans(plans, devices, rounds=ROUNDS, tell=tell):
+        found.append(one)
+        if arguments.json is not None:
+            _write(arguments.json, arguments.model, devices, found)
+    print()
+    print("\n".join(comparison(found)))
+    if arguments.json is not None:
+        print(f"\nfigures: {arguments.json}")
+    return OK if any(one.step_s is not None for one in found) else NOT_FITTING
+
+
+def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedPlan]) -> None:
+    """What there is so far, whole at any time."""
+    text = json.dumps(
+        {
+            "model": model,
+            "devices": f"{len(devices)} × {devices[0].device_kind}",
+            "jax": jax.__version__,
+            "rank_correlation": correlations(found),
+            "plans": [one.as_row() for one in found],
+        },
+        indent=1,
+    )
+    temporary = Path(path + ".tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def _line(plan: ParallelPlan, timing: StepTiming) -> str:
+    text = f"mesh {_shape(plan.mesh_shape)}, predicted {format_seconds(plan.estimated_step_s)}, "
+    if timing.step is None:
+        return text + f"did not run: {timing.failure}"
+    step = timing.step
+    text += f"measured {format_seconds(step.seconds)} ± {step.spread:.0%}"
+    return text + f", compiled in {format_seconds(timing.compile_s)}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _predicted(one: TimedPlan) -> float:
+    return one.plan.estimated_step_s
+
+
+# -- the comparison
+
+
+def comparison(found: Sequence[TimedPlan]) -> list[str]:
+    """The plans in words, their figures side by side, and where predictions mislead."""
+    ran = [one for one in found if one.step_s is not None]
+    lines = strategy_lines(found)
+    if not ran:
+        return [*lines, "", "No plan ran: all were out of memory."]
+    return [*lines, "", *figure_lines(found, ran), "", *verdict_lines(found, ran)]
+
+
+def strategy_lines(found: Sequence[TimedPlan]) -> list[str]:
+    """How the first plan of each mesh splits its operators, and in what others differ from it."""
+    lines = []
+    first: dict[tuple[int, ...], tuple[int, TimedPlan]] = {}
+    for number, one in enumerate(found, 1):
+        shape = one.plan.mesh_shape
+        if shape not in first:
+            first[shape] = number, one
+            axes = zip(one.plan.axis_names, shape, strict=True)
+            sizes = ", ".join(f"{name}={size}" for name, size in axes)
+            lines.append(f"plan {number} (mesh {_shape(shape)}, {sizes}):")
+            width = max((len(name) for name, _ in one.strategies), default=0)
+            lines += [f"  {name:<{width}}  {words}" for name, words in one.strategies]
+            continue
+        like, other = first[shape]
+        own, base = dict(one.strategies), dict(other.strategies)
+        changed = [f"{name}: {words}" for name, words in own.items() if base.get(name) != words]
+        what = "; ".join(changed) or "other operators are split otherwise"
+        lines.append(f"plan {number} is plan {like}, but {what}")
+    return lines
+
+
+def figure_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
+    header = (
+        "plan", "mesh", "sent", "comm.", "compute", "step", "rank",
+        "comm.", "compute", "step", "spread", "rank", "memory", "its prediction",
+    )  # fmt: skip
+    predicted_rank = dict(zip(map(id, ran), ranks([_predicted(one) for one in ran]), strict=True))
+    measured_rank = dict(zip(map(id, ran), ranks([one.step_s or 0 for one in ran]), strict=True))
+    rows = []
+    for number, one in enumerate(found, 1):
+        step, plan = one.timing.step, one.plan
+        measured = ("-", "-", "out of memory", "-", "-")
+        if step is not None:
+            measured = (
+                format_seconds(one.communication_s or 0.0),
+                format_seconds(one.computation_s or 0.0),
+                format_seconds(step.seconds),
+                f"{step.spread:.0%}",
+                f"{measured_rank[id(one)]:g}",
+            )
+        rows.append(
+            (
+                str(number),
+                _shape(plan.mesh_shape),
+                format_bytes(plan.communication_bytes),
+                format_seconds(one.predicted_communication_s),
+                format_seconds(one.predicted_computation_s),
+                format_seconds(_predicted(one)),
+                f"{predicted_rank[id(one)]:g}" if id(one) in predicted_rank else "-",
+                *measured,
+                format_bytes(one.timing.memory_bytes) if one.timing.memory_bytes else "-",
+                format_bytes(plan.estimated_peak_bytes),
+            )
+        )
+    table = rows_of(header, rows)
+    start = table[0].index("comm.")
+    middle = table[0].index("comm.", start + 1)
+    above = " " * start + "predicted".ljust(middle - start) + "measured"
+    return [above, *table]
+
+
+def correlations(found: Sequence[TimedPlan]) -> dict[str, float | None]:
+    """Of predictions with what was measured, over the plans that ran; None if nothing varies."""
+    ran = [one for one in found if one.step_s is not None]
+    steps = [one.step_s or 0.0 for one in ran]
+    pairs = {
+        "step": ([_predicted(one) for one in ran], steps),
+        "communication": (
+            [one.predicted_communication_s for one in ran],
+            [one.communication_s or 0.0 for one in ran],
+        ),
+        "computation": (
+            [one.predicted_computation_s for one in ran],
+            [one.computation_s or 0.0 for one in ran],
+        ),
+        "sent bytes with the step": ([one.plan.communication_bytes for one in ran], steps),
+        "memory": (
+            [one.plan.estimated_peak_bytes for one in ran],
+            [one.timing.memory_bytes for one in ran],
+        ),
+    }
+    found_ = {name: rank_correlation(*own) for name, own in pairs.items()}
+    return {name: None if math.isnan(value) else value for name, value in found_.items()}
+
+
+def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
+    """How well predictions rank plans, what following them costs, and where they are most off."""
+    texts = [
+        f"{name} {'-' if value is None else f'{value:.2f}'}"
+        for name, value in correlations(found).items()
+    ]
+    lines = [f"rank correlation, predicted with measured: {', '.join(texts)}"]
+    numbers = {id(one): number for number, one in enumerate(found, 1)}
+    fastest = min(ran, key=lambda one: one.step_s or 0.0)
+    promised = min(ran, key=_predicted)
+    factor = (promised.step_s or 0.0) / (fastest.step_s or 1.0)
+    text = f"best predicted: plan {numbers[id(promised)]}, {format_seconds(promised.step_s or 0.0)}"
+    if promised is fastest:
+        lines.append(text + ", which is the fastest")
+    else:
+        lines.append(
+            f"{text}; fastest: plan {numbers[id(fastest)]}, "
+            f"{format_seconds(fastest.step_s or 0.0)}; the first takes {factor:.2f}× as long"
+        )
+    ratios = {id(one): (one.step_s or 0.0) / _predicted(one) for one in ran if _predicted(one)}
+    if len(ratios) < 2:
+        return lines
+    middle = statistics.median(ratios.values())
+    lines.append(
+        f"a step takes {middle:.3g}× its prediction (median); off from that, most misleading:"
+    )
+    off = sorted(ratios, key=lambda key: -abs(math.log(ratios[key] / middle)))
+    by_id = {id(one): one for one in ran}
+    for key in off[:3]:
+        ratio = ratios[key] / middle
+        kind = "slower" if ratio >= 1 else "faster"
+        one = by_id[key]
+        lines.append(
+            f"  plan {numbers[key]}: {max(ratio, 1 / ratio):.2f}× {kind} than predicted beside the "
+            f"others ({format_seconds(_predicted(one))}, {format_seconds(one.step_s or 0.0)})"
+        )
+    lines.append(
+        "measured communication: the program's collectives, each timed alone, added up; "
+        "computation: the rest of the step, not below 0."
+    )
+    return lines
+
+
+# -- the database
+
+
+def run_database(arguments: Namespace) -> int:
+    database = default_database()
+    if database.path is None:
+        print("The database is switched off: AUTOPAR_CACHE=off.")
+        return OK
+    if arguments.forget:
+        print(f"{database.path}: {database.forget()} timings forgotten.")
+        return OK
+    rows = database.rows()
+    print(f"{database.path}: {len(rows)} timings, the latest first.")
+    table = [
+        (
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.made_s)),
+            "out of memory"
+            if row.timing.step is None
+            else f"{format_seconds(row.timing.step.seconds)} ± {row.timing.step.spread:.0%}",
+            format_bytes(row.timing.memory_bytes) if row.timing.memory_bytes else "-",
+            row.key.program[:8],
+            row.key.devices,
+            row.name,
+        )
+        for row in rows
+    ]
+    if table:
+        header = ("when", "step", "memory", "program", "devices", "what")
+        print("\n".join(rows_of(header, table)))
+    return OK

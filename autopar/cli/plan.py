@@ -1,0 +1,127 @@
+"""`autopar plan`: a user's step is planned for a described cluster, shown, saved, reported."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.cli.arguments import STARTED
+from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
+from autopar.errors import ArgumentError
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import format_bytes, format_seconds
+from autopar.measure.verify.verify_plan import check_compiler, verify
+
+OK, NOT_FITTING = 0, 1
+
+
+def run_plan(arguments: Namespace) -> int:
+    use_no_devices()
+    check_target(arguments.save, "--save")
+    check_target(arguments.report, "--report")
+    request = replace(
+        request_of(arguments), micro_batches=arguments.micro_batches, budget=arguments.budget
+    )
+    if arguments.batch is not None:
+        request = request.with_option("batch", arguments.batch)
+    if arguments.verify:
+        check_compiler(request.target().cluster, arguments.target)
+    made = make_plan(request)
+    plan = made.plan
+    if arguments.save:
+        plan.save(arguments.save)
+    if arguments.report:
+        plan.report(arguments.report)
+    if not arguments.quiet:
+        print(plan.explain(depth=arguments.depth))
+        print()
+    for path in arguments.why:
+        print(plan.explain(path))
+        print()
+    print(summary(made))
+    if arguments.save:
+        print(f"saved: {arguments.save}")
+    if arguments.report:
+        print(f"report: {arguments.report}")
+    code = OK
+    if not fits(made):
+        budget = format_bytes(made.target.cluster.spec.memory_bytes)
+        print(f"autopar: the plan does not fit: a device has {budget}.", file=sys.stderr)
+        code = NOT_FITTING
+    if arguments.verify:
+        code = max(code, _verified(made, arguments))
+    total = time.perf_counter() - STARTED
+    print(f"planned in {made.seconds:.1f} s; {total:.1f} s from start to finish")
+    return code
+
+
+def _verified(made: MadePlan, arguments: Namespace) -> int:
+    batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
+    own = made.step
+    target = arguments.target
+    proof = verify(own.step, *own.args, plan=made.plan, target=target, **batch, **own.kwargs)
+    print()
+    print(proof)
+    return OK if proof.fits else NOT_FITTING
+
+
+def check_target(path: str | None, flag: str) -> None:
+    """What is to be written can be, before minutes are spent on it."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ArgumentError(f"{flag} {path}: the folder {str(folder)!r} does not exist.")
+    if Path(path).is_dir():
+        raise ArgumentError(f"{flag} {path}: is a folder; give the path of a file.")
+
+
+def fits(made: MadePlan) -> bool:
+    """A plan within a budget was made to fit; of others, the user decides."""
+    return made.plan.estimated_peak_bytes <= made.target.cluster.spec.memory_bytes
+
+
+def summary(made: MadePlan) -> str:
+    plan, cluster = made.plan, made.target.cluster
+    device = cluster.spec
+    lines = [
+        f"cluster: {cluster.num_hosts} × {cluster.devices_per_host} {device.name}, "
+        f"{format_bytes(device.memory_bytes)} each",
+    ]
+    parts = [f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"]
+    if plan.num_micro_batches > 1:
+        parts.append(f"{plan.num_micro_batches} micro-batches")
+    if made.target.mesh is not None:
+        parts.append(f"cost {plan.estimated_step_s:.4g} in the units of alpha and beta")
+    else:
+        parts.append(f"step {format_seconds(plan.estimated_step_s)}")
+        rates = throughput(plan)
+        parts += [f"{rate:,.0f} {name}/s" for name, rate in rates.items()]
+    parts.append(f"peak {format_bytes(plan.estimated_peak_bytes)} per device")
+    return "\n".join([*lines, "plan: " + ", ".join(parts)])
+
+
+def throughput(plan: ParallelPlan) -> dict[str, float]:
+    """Samples, and tokens where the batch is integers of one length, per predicted second."""
+    rows, tokens = batch_size(plan)
+    if not rows or not plan.estimated_step_s:
+        return {}
+    rates = {"samples": rows / plan.estimated_step_s}
+    if tokens:
+        rates["tokens"] = tokens / plan.estimated_step_s
+    return rates
+
+
+def batch_size(plan: ParallelPlan) -> tuple[int, int]:
+    """(rows, tokens) of a step's batch; tokens are 0 if it has no integers of two dimensions."""
+    batch = [tensor for tensor in plan.inputs if tensor.role == "batch" and tensor.shape]
+    rows = batch[0].shape[0] if batch else 0
+    lengths = {
+        tensor.shape[1]
+        for tensor in batch
+        if len(tensor.shape) == 2 and tensor.dtype.startswith(("int", "uint"))
+    }
+    return rows, rows * max(lengths, default=0)

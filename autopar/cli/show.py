@@ -1,0 +1,75 @@
+"""`autopar report`, `explain`, `diff` and `devices`: what is known already, shown."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import autopar
+from autopar.cli.plan import check_target
+from autopar.errors import PlanError
+from autopar.ir.mesh import DEVICES
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import rows_of
+from autopar.ir.timeline import Timeline
+
+
+def report(arguments: Namespace) -> int:
+    plan = ParallelPlan.load(arguments.plan)
+    target = arguments.output or str(Path(arguments.plan).with_suffix(".html"))
+    check_target(target, "--output")
+    plan.report(target, measured=_measured(arguments.measured, plan))
+    print(f"report: {target}")
+    return 0
+
+
+def _measured(path: str | None, plan: ParallelPlan) -> Timeline | None:
+    """The last step of a trace that ran on as many meshes as the plan has."""
+    if path is None:
+        return None
+    timelines = autopar.read_trace(path)
+    num_meshes = len({stage.mesh for stage in plan.stages})
+    alike = [timeline for timeline in timelines if timeline.num_meshes == num_meshes]
+    if not alike:
+        raise PlanError(
+            f"--measured {path}: none of its {len(timelines)} steps ran on {num_meshes} mesh(es), "
+            "as this plan has. Give the trace of a run by this plan."
+        )
+    return alike[-1]
+
+
+def explain(arguments: Namespace) -> int:
+    plan = ParallelPlan.load(arguments.plan)
+    print(plan.explain(arguments.path, depth=arguments.depth))
+    return 0
+
+
+def diff(arguments: Namespace) -> int:
+    first, second = map(ParallelPlan.load, (arguments.first, arguments.second))
+    print(autopar.diff(first, second))
+    return 0
+
+
+def devices(arguments: Namespace) -> int:
+    header = ("device", "16 bit", "32 bit", "memory", "its bandwidth", "link", "host", "reached")
+    rows = [
+        (
+            spec.name,
+            f"{spec.flops_16bit / 1e12:g} TFLOP/s",
+            f"{spec.flops_32bit / 1e12:g} TFLOP/s",
+            f"{spec.memory_bytes / 1e9:g} GB",
+            f"{spec.memory_bandwidth / 1e9:,.0f} GB/s",
+            f"{spec.intra_host_bandwidth / 1e9:g} GB/s",
+            f"{spec.host_bandwidth * 8 / 1e9:g} Gb/s",
+            f"{spec.efficiency:.0%}",
+        )
+        for spec in DEVICES.values()
+    ]
+    print("\n".join(rows_of(header, rows)))
+    print()
+    print("16 bit, 32 bit: peak rates of products; reached: the share of them that is counted on.")
+    print("link: of one device inside a host, each way; host: of a host's whole network.")
+    return 0
+
+
+COMMANDS = {"report": report, "explain": explain, "diff": diff, "devices": devices}

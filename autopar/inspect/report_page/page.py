@@ -1,0 +1,56 @@
+"""From figures to the bytes of a page: style, scripts and data put into the frame `page.html`.
+
+Names of users' modules and arrays may hold anything. In the page they are only ever data: JSON in
+which no `<` is left, that scripts show as text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+# In this order: each uses what stands before it.
+SCRIPTS = (
+    "base.js",
+    "tables.js",
+    "summary.js",
+    "cluster.js",
+    "tree_model.js",
+    "tree_rows.js",
+    "tree.js",
+    "timeline_model.js",
+    "timeline_paint.js",
+    "timeline.js",
+    "memory.js",
+    "costs.js",
+    "main.js",
+)
+
+
+def render(data: dict[str, Any]) -> bytes:
+    """The page that shows the data."""
+    parts = {
+        "TITLE": html.escape(f"{data['head']['name']}: parallel plan"),
+        "STYLE": _source("page.css"),
+        "DATA": embedded_json(data),
+        "SCRIPT": "\n".join(map(_source, SCRIPTS)),
+    }
+    text = re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], _source("page.html"))
+    return text.encode("utf-8", "xmlcharrefreplace")  # a name may be half of a surrogate pair
+
+
+def embedded_json(data: Any) -> str:
+    """Compact JSON that can stand inside of a script element: no character of it can end it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@cache
+def _source(name: str) -> str:
+    return files("autopar.inspect.report_page").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,40 @@
+"""Objects of other libraries among the arguments and results of a step.
+
+    flax_nnx   modules, optimizers and metrics that the step changes in place, as `nnx.jit` has it:
+               arguments with objects → arguments with `Node`s (a pytree of the objects' arrays),
+               and from the result of the pure function back into the caller's objects
+    filtered   equinox modules, whose leaves that are no arrays are part of the program, as
+               `eqx.filter_jit` has it
+
+Neither library is imported here: an object of a library that nobody imported cannot be there.
+"""
+
+from autopar.ir.objects.equinox_modules import is_array, is_filtered, is_filtered_type
+from autopar.ir.objects.nnx import (
+    NOTHING_TAKEN,
+    Taken,
+    assembled,
+    has_objects,
+    is_object,
+    put_back,
+    run_pure,
+    taken_apart,
+)
+from autopar.ir.objects.nodes import Node, Outcome, leaves_in_nodes
+
+__all__ = [
+    "NOTHING_TAKEN",
+    "Node",
+    "Outcome",
+    "Taken",
+    "assembled",
+    "has_objects",
+    "is_array",
+    "is_filtered",
+    "is_filtered_type",
+    "is_object",
+    "leaves_in_nodes",
+    "put_back",
+    "run_pure",
+    "taken_apart",
+]

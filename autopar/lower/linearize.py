@@ -1,0 +1,100 @@
+"""Turns: from a `Pipeline` and a `Schedule` to one order in which all pieces could run by turns.
+
+First PREPARE pieces, then the tasks of the schedule clock by clock, then UPDATE pieces. Pieces
+that run once come after those that they wait for, on whatever stage these are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from autopar.ir.pipeline import EACH, PER_MICRO_BATCH, Phase, Pipeline, Ref, Slot, slots_of
+from autopar.ir.schedule import Schedule
+
+
+class Turn(NamedTuple):
+    """A run of a piece. `clock_end` is the place in the order of the last turn in its clock."""
+
+    piece: int
+    micro_batch: int | None
+    reads: tuple[Slot, ...]
+    writes: tuple[Slot, ...]
+    clock_end: int
+
+
+def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
+    pieces_of: dict[tuple[Phase, int], list[int]] = defaultdict(list)
+    for p in sorted(range(len(pipeline.pieces)), key=lambda p: pipeline.pieces[p].part):
+        pieces_of[pipeline.pieces[p].phase, pipeline.pieces[p].stage].append(p)
+    # The gradients of weights follow the rest where they have no tasks of their own.
+    has_weights = any(t and t.phase is Phase.WEIGHTS for clock in schedule.clocks for t in clock)
+    followed_by = {} if has_weights else {Phase.BACKWARD: Phase.WEIGHTS}
+    clocks: list[Sequence[tuple[int, int | None]]] = []
+    clocks += [[(p, None)] for p in _by_need(pipeline, Phase.PREPARE)]
+    for clock in schedule.clocks:
+        tasks = [task for task in clock if task and task.phase in PER_MICRO_BATCH]
+        clocks.append(
+            [
+                (p, task.micro_batch)
+                for task in tasks
+                for phase in (task.phase, followed_by.get(task.phase))
+                if phase
+                for p in pieces_of[phase, task.stage]
+            ]
+        )
+    clocks += [[(p, None)] for p in _by_need(pipeline, Phase.UPDATE)]
+    turns: list[Turn] = []
+    for clock in clocks:
+        clock_end = len(turns) + len(clock) - 1
+        turns += [_turn(pipeline, p, micro_batch, clock_end) for p, micro_batch in clock]
+    left_out = set(range(len(pipeline.pieces))) - {turn.piece for turn in turns}
+    assert not left_out, f"schedule {schedule.name!r} does not run pieces {sorted(left_out)}"
+    return turns
+
+
+def copied_refs(pipeline: Pipeline, ref: Ref) -> list[Ref]:
+    """What a transfer of that ref copies: one buffer, or one for every micro-batch."""
+    if ref.micro_batch != EACH:
+        return [ref]
+    return [ref.of(micro_batch) for micro_batch in range(pipeline.num_micro_batches)]
+
+
+def _turn(pipeline: Pipeline, p: int, micro_batch: int | None, clock_end: int) -> Turn:
+    piece = pipeline.pieces[p]
+    reads = slots_of(piece.stage, piece.reads, micro_batch)
+    writes = slots_of(piece.stage, piece.writes, micro_batch)
+    return Turn(p, micro_batch, reads, writes, clock_end)
+
+
+def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
+    """Pieces of a phase that is run once, each after those that it waits for: the lower parts of
+    its stage, and the pieces of other stages that write what is sent to it."""
+    pieces = pipeline.pieces
+    left = [p for p, piece in enumerate(pieces) if piece.phase is phase]
+    left.sort(key=lambda p: (pieces[p].part, pieces[p].stage))
+    sources = {
+        Slot(transfer.target, ref): Slot(transfer.source, ref)
+        for transfer in pipeline.transfers
+        for ref in copied_refs(pipeline, transfer.ref)
+    }
+    writers: dict[Slot, list[int]] = defaultdict(list)
+    for p in left:
+        for ref in pieces[p].writes:
+            writers[Slot(pieces[p].stage, ref)].append(p)
+    awaited: dict[int, set[int]] = {}
+    for p in left:
+        own = [q for q in left if pieces[q].stage == pieces[p].stage]
+        awaited[p] = {q for q in own if pieces[q].part < pieces[p].part}
+        for ref in pieces[p].reads:
+            slot = sources.get(Slot(pieces[p].stage, ref))
+            for _ in range(pipeline.num_stages):
+                if slot:
+                    awaited[p].update(writers[slot])
+                    slot = sources.get(slot)
+    while left:
+        found = next((p for p in left if awaited[p].isdisjoint(left)), None)
+        assert found is not None, f"{phase} pieces {left} wait for each other"
+        left.remove(found)
+        yield found

@@ -1,0 +1,546 @@
+"""From the steps of all stages and their shardings to pieces: what each mesh runs.
+
+A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue is the piece that
+prepares the loop: it brings what the loop only reads to the layout it has there, cuts the batch
+into micro-batches and sets sums to zero. The loop's body becomes a forward and a backward piece
+(and one for the gradients of weights, where a schedule wants them apart), its epilogue the update. What one
+piece makes and another reads lies in a buffer, in the layout that its maker gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar import _jax
+from autopar.ir.pipeline import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
+from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
+from autopar.ir.spec import Layout
+from autopar.lower.annotate import Writer
+from autopar.lower.unreduced import AnyMesh
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How buffers become a value of a piece's program: rows of all micro-batches are stacked; then
+    it is taken through a chain of layouts."""
+
+    refs: tuple[Ref, ...]
+    value: int
+    layout: Layout | None
+    chain: Chain = ()
+    is_stack: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a value becomes buffers: taken through a chain, then cut into micro-batches, or replaced
+    by zeros that have lanes for its partial sums."""
+
+    refs: tuple[Ref, ...]
+    operand: Any
+    chain: Chain
+    layout: Layout | None
+    is_stack: bool = False
+    starts_sum: bool = False
+
+
+@dataclass(frozen=True)
+class PieceProgram:
+    """A piece with what it computes: equations of its stage's program, with their shardings."""
+
+    piece: Piece
+    entries: tuple[Entry, ...]
+    exits: tuple[Exit, ...]
+    equations: tuple[Any, ...]
+    shardings: tuple[EquationSharding, ...]
+    captured: tuple[tuple[int, Any], ...]
+    avals: list[Any]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All of a pipeline. `layouts`: (stage, value of a ref) -> the layout of its buffers, in which
+    `PARTIAL` means lanes; None for scalars and whatever is whole."""
+
+    pipeline: Pipeline
+    programs: tuple[PieceProgram, ...]
+    layouts: dict[tuple[int, int], Layout | None]
+
+
+def cut_into_pieces(
+    stages: Sequence[Any],
+    shardings: Sequence[ProgramSharding],
+    num_micro_batches: int,
+    *,
+    stage_mesh: Sequence[int],
+    split_weights: bool = False,
+    donated: Iterable[int] = (),
+) -> Pieces:
+    """`stages`: a `StageSlice` each. `donated`: positions of the step's inputs."""
+    cutters = [
+        _StageCutter(number, stage, sharding, num_micro_batches, split_weights)
+        for number, (stage, sharding) in enumerate(zip(stages, shardings, strict=True))
+    ]
+    made_in = {v: part for cutter in cutters for v, part in cutter.prologue_parts().items()}
+    for cutter in cutters:
+        cutter.cut(made_in)
+    transfers = []
+    for number, (stage, cutter) in enumerate(zip(stages, cutters, strict=True)):
+        transfers += (Transfer(Ref(v, None), source, number) for v, source in stage.received)
+        read = {ref.value for p in cutter.pieces for ref in p.piece.reads}
+        for value, source in stage.arrivals:
+            if value in read:
+                transfers.append(Transfer(Ref(value, EACH), source, number))
+    inputs: dict[int, Place] = {}
+    outputs: dict[int, Place] = {}
+    for number, stage in enumerate(stages):
+        program = stage.step.program
+        for position, value in zip(stage.inputs, program.inputs, strict=False):
+            inputs[position] = Place(value, number)
+        for position, value in zip(stage.outputs, program.outputs, strict=False):
+            outputs[position] = Place(value, number)
+    programs = tuple(p for cutter in cutters for p in cutter.pieces)
+    pipeline = Pipeline(
+        num_micro_batches,
+        tuple(stage_mesh),
+        tuple(p.piece for p in programs),
+        tuple(transfers),
+        tuple(inputs[i] for i in range(len(inputs))),
+        tuple(outputs[o] for o in range(len(outputs))),
+        frozenset(donated),
+    )
+    layouts = {
+        (number, v): layout
+        for number, cutter in enumerate(cutters)
+        for v, layout in cutter.buffers.items()
+    }
+    return Pieces(pipeline, programs, layouts)
+
+
+def piece_function(
+    piece: PieceProgram, mesh: AnyMesh, platform: str | None = None
+) -> Callable[..., list[Any]]:
+    """A flat function of the piece's reads that gives its writes, for `jax.jit`."""
+    writer = Writer(mesh, platform)
+
+    def run(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        env: dict[int, Any] = {}
+        lanes: dict[int, tuple[int, ...]] = {}
+        for entry in piece.entries:
+            parts = [next(given) for _ in entry.refs]
+            array = jnp.stack(parts) if entry.is_stack else parts[0]
+            env[entry.value], lanes[entry.value] = writer.enter(array, entry.layout, entry.chain)
+        env.update(piece.captured)
+        read = writer.run_equations(piece.equations, piece.shardings, piece.avals, env, lanes)
+        results: list[Any] = []
+        for exit_ in piece.exits:
+            array = read(exit_.operand, exit_.chain)
+            if exit_.starts_sum:
+                results.append(writer.start_sum(array, exit_.layout))
+            elif exit_.is_stack:
+                results += (
+                    writer.constrain(array[m], exit_.layout) for m in range(len(exit_.refs))
+                )
+            else:
+                results.append(writer.constrain(array, exit_.layout))
+        return results
+
+    return run
+
+
+class _StageCutter:
+    def __init__(
+        self, number: int, stage: Any, sharding: ProgramSharding, num: int, split_weights: bool
+    ) -> None:
+        self.number, self.stage, self.num = number, stage, num
+        self.split_weights = split_weights
+        self.program = stage.step.program
+        self.sharding = sharding
+        self.position = stage.step.loop
+        self.loop = self.program.equations[self.position]
+        self.own_loop = sharding.equations[self.position]
+        (self.body,) = self.loop.bodies
+        (self.inside,) = self.own_loop.bodies
+        self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
+        self.num_arrivals = len(stage.arrivals)
+        self.num_departures = len(stage.departures)
+        self.pieces: list[PieceProgram] = []
+        self.made_in_body = {r for e in self.body.equations for r in e.results}
+        self.buffers: dict[int, Layout | None] = {}
+        self.row_values: dict[int, int] = {}
+        self.layout = self.value_layouts()
+        self.body_refs = self.find_body_refs()
+
+    # -- layouts
+
+    def value_layouts(self) -> dict[int, Layout | None]:
+        """The layout in which each value lies when it is made."""
+        found: dict[int, Layout | None] = {}
+        found.update(zip(self.program.inputs, self.sharding.inputs, strict=True))
+        self.note_equations(found, self.program.equations, self.sharding.equations)
+        found.update(zip(self.body.inputs, self.inside.inputs, strict=True))
+        self.note_equations(found, self.body.equations, self.inside.equations)
+        return found
+
+    @staticmethod
+    def note_equations(
+        found: dict[int, Layout | None],
+        equations: Sequence[Any],
+        shardings: Sequence[EquationSharding],
+    ) -> None:
+        for equation, own in zip(equations, shardings, strict=True):
+            for value, chain in zip(equation.results, own.results, strict=True):
+                found[value] = chain[-1] if chain else None
+
+    def buffer(self, value: int, layout: Layout | None) -> Layout | None:
+        """Note the layout of a buffer."""
+        if value not in self.buffers:
+            self.buffers[value] = layout
+        return self.buffers[value]
+
+    # -- what the loop's inputs are outside of it
+
+    def find_body_refs(self) -> dict[int, Ref]:
+        """Input of the body -> the buffer it is read from."""
+        refs: dict[int, Ref] = {}
+        for position, (operand, value) in enumerate(
+            zip(self.loop.operands, self.body.inputs, strict=True)
+        ):
+            if position < self.num_consts:
+                if not isinstance(operand, int) or operand in dict(self.program.captured):
+                    continue
+                as_it_is = not self.own_loop.operands[position]
+                refs[value] = Ref(operand if as_it_is else value, None)
+            elif position < self.num_consts + self.num_carry:
+                refs[value] = Ref(value, None)
+            else:
+                refs[value] = Ref(value, EACH)
+        return refs
+
+    def body_constants(self) -> dict[int, Any]:
+        """Inputs of the body that are known while tracing, and arrays that it captured."""
+        captured = dict(self.program.captured)
+        found = dict(self.body.captured)
+        for operand, value in zip(self.loop.operands, self.body.inputs, strict=True):
+            if value not in self.body_refs:
+                found[value] = captured[operand] if isinstance(operand, int) else operand.value
+        return found
+
+    # -- prologue
+
+    def prologue_parts(self) -> dict[int, int]:
+        """Values that the prologue makes here -> their part."""
+        found: dict[int, int] = {}
+        for index in range(self.position):
+            equation = self.program.equations[index]
+            found.update((r, self.stage.parts[index]) for r in equation.results)
+        return found
+
+    def cut(self, made_in: dict[int, int]) -> None:
+        """`made_in`: values that some stage's prologue makes -> their part."""
+        self.outer_needs = self.outside_needs()
+        self.note_given()
+        self.cut_prologue(made_in)
+        self.cut_body()
+        self.cut_epilogue()
+
+    def note_given(self) -> None:
+        """Buffers of arguments and of what is received. What is received only to be a result lies
+        as the result does."""
+        arrivals = {v for v, _ in self.stage.arrivals}
+        given = self.program.inputs[: len(self.program.inputs) - self.num_arrivals]
+        for value in (*given, *arrivals):
+            self.buffer(value, self.layout[value])
+        received = {v for v, _ in self.stage.received}
+        for position in range(len(self.stage.outputs)):
+            value, chain = self.program.outputs[position], self.sharding.outputs[position]
+            if value in received and chain:
+                self.buffers[value] = chain[-1]
+
+    def outside_needs(self) -> set[int]:
+        """Values outside the loop that are read from buffers: by the loop as they are, by the
+        epilogue, by other stages, or as results."""
+        needs = {ref.value for ref in self.body_refs.values()}
+        for index in range(self.position + 1, len(self.program.equations)):
+            needs.update(_values(self.program.equations[index].operands))
+        outputs = self.program.outputs[: len(self.program.outputs) - self.num_departures]
+        return needs | set(_values(outputs))
+
+    def cut_prologue(self, made_in: dict[int, int]) -> None:
+        received = {v for v, _ in self.stage.received}
+        exits = self.loop_exits()
+        read_by_loop = {v for e in exits for v in _values([e.operand])}
+        own = self.prologue_parts()
+        waits = [made_in[v] + 1 for v in read_by_loop if v in received and v in made_in]
+        last = max([0, *own.values(), *waits])
+        groups: list[list[int]] = [[] for _ in range(last + 1)]
+        for index in range(self.position):
+            groups[self.stage.parts[index]].append(index)
+        made: dict[int, int] = {}
+        for part, indices in enumerate(groups):
+            made.update((r, part) for i in indices for r in self.program.equations[i].results)
+        for part, indices in enumerate(groups):
+            later = set(self.outer_needs)
+            for other in groups[part + 1 :]:
+                later.update(v for i in other for v in _values(self.program.equations[i].operands))
+            if part < last:
+                later |= read_by_loop
+            own_exits = [self.plain_exit(v) for v, p in made.items() if p == part and v in later]
+            if part == last:
+                own_exits += exits
+            captured = dict(self.program.captured)
+            own_exits += (self.plain_exit(v) for v in captured if part == 0 and self.is_result(v))
+            self.add_outer(Phase.PREPARE, part, indices, own_exits)
+
+    def is_result(self, value: int) -> bool:
+        return value in self.program.outputs
+
+    def plain_exit(self, value: int) -> Exit:
+        layout = self.buffer(value, self.layout.get(value))
+        return Exit((Ref(value, None),), value, (), layout)
+
+    def loop_exits(self) -> list[Exit]:
+        """What prepares the loop: parameters in the layout they have in it, the batch in
+        micro-batches, sums at zero (not those that the body writes without reading them)."""
+        exits = []
+        read = {v for e in self.body.equations for v in _values(e.operands)}
+        read.update(_values(self.body.outputs))
+        operands = self.loop.operands[: len(self.loop.operands) - self.num_arrivals]
+        for position, operand in enumerate(operands):
+            value, chain = self.body.inputs[position], self.own_loop.operands[position]
+            ref = self.body_refs.get(value)
+            if ref is None or ref.value != value:
+                continue
+            layout = self.inside.inputs[position]
+            refs = (ref,)
+            if ref.micro_batch == EACH:
+                refs = tuple(Ref(value, m) for m in range(self.num))
+            self.buffer(value, layout)
+            starts_sum = self.num_consts <= position < self.num_consts + self.num_carry
+            if starts_sum and value not in read:
+                assert self.num == 1, "a carry that keeps the last micro-batch's value"
+                continue
+            exits.append(Exit(refs, operand, chain, layout, ref.micro_batch == EACH, starts_sum))
+        return exits
+
+    def add_outer(
+        self,
+        phase: Phase,
+        part: int,
+        indices: Sequence[int],
+        exits: Sequence[Exit],
+        entries: Sequence[Entry] = (),
+    ) -> None:
+        if not exits and not any(self.program.equations[i].has_effect for i in indices):
+            return
+        equations = [self.program.equations[i] for i in indices]
+        shardings = [self.sharding.equations[i] for i in indices]
+        self.add(phase, part, equations, shardings, exits, entries, dict(self.program.captured))
+
+    def add(
+        self,
+        phase: Phase,
+        part: int,
+        equations: Sequence[Any],
+        shardings: Sequence[EquationSharding],
+        exits: Sequence[Exit],
+        entries: Sequence[Entry],
+        constants: dict[int, Any],
+        refs: dict[int, Ref] | None = None,
+    ) -> None:
+        """A piece of these equations; what they read and do not make comes from buffers."""
+        made = {r for e in equations for r in e.results} | {e.value for e in entries}
+        read = [*_values(o for e in equations for o in e.operands)]
+        read += _values(e.operand for e in exits)
+        own = list(entries)
+        captured: dict[int, Any] = {}
+        for value in dict.fromkeys(read):
+            if value in made:
+                continue
+            if value in constants:
+                captured[value] = constants[value]
+                continue
+            ref = (refs or {}).get(value, Ref(value, None if refs is None else EACH))
+            layout = self.buffer(ref.value, self.layout.get(value))
+            own.append(Entry((ref,), value, layout))
+        piece = Piece(
+            self.number,
+            phase,
+            tuple(ref for entry in own for ref in entry.refs),
+            tuple(ref for exit_ in exits for ref in exit_.refs),
+            part,
+        )
+        stripped = tuple(replace(s, refetched=()) if s.refetched else s for s in shardings)
+        self.pieces.append(
+            PieceProgram(
+                piece,
+                tuple(own),
+                tuple(exits),
+                tuple(equations),
+                stripped,
+                tuple(captured.items()),
+                self.program.avals,
+            )
+        )
+
+    # -- the loop
+
+    def cut_body(self) -> None:
+        departures = set(self.stage.departures)
+        forward, backward = list(self.stage.forward), list(self.stage.backward)
+        groups = [(Phase.FORWARD, forward)]
+        if backward and self.split_weights:
+            needed = self.before_departures(backward, departures)
+            groups.append((Phase.BACKWARD, needed))
+            groups.append((Phase.WEIGHTS, self.rest(backward, needed)))
+        elif backward:
+            groups.append((Phase.BACKWARD, backward))
+        made: list[set[int]] = [
+            {r for i in indices for r in self.body.equations[i].results} for _, indices in groups
+        ]
+        reads: list[set[int]] = [
+            {v for i in indices for v in _values(self.body.equations[i].operands)} - own
+            for (_, indices), own in zip(groups, made, strict=True)
+        ]
+        outs = self.body.outputs
+        num_rows = len(outs) - self.num_departures
+        done: set[int] = set()
+        for at, (phase, indices) in enumerate(groups):
+            later: set[int] = set().union(*reads[at + 1 :])
+            fresh = made[at] - done
+            done |= made[at]
+            exits = [self.micro_exit(v) for v in sorted(fresh & (later | departures))]
+            for position in range(self.num_carry):
+                out = outs[position]
+                last = at == len(groups) - 1
+                mine = out in fresh if isinstance(out, int) and out in self.made_in_body else last
+                if mine:
+                    exits.append(self.carry_exit(position))
+            for position in range(self.num_carry, num_rows):
+                out = outs[position]
+                made_here = isinstance(out, int) and out in fresh
+                if made_here or (at == 0 and out not in self.made_in_body):
+                    exits.append(self.row_exit(position))
+            equations = [self.body.equations[i] for i in indices]
+            shardings = [self.inside.equations[i] for i in indices]
+            has_effect = any(e.has_effect for e in equations)
+            if exits or has_effect:
+                constants = self.body_constants()
+                self.add(phase, 0, equations, shardings, exits, (), constants, self.body_refs)
+
+    def before_departures(self, backward: Sequence[int], departures: set[int]) -> list[int]:
+        """The backward equations that what is sent depends on."""
+        found = self.above(departures, backward)
+        return [i for i in backward if i in found]
+
+    def above(self, values: Iterable[int], equations: Iterable[int]) -> set[int]:
+        """Those of the body's equations that the values are made by, directly or not."""
+        maker = {r: i for i in equations for r in self.body.equations[i].results}
+        left = [maker[v] for v in values if v in maker]
+        found: set[int] = set()
+        while left:
+            index = left.pop()
+            if index not in found:
+                found.add(index)
+                operands = _values(self.body.equations[index].operands)
+                left += (maker[v] for v in operands if v in maker)
+        return found
+
+    def rest(self, backward: Sequence[int], taken: Sequence[int]) -> list[int]:
+        """The other backward equations, with the cheap forward ones that they repeat."""
+        forward = set(self.stage.forward)
+        own = [i for i in backward if i not in set(taken) and i not in forward]
+        read = [v for i in own for v in _values(self.body.equations[i].operands)]
+        return sorted({*own, *self.above(read, [i for i in backward if i in forward])})
+
+    def micro_exit(self, value: int) -> Exit:
+        layout = self.buffer(value, self.layout[value])
+        return Exit((Ref(value, EACH),), value, (), layout)
+
+    def carry_exit(self, position: int) -> Exit:
+        carry = self.body.inputs[self.num_consts + position]
+        layout = self.inside.inputs[self.num_consts + position]
+        self.buffer(carry, layout)
+        return Exit(
+            (Ref(carry, None),), self.body.outputs[position], self.inside.outputs[position], layout
+        )
+
+    def row_exit(self, position: int) -> Exit:
+        """Rows of a result, of this micro-batch."""
+        out, chain = self.body.outputs[position], self.inside.outputs[position]
+        layout = chain[-1] if chain else self.layout.get(out) if isinstance(out, int) else None
+        value = self.row_value(position)
+        self.buffer(value, layout)
+        return Exit((Ref(value, EACH),), out, chain, layout)
+
+    def row_value(self, position: int) -> int:
+        """A number for the rows of a result: what the body makes may lie elsewhere too."""
+        if position not in self.row_values:
+            out, avals = self.body.outputs[position], self.program.avals
+            avals.append(avals[out] if isinstance(out, int) else out.aval)
+            self.row_values[position] = len(avals) - 1
+        return self.row_values[position]
+
+    # -- epilogue
+
+    def cut_epilogue(self) -> None:
+        """Results of the loop are finished in the first part that reads them."""
+        outside = range(self.position + 1, len(self.program.equations))
+        num_outputs = len(self.program.outputs) - self.num_departures
+        results = set(_values(self.program.outputs[:num_outputs]))
+        loop_results = self.loop.results[: len(self.loop.results) - self.num_departures]
+        last = max([0, *(self.stage.parts[i] for i in outside)])
+        groups = [[i for i in outside if self.stage.parts[i] == part] for part in range(last + 1)]
+        reads = [
+            {v for i in group for v in _values(self.program.equations[i].operands)}
+            for group in groups
+        ]
+        sent = set(self.stage.sent)
+        finished_in: dict[int, int] = {}
+        for value in loop_results:
+            parts = [p for p, read in enumerate(reads) if value in read]
+            if value in sent:
+                parts = [0]
+            if parts or value in results:
+                finished_in[value] = min(parts, default=last)
+        for part, indices in enumerate(groups):
+            later = set().union(results, sent, *reads[part + 1 :])
+            entries = [
+                self.finished(position)
+                for position, value in enumerate(loop_results)
+                if finished_in.get(value) == part
+            ]
+            made = [e.value for e in entries]
+            made += (r for i in indices for r in self.program.equations[i].results)
+            exits = [self.output_exit(v) for v in made if v in later]
+            self.add_outer(Phase.UPDATE, part, indices, exits, entries)
+
+    def finished(self, position: int) -> Entry:
+        value, chain = self.loop.results[position], self.own_loop.results[position]
+        if position < self.num_carry:
+            carry = self.body.inputs[self.num_consts + position]
+            return Entry((Ref(carry, None),), value, self.buffers[carry], chain)
+        rows = self.row_value(position)
+        refs = tuple(Ref(rows, m) for m in range(self.num))
+        return Entry(refs, value, None, chain, is_stack=True)
+
+    def output_exit(self, value: int) -> Exit:
+        """Results of the step leave it in the layout that the plan gives them."""
+        outputs = self.program.outputs
+        num_own = len(self.stage.outputs)
+        for position in range(num_own):
+            if outputs[position] == value:
+                chain = self.sharding.outputs[position]
+                layout = chain[-1] if chain else self.layout.get(value)
+                self.buffers[value] = layout
+                return Exit((Ref(value, None),), value, chain, layout)
+        return self.plain_exit(value)
+
+
+def _values(operands: Iterable[Any]) -> list[int]:
+    return [o for o in operands if isinstance(o, int)]

@@ -1,0 +1,254 @@
+"""Plans that a search could have chosen: from a planned step to others of the same step.
+
+    function, arguments, method → the best few plans of the search         (`plan_candidates`)
+    Origin, meshes → the best few shardings over all of them, as plans     (`best_on_meshes`)
+    Origin         → shardings that show what there is on one mesh         (`covering_on_mesh`)
+
+On one mesh, plans differ in how heavy operators of the forward pass are split, the *decisions*;
+everything else is the best there is with that. Micro-batches, recomputed layers and stages differ
+as far as the search has looked at them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import StepOptions, plan_step
+from autopar.errors import MeshError, SolverError, SpecError
+from autopar.ir.identity import placement, plan_digest
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.spec import Layout
+from autopar.methods import ParallelMethod, ShardParallel
+from autopar.sharding.blocks import is_entry
+from autopar.sharding.constraints import candidate_meshes
+from autopar.sharding.kbest import (
+    Labels,
+    Solution,
+    covering,
+    sharding_of,
+    solutions,
+    strategy_labels,
+)
+from autopar.sharding.memory_budget import memory_budget
+from autopar.sharding.memory_limits import Holdings
+from autopar.sharding.origin import Origin
+from autopar.sharding.plan_mesh import Considered, PlannedStep, planned_as
+from autopar.sharding.problem import ShardingProblem
+from autopar.sharding.reduce import PairwiseProblem
+from autopar.sharding.solve import DoesNotFit, GraphSharding, SolveStats, fit_into_memory
+
+_SMALLEST_SHARE = 1e-3  # of the flops, from which an operator is a decision
+_MOST_PROGRAMS = 2  # of which others on one mesh are looked for
+_MORE = 1.5  # than the price at which fitting and not fitting cost the same
+_MOST_MISFITS = 50  # solutions in a row that do not fit, before a mesh is given up
+
+
+def plan_candidates(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cluster: ClusterSpec,
+    method: ParallelMethod | None,
+    options: StepOptions | None,
+    num: int,
+) -> list[PlannedStep]:
+    """The search's own choice and others, `num` at most, the best predicted first."""
+    considered = Considered(num)
+    chosen = plan_step(
+        fn,
+        args,
+        kwargs,
+        cluster=cluster,
+        method=method,
+        options=options,
+        considered=considered,
+    )
+    plans = [chosen, *considered.plans]
+    # Of each program (micro-batches, recomputed layers) one plan, the best, tells the others.
+    programs: dict[str, PlannedStep] = {}
+    for planned in sorted(plans, key=_predicted_s):
+        if isinstance(planned.plan.origin, Origin):
+            programs.setdefault(planned.plan.fingerprint.program, planned)
+    for planned in list(programs.values())[:_MOST_PROGRAMS]:
+        plans += best_on_meshes(planned.plan.origin, _meshes(planned, cluster, method), num)
+    different = {plan_digest(planned.plan): planned for planned in reversed(plans)}
+    found = sorted(different.values(), key=_predicted_s)
+    others = [p for p in found if p is not different[plan_digest(chosen.plan)]]
+    return sorted([chosen, *others[: num - 1]], key=_predicted_s)
+
+
+def _predicted_s(planned: PlannedStep) -> float:
+    return planned.plan.estimated_step_s
+
+
+def _meshes(
+    planned: PlannedStep, cluster: ClusterSpec, method: ParallelMethod | None
+) -> list[LogicalMesh]:
+    """Those that the method leaves open, as many devices as the plan has."""
+    origin = planned.plan.origin
+    if method is not None and getattr(method, "mesh_shape", "auto") != "auto":
+        return [origin.mesh]
+    meshes = candidate_meshes(cluster, ShardParallel(options=origin.options))
+    same = [mesh for mesh in meshes if mesh.num_devices == origin.mesh.num_devices]
+    return same or [origin.mesh]
+
+
+def best_on_meshes(
+    origin: Origin, meshes: Sequence[LogicalMesh], num: int, *, time_limit_s: float = inf
+) -> list[PlannedStep]:
+    """`num` of the best that fit: the best on each of these meshes, as far as these make up no
+    more than half of them, and then the best over all meshes."""
+    deadline = time.monotonic() + time_limit_s
+    ways = [_ordered(_fitting(on_mesh(origin, m)), number) for number, m in enumerate(meshes)]
+    heads = sorted(entry for way in ways if (entry := next(way, None)) is not None)
+    found: dict[tuple, PlannedStep] = {}
+    for _, _, own, sharding in chain(
+        heads[: max(1, num // 2)], heapq.merge(heads[max(1, num // 2) :], *ways)
+    ):
+        key = _places(sharding)
+        if key not in found:
+            found[key] = planned_as(own, sharding)
+        if len(found) >= num or time.monotonic() > deadline:
+            break
+    return list(found.values())
+
+
+def _places(sharding: GraphSharding) -> tuple:
+    """Which part of every operand and result is where: the same on meshes of other shapes, if their
+    axes are not used apart."""
+    shape = sharding.mesh.shape
+    known: dict[Layout, tuple] = {}
+    places = []
+    for operands, results in sharding.layouts:
+        for layout in (*operands, *results):
+            if layout not in known:
+                known[layout] = placement(layout, shape)
+            places.append(known[layout])
+    return tuple(places)
+
+
+def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> list[PlannedStep]:
+    """At most `num` plans on the origin's mesh that show what there is, the best first."""
+    problem = _problem(origin)
+    found = covering(
+        problem.pairwise,
+        decisions(problem),
+        num,
+        deadline=time.monotonic() + time_limit_s,
+        solver=origin.options.solver,
+        time_limit_s=origin.options.solver_time_limit_s,
+    )
+    shardings = (_within(origin, sharding_of(problem, one)) for one in found)
+    return [planned_as(origin, sharding) for sharding in shardings if sharding is not None]
+
+
+def repriced(planned: PlannedStep, cluster: ClusterSpec) -> PlannedStep:
+    """The same plan with the figures of another cluster: every operator is split as it was."""
+    origin = planned.plan.origin
+    assert isinstance(origin, Origin) and origin.choice is not None
+    mesh = mesh_of_cluster(cluster, origin.mesh.shape)
+    mesh = replace(mesh, axis_names=origin.mesh.axis_names, forbidden=origin.mesh.forbidden)
+    other = replace(on_mesh(origin, mesh), cluster=cluster)
+    problem = _problem(other)
+    choice = dict(origin.choice)
+    objective = problem.pairwise.objective(choice)
+    stats = SolveStats(len(problem.graph.nodes), len(problem.strategies), 0, 0, 0, 0, True)
+    sharding = GraphSharding(problem, choice, objective, objective, stats, refetch=origin.refetch)
+    return planned_as(other, sharding)
+
+
+def on_mesh(origin: Origin, mesh: LogicalMesh) -> Origin:
+    """The origin of the same step on another mesh, whose sharding is not known."""
+    budget = memory_budget(mesh, origin.method, origin.options)
+    return replace(origin, mesh=mesh, budget=budget, choice=None, price=0.0, layouts=None)
+
+
+def decisions(problem: ShardingProblem) -> Labels:
+    """The classes whose strategies tell plans apart: entries of blocks in the forward pass that are
+    products, convolutions or kernels; in a step without a forward pass, all such."""
+    graph = problem.graph
+    nodes = {owner: graph.nodes[node] for owner, node in problem.representative.items()}
+    heavy = {u: node for u, node in nodes.items() if node.is_heavy or node.rule.local}
+    heavy = {u: node for u, node in heavy.items() if is_entry(node)}
+    forward = {u: node for u, node in heavy.items() if node.region == "forward"} or heavy
+    flops = {u: node.flops * node.weight for u, node in forward.items()}
+    least = _SMALLEST_SHARE * max(flops.values(), default=0.0)
+    return strategy_labels(problem, [u for u in flops if flops[u] >= least])
+
+
+def _problem(origin: Origin) -> ShardingProblem:
+    graph = origin.graph
+    return origin.problem(graph, *origin.constraints(graph))
+
+
+_Entry = tuple[float, int, Origin, GraphSharding]
+
+
+def _ordered(way: Iterator[tuple[Origin, GraphSharding]], number: int) -> Iterator[_Entry]:
+    for origin, sharding in way:
+        yield sharding.objective, number, origin, sharding
+
+
+def _fitting(origin: Origin) -> Iterator[tuple[Origin, GraphSharding]]:
+    """Shardings on a mesh that fit into its devices' memory, the best first. Where the best does
+    not fit, memory has a price, and they come in the order of cost with it."""
+    try:
+        problem = _problem(origin)
+    except (MeshError, SolverError, SpecError):  # what is asked for cannot be had here
+        return
+    options = origin.options
+    labels = decisions(problem)
+    how = {"solver": options.solver, "time_limit_s": options.solver_time_limit_s}
+    every = solutions(problem.pairwise, labels, **how)
+    first = next(every, None)
+    if first is None:
+        return
+    best = _within(origin, sharding_of(problem, first))
+    if best is None:
+        assert origin.budget is not None
+        try:
+            best = fit_into_memory(sharding_of(problem, first), origin.budget, **how)
+        except DoesNotFit:
+            return
+        every = solutions(_priced(problem, first, best, origin.budget), labels, **how)
+    yield origin, best
+    misfits = 0
+    for one in every:
+        if one.choice == best.choice:
+            continue
+        own = replace(one, objective=problem.pairwise.objective(one.choice))
+        sharding = _within(origin, sharding_of(problem, own))
+        misfits = misfits + 1 if sharding is None else 0
+        if sharding is not None:
+            yield origin, sharding
+        if misfits >= _MOST_MISFITS:
+            return
+
+
+def _priced(
+    problem: ShardingProblem, first: Solution, fitting: GraphSharding, budget: float
+) -> PairwiseProblem:
+    """The problem in which bytes cost a little more than they did for the one that fits, at the
+    time when the first solution holds most."""
+    holdings = Holdings(problem, budget)
+    row = holdings.row(int(np.argmax(holdings.bytes_at(first.choice))))
+    priced = problem.pairwise.copy()
+    row.add_to(priced, _MORE * fitting.price_per_byte)
+    return priced
+
+
+def _within(origin: Origin, sharding: GraphSharding) -> GraphSharding | None:
+    """The sharding as it fits into memory: as it is, or fetching again in the backward pass."""
+    for own in (sharding, replace(sharding, refetch=True)):
+        if origin.budget is None or own.memory.peak_bytes <= origin.budget:
+            return own
+    return None

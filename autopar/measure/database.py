@@ -1,0 +1,275 @@
+"""What was timed before: an SQLite file in the user's cache folder.
+
+    Key → StepTiming, or nothing
+    text that says what was asked → the plan that was chosen, as JSON, or nothing
+
+A key says all that a time depends on: the program, the plan, the devices, and the versions and
+flags that compile it (`key_of`). Choices are kept too, so that nothing need be searched again.
+Several processes may use the file at once. A file that is broken
+is put aside with a warning, and one that cannot be written is done without: no step fails for it.
+
+The folder is `AUTOPAR_CACHE`, else `autopar` in `XDG_CACHE_HOME` or `~/.cache`. `AUTOPAR_CACHE=off`
+switches the database off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from autopar.ir.identity import plan_digest
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.profile import Timing
+from autopar.measure.time_step import StepTiming
+
+T = TypeVar("T")
+
+FILE = "timings.sqlite"
+OFF = "off"
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")  # that change programs
+_WAIT_S = 10.0  # for another process that writes
+# The name has the version of the columns: files of other versions of autopar are left as they are.
+_TABLE = "timings_1"
+_CREATE = f"""
+CREATE TABLE IF NOT EXISTS {_TABLE} (
+    key TEXT PRIMARY KEY, program TEXT, plan TEXT, devices TEXT, versions TEXT, name TEXT,
+    made REAL, seconds REAL, spread REAL, num_samples INTEGER, compile_s REAL, memory_bytes REAL,
+    failure TEXT)
+"""
+_CHOICES = "choices_1"
+_CREATE_CHOICES = f"CREATE TABLE IF NOT EXISTS {_CHOICES} (key TEXT PRIMARY KEY, plan TEXT)"
+
+
+@dataclass(frozen=True)
+class Key:
+    """program:  digest of every equation with its shapes, and of what is donated.
+    plan:     digest of what the plan does.
+    devices:  kind and number.
+    versions: of JAX, jaxlib, autopar and the platform; flags.
+    """
+
+    program: str
+    plan: str
+    devices: str
+    versions: str
+
+    @property
+    def digest(self) -> str:
+        return _digest(json.dumps(astuple(self)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A timing as it is listed; `made_s` is when, in seconds since 1970."""
+
+    name: str
+    key: Key
+    made_s: float
+    timing: StepTiming
+
+
+def key_of(plan: ParallelPlan, donated: Sequence[int], devices: Sequence[Any]) -> Key:
+    program = f"{plan.fingerprint.program} {sorted(donated)}"
+    place, versions = where_and_with(devices[: plan.num_devices])
+    return Key(program, plan_digest(plan), place, versions)
+
+
+def where_and_with(used: Sequence[Any]) -> tuple[str, str]:
+    """(the devices, versions and flags) in words."""
+    kinds = sorted({device.device_kind for device in used})
+    hosts = len({device.process_index for device in used})
+    place = f"{len(used)} × {', '.join(kinds)} on {hosts} of {used[0].platform}"
+    if used[0].platform == "cpu":  # whose kind says nothing
+        place += f", {platform.machine()} with {os.cpu_count()} cores"
+    return place, _versions(used[0])
+
+
+def _versions(device: Any) -> str:
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    try:
+        packages["autopar"] = importlib.metadata.version("autopar")
+    except importlib.metadata.PackageNotFoundError:  # a source tree
+        packages["autopar"] = ""
+    settings = {
+        "platform": str(device.client.platform_version).splitlines()[0],
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **{name: str(getattr(jax.config, name)) for name in _SETTINGS},
+    }
+    return json.dumps({**packages, **settings}, sort_keys=True)
+
+
+class Database:
+    """The file at a path; nothing is opened before it is needed. Without a path it knows nothing
+    and keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def find(self, key: Key) -> StepTiming | None:
+        def read(connection: sqlite3.Connection) -> StepTiming | None:
+            found = connection.execute(
+                f"SELECT seconds, spread, num_samples, compile_s, memory_bytes, failure "
+                f"FROM {_TABLE} WHERE key = ?",
+                (key.digest,),
+            ).fetchone()
+            return None if found is None else _decoded(*found)
+
+        return self._with(read, None)
+
+    def keep(self, key: Key, timing: StepTiming, name: str) -> None:
+        step = timing.step
+        figures = (None, None, None) if step is None else astuple(step)
+        row = (
+            key.digest,
+            *astuple(key),
+            name,
+            time.time(),
+            *figures,
+            timing.compile_s,
+            timing.memory_bytes,
+            timing.failure,
+        )
+
+        def write(connection: sqlite3.Connection) -> None:
+            marks = ", ".join("?" * len(row))
+            connection.execute(f"INSERT OR REPLACE INTO {_TABLE} VALUES ({marks})", row)
+            connection.commit()
+
+        self._with(write, None)
+
+    def find_choice(self, asked: str) -> str | None:
+        """The plan, as JSON, that was chosen where the same was asked."""
+
+        def read(connection: sqlite3.Connection) -> str | None:
+            found = connection.execute(
+                f"SELECT plan FROM {_CHOICES} WHERE key = ?", (_digest(asked),)
+            ).fetchone()
+            return str(found[0]) if found else None
+
+        return self._with(read, None)
+
+    def keep_choice(self, asked: str, plan: str) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            row = (_digest(asked), plan)
+            connection.execute(f"INSERT OR REPLACE INTO {_CHOICES} VALUES (?, ?)", row)
+            connection.commit()
+
+        self._with(write, None)
+
+    def rows(self) -> list[Row]:
+        """Everything that is kept, the latest first."""
+
+        def read(connection: sqlite3.Connection) -> list[Row]:
+            found = []
+            for row in connection.execute(f"SELECT * FROM {_TABLE} ORDER BY made DESC"):
+                _, program, plan, devices, versions, name, made, *figures = row
+                timing = _decoded(*figures)
+                if timing is not None:
+                    key = Key(program, plan, devices, versions)
+                    found.append(Row(str(name), key, float(made), timing))
+            return found
+
+        return self._with(read, [])
+
+    def forget(self) -> int:
+        """Remove everything; how many timings there were."""
+
+        def clear(connection: sqlite3.Connection) -> int:
+            count = connection.execute(f"DELETE FROM {_TABLE}").rowcount
+            connection.execute(f"DELETE FROM {_CHOICES}")
+            connection.commit()
+            return count
+
+        return self._with(clear, 0)
+
+    def _with(self, use: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        if self.path is None:
+            return otherwise
+        for _ in range(2):
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as connection:
+                    connection.execute(_CREATE)
+                    connection.execute(_CREATE_CHOICES)
+                    return use(connection)
+            except sqlite3.OperationalError as error:  # locked, read-only, no space
+                self._do_without(error)
+                return otherwise
+            except sqlite3.DatabaseError as error:
+                if not self._put_aside(error):
+                    return otherwise
+            except OSError as error:
+                self._do_without(error)
+                return otherwise
+        return otherwise
+
+    def _put_aside(self, error: Exception) -> bool:
+        assert self.path is not None
+        broken = self.path.with_suffix(f".broken-{os.getpid()}")
+        try:
+            self.path.replace(broken)
+        except OSError:
+            self._do_without(error)
+            return False
+        warnings.warn(
+            f"{self.path}: the database of timed plans is broken ({error}). It was moved to "
+            f"{broken.name}, and a new one is begun.",
+            stacklevel=4,
+        )
+        return True
+
+    def _do_without(self, error: Exception) -> None:
+        warnings.warn(
+            f"{self.path}: the database of timed plans cannot be used ({error}): plans are timed "
+            "anew. Set AUTOPAR_CACHE to a folder that can be written, or to 'off'.",
+            stacklevel=4,
+        )
+        self.path = None
+
+
+def _decoded(
+    seconds: Any, spread: Any, num_samples: Any, compile_s: Any, memory_bytes: Any, failure: Any
+) -> StepTiming | None:
+    """A row that makes sense, or nothing."""
+    try:
+        step = None
+        if seconds is not None:
+            step = Timing(float(seconds), float(spread), int(num_samples))
+            if not (step.seconds > 0 and math.isfinite(step.seconds) and step.num_samples > 0):
+                return None
+        elif not failure:
+            return None
+        return StepTiming(step, float(compile_s), float(memory_bytes), str(failure or ""))
+    except (TypeError, ValueError):
+        return None
+
+
+def default_database() -> Database:
+    folder = os.environ.get("AUTOPAR_CACHE", "")
+    if folder == OFF:
+        return Database(None)
+    if not folder:
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        try:
+            folder = str(Path(cache) if cache else Path.home() / ".cache") + "/autopar"
+        except RuntimeError:  # there is no home
+            return Database(None)
+    return Database(Path(folder).expanduser() / FILE)

@@ -1,0 +1,106 @@
+"""What is measured: from devices to the fields by which profiles are told apart, and what disturbs.
+
+Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import _jax
+from autopar.errors import ProfileError
+from autopar.ir.profile import MachineProfile
+from autopar.measure.profile.samples import Abilities
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The fields of a `MachineProfile` that say where it was made."""
+
+    platform: str
+    device_kind: str
+    num_hosts: int
+    devices_per_host: int
+    versions: dict[str, str]
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+
+def hardware_of(devices: tuple[Any, ...]) -> Hardware:
+    first = devices[0]
+    num_hosts = len({device.process_index for device in devices})
+    return Hardware(
+        first.platform,
+        first.device_kind,
+        num_hosts,
+        len(devices) // num_hosts,
+        _jax.installed_versions(first.platform),
+    )
+
+
+def profile_of(hardware: Hardware) -> MachineProfile:
+    return MachineProfile(
+        hardware.platform,
+        hardware.device_kind,
+        hardware.num_hosts,
+        hardware.devices_per_host,
+        hardware.versions,
+    )
+
+
+def first_difference(here: Hardware, there: Hardware | MachineProfile) -> str | None:
+    """In which field another file's hardware differs, in words."""
+    for name in ("platform", "device_kind", "num_hosts", "devices_per_host"):
+        mine, other = getattr(here, name), getattr(there, name)
+        if mine != other:
+            return f"{name} is {mine!r} here and {other!r} there"
+    for name in sorted({*here.versions, *there.versions}):
+        mine, other = here.versions.get(name), there.versions.get(name)
+        if mine != other:
+            return f"versions[{name!r}] is {mine!r} here and {other!r} there"
+    return None
+
+
+def check_same(path: str, here: Hardware, there: Hardware | MachineProfile) -> None:
+    """An unfinished file can only be continued where it was begun."""
+    difference = first_difference(here, there)
+    if difference is not None:
+        raise ProfileError(
+            f"{path}: was begun on other hardware or with other versions: {difference}. Continue "
+            "it there, give another --output, or forget it with --restart."
+        )
+
+
+def abilities(hardware: Hardware, capability: str) -> Abilities:
+    """`capability`: of GPUs, such as "9.0"."""
+    try:
+        level = float(capability)
+    except ValueError:
+        level = 0.0
+    return Abilities(
+        hardware.platform,
+        hardware.num_devices,
+        hardware.devices_per_host,
+        has_fp8=level >= 8.9,
+        has_cudnn=hardware.platform == "gpu" and level >= 8.0,
+    )
+
+
+def others_on_gpu() -> list[str]:
+    """Other processes that use the GPUs, as `nvidia-smi` lists them; empty if it is not there."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    ask = [program, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    return [line for line in lines if line.split(",")[0].strip() != str(os.getpid())]

@@ -1,0 +1,118 @@
+"""What is paid beside the work: for one more kernel, one more program, and what memory is there.
+
+A chain of products of 4 × 4 numbers is as many kernels on every platform, however XLA fuses: the
+slope of its time over its length is what a kernel costs at least, and what is left at length 0 is
+the loop's. Both lengths are such that XLA starts a trip's kernels together, where it does that. On
+CPUs a loop of nothing but a tie is what samples have beside their work.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.ir.profile import Timing
+from autopar.measure.profile.repeating import Bench, placed
+from autopar.measure.profile.works import Arrays, Operand, Work, tie
+from autopar.runtime.timing import time_calls
+
+LENGTHS = (16, 80)
+_TRIPS = 200
+
+
+def chain(length: int) -> Work:
+    x = Operand((4, 4))
+
+    def step(carry: Arrays, constants: Arrays) -> Arrays:
+        (own,) = carry
+        for _ in range(length):
+            own = own @ constants[0]
+        return (own,)
+
+    return Work("chain", step, (x,), (x,))
+
+
+def tie_alone() -> Work:
+    def step(carry: Arrays, _: Arrays) -> Arrays:
+        return (tie(carry[0], carry[0], "cpu"),)
+
+    return Work("tie", step, (Operand((64, 1024)),))
+
+
+def measure_launch(bench: Bench) -> Timing:
+    """Seconds of one more kernel; the bench learns what its loops cost."""
+    short, long = (bench.time_loop(chain(length), _TRIPS) for length in LENGTHS)
+    slope_s = (long.seconds - short.seconds) / (LENGTHS[1] - LENGTHS[0])
+    launch_s = max(slope_s, 0.01 * long.seconds / LENGTHS[1])
+    if bench.platform == "cpu":
+        bench.tied_loop_s = bench.time_loop(tie_alone(), _TRIPS).seconds
+        bench.loop_s = max(0.0, bench.tied_loop_s - launch_s)
+    else:
+        bench.loop_s = bench.tied_loop_s = launch_s  # the kernel that counts trips
+        bench.together_s = max(0.0, short.seconds - LENGTHS[0] * launch_s)
+    spread = max(short.spread, long.spread)
+    return Timing(launch_s, spread, min(short.num_samples, long.num_samples))
+
+
+def measure_dispatch(bench: Bench) -> Timing:
+    """Of programs that do next to nothing, one after another on all devices."""
+    sharding = NamedSharding(bench.mesh(), PartitionSpec("d"))
+    state = [placed(np.zeros(8, np.float32), sharding)]
+    program = jax.jit(lambda x: x + 1, donate_argnums=0).lower(state[0]).compile()
+
+    def call() -> Any:
+        for _ in range(100):
+            state[0] = program(state[0])
+        return state[0]
+
+    timing = time_calls(call, limit_s=bench.pace.limit_s, max_samples=20)
+    return Timing(timing.seconds / 100, timing.spread, timing.num_samples)
+
+
+SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8, 0.7, 0.5)
+
+
+def measure_memory(bench: Bench) -> float | None:
+    """Bytes that programs can have of one device: the most that can be allocated in one piece, of
+    what JAX may use; of CPU devices, an equal part of what the system says is free."""
+    device = bench.devices[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        free = system_memory_bytes()
+        return None if free is None else free / len(bench.devices)
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    for share in SHARES:
+        wanted = int(share * free) // 2**20 * 2**20
+        try:
+            held = jnp.zeros((wanted // 2**20, 2**20), jnp.uint8, device=device)
+            jax.block_until_ready(held).delete()
+            return float(wanted)
+        except jax.errors.JaxRuntimeError:
+            continue
+    return None
+
+
+def system_memory_bytes() -> float | None:
+    """What Linux says is available, and what a control group allows if that is less."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(float(line.split()[1]) * 1024)
+    except OSError:
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            found.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        if limit != "max":
+            found.append(float(limit) - float(used))
+    except (OSError, ValueError):
+        pass
+    return min(found) if found and min(found) > 0 else None

@@ -1,0 +1,261 @@
+"""Which samples are taken: from a description of the devices to a list, the most useful first.
+
+Sizes are geometric, so that times between them can be found by interpolation of logarithms: a
+coarse grid, and finer where models are. A sample has a *round*: 0 is what `--quick` takes, later
+ones fill the gaps. Every round has samples of all kinds, so that a run that is stopped early has a
+coarse picture of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product as pairs_of
+from typing import Any
+
+from autopar.ir.profile import (
+    COLLECTIVES,
+    CONVOLUTIONS,
+    STREAMS,
+    AttentionTime,
+    CollectiveTime,
+    ConvolutionTime,
+    CrossingSample,
+    ProductTime,
+    StreamTime,
+    Timing,
+)
+from autopar.measure.profile.links import placements
+
+GROUPS = ("products", "convolutions", "streams", "attentions", "collectives", "crossings")
+UNTIMED = Timing(0.0, 0.0, 0)
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A sample that is to be taken; its times are UNTIMED."""
+
+    round: int
+    group: str
+    sample: Any
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What of the devices decides which samples make sense."""
+
+    platform: str
+    num_devices: int
+    devices_per_host: int
+    has_fp8: bool = False
+    has_cudnn: bool = False
+
+
+def planned_samples(able: Abilities, quick: bool = False) -> list[Planned]:
+    """All samples, in the order in which they are taken; each once."""
+    of_platform = _on_gpu if able.platform == "gpu" else _on_cpu
+    found: dict[Any, Planned] = {}
+    for planned in (*of_platform(able), *_links(able)):
+        if not quick or planned.round == 0:
+            found.setdefault(planned.sample, planned)
+    return sorted(found.values(), key=lambda planned: planned.round)
+
+
+def _product(round: int, dtype: str, batch: int, m: int, n: int, k: int) -> Planned:
+    return Planned(round, "products", ProductTime(dtype, batch, m, n, k, UNTIMED))
+
+
+def _grid(round: int, dtype: str, sizes: tuple[int, ...], most: float) -> Iterator[Planned]:
+    """All m ≥ n and k of the sizes: m and n can be exchanged by transposing everything."""
+    for m, n, k in pairs_of(sizes, sizes, sizes):
+        if m >= n and 2.0 * m * n * k <= most:
+            yield _product(round, dtype, 1, m, n, k)
+
+
+def _convolutions(round: int, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> Iterator[Planned]:
+    for (images, size, into, out, window, stride), kind in pairs_of(shapes, CONVOLUTIONS):
+        sample = ConvolutionTime(dtype, kind, images, size, into, out, window, stride, UNTIMED)
+        yield Planned(round, "convolutions", sample)
+
+
+def _streams(
+    round: int, sizes: tuple[int, ...], dtype: str = "float32", kinds: tuple[str, ...] = STREAMS
+) -> Iterator[Planned]:
+    for size, kind in pairs_of(sizes, kinds):
+        yield Planned(round, "streams", StreamTime(kind, dtype, float(size), UNTIMED))
+
+
+def _attentions(
+    round: int, kind: str, dtype: str, shapes: tuple[tuple[int, int, int, int, bool], ...]
+) -> Iterator[Planned]:
+    for batch, length, heads, dim, causal in shapes:
+        sample = AttentionTime(kind, dtype, batch, length, heads, dim, causal, UNTIMED, UNTIMED)
+        yield Planned(round, "attentions", sample)
+
+
+# (images, size, channels in, channels out, window, stride), as Wide-ResNets have them.
+_GPU_CONVOLUTIONS = (
+    (64, 56, 160, 320, 3, 1),
+    (64, 14, 640, 1280, 3, 1),
+    (64, 56, 320, 640, 1, 1),
+    (64, 224, 3, 160, 7, 2),
+)
+_MORE_GPU_CONVOLUTIONS = (
+    (64, 28, 320, 640, 3, 1),
+    (64, 7, 1280, 2560, 3, 1),
+    (64, 56, 320, 640, 3, 2),
+    (64, 14, 2560, 640, 1, 1),
+    (64, 56, 640, 1280, 1, 2),
+    (16, 14, 640, 1280, 3, 1),
+    (64, 56, 64, 64, 3, 1),
+    (64, 7, 2560, 5120, 1, 1),
+)
+
+
+def _layers(round: int, tokens: int, hidden: int) -> Iterator[Planned]:
+    """Products of a transformer's layer: forward (the gradients of inputs are alike), and the
+    gradients of weights."""
+    for n, k in ((1, 1), (3, 1), (4, 1), (1, 4)):
+        yield _product(round, "bfloat16", 1, tokens, n * hidden, k * hidden)
+    for m, n in ((1, 1), (4, 1)):
+        yield _product(round, "bfloat16", 1, m * hidden, n * hidden, tokens)
+
+
+def _heads(round: int, batch: int, length: int, dim: int) -> Iterator[Planned]:
+    """Attention as two products."""
+    yield _product(round, "bfloat16", batch, length, length, dim)
+    yield _product(round, "bfloat16", batch, length, dim, length)
+
+
+def _on_gpu(able: Abilities) -> Iterator[Planned]:
+    half, single, few = "bfloat16", "float32", "float8_e4m3fn"
+    for size in (512, 1024, 2048, 4096, 8192):
+        yield _product(0, half, 1, size, size, size)
+    yield from _layers(0, 16384, 2048)
+    for m, n, k in ((16384, 51200, 2048), (16384, 2048, 51200), (51200, 2048, 16384)):
+        yield _product(0, half, 1, m, n, k)
+    for size in (1024, 4096):
+        yield _product(0, single, 1, size, size, size)
+    yield from _heads(0, 256, 1024, 128)
+    yield from _streams(0, (256 * KIB, 16 * MIB, 512 * MIB))
+    yield from _convolutions(0, single, _GPU_CONVOLUTIONS[:2])
+    if able.has_cudnn:
+        shapes = ((16, 1024, 16, 128, True), (4, 2048, 32, 128, True))
+        yield from _attentions(0, "cudnn", half, shapes)
+
+    for tokens, hidden in ((8192, 4096), (32768, 1024), (16384, 768)):
+        yield from _layers(1, tokens, hidden)
+    for m, n, k in ((8192, 32000, 4096), (8192, 11008, 4096), (8192, 4096, 11008)):
+        yield _product(1, half, 1, m, n, k)
+    odd = 30522  # a vocabulary that no power of two divides takes other kernels
+    for m, n, k in ((32768, odd, 1024), (32768, 1024, odd), (odd, 1024, 32768)):
+        yield _product(1, half, 1, m, n, k)
+    for batch, length, dim in ((128, 2048, 128), (1024, 512, 64), (256, 1024, 48), (64, 256, 64)):
+        yield from _heads(1, batch, length, dim)
+    for m, n, k in ((4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096)):
+        yield _product(1, half, 8, m, n, k)
+    yield from _streams(1, (16 * KIB, 2 * MIB, 64 * MIB))
+    kinds = ("elementwise", "reduce-last", "scatter")
+    yield from _streams(1, (2 * MIB, 64 * MIB, 512 * MIB), half, kinds)
+    yield from _convolutions(1, single, _GPU_CONVOLUTIONS[2:])
+    if able.has_cudnn:
+        shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, False), (4, 1024, 16, 128, True))
+        yield from _attentions(1, "cudnn", half, shapes)
+    for size in (1024, 4096, 8192):
+        yield _product(1, "float16", 1, size, size, size)
+        if able.has_fp8:
+            yield _product(1, few, 1, size, size, size)
+
+    yield from _grid(2, half, (256, 1024, 4096, 16384), 1e13)
+    yield from _convolutions(2, single, _MORE_GPU_CONVOLUTIONS)
+    yield from _grid(2, single, (512, 2048, 8192), 3e12)
+    yield from _heads(2, 16, 2048, 128)
+    yield from _heads(2, 512, 128, 64)
+    if able.has_cudnn:
+        shapes = ((32, 512, 16, 64, False), (2, 8192, 16, 128, True), (32, 1024, 16, 128, True))
+        yield from _attentions(2, "cudnn", half, shapes)
+    yield from _streams(2, (1024 * MIB,))
+
+    for small, (m, n) in pairs_of((16, 64, 128), ((1024, 1024), (4096, 4096), (16384, 4096))):
+        yield _product(3, half, 1, m, n, small)
+        yield _product(3, half, 1, m, small, n)
+    for m, n, k in ((16384, 2048, 8192), (16384, 8192, 2048), (2048, 2048, 2048)):
+        yield _product(3, "float16", 1, m, n, k)
+        if able.has_fp8:
+            yield _product(3, few, 1, m, n, k)
+    yield from _convolutions(3, half, _GPU_CONVOLUTIONS)
+    shapes = ((8, 1024, 16, 64, True), (16, 512, 16, 64, True), (4, 2048, 16, 64, True))
+    yield from _attentions(3, "xla", half, shapes)
+    yield from _convolutions(4, half, _MORE_GPU_CONVOLUTIONS)
+
+
+_CPU_CONVOLUTIONS = ((2, 16, 16, 32, 3, 1), (2, 32, 3, 16, 7, 2))
+_MORE_CPU_CONVOLUTIONS = (
+    (2, 8, 32, 64, 3, 1),
+    (4, 16, 16, 64, 1, 1),
+    (2, 16, 32, 32, 3, 2),
+    (4, 8, 64, 128, 1, 1),
+)
+
+
+def _on_cpu(able: Abilities) -> Iterator[Planned]:
+    single, half = "float32", "bfloat16"
+    for m, n, k in (
+        (64, 64, 64),
+        (256, 256, 256),
+        (512, 512, 512),
+        (512, 64, 256),
+        (512, 1024, 128),
+        (1024, 128, 512),
+        (16, 256, 256),
+        (256, 256, 16),
+    ):
+        yield _product(0, single, 1, m, n, k)
+    yield _product(0, half, 1, 256, 256, 256)
+    yield _product(0, single, 16, 128, 128, 32)
+    yield _product(0, single, 16, 128, 32, 128)
+    yield from _streams(0, (64 * KIB, 4 * MIB))
+    yield from _convolutions(0, single, _CPU_CONVOLUTIONS[:1])
+    yield from _attentions(0, "xla", single, ((2, 128, 4, 32, True),))
+
+    yield from _grid(1, single, (16, 64, 256, 1024), 2.0**30)
+    yield from _streams(1, (16 * KIB, 512 * KIB, 32 * MIB))
+    yield from _convolutions(1, single, _CPU_CONVOLUTIONS[1:])
+    for batch, length, dim in ((64, 64, 32), (8, 256, 64), (32, 32, 16)):
+        yield _product(1, single, batch, length, length, dim)
+        yield _product(1, single, batch, length, dim, length)
+
+    yield from _grid(2, single, (32, 128, 512), 2.0**30)
+    yield from _convolutions(2, single, _MORE_CPU_CONVOLUTIONS)
+    yield from _streams(2, (64 * KIB, 4 * MIB), half, ("elementwise", "reduce-last"))
+    yield from _attentions(2, "xla", single, ((2, 64, 4, 16, True), (1, 256, 4, 32, False)))
+    for dtype, size in pairs_of((half, "float16"), (64, 256, 512)):
+        yield _product(2, dtype, 1, size, size, size)
+    yield from _streams(2, (128 * MIB,), single, ("copy", "elementwise", "reduce-last"))
+
+
+def _links(able: Abilities) -> Iterator[Planned]:
+    if able.num_devices < 2:
+        return
+    top = 256 * MIB if able.platform == "gpu" else 4 * MIB
+    places = tuple(placements(able.num_devices, able.devices_per_host))
+    extremes = {places[0], *(place for place in places if place[0] == able.num_devices)}
+    for place in places:
+        first = 0 if place in extremes else 1
+        yield from _collectives(first, place, (64 * KIB, top // 4))
+        yield from _collectives(max(1, first), place, (KIB, top))
+        yield from _collectives(2, place, (8 * KIB, MIB))
+    half = able.num_devices // 2
+    same = able.devices_per_host >= able.num_devices
+    for round, size in ((0, 64 * KIB), (0, top // 4), (1, KIB), (1, MIB), (2, top)):
+        for pairs in sorted({1, half}):
+            sample = CrossingSample(same, pairs, float(size), UNTIMED)
+            yield Planned(round, "crossings", sample)
+
+
+def _collectives(
+    round: int, place: tuple[int, int, int], sizes: tuple[int, ...]
+) -> Iterator[Planned]:
+    for size, kind in pairs_of(sizes, COLLECTIVES):
+        yield Planned(round, "collectives", CollectiveTime(kind, *place, float(size), UNTIMED))

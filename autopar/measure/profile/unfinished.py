@@ -1,0 +1,142 @@
+"""The file of a run that is under way: FILE.part, a line of JSON per sample, in the order taken.
+
+The first line says on what hardware. A run that was interrupted is continued from it; a last line
+that was cut short is dropped. When everything is measured, the profile is written and this removed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ProfileError
+from autopar.ir.decode import decode
+from autopar.ir.profile import (
+    AttentionTime,
+    CollectiveTime,
+    ConvolutionTime,
+    CrossingSample,
+    ProductTime,
+    StreamTime,
+    Timing,
+)
+from autopar.measure.profile.hardware import Hardware, check_same
+from autopar.measure.profile.samples import Planned
+
+SAMPLES = {
+    "products": ProductTime,
+    "convolutions": ConvolutionTime,
+    "streams": StreamTime,
+    "attentions": AttentionTime,
+    "collectives": CollectiveTime,
+    "crossings": CrossingSample,
+}
+SCALARS = ("launch_s", "dispatch_s", "usable_memory_bytes")
+_KIND = "autopar unfinished profile"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One result: of `planned`, the sample with its time; None if it did not fit into memory."""
+
+    planned: Planned
+    sample: Any
+
+
+def part_path(output: str | Path) -> Path:
+    output = Path(output)
+    return output.with_name(output.name + ".part")
+
+
+class PartFile:
+    """What was measured so far, in memory and (unless `path` is None) on the disk."""
+
+    def __init__(self, path: Path | None, hardware: Hardware, *, restart: bool = False) -> None:
+        self.path = path
+        self.taken: dict[Any, Taken] = {}  # by the sample without its time
+        self.scalars: dict[str, Any] = {}
+        if path is None:
+            return
+        if restart:
+            path.unlink(missing_ok=True)
+        if path.exists():
+            self._read(path, hardware)
+        else:
+            self._write({"kind": _KIND, **asdict(hardware)})
+
+    def add(self, taken: Taken) -> None:
+        self.taken[taken.planned.sample] = taken
+        planned = taken.planned
+        body = None if taken.sample is None else asdict(taken.sample)
+        self._write(
+            {
+                "round": planned.round,
+                "group": planned.group,
+                "planned": asdict(planned.sample),
+                "sample": body,
+            }
+        )
+
+    def set(self, name: str, value: Any) -> None:
+        self.scalars[name] = value
+        self._write({"name": name, "value": asdict(value) if isinstance(value, Timing) else value})
+
+    def remove(self) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, body: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(body) + "\n")
+        except OSError as error:
+            raise ProfileError(f"{self.path}: samples cannot be written: {error}") from error
+
+    def _read(self, path: Path, hardware: Hardware) -> None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(f"{path}: cannot be read ({error}); see --restart.") from error
+        lines = text.splitlines()
+        if text and not text.endswith("\n"):  # the run was killed while it wrote
+            lines.pop()
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        if not lines:
+            self._write({"kind": _KIND, **asdict(hardware)})
+            return
+        head = self._parsed(path, 1, lines[0], _head)
+        check_same(str(path), hardware, head)
+        for number, line in enumerate(lines[1:], 2):
+            self._parsed(path, number, line, self._take)
+
+    def _parsed(self, path: Path, number: int, line: str, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProfileError(
+                f"{path}, line {number}: is no line of an unfinished profile ({error}). Begin "
+                "again with --restart."
+            ) from error
+
+    def _take(self, body: dict[str, Any]) -> None:
+        if "name" in body:
+            name, value = body["name"], body["value"]
+            if name not in SCALARS:
+                raise ValueError(f"{name!r} is none of {SCALARS}")
+            self.scalars[name] = decode(Timing, value) if isinstance(value, dict) else value
+            return
+        kind = SAMPLES[body["group"]]
+        planned = Planned(int(body["round"]), body["group"], decode(kind, body["planned"]))
+        sample = None if body["sample"] is None else decode(kind, body["sample"])
+        self.taken[planned.sample] = Taken(planned, sample)
+
+
+def _head(body: dict[str, Any]) -> Hardware:
+    if body.pop("kind", None) != _KIND:
+        raise ValueError("another kind of file")
+    return decode(Hardware, body)

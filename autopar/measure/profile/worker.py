@@ -1,0 +1,67 @@
+"""What a worker of a Ray cluster does when the cluster is measured: an executor of `RayCluster`.
+
+Work that needs no other device is timed by every worker on its own devices, all at the same time.
+Collectives run over all devices of the mesh, so every process must run them equally often: how
+often is told by the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+
+from autopar.ir.profile import CollectiveTime, Timing
+from autopar.measure.profile.hardware import Hardware, hardware_of
+from autopar.measure.profile.links import collective_program, whole_bytes
+from autopar.measure.profile.local import LocalMachine
+from autopar.measure.profile.repeating import PACES, Bench
+from autopar.measure.profile.samples import Planned
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import Progress
+
+
+class MeasuringExecutor:
+    def __init__(self, place: WorkerPlace, progress: Progress) -> None:
+        del progress
+        platform = "gpu" if place.platform == "gpu" else "cpu"
+        self._paces = {quick: PACES[platform, quick] for quick in (False, True)}
+        self._machine: Any = None
+
+    def hardware(self) -> Hardware:
+        """Of the whole mesh."""
+        return hardware_of(tuple(jax.devices()))
+
+    def capability(self) -> str:
+        return str(getattr(jax.devices()[0], "compute_capability", "0"))
+
+    def begin(self, quick: bool) -> tuple[Timing, float]:
+        """Seconds of one more kernel, and of a loop with a tie."""
+        bench = Bench(tuple(jax.local_devices()), self._paces[quick])
+        self._machine = LocalMachine(bench)
+        return self._machine.launch(), bench.tied_loop_s
+
+    def dispatch(self) -> Timing:
+        return self._machine.dispatch()
+
+    def memory(self) -> float | None:
+        return self._machine.memory()
+
+    def take(self, planned: Planned, num_samples: int | None) -> Any:
+        return self._machine.take(planned, num_samples)
+
+    def collective(
+        self, sample: CollectiveTime, trips: int, num_calls: int
+    ) -> tuple[float, list[float]]:
+        """The bytes it came to, and the seconds of each call."""
+        program, carry = collective_program(sample, tuple(jax.devices()), trips)
+        num_bytes = whole_bytes(sample, carry, len(jax.devices()))
+        compiled = program.lower(*carry).compile()
+        state = jax.block_until_ready(compiled(*carry))
+        seconds = []
+        for _ in range(num_calls):
+            started = time.perf_counter()
+            state = jax.block_until_ready(compiled(*state))
+            seconds.append(time.perf_counter() - started)
+        return num_bytes, seconds

@@ -1,0 +1,25 @@
+"""Segments of a model: cut out of its step, compiled and timed in their leading combinations of
+strategies, and put together by an exact search over what was measured.
+
+    prepare_step, run_passes   the three passes, by their files (`passes`)
+    analyse                    a step → its segments and their spaces (`analysing`)
+    profile_segments           combinations timed on devices (`profiling`)
+    search                     measured times → a plan (`searching`)
+"""
+
+from autopar.measure.segments.analyse import PreparedStep, analyse
+from autopar.measure.segments.passes import PASSES, prepare_step, run_passes
+from autopar.measure.segments.profile import Task, profile_segments
+from autopar.measure.segments.search_segments import SearchResult, search
+
+__all__ = [
+    "PASSES",
+    "PreparedStep",
+    "SearchResult",
+    "Task",
+    "analyse",
+    "prepare_step",
+    "profile_segments",
+    "run_passes",
+    "search",
+]

@@ -1,0 +1,69 @@
+"""What goes from segment to segment, and the reshardings that this may take.
+
+CutStep, MeshSpace, layouts of combinations → Crossing …, Reshard …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.spec import Layout
+from autopar.measure.segments.combine import NodeLayouts
+from autopar.measure.segments.cut import CutStep
+from autopar.measure.segments.files import MeshSpace
+
+
+@dataclass(frozen=True)
+class Reshard:
+    shape: tuple[int, ...]
+    dtype: str
+    source: Layout
+    target: Layout
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one part to another. Per combination of either's segment, where it is
+    made and where it is wanted."""
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    made: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+
+
+def crossings(
+    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
+) -> Iterator[Crossing]:
+    """`layouts`: by segment of the mesh and combination, those of every node."""
+    segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
+    places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
+    for number, part in enumerate(cut.parts):
+        for port in part.ports:
+            value = part.graph.values[port.value]
+            if not value.shape:
+                continue
+            wanted = tuple(own[port.node][1][0] for own in layouts[segment_of[number]])
+            for source in port.sources:
+                node = places[source.part][source.node]
+                made = tuple(
+                    own[node][1][source.result] for own in layouts[segment_of[source.part]]
+                )
+                yield Crossing(source.part, number, value.shape, value.dtype, made, wanted)
+
+
+def reshards(
+    cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
+) -> list[Reshard]:
+    """Every resharding that may be between two segments."""
+    found = {
+        Reshard(c.shape, c.dtype, made, wanted): None
+        for c in crossings(cut, space, layouts)
+        for made in c.made
+        for wanted in c.wanted
+        if made != wanted
+    }
+    return list(found)

@@ -1,0 +1,267 @@
+"""The leading strategy combinations of a segment on a mesh: from a `Part` to a `SegmentSpace`.
+
+A segment's space is the product of the strategies of its blocks' entries. The cost model prunes it:
+
+- for each layout that the activations at its boundaries can have, the best combinations in which
+  all of them have it (`sharding.kbest`), since neighbours that agree on one need no resharding
+  between them, and those that do not are resharded at a price that is known;
+- for some of these layouts, the best in which one forward product is split otherwise, for each
+  product and each way to split it: what goes with that follows (the other half of a tensor
+  parallel pair, say);
+- what the solver chose for the segment in its best plan of the whole step, so that the search has
+  that plan among its own.
+
+After these the next best follow, until there are as many as wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from math import prod
+
+from autopar.cost.report import cost_report
+from autopar.ir.blocks import Blocks
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import WHOLE, Layout, all_layouts, spec_to_text, to_partition_spec
+from autopar.measure.segments.cut import Part
+from autopar.measure.segments.files import Combination, SegmentSpace
+from autopar.sharding.blocks import find_blocks, is_entry
+from autopar.sharding.kbest import Solution, solutions_of_each, strategy_labels
+from autopar.sharding.problem import FoldedGraph, ShardingProblem, problem_on_mesh
+
+TOP = 12
+_FAR = 10.0  # what costs so many times the best of all is left out
+_BOUNDARIES = 3  # the cheapest, and the whole one, in which other decisions are looked for
+_Factors = tuple[tuple[int, ...], ...]
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+
+
+def part_problem(part: Part, mesh: LogicalMesh) -> ShardingProblem:
+    """The segment as a sharding problem. What other parts read is complete: partial sums do not
+    leave a segment."""
+    graph = part.graph
+    allowed = {
+        value: frozenset(all_layouts(graph.values[value].shape, mesh.shape))
+        for value in (_made(part, v) for v in part.sent)
+        if graph.values[value].shape
+    }
+    return problem_on_mesh(FoldedGraph(graph, list(range(len(graph.nodes)))), mesh, allowed)
+
+
+def layouts_of(problem: ShardingProblem, factors: _Factors) -> tuple[NodeLayouts, ...] | None:
+    """(operand layouts, result layouts) of every node; None if that is no combination of this
+    problem."""
+    if len(factors) != len(problem.strategies):
+        return None
+    found = []
+    for node, own in enumerate(factors):
+        one = next((s for s in problem.strategies[node] if s.factors == own), None)
+        if one is None:
+            return None
+        found.append((one.operands, one.results))
+    return tuple(found)
+
+
+def segment_space(
+    parts: Sequence[Part],
+    numbers: Sequence[int],
+    mesh: LogicalMesh,
+    top: int,
+    given: Sequence[_Factors],
+    time_limit_s: float = 30.0,
+) -> SegmentSpace:
+    """`numbers`: of its occurrences among the step's parts; `given`: combinations that the best
+    plan of the whole step has; `time_limit_s`: of looking for others."""
+    part = parts[numbers[0]]
+    problem = part_problem(part, mesh)
+    blocks = find_blocks(problem)
+    entries = _entries(part.graph, problem, blocks)
+    known = [factors for factors in given if layouts_of(problem, factors) is not None]
+    found = dict.fromkeys(known, "the best plan of the step")
+    seen = {_inside(part.graph, factors) for factors in known}
+    for factors, why in _leading(part, problem, time_limit_s):
+        if len(found) >= top:
+            break
+        inside = _inside(part.graph, factors)
+        if inside not in seen:
+            seen.add(inside)
+            found[factors] = why
+    described = [_described(part, problem, mesh, factors, why) for factors, why in found.items()]
+    return SegmentSpace(
+        name=part.name,
+        key=part.key,
+        parts=tuple(numbers),
+        num_equations=part.program.num_equations(),
+        num_nodes=len(part.nodes),
+        num_blocks=len(blocks.sequence),
+        entries=entries,
+        num_strategies=float(prod(count for _, count in entries)),
+        combinations=tuple(sorted(described, key=lambda c: c.symbolic_s)),
+    )
+
+
+def _leading(
+    part: Part, problem: ShardingProblem, time_limit_s: float
+) -> Iterator[tuple[_Factors, str]]:
+    """The best of every boundary; then, of the cheapest boundaries in turns, the best with a
+    decision that is another than in these; then the next best of every boundary in turns."""
+    ends = time.monotonic() + time_limit_s
+    graph = part.graph
+    crossing = {
+        node: [s.results[r] for s in problem.strategies[node]]
+        for node, r in _boundary_nodes(part).items()
+    }
+    own = strategy_labels(problem, [i for i in _decisions(graph) if i not in crossing])
+    shared = [set(layouts) for layouts in crossing.values()]
+    layouts = sorted(set.intersection(*shared)) if shared else []
+    boundaries = [dict.fromkeys(crossing, layout) for layout in layouts] or [{}]
+    pairs = [(node, label) for node, labels in own.items() for label in dict.fromkeys(labels)]
+    wanted = [{**fixed, node: label} for node, label in pairs for fixed in boundaries]
+    every = solutions_of_each(problem.pairwise, {**own, **crossing}, [*boundaries, *wanted])
+    mesh_shape = problem.mesh.shape
+    ways, others = every[: len(boundaries)], every[len(boundaries) :]
+    first = _next_of(ways, ends)
+    if not first:
+        return
+    limit = _FAR * first[0][0].objective
+    near = [(one, n) for one, n in first if one.objective <= limit]
+    for one, _ in near:
+        yield _factors(problem, one.choice), "the best with its boundary"
+    whole = [n for _, n in near if set(boundaries[n].values()) == {(WHOLE,) * len(mesh_shape)}]
+    turns = []
+    for number in dict.fromkeys([*(n for _, n in near[:_BOUNDARIES]), *whole]):
+        (best,) = (one for one, n in near if n == number)
+        new = [at for at, (node, label) in enumerate(pairs) if best.labels[node] != label]
+        mine = [others[at * len(boundaries) + number] for at in new]
+        share_s = max(0.0, ends - time.monotonic()) / (_BOUNDARIES + 1)
+        turns.append([one for one, _ in _next_of(mine, time.monotonic() + share_s)])
+    for row in zip_longest(*turns):
+        for one in row:
+            if one is not None and one.objective <= limit:
+                yield _factors(problem, one.choice), "the best with a product split otherwise"
+    while near and time.monotonic() < ends:
+        near = [(one, near[n][1]) for one, n in _next_of([ways[n] for _, n in near], ends)]
+        near = [(one, n) for one, n in near if one.objective <= limit]
+        for one, _ in near:
+            yield _factors(problem, one.choice), "next in cost"
+
+
+def _next_of(ways: Sequence[Iterator[Solution]], ends: float) -> list[tuple[Solution, int]]:
+    """The next solution of each way with its number, the cheapest first; until the time is up."""
+    found = []
+    for number, way in enumerate(ways):
+        if found and time.monotonic() > ends:
+            break
+        one = next(way, None)
+        if one is not None:
+            found.append((one, number))
+    return sorted(found, key=lambda entry: entry[0].objective)
+
+
+def _decisions(graph: Graph) -> list[int]:
+    """What combinations differ in: how the forward products are split, or any entry if there are
+    none."""
+    products = [i for i, n in enumerate(graph.nodes) if n.is_heavy and n.region == "forward"]
+    return products or [i for i, n in enumerate(graph.nodes) if is_entry(n)]
+
+
+def _inside(graph: Graph, factors: _Factors) -> object:
+    """Equal for combinations that differ in nothing but their boundaries and what follows: those
+    are the same with a resharding before and after. Where nothing is decided, boundaries are."""
+    return tuple(factors[i] for i in _decisions(graph)) or factors
+
+
+def _factors(problem: ShardingProblem, choice: Mapping[int, int]) -> _Factors:
+    return tuple(
+        problem.strategies[node][choice[node]].factors for node in range(len(problem.strategies))
+    )
+
+
+def _boundary_nodes(part: Part) -> dict[int, int]:
+    """Nodes whose results cross the boundaries in the shape that is most of what crosses, as node
+    -> result: the activations of a transformer and their cotangents."""
+    graph = part.graph
+    crossing = [(port.node, 0) for port in part.ports]
+    crossing += [graph.producer[_made(part, value)] for value in part.sent]
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for node, result in crossing:
+        value = graph.values[graph.nodes[node].results[result]]
+        sizes[value.shape] += value.num_bytes
+    if not sizes:
+        return {}
+    shape, _ = max(sizes.items(), key=lambda item: item[1])
+    return {
+        node: result
+        for node, result in crossing
+        if shape and graph.values[graph.nodes[node].results[result]].shape == shape
+    }
+
+
+def _made(part: Part, value: int) -> int:
+    """The graph's number of a value that is sent."""
+    at = part.program.outputs.index(value)
+    found = part.graph.outputs[at]
+    assert found is not None
+    return found
+
+
+def _entries(graph: Graph, problem: ShardingProblem, blocks: Blocks) -> tuple[tuple[str, int], ...]:
+    """Operators at which blocks begin, those with one strategy left out."""
+    found = []
+    for own in blocks.sequence:
+        node, count = graph.nodes[own.entry], len(problem.strategies[own.entry])
+        if count > 1 and node.kind is NodeKind.OP:
+            name = f"{node.name} of {node.module}" if node.module else node.name
+            found.append((f"{name} ({node.region})", count))
+    return tuple(found)
+
+
+def _described(
+    part: Part, problem: ShardingProblem, mesh: LogicalMesh, factors: _Factors, why: str
+) -> Combination:
+    layouts = layouts_of(problem, factors)
+    assert layouts is not None
+    report = cost_report(part.graph, mesh, layouts)
+    return Combination(
+        factors=factors,
+        symbolic_s=report.compute_s + report.communication_s,
+        communication_s=report.communication_s,
+        boundary=_boundary_text(part, mesh, layouts),
+        words=_words(part.graph, mesh, layouts),
+        why=why,
+    )
+
+
+def _boundary_text(part: Part, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
+    specs = [
+        _spec(part.graph, mesh, layouts, node, result)
+        for node, result in _boundary_nodes(part).items()
+    ]
+    return ", ".join(dict.fromkeys(specs)) or "-"
+
+
+def _spec(
+    graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], node: int, result: int
+) -> str:
+    value = graph.values[graph.nodes[node].results[result]]
+    layout = layouts[node][1][result]
+    if min(layout, default=0) < -1:
+        return "partial"
+    return spec_to_text(to_partition_spec(layout, len(value.shape), mesh.axis_names))
+
+
+def _words(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
+    """How the results of the forward products lie, as `P('x'): qkv, out`."""
+    found: dict[str, list[str]] = {}
+    for index, node in enumerate(graph.nodes):
+        if not node.is_heavy or node.region != "forward":
+            continue
+        name = node.module.rsplit("/", 1)[-1] or node.name
+        own = found.setdefault(_spec(graph, mesh, layouts, index, 0), [])
+        if name not in own:
+            own.append(name)
+    return "; ".join(f"{spec}: {', '.join(names)}" for spec, names in found.items())

@@ -1,0 +1,281 @@
+"""The second pass: every combination of every unique segment compiled and timed on real devices.
+
+    PreparedStep, Analysis, devices → SegmentProfile
+
+Programs are compiled first, where `compile_ahead` can by other processes, which leave what they
+made in a cache of compiled programs; then they are timed, one after another, with nothing else
+running here. The leading ones of a segment are then timed again in turns, so that a machine that
+was busy for a while does not decide between them. Reshardings between segments are timed once for
+each (shape, type, from, to). Samples go to `keep` as they come, so that a run that was stopped goes
+on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from autopar.errors import ProfileError
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.profile import Timing
+from autopar.measure.segments.analyse import PreparedStep
+from autopar.measure.segments.boundaries import Reshard, reshards
+from autopar.measure.segments.combine import NodeLayouts, layouts_of, part_problem
+from autopar.measure.segments.files import (
+    Analysis,
+    CombinationTime,
+    DispatchTime,
+    MeshSpace,
+    ReshardTime,
+    SegmentProfile,
+    SegmentSpace,
+)
+from autopar.measure.segments.run import (
+    Runnable,
+    empty_program,
+    jax_mesh,
+    reshard_program,
+    segment_program,
+)
+from autopar.measure.time_step import StepTiming, time_executable
+from autopar.progress import Progress
+
+LIMIT_S = 2.0  # of repeating one program
+NEAR = 1.3  # combinations that took up to so many times the best one's time are timed again
+MAX_LEADING = 6
+ROUNDS = 3
+RESHARD_ROUNDS = 2
+ONE_ARRAY = ""  # in place of a segment's key: a program of one array
+Sample = CombinationTime | ReshardTime | DispatchTime
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program to compile, by its numbers in the analysis."""
+
+    mesh: int
+    segment: int
+    combination: int
+
+
+def new_profile(step: PreparedStep, devices: Sequence[Any]) -> SegmentProfile:
+    versions = {"jax": jax.__version__, "jaxlib": version("jaxlib")}
+    return SegmentProfile(step.fingerprint, devices[0].device_kind, versions)
+
+
+def check_profile_fits(
+    profile: SegmentProfile, step: PreparedStep, devices: Sequence[Any], file: str
+) -> None:
+    """Times of other programs, devices or versions are refused; the error says what differs."""
+    step.check_same("", profile.program, file)
+    here = new_profile(step, devices)
+    differing = [
+        f"{name} was {old}, here it is {new}"
+        for name, old, new in (
+            ("device", profile.device_kind, here.device_kind),
+            *((n, profile.versions.get(n, "unknown"), v) for n, v in here.versions.items()),
+        )
+        if old != new
+    ]
+    if differing:
+        raise ProfileError(
+            f"{file}: {'; '.join(differing)}. Remove it and run the pass profile again, or give "
+            "another --folder."
+        )
+
+
+def segment_layouts(
+    step: PreparedStep, mesh: LogicalMesh, space: SegmentSpace
+) -> list[tuple[NodeLayouts, ...]]:
+    """Of each combination, the layouts of every node."""
+    part = step.cut.parts[space.parts[0]]
+    problem = part_problem(part, mesh)
+    found = [layouts_of(problem, c.factors) for c in space.combinations]
+    if part.key != space.key or None in found:
+        raise ProfileError(
+            f"analysis.json: the segment {space.name} is another one now; another version of "
+            "autopar may have written the file. Run the pass analysis again."
+        )
+    return [own for own in found if own is not None]
+
+
+def profile_segments(
+    step: PreparedStep,
+    analysis: Analysis,
+    devices: Sequence[Any],
+    *,
+    known: SegmentProfile | None = None,
+    keep: Callable[[SegmentProfile], Any] = lambda profile: None,
+    tell: Callable[[str, Sample], Any] = lambda what, sample: None,
+    compile_ahead: Callable[[list[Task]], Any] | None = None,
+    limit_s: float = LIMIT_S,
+) -> SegmentProfile:
+    """`known`: samples of an earlier run; `tell` hears of each new one."""
+    started = time.perf_counter()
+    profile = known or new_profile(step, devices)
+    before_s = profile.seconds
+    have = {(s.segment, s.mesh, s.combination) for s in profile.combinations}
+    tasks = [
+        Task(m, s, c)
+        for m, mesh in enumerate(analysis.meshes)
+        for s, segment in enumerate(mesh.segments)
+        for c, own in enumerate(segment.combinations)
+        if (segment.key, mesh.shape, own.digest) not in have
+    ]
+    if compile_ahead is not None and tasks:
+        compile_ahead(tasks)
+    with Progress("timing segments", max(1, len(tasks))) as progress:
+        for space in analysis.meshes:
+            for what, sample in _Timer(step, space, devices, profile, limit_s).samples():
+                profile = replace(
+                    profile.with_sample(sample), seconds=before_s + time.perf_counter() - started
+                )
+                keep(profile)
+                tell(what, sample)
+                if isinstance(sample, CombinationTime) and "again" not in what:
+                    progress.step()
+    return profile
+
+
+class _Timer:
+    """Times what one mesh needs and the profile does not have yet."""
+
+    def __init__(
+        self,
+        step: PreparedStep,
+        space: MeshSpace,
+        devices: Sequence[Any],
+        profile: SegmentProfile,
+        limit_s: float,
+    ) -> None:
+        self.step, self.space, self.limit_s = step, space, limit_s
+        self.mesh = step.mesh(space.shape)
+        self.on = jax_mesh(self.mesh, devices)
+        shape = self.mesh.shape
+        self.known = {
+            (s.segment, s.combination): s for s in profile.combinations if s.mesh == shape
+        }
+        self.calls = {s.segment for s in profile.dispatches if s.mesh == shape}
+        self.moved = {
+            Reshard(s.shape, s.dtype, s.source, s.target)
+            for s in profile.reshards
+            if s.mesh == shape
+        }
+
+    def samples(self) -> Iterator[tuple[str, Sample]]:
+        every = []
+        for segment in self.space.segments:
+            layouts = segment_layouts(self.step, self.mesh, segment)
+            every.append(layouts)
+            if any((segment.key, c.digest) not in self.known for c in segment.combinations):
+                yield from self.of_segment(segment, layouts)
+        yield from self.of_reshards(reshards(self.step.cut, self.space, every))
+
+    def of_segment(
+        self, segment: SegmentSpace, layouts: Sequence[Sequence[NodeLayouts]]
+    ) -> Iterator[tuple[str, Sample]]:
+        part = self.step.cut.parts[segment.parts[0]]
+        state, shape = part.graph.state, self.mesh.shape
+        programs = [segment_program(part, self.mesh, own, self.on) for own in layouts]
+        if segment.key not in self.calls:
+            handed = [(i, n) for n, (i, _) in enumerate(state)]
+            found = _timed(empty_program(programs[0], state), handed, self.limit_s)
+            if found.step is not None:
+                call = DispatchTime(segment.key, shape, found.step)
+                yield f"a call of {segment.name}", call
+        first: dict[int, CombinationTime] = {}
+        for number, own in enumerate(segment.combinations):
+            if (segment.key, own.digest) in self.known:
+                first[number] = self.known[segment.key, own.digest]
+                continue
+            found = _timed(programs[number], state, self.limit_s)
+            first[number] = CombinationTime(
+                segment.key,
+                shape,
+                own.digest,
+                found.step,
+                found.memory_bytes,
+                found.compile_s,
+                found.failure,
+            )
+            yield f"{segment.name}, {number + 1} of {len(segment.combinations)}", first[number]
+        for number, sample in self.in_turns(first, programs, state):
+            yield f"{segment.name}, {number + 1} again", sample
+
+    def in_turns(
+        self,
+        first: Mapping[int, CombinationTime],
+        programs: Sequence[Runnable],
+        state: Sequence[tuple[int, int]],
+    ) -> Iterator[tuple[int, CombinationTime]]:
+        """The leading combinations once more, one after another, several times: of each the
+        fastest round counts, since what disturbs only ever makes it longer."""
+        taken = {n: s.time for n, s in first.items() if s.time is not None}
+        if len(taken) < 2:
+            return
+        best_s = min(time.seconds for time in taken.values())
+        near = [n for n in taken if taken[n].seconds <= NEAR * best_s or taken[n].is_noisy]
+        leading = sorted(near, key=lambda n: taken[n].seconds)[:MAX_LEADING]
+        if len(leading) < 2:
+            return
+        for _ in range(ROUNDS):
+            for number in leading:
+                found = time_executable(programs[number], state=state, limit_s=self.limit_s / 2)
+                if found.step is not None and found.step.seconds < taken[number].seconds:
+                    taken[number] = found.step
+        for number in leading:
+            yield number, replace(first[number], time=taken[number])
+
+    def of_reshards(self, moves: Sequence[Reshard]) -> Iterator[tuple[str, Sample]]:
+        mesh, shape, limit_s = self.mesh, self.mesh.shape, self.limit_s / 2
+        if moves and ONE_ARRAY not in self.calls:
+            one = moves[0]
+            program = reshard_program(mesh, one.shape, one.dtype, one.source, one.source, self.on)
+            found = _timed(empty_program(program, ()), (), limit_s)
+            if found.step is not None:
+                yield "a call with one array", DispatchTime(ONE_ARRAY, shape, found.step)
+        found_times: dict[Reshard, Timing] = {}
+        left = [move for move in moves if move not in self.moved]
+        programs = {
+            move: reshard_program(mesh, move.shape, move.dtype, move.source, move.target, self.on)
+            for move in left
+        }
+        for _ in range(RESHARD_ROUNDS):
+            for move, program in programs.items():
+                found = _timed(program, (), limit_s)
+                if found.step is None:
+                    raise ProfileError(f"{program.name}: {found.failure}. Use a smaller batch.")
+                before = found_times.get(move, found.step)
+                found_times[move] = min(before, found.step, key=lambda time: time.seconds)
+        for move, timing in found_times.items():
+            sample = ReshardTime(shape, move.shape, move.dtype, move.source, move.target, timing)
+            yield programs[move].name, sample
+
+
+def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) -> StepTiming:
+    """Timed, and if the repetitions differ much, timed once more: the steadier one counts."""
+    found = time_executable(program, state=state, limit_s=limit_s)
+    if found.step is None or not found.step.is_noisy:
+        return found
+    again = time_executable(program, state=state, limit_s=limit_s)
+    if again.step is None or again.step.spread >= found.step.spread:
+        return found
+    return replace(found, step=again.step)
+
+
+def program_of_task(
+    step: PreparedStep, analysis: Analysis, task: Task, devices: Sequence[Any]
+) -> Runnable:
+    """The very program that is timed, for a process that compiles it ahead."""
+    space = analysis.meshes[task.mesh]
+    mesh = step.mesh(space.shape)
+    segment = space.segments[task.segment]
+    part = step.cut.parts[segment.parts[0]]
+    only = replace(segment, combinations=(segment.combinations[task.combination],))
+    (layouts,) = segment_layouts(step, mesh, only)
+    return segment_program(part, mesh, layouts, jax_mesh(mesh, devices))

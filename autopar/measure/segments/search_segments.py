@@ -1,0 +1,354 @@
+"""The third pass: the best combination for every part of the step, by measured times.
+
+    PreparedStep, Analysis, SegmentProfile → Found …  → ParallelPlan
+
+Choose a combination x_p for every part p: minimise
+
+    Σ_p t[segment of p, x_p]  +  Σ_crossings r(made by x_p, wanted by x_q)
+
+with t what the segment took and r what the resharding took, both less what a call takes (`_Table`).
+Parts are a chain, but for what is read far away (tied embeddings), so min-plus elimination of one
+part after another solves it, and what is left goes to the solver of shardings: it is exact either
+way (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. A combination that ran out of
+memory is not to be had. What is found is a sharding of every node of the step's graph, whose memory
+is looked at as for any plan; if it does not fit, bytes are priced until it does (`_fitting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from autopar.cost.reshard import reshard_table
+from autopar.errors import MemoryBudgetError, ProfileError, SolverError
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.spec import Layout, num_shards
+from autopar.ir.text import format_bytes, format_seconds
+from autopar.measure.segments.analyse import PreparedStep
+from autopar.measure.segments.boundaries import Crossing, crossings
+from autopar.measure.segments.cut import CutStep
+from autopar.measure.segments.files import Analysis, MeshSpace, ReshardTime, SegmentProfile
+from autopar.measure.segments.profile import ONE_ARRAY, segment_layouts
+from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.kbest import Solution as Ranked
+from autopar.sharding.kbest import k_best, sharding_of
+from autopar.sharding.plan_mesh import PlannedStep, plan_traced, planned_as
+from autopar.sharding.problem import FoldedGraph, problem_on_mesh
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
+from autopar.sharding.solve import GraphSharding, fold_graph
+
+_SMALLEST_S = 1e-9  # what nothing takes less than
+_PRICES = 16  # tries to keep to a budget
+
+
+@dataclass(frozen=True)
+class Found:
+    """A combination per part on one mesh, by number within its segment's.
+
+    step_s:   of the whole step: its segments, the reshardings between them, and one call.
+    reshard_s: of it, between segments.
+    symbolic_s: what the cost model says of the same choice.
+    """
+
+    mesh: tuple[int, ...]
+    choice: tuple[int, ...]
+    step_s: float
+    reshard_s: float
+    symbolic_s: float = 0.0
+    peak_bytes: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """`planned`: the best; `others`: the best on other meshes, and those in which all occurrences
+    of a segment are alike, cheapest first; `candidates`: plans of the best and some of the others,
+    and what the cost model alone plans."""
+
+    best: Found
+    planned: PlannedStep
+    others: tuple[Found, ...]
+    num_choices: float
+    candidates: tuple[PlannedStep, ...] = ()
+
+
+def search(
+    step: PreparedStep,
+    analysis: Analysis,
+    profile: SegmentProfile,
+    *,
+    runners_up: int = 5,
+    num_candidates: int = 0,
+) -> SearchResult:
+    tables = [_Table(step, space, profile) for space in analysis.meshes]
+    found: list[tuple[Found, GraphSharding, _Table]] = []
+    misses: list[MemoryBudgetError] = []
+    for table in tables:
+        try:
+            found.append((*_fitting(step, table), table))
+        except MemoryBudgetError as error:
+            misses.append(error)
+    if not found:
+        raise min(misses, key=lambda error: error.peak_bytes)
+    found.sort(key=lambda one: one[0].step_s)
+    best, sharding, table = found[0]
+    alike = [one for t in tables for one in t.alike(runners_up + 1)]
+    known = {(best.mesh, best.choice)}
+    others = []
+    for one in sorted([*(f for f, _, _ in found[1:]), *alike], key=lambda one: one.step_s):
+        if (one.mesh, one.choice) not in known:
+            known.add((one.mesh, one.choice))
+            others.append(one)
+    planned = _planned(step, best, sharding, table.mesh)
+    candidates = []
+    if num_candidates:
+        by_shape = {t.mesh.shape: t for t in tables}
+        candidates = [planned]
+        for one in others[: num_candidates - 1]:
+            own = by_shape[one.mesh]
+            candidates.append(
+                _planned(step, *_completed(step, own, dict(enumerate(one.choice))), own.mesh)
+            )
+        method = replace(step.method, mesh_shape=table.mesh.shape)
+        candidates.append(plan_traced(step.traced, cluster=step.cluster, method=method))
+    num_choices = sum(float(np.prod([float(len(c)) for c in t.costs.values()])) for t in tables)
+    return SearchResult(best, planned, tuple(others[:runners_up]), num_choices, tuple(candidates))
+
+
+class _Table:
+    """The measured costs of one mesh."""
+
+    def __init__(self, step: PreparedStep, space: MeshSpace, profile: SegmentProfile) -> None:
+        self.step, self.space = step, space
+        self.cut: CutStep = step.cut
+        self.mesh = step.mesh(space.shape)
+        self.layouts = [segment_layouts(step, self.mesh, own) for own in space.segments]
+        self.segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
+        shape = self.mesh.shape
+        dispatch = {s.segment: s.time.seconds for s in profile.dispatches if s.mesh == shape}
+        self.call_s = max(dispatch.values(), default=0.0)
+        one_array_s = dispatch.get(ONE_ARRAY, 0.0)
+        self.moved = {
+            (s.shape, s.dtype, s.source, s.target): max(
+                s.time.seconds - one_array_s, _modelled_s(self.mesh, s)
+            )
+            for s in profile.reshards
+            if s.mesh == shape
+        }
+        taken = {(s.segment, s.combination): s for s in profile.combinations if s.mesh == shape}
+        self.times: list[np.ndarray] = []
+        self.bytes: list[np.ndarray] = []
+        for own in space.segments:
+            samples = [taken.get((own.key, c.digest)) for c in own.combinations]
+            missing = sum(sample is None for sample in samples)
+            if missing:
+                raise ProfileError(
+                    f"profile.json: {missing} of {len(samples)} combinations of {own.name} on "
+                    f"{shape} were not timed. Run the pass profile to its end."
+                )
+            known = [sample for sample in samples if sample is not None]
+            self.times.append(
+                np.array(
+                    [
+                        FORBIDDEN
+                        if s.time is None
+                        else max(s.time.seconds - dispatch.get(own.key, 0.0), _SMALLEST_S)
+                        for s in known
+                    ]
+                )
+            )
+            self.bytes.append(np.array([s.memory_bytes for s in known]))
+        self.costs = {p: self.times[n] for p, n in sorted(self.segment_of.items())}
+        self.crossings = list(crossings(self.cut, space, self.layouts))
+
+    def problem(self, prices: Mapping[int, float] | None = None) -> PairwiseProblem:
+        """`prices`: time of the step's program -> price of a byte that is held then."""
+        costs = dict(self.costs)
+        for at, price in (prices or {}).items():
+            for part, held in self.held(at).items():
+                costs[part] = costs[part] + price * held
+        problem = PairwiseProblem(costs)
+        for crossing in self.crossings:
+            problem.add_edge(crossing.source, crossing.target, self.matrix(crossing))
+        return problem
+
+    def held(self, at: int) -> dict[int, np.ndarray]:
+        """Per part and combination, the bytes of its values that are in memory at a time."""
+        graph = self.step.graph
+        place = {
+            whole: (p, n) for p, x in enumerate(self.cut.parts) for n, whole in enumerate(x.nodes)
+        }
+        found = {p: np.zeros(len(own)) for p, own in self.costs.items()}
+        for life in graph.liveness.lives:
+            if not life.start <= at <= life.end:
+                continue
+            node, result = graph.producer[life.value]
+            part, own = place[node]
+            size = graph.values[life.value].num_bytes * life.count
+            for number, layouts in enumerate(self.layouts[self.segment_of[part]]):
+                found[part][number] += size / num_shards(layouts[own][1][result], self.mesh.shape)
+        return found
+
+    def matrix(self, crossing: Crossing) -> np.ndarray:
+        return np.array(
+            [
+                [self.reshard_s(crossing, made, wanted) for wanted in crossing.wanted]
+                for made in crossing.made
+            ]
+        )
+
+    def reshard_s(self, crossing: Crossing, made: Layout, wanted: Layout) -> float:
+        if made == wanted:
+            return 0.0
+        key = (crossing.shape, crossing.dtype, made, wanted)
+        if key not in self.moved:
+            raise ProfileError(
+                f"profile.json: {crossing.dtype}{list(crossing.shape)} from {made} to {wanted} was "
+                "not timed. Run the pass profile to its end."
+            )
+        return self.moved[key]
+
+    def found(self, choice: Mapping[int, int]) -> Found:
+        inside = sum(float(self.costs[p][c]) for p, c in choice.items())
+        between = sum(
+            self.reshard_s(c, c.made[choice[c.source]], c.wanted[choice[c.target]])
+            for c in self.crossings
+        )
+        return Found(
+            self.mesh.shape,
+            tuple(choice[p] for p in sorted(choice)),
+            inside + between + self.call_s,
+            between,
+        )
+
+    def alike(self, num: int) -> Iterator[Found]:
+        """The best in which all occurrences of a segment take one combination."""
+        costs = {n: self.times[n] * len(own.parts) for n, own in enumerate(self.space.segments)}
+        problem = PairwiseProblem(costs)
+        for crossing in self.crossings:
+            ends = self.segment_of[crossing.source], self.segment_of[crossing.target]
+            problem.add_edge(*ends, self.matrix(crossing))
+        labels = {n: list(range(len(own))) for n, own in costs.items()}
+        ranked: list[Ranked] = k_best(problem, labels, num)
+        for one in ranked:
+            yield self.found({p: one.choice[n] for p, n in self.segment_of.items()})
+
+
+def _modelled_s(mesh: LogicalMesh, move: ReshardTime) -> float:
+    """What the cost model says of a resharding. One that is as short as the call itself is lost in
+    the noise of both, and is not free for that."""
+    num_bytes = float(prod(move.shape) * np.dtype(move.dtype).itemsize)
+    table = reshard_table(mesh, move.shape, num_bytes, False)
+    return table.cost(move.source, move.target)
+
+
+def solve(problem: PairwiseProblem) -> dict[int, int]:
+    """The cheapest choice, exactly."""
+    reduction = reduce_problem(problem.copy())
+    return reduction.restore(solve_ilp(reduction.problem).choice)
+
+
+def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
+    """The best choice that stays within the memory budget: the best of all, or else the best found
+    at some price of the bytes held when too many were."""
+    budget = step.origin(table.mesh).budget
+    try:
+        found, sharding = _completed(step, table, solve(table.problem()))
+    except SolverError as error:
+        raise MemoryBudgetError(
+            f"{step.traced.name}: some segment ran out of memory in every combination on the mesh "
+            f"{table.mesh.shape}. Use a smaller batch, more devices or a larger --top.",
+            float(max(own.max() for own in table.bytes)),
+            budget or 0.0,
+        ) from error
+    if budget is None or found.peak_bytes <= budget:
+        return found, sharding
+    best: tuple[Found, GraphSharding] | None = None
+    smallest, times = found.peak_bytes, [sharding.memory.peak_time]
+    low, high, price = 0.0, None, found.step_s / found.peak_bytes
+    for _ in range(_PRICES):
+        prices = dict.fromkeys(times, price / len(times))
+        tried = _completed(step, table, solve(table.problem(prices)))
+        peak, at = tried[0].peak_bytes, tried[1].memory.peak_time
+        smallest = min(smallest, peak)
+        if peak <= budget:
+            high = price
+            if best is None or tried[0].step_s < best[0].step_s:
+                best = tried
+        elif at not in times:
+            times.append(at)
+        else:
+            low = price
+        price = price * 4 if high is None else (low + high) / 2
+    if best is None:
+        raise MemoryBudgetError(
+            f"{step.traced.name}: of the combinations that were timed on the mesh "
+            f"{table.mesh.shape}, the smallest needs {format_bytes(smallest)} per device; "
+            f"{format_bytes(budget)} are to be kept to. Use a larger --top, a smaller batch or "
+            "more devices.",
+            smallest,
+            budget,
+        )
+    return best
+
+
+def _completed(
+    step: PreparedStep, table: _Table, choice: Mapping[int, int]
+) -> tuple[Found, GraphSharding]:
+    """The choice as a sharding of the whole graph, and what the cost model says of it."""
+    graph = step.graph
+    factors: list[tuple[int, ...]] = [()] * len(graph.nodes)
+    for number, part in enumerate(step.cut.parts):
+        segment = table.space.segments[table.segment_of[number]]
+        own = segment.combinations[choice[number]].factors
+        for node, whole in enumerate(part.nodes):
+            if whole >= 0:
+                factors[whole] = own[node]
+    classes = _parted(fold_graph(graph).classes, factors)
+    problem = problem_on_mesh(FoldedGraph(graph, classes), table.mesh, {})
+    chosen = {
+        owner: next(
+            i
+            for i, strategy in enumerate(problem.strategies[owner])
+            if strategy.factors == factors[node]
+        )
+        for owner, node in problem.representative.items()
+    }
+    objective = problem.pairwise.objective(chosen)
+    sharding = sharding_of(problem, Ranked(chosen, objective, {}))
+    found = replace(
+        table.found(choice), symbolic_s=objective, peak_bytes=sharding.memory.peak_bytes
+    )
+    return found, sharding
+
+
+def _parted(classes: Sequence[int], factors: Sequence[tuple[int, ...]]) -> list[int]:
+    """Classes whose members are sharded alike."""
+    numbers: dict[tuple, int] = {}
+    pairs = zip(classes, factors, strict=True)
+    return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+
+
+def _planned(
+    step: PreparedStep, best: Found, sharding: GraphSharding, mesh: LogicalMesh
+) -> PlannedStep:
+    planned = planned_as(step.origin(mesh), sharding)
+    plan = planned.plan
+    layouts = {t.path: t.layout for t in (*plan.inputs, *plan.named)}
+    symbolic = format_seconds(plan.estimated_step_s)
+    note = (
+        f"the step of {format_seconds(best.step_s)} was found from measured times of "
+        f"{len(step.cut.segments)} segments on this mesh; the cost model says {symbolic}, and "
+        "times of modules and operators are its own"
+    )
+    plan = replace(
+        plan,
+        estimated_step_s=best.step_s,
+        stages=(replace(plan.stages[0], cost=best.step_s),),
+        solver=replace(plan.solver, objective=best.step_s, lower_bound=best.step_s, gap=0.0),
+        warnings=(*plan.warnings, note),
+        origin=replace(plan.origin, choice=None, layouts=layouts),
+    )
+    return replace(planned, plan=plan)

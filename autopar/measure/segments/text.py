@@ -1,0 +1,210 @@
+"""What the passes over segments found, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.measure.segments.files import (
+    Analysis,
+    CombinationTime,
+    DispatchTime,
+    MeshSpace,
+    ReshardTime,
+    SegmentProfile,
+    SegmentSpace,
+)
+from autopar.measure.segments.search_segments import Found, SearchResult
+
+_ENTRIES = 12  # operators that are named
+
+
+def analysis_text(analysis: Analysis) -> str:
+    """Segments, their blocks and spaces, and what was kept of these."""
+    lines = []
+    for space in analysis.meshes:
+        lines += _mesh_lines(analysis, space)
+    lines.append(f"analysed in {format_seconds(analysis.seconds)}")
+    return "\n".join(lines)
+
+
+def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
+    num = len(analysis.parts)
+    yield (
+        f"{analysis.step} on a mesh of {_shape(space.shape)}: {num} segments, "
+        f"{len(space.segments)} of them different; the cost model alone plans "
+        f"{format_seconds(space.symbolic_s)}"
+    )
+    rows = [
+        (
+            letter,
+            own.name,
+            f"{len(own.parts)}×",
+            str(own.num_equations),
+            str(own.num_blocks),
+            _count(own.num_strategies),
+            str(len(own.combinations)),
+        )
+        for letter, own in _lettered(space)
+    ]
+    header = ("", "segment", "occurs", "equations", "blocks", "strategies", "kept")
+    yield from rows_of(header, rows)
+    for letter, own in _lettered(space):
+        yield ""
+        yield from _segment_lines(letter, own)
+    yield ""
+
+
+def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
+    yield f"{letter}  {own.name}: its blocks begin at"
+    for name, count in own.entries[:_ENTRIES]:
+        yield f"     {name}: {count} strategies"
+    if len(own.entries) > _ENTRIES:
+        yield f"     and {len(own.entries) - _ENTRIES} more"
+    pruned = own.num_strategies - len(own.combinations)
+    yield (
+        f"   of {_count(own.num_strategies)} combinations of these, "
+        f"{_count(max(pruned, 0.0))} were pruned by the cost model; kept are"
+    )
+    yield from (
+        f"   {line}"
+        for line in rows_of(
+            ("", "model says", "sent for", "boundary", "forward products", "because"),
+            [
+                (
+                    f"{letter}{number}",
+                    format_seconds(c.symbolic_s),
+                    format_seconds(c.communication_s),
+                    c.boundary,
+                    _short(c.words),
+                    c.why,
+                )
+                for number, c in enumerate(own.combinations, 1)
+            ],
+        )
+    )
+
+
+def sample_text(what: str, sample: CombinationTime | ReshardTime | DispatchTime) -> str:
+    """One line, as it comes."""
+    if sample.time is None:
+        assert isinstance(sample, CombinationTime)
+        return f"  {what}: does not fit ({sample.failure})"
+    text = f"  {what}: {format_seconds(sample.time.seconds)}"
+    if sample.time.is_noisy:
+        text += f" ± {sample.time.spread:.0%} (noisy: is the machine busy with other work?)"
+    if isinstance(sample, CombinationTime):
+        text += f", {format_bytes(sample.memory_bytes)}, compiled in {sample.compile_s:.1f} s"
+    return text
+
+
+def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
+    """Measured beside modelled, by segment; then the reshardings."""
+    lines: list[str] = []
+    for space in analysis.meshes:
+        taken = {
+            (s.segment, s.combination): s for s in profile.combinations if s.mesh == space.shape
+        }
+        for letter, own in _lettered(space):
+            lines.append(f"{letter}  {own.name} ({len(own.parts)}×) on {_shape(space.shape)}")
+            rows = []
+            for number, c in enumerate(own.combinations, 1):
+                sample = taken.get((own.key, c.digest))
+                rows.append(
+                    (
+                        f"{letter}{number}",
+                        _measured(sample),
+                        format_seconds(c.symbolic_s),
+                        "-" if sample is None else format_bytes(sample.memory_bytes),
+                        c.boundary,
+                        _short(c.words),
+                    )
+                )
+            header = ("", "measured", "model says", "memory", "boundary", "forward products")
+            lines += [f"   {line}" for line in rows_of(header, rows)]
+            lines.append("")
+    timings = profile.timings
+    noisy = sum(t.is_noisy for t in timings)
+    lines.append(
+        f"{len(profile.combinations)} combinations and {len(profile.reshards)} reshardings timed "
+        f"in {format_seconds(profile.seconds)}, of which XLA compiled for "
+        f"{format_seconds(sum(s.compile_s for s in profile.combinations))} here; "
+        f"{noisy} of {len(timings)} samples are noisy"
+    )
+    return "\n".join(lines)
+
+
+def search_text(analysis: Analysis, result: SearchResult) -> str:
+    best = result.best
+    space = next(own for own in analysis.meshes if own.shape == best.mesh)
+    lines = [
+        f"best of {_count(result.num_choices)} plans of these combinations, by measured times: "
+        f"{format_seconds(best.step_s)} a step on {_shape(best.mesh)}",
+        f"  {_chosen(space, best)}",
+        f"  {format_seconds(best.reshard_s)} of it is resharding between segments; "
+        f"{format_bytes(best.peak_bytes)} per device",
+        f"  the cost model says {format_seconds(best.symbolic_s)} of this plan, and "
+        f"{format_seconds(space.symbolic_s)} of its own best",
+    ]
+    if result.others:
+        lines.append("next:")
+        for one in result.others:
+            own = next(s for s in analysis.meshes if s.shape == one.mesh)
+            lines.append(
+                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on "
+                f"{_shape(one.mesh)}: {_chosen(own, one)}"
+            )
+    return "\n".join(lines)
+
+
+def checked_text(plan: ParallelPlan) -> str:
+    """What whole steps took that were run to check the search."""
+    assert plan.search is not None
+    lines = ["run as whole steps:"]
+    for one in plan.search.tried:
+        took = "does not fit" if one.measured_s is None else format_seconds(one.measured_s)
+        kept = " (kept)" if one.is_chosen else ""
+        lines.append(f"  {took}, predicted {format_seconds(one.predicted_s)}: {one.what}{kept}")
+    return "\n".join(lines)
+
+
+def _chosen(space: MeshSpace, found: Found) -> str:
+    """`A1, 4 × B2, C1`: combinations in the order of the step."""
+    names = {}
+    for letter, own in _lettered(space):
+        for part in own.parts:
+            names[part] = f"{letter}{found.choice[part] + 1}"
+    runs: list[list] = []
+    for part in sorted(names):
+        if runs and runs[-1][0] == names[part]:
+            runs[-1][1] += 1
+        else:
+            runs.append([names[part], 1])
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in runs)
+
+
+def _lettered(space: MeshSpace) -> Iterator[tuple[str, SegmentSpace]]:
+    for number, own in enumerate(space.segments):
+        yield chr(ord("A") + number) if number < 26 else f"S{number}.", own
+
+
+def _measured(sample: CombinationTime | None) -> str:
+    if sample is None:
+        return "not timed"
+    if sample.time is None:
+        return "does not fit"
+    noisy = f" ± {sample.time.spread:.0%}" if sample.time.is_noisy else ""
+    return format_seconds(sample.time.seconds) + noisy
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number < 1e6 else f"{number:.1e}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _short(words: str, most: int = 72) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"

@@ -1,0 +1,72 @@
+"""The process that compiles one program for GPUs which are not there: from a folder with `job.bin`
+to `result.json` beside it. It is started by `compiling.py` with the environment that this takes,
+and its last words are always in the result, unless it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from autopar import _jax
+from autopar.measure.verify.jobs import Job
+from autopar.runtime.hlo import read_collectives, read_dot_flops
+from autopar.runtime.remote.exporting import compile_piece
+
+_LOOK_EVERY_S = 1.0
+
+
+def main(folder: Path, parent: int) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    job: Job = pickle.loads((folder / "job.bin").read_bytes())
+    try:
+        result = compiled_figures(job)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    partial = folder / "result.partial"
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.rename(folder / "result.json")
+
+
+def _end_with(parent: int) -> None:
+    """Nobody waits for the result of a process that was killed."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
+
+
+def compiled_figures(job: Job) -> dict[str, Any]:
+    """What XLA makes of the program; bytes and flops are of one device and one run."""
+    started = time.perf_counter()
+    num_hosts, devices_per_host = job.topology
+    devices = _jax.gpu_topology_devices(num_hosts, devices_per_host, job.target_config)
+    compiled = compile_piece(job.name, job.spec, job.program, devices)
+    seconds = time.perf_counter() - started
+    text = compiled.as_text() or ""
+    if job.hlo_file:
+        Path(job.hlo_file).write_text(text, encoding="utf-8")
+    stats = compiled.memory_analysis()
+    counts: dict[str, int] = defaultdict(int)
+    sent: dict[str, float] = defaultdict(float)
+    for op in read_collectives(text):
+        counts[op.kind] += op.trips
+        sent[op.kind] += op.sent_bytes
+    return {
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "alias_bytes": stats.alias_size_in_bytes,
+        "collectives": [[kind, counts[kind], sent[kind]] for kind in sorted(counts)],
+        "dot_flops": read_dot_flops(text),
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

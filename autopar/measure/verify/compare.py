@@ -1,0 +1,151 @@
+"""XLA's figures of a step's programs beside the plan's: from `ProgramFigures` to `VerifiedProgram`s
+and `VerifiedMesh`es.
+
+The memory of a mesh is that which the runtime would find: while a piece runs, XLA's figure of it
+and all other buffers that the lists of instructions have live.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import inf, prod
+
+import numpy as np
+
+from autopar.ir.pipeline import Recv, Run
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.remote import Held, LoweredStep
+from autopar.ir.tiles import shard_box
+from autopar.measure.verify.jobs import Collectives, Job, ProgramFigures
+from autopar.measure.verify.report import (
+    Compared,
+    VerifiedMesh,
+    VerifiedProgram,
+    compared_collectives,
+)
+from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_XLA_KIND = {"shift": "collective-permute"}
+
+
+def verified_programs(
+    lowered: LoweredStep,
+    jobs: Sequence[Job],
+    job_of_piece: Sequence[int],
+    figures: Sequence[ProgramFigures],
+) -> tuple[VerifiedProgram, ...]:
+    runs = _runs(lowered)
+    found = []
+    for number, (job, own) in enumerate(zip(jobs, figures, strict=True)):
+        pieces = [p for p, j in enumerate(job_of_piece) if j == number]
+        names = tuple(lowered.pieces[p].name for p in pieces)
+        found.append(VerifiedProgram(names, tuple(runs[p] for p in pieces), job.topology, own))
+    return tuple(found)
+
+
+def _runs(lowered: LoweredStep) -> Counter[int]:
+    """How often each piece runs in a step."""
+    lists = (mesh.instructions for mesh in lowered.programs.meshes)
+    return Counter(i.piece for own in lists for i in own if isinstance(i, Run))
+
+
+def verified_meshes(
+    plan: ParallelPlan,
+    lowered: LoweredStep,
+    jobs: Sequence[Job],
+    job_of_piece: Sequence[int],
+    figures: Sequence[ProgramFigures],
+    limit_bytes: float,
+) -> tuple[VerifiedMesh, ...]:
+    programs, runs = lowered.programs, _runs(lowered)
+    size_of = _buffer_sizes(lowered).__getitem__
+    order = interleave(programs)
+    own_bytes = [figures[job].peak_bytes for job in job_of_piece]
+    peaks = peak_bytes(order, programs, size_of, own_bytes)
+    between = peak_live_bytes(order, programs, size_of)
+    found = []
+    for mesh in range(len(lowered.meshes)):
+        stages = tuple(s for s, own in enumerate(lowered.stage_mesh) if own == mesh)
+        pieces = [p for p, own in enumerate(lowered.piece_mesh) if own == mesh]
+        plans = [plan.stages[s].plan or plan for s in stages]
+        budget = min(own.memory_budget_bytes for own in plans)
+        found.append(
+            VerifiedMesh(
+                mesh=mesh,
+                stages=stages,
+                topology=jobs[job_of_piece[pieces[0]]].topology,
+                mesh_shape=plans[0].mesh_shape,
+                # Stages that share a mesh hold what they hold at the same time.
+                peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
+                buffer_bytes=between[mesh],
+                limit_bytes=limit_bytes,
+                budget_bytes=budget if budget < inf else None,
+                dot_flops=Compared(
+                    sum(runs[p] * figures[job_of_piece[p]].dot_flops for p in pieces),
+                    _predicted_flops(plans),
+                ),
+                collectives=compared_collectives(
+                    _added(
+                        Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
+                        for p in pieces
+                        for one in figures[job_of_piece[p]].collectives
+                    ),
+                    _predicted_collectives(plans),
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
+    """Bytes of every buffer on one device of its mesh."""
+    held: dict[tuple[int, int], Held] = {
+        (bound.mesh, bound.buffer): bound.held for bound in (*lowered.arguments, *lowered.results)
+    }
+    for mesh, program in enumerate(lowered.programs.meshes):
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                writes = lowered.pieces[instruction.piece].writes
+                held.update(zip(((mesh, b) for b in instruction.writes), writes, strict=True))
+            elif isinstance(instruction, Recv):
+                targets = [lowered.crossings[t].target for t in instruction.transfers]
+                held.update(zip(((mesh, b) for b in instruction.buffers), targets, strict=True))
+    sizes = {one: bytes_on_one_device(one) for one in set(held.values())}
+    return {buffer: sizes[one] for buffer, one in held.items()}
+
+
+def bytes_on_one_device(held: Held) -> int:
+    box = shard_box(held.shape, held.layout, held.mesh_shape, 0)
+    return prod(end - start for start, end in box) * np.dtype(held.dtype).itemsize
+
+
+def _predicted_flops(plans: Sequence[ParallelPlan]) -> float | None:
+    total = 0.0
+    for plan in plans:
+        if plan.details is None:
+            return None
+        total += sum(row.flops for row in plan.details.ops.rows() if row.name in _PRODUCTS)
+    return total
+
+
+def _predicted_collectives(plans: Sequence[ParallelPlan]) -> tuple[Collectives, ...] | None:
+    if any(plan.details is None for plan in plans):
+        return None
+    return _added(
+        Collectives(_XLA_KIND.get(one.kind, one.kind), one.count, one.num_bytes)
+        for plan in plans
+        if plan.details is not None
+        for one in plan.details.collectives
+    )
+
+
+def _added(parts: Iterable[Collectives]) -> tuple[Collectives, ...]:
+    """All of one kind as one."""
+    counts: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
+    for one in parts:
+        counts[one.kind] += one.count
+        sent[one.kind] += one.sent_bytes
+    return tuple(Collectives(kind, counts[kind], sent[kind]) for kind in sorted(counts))

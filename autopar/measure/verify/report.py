@@ -1,0 +1,200 @@
+"""What XLA says of a plan's programs, beside what the plan predicted: `VerifyReport`.
+
+Figures are of one device. Those of a program are of one run, those of a mesh of a whole step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.text import format_bytes
+from autopar.measure.verify.jobs import Collectives, ProgramFigures
+from autopar.measure.verify.text import report_text
+
+FORMAT = "autopar-verify"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class VerifiedProgram:
+    """A compiled program: the pieces of the step that it is (equal ones are compiled once), and
+    how often each of them runs in a step."""
+
+    pieces: tuple[str, ...]
+    runs: tuple[int, ...]
+    topology: tuple[int, int]
+    figures: ProgramFigures
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure of XLA's and the predicted one; None where the plan does not say."""
+
+    xla: float
+    predicted: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over XLA's."""
+        return self.predicted / self.xla if self.predicted is not None and self.xla else None
+
+
+@dataclass(frozen=True)
+class ComparedCollectives:
+    """All collectives of one kind on one mesh."""
+
+    kind: str
+    count: Compared
+    sent_bytes: Compared
+
+
+@dataclass(frozen=True)
+class VerifiedMesh:
+    """A stage's mesh, or the only one.
+
+    peak_bytes:   XLA's: the most that a program holds while it runs (arguments, results and
+                  temporaries, donated buffers once) and what else lies in buffers meanwhile.
+    buffer_bytes: the most that lies in buffers between programs.
+    limit_bytes:  what a step may use of the device's memory.
+    budget_bytes: what the plan was to stay within; None if nothing.
+    """
+
+    mesh: int
+    stages: tuple[int, ...]
+    topology: tuple[int, int]
+    mesh_shape: tuple[int, ...]
+    peak_bytes: Compared
+    buffer_bytes: float
+    limit_bytes: float
+    budget_bytes: float | None
+    dot_flops: Compared
+    collectives: tuple[ComparedCollectives, ...]
+
+    @property
+    def excess_bytes(self) -> float:
+        """What it needs beyond the limit; negative if that much is left."""
+        return self.peak_bytes.xla - self.limit_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `autopar.verify` found. `str(report)` is a text with tables, `to_json()` all of it.
+
+    name:              of the step.
+    target, device:    the GPU that it was compiled for, and its name.
+    versions:          of jax, jaxlib and CUDA.
+    is_pipeline, num_micro_batches: as the plan has them.
+    programs:          what XLA says of each: memory, collectives, flops.
+    meshes:            of each mesh, predicted and XLA's peak, and what may be used.
+    seconds:           that all of it took.
+    """
+
+    name: str
+    target: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    is_pipeline: bool
+    num_micro_batches: int
+    programs: tuple[VerifiedProgram, ...]
+    meshes: tuple[VerifiedMesh, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every mesh keeps within what it may use, by XLA's figures."""
+        return all(mesh.fits for mesh in self.meshes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """XLA's, of the fullest mesh."""
+        return max(mesh.peak_bytes.xla for mesh in self.meshes)
+
+    @property
+    def excess_bytes(self) -> float:
+        """What the mesh that fits least needs beyond its limit; negative if that much is left."""
+        return max(mesh.excess_bytes for mesh in self.meshes)
+
+    def problem(self) -> str | None:
+        """Where it does not fit, by how much, and what would help; None if it does."""
+        tight = max(self.meshes, key=lambda mesh: mesh.excess_bytes)
+        if tight.fits:
+            return None
+        where = self.place(tight)
+        lines = [
+            f"{self.name} does not fit: {where} needs {format_bytes(tight.peak_bytes.xla)} per "
+            f"device as XLA compiles it, {format_bytes(tight.excess_bytes)} more than the "
+            f"{format_bytes(tight.limit_bytes)} that a step may use of {self.target}.",
+            "What would help:",
+            *_remedies(tight, self.num_micro_batches),
+        ]
+        return "\n".join(lines)
+
+    def place(self, mesh: VerifiedMesh) -> str:
+        """A mesh as a user knows it."""
+        if not self.is_pipeline:
+            return "the mesh " + "×".join(map(str, mesh.mesh_shape))
+        numbers = ", ".join(map(str, mesh.stages))
+        return (
+            f"stage {numbers}" if len(mesh.stages) == 1 else f"mesh {mesh.mesh} (stages {numbers})"
+        )
+
+    def __str__(self) -> str:
+        return report_text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as data for `json.dumps`."""
+        body = {"format": FORMAT, "version": FORMAT_VERSION, "fits": self.fits, **asdict(self)}
+        body["versions"] = dict(self.versions)
+        return body
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _remedies(mesh: VerifiedMesh, num_micro_batches: int) -> list[str]:
+    found = []
+    ratio = mesh.peak_bytes.ratio
+    if ratio is not None and ratio < 1:
+        budget = mesh.limit_bytes * ratio
+        found.append(
+            f"  - a smaller budget: the plan predicted {ratio:.2f} of XLA's figure, so that one "
+            f"made with ShardingOptions(memory_budget_bytes={budget:.3g}) should fit"
+        )
+    found.append(
+        f"  - smaller micro-batches: num_micro_batches={2 * num_micro_batches}; or a smaller batch"
+    )
+    found.append('  - recomputation of activations: ShardingOptions(remat="all")')
+    count = mesh.topology[0] * mesh.topology[1]
+    more = ceil(count * mesh.peak_bytes.xla / mesh.limit_bytes)
+    found.append(f"  - about {more} devices here instead of {count}, or devices with more memory")
+    return found
+
+
+def compared_collectives(
+    of_xla: tuple[Collectives, ...], predicted: tuple[Collectives, ...] | None
+) -> tuple[ComparedCollectives, ...]:
+    """Kind by kind; a kind that one side lacks is none there."""
+    ours = {one.kind: one for one in predicted or ()}
+    theirs = {one.kind: one for one in of_xla}
+    rows = []
+    for kind in sorted({*ours, *theirs}):
+        none = Collectives(kind, 0, 0.0)
+        xla, own = theirs.get(kind, none), ours.get(kind, none)
+        is_known = predicted is not None
+        rows.append(
+            ComparedCollectives(
+                kind,
+                Compared(xla.count, own.count if is_known else None),
+                Compared(xla.sent_bytes, own.sent_bytes if is_known else None),
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,207 @@
+"""`autopar.verify`: a plan proved by compiling it, from a step and its plan to a `VerifyReport`.
+
+Every program of the plan is lowered for GPUs that need not exist and compiled by XLA's GPU compiler
+in processes of their own (`proof/`). What XLA says of memory, collectives and flops is put beside
+what the plan predicted. Pieces of a pipeline with the same text are compiled once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from autopar.api import ParallelFunction
+from autopar.compiler import OtherDevices, StepOptions, plan_step
+from autopar.errors import ArgumentError, CompileError
+from autopar.ir.mesh import DEVICES, ClusterSpec
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.remote import LoweredPiece, LoweredStep, PieceSpec
+from autopar.lower.remote_step import lower_for_workers
+from autopar.measure.verify.compare import verified_meshes, verified_programs
+from autopar.measure.verify.compile import compile_all
+from autopar.measure.verify.jobs import Job
+from autopar.measure.verify.report import VerifyReport
+from autopar.measure.verify.targets import Target, cuda_version, load_target, target_of
+from autopar.progress import Progress
+from autopar.runtime.remote.exporting import CallsBackError, exported_piece
+from autopar.sharding.memory_budget import RESERVE_SHARE
+
+_LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
+_LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*")*\)')
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    plan: ParallelPlan,
+    target: str | Path | None = None,
+    time_limit_s: float = 3600.0,
+    hlo_folder: str | Path | None = None,
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] = (1,),
+    **kwargs: Any,
+) -> VerifyReport:
+    """Compile every program of a plan for the GPU it was made for, without having one, and report
+    XLA's own memory, collectives and flops beside the predicted ones. `report.fits` says whether
+    it fits; arguments may be `jax.ShapeDtypeStruct`s. JAX's CUDA plugin is needed: `pip install
+    'autopar[verify]'`.
+
+    fn:           the step; `args` and `kwargs` are what it is called with.
+    plan:         the plan that is proved.
+    target:       the GPU: a name such as "h100-80gb", or the path of a description. Default: the
+                  device that the plan is for.
+    time_limit_s: seconds that XLA may take for one program.
+    hlo_folder:   where to write XLA's optimized HLO, a file per program.
+    static_argnums, batch_argnums: as for `parallelize`.
+
+    Returns a `VerifyReport`. Raises `CompileError` if XLA refuses a program or takes too long, and
+    `PlanError` if the plan was made for another program.
+    """
+    started = time.perf_counter()
+    if not isinstance(plan, ParallelPlan):
+        raise ArgumentError(
+            f"verify(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "
+            "one with autopar.ParallelPlan.load(path)."
+        )
+    if not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
+        raise ArgumentError(f"verify(time_limit_s={time_limit_s!r}): needs seconds > 0.")
+    gpu = target_of(*_device(plan)) if target is None else load_target(target)
+    cuda = cuda_version(gpu)
+    step, options = _unwrap(fn, static_argnums, batch_argnums)
+    cluster = plan.cluster or ClusterSpec(1, plan.num_devices, DEVICES.get(plan.device, "cpu"))
+    planned = plan_step(step, args, kwargs, cluster=cluster, method=plan, options=options)
+    lowered = lower_for_workers(planned, OtherDevices(plan.num_devices, "gpu"))
+    folder = None if hlo_folder is None else Path(hlo_folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    jobs, job_of_piece = _jobs(lowered, cluster, gpu, folder)
+    with Progress(f"compiling for {gpu.name}", len(jobs)) as progress:
+        figures = compile_all(jobs, time_limit_s, lambda _: progress.step())
+    limit = _limit_bytes(plan, gpu, given=target is not None)
+    return VerifyReport(
+        name=plan.name,
+        target=gpu.name,
+        device=gpu.description,
+        versions=(*_versions(), ("CUDA", str(cuda))),
+        is_pipeline=plan.is_pipeline,
+        num_micro_batches=plan.num_micro_batches,
+        programs=verified_programs(lowered, jobs, job_of_piece, figures),
+        meshes=verified_meshes(plan, lowered, jobs, job_of_piece, figures, limit),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def check_compiler(cluster: ClusterSpec, target: str | Path | None = None) -> None:
+    """That a plan for this cluster can be verified here, before minutes are spent on planning."""
+    device = cluster.spec
+    cuda_version(
+        target_of(device.name, device.memory_bytes) if target is None else load_target(target)
+    )
+
+
+def _unwrap(
+    fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
+) -> tuple[Callable[..., Any], StepOptions]:
+    if isinstance(fn, ParallelFunction):
+        return fn.__wrapped__, fn.options  # type: ignore[attr-defined]
+    if not callable(fn):
+        raise ArgumentError(f"verify({fn!r}): the first argument is the train step, a function.")
+
+    def positions(given: int | Sequence[int]) -> tuple[int, ...]:
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    return fn, StepOptions(positions(static_argnums), "auto", positions(batch_argnums))
+
+
+def _device(plan: ParallelPlan) -> tuple[str, float | None]:
+    """Name and memory of the device that a plan is for."""
+    if plan.cluster is not None:
+        return plan.cluster.spec.name, plan.cluster.spec.memory_bytes
+    preset = DEVICES.get(plan.device)
+    return plan.device, preset.memory_bytes if preset else None
+
+
+def _limit_bytes(plan: ParallelPlan, target: Target, given: bool) -> float:
+    """What a step may use of a device: its memory less a reserve. Of the device that the plan was
+    made for it may use more, if the plan's own budget is more."""
+    _, memory = _device(plan)
+    if given or memory is None:
+        return (1 - RESERVE_SHARE) * target.memory_bytes
+    limit, budget = (1 - RESERVE_SHARE) * memory, plan.memory_budget_bytes
+    return max(limit, min(budget, memory)) if isfinite(budget) else limit
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for package in ("jax", "jaxlib"):
+        try:
+            found.append((package, version(package)))
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _jobs(
+    lowered: LoweredStep, cluster: ClusterSpec, target: Target, hlo_folder: Path | None
+) -> tuple[list[Job], list[int]]:
+    """The distinct programs to compile, and which of them each piece is."""
+    jobs: list[Job] = []
+    known: dict[str, int] = {}
+    job_of_piece = []
+    for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
+        topology = _topology(lowered.meshes[mesh], cluster)
+        with Progress(f"lowering {piece.name}"):
+            exported = _exported(lowered.name, piece)
+        key = _digest(exported.mlir_module(), piece, topology)
+        if key not in known:
+            known[key] = len(jobs)
+            name = f"{lowered.name}_{piece.name}"
+            spec = PieceSpec(piece.name, piece.stage, piece.reads, piece.writes, piece.donated)
+            hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
+            program = _serialized(exported)
+            jobs.append(Job(name, spec, program, topology, target.config, hlo))
+        job_of_piece.append(known[key])
+    return jobs, job_of_piece
+
+
+def _exported(step_name: str, piece: LoweredPiece) -> Any:
+    """The piece's program, by a name that is the same for all, so that equal ones are equal."""
+    try:
+        return exported_piece(step_name, piece, "gpu", function_name="piece")
+    except CallsBackError as error:
+        raise CompileError(
+            f"verify: {error} A compiler in another process cannot take it: verify the step "
+            "without it."
+        ) from error
+
+
+def _serialized(exported: Any) -> bytes:
+    try:
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise CompileError(
+            "verify: programs cannot be handed to the compiler, because the package flatbuffers is "
+            "not installed. Install it with: pip install 'autopar[verify]'."
+        ) from error
+
+
+def _digest(text: str, piece: LoweredPiece, topology: tuple[int, int]) -> str:
+    """Equal for programs that are the same but for the lines of code they come from."""
+    text = _LOCATION.sub("", _LOCATION_LINE.sub("", text))
+    places = repr((piece.reads, piece.writes, piece.donated, topology))
+    return hashlib.sha256((text + places).encode()).hexdigest()
+
+
+def _topology(devices: Sequence[int], cluster: ClusterSpec) -> tuple[int, int]:
+    """(hosts, devices per host) of some of a cluster's devices, by number."""
+    hosts = Counter(device // cluster.devices_per_host for device in devices)
+    if len(set(hosts.values())) != 1:
+        return 1, len(devices)
+    return len(hosts), next(iter(hosts.values()))

@@ -1,0 +1,1 @@
+"""Rewrites, `Program` → `Program`: micro-batches, recomputation, scans unrolled, layers, stages."""

@@ -1,0 +1,63 @@
+"""From a program whose user marked layer boundaries to its layers.
+
+`autopar.mark_layer_boundary()` leaves no equation: each equation holds the marks that stood before
+it in the forward pass (`Equation.marks`), through every transform that copies equations. n marks
+make n + 1 layers; what comes before the first (an embedding) and after the last (head and loss) are
+layers like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autopar.errors import TraceError
+from autopar.rewrite.layers import Flow, Layer
+from autopar.tracer.program import Program
+
+
+def layers_by_marks(program: Program, batch: Collection[int] | None = None) -> tuple[Layer, ...]:
+    """The layers between the marks of the forward pass, in order; `batch` as for `find_layers`."""
+    _refuse_marks_in_loops(program)
+    marks = max((e.marks for e in program.equations), key=len, default=())
+    if not marks:
+        raise TraceError(
+            "layers=ManualLayers(): the step marks no layer boundary. Call "
+            "autopar.mark_layer_boundary() between the layers of the model's forward code, or use "
+            "layers=AutoLayers()."
+        )
+    flow = Flow(program, batch)
+    groups: list[list[int]] = [[] for _ in range(len(marks) + 1)]
+    reached = 0
+    for index in flow.forward_equations():
+        # What was added in between (and knows no marks) belongs to what stands before it.
+        reached = max(reached, len(program.equations[index].marks))
+        groups[reached].append(index)
+    for number, group in enumerate(groups):
+        if not group:
+            raise TraceError(_without_work(marks, number))
+    return flow.layers(groups)
+
+
+def _without_work(marks: tuple[str, ...], number: int) -> str:
+    if number == 0:
+        where = f"before the layer boundary at {marks[0]}"
+    elif number == len(marks):
+        where = f"after the layer boundary at {marks[-1]}"
+    else:
+        where = f"between the layer boundaries at {marks[number - 1]} and {marks[number]}"
+    return (
+        f"layers=ManualLayers(): {where} the forward pass computes nothing, so there is no layer. "
+        "Remove that call of autopar.mark_layer_boundary(), or move it to where one layer ends and "
+        "the next one begins."
+    )
+
+
+def _refuse_marks_in_loops(program: Program) -> None:
+    for equation in program.equations:
+        if equation.inner_marks:
+            raise TraceError(
+                f"layer boundary inside a {equation.inner_marks[0]}. A loop's body is "
+                "one piece of the program, whose trips cannot be put on different stages. "
+                "Call autopar.mark_layer_boundary() outside of it, write the loop out in Python, "
+                "or use layers=AutoLayers(), which takes a scan over layers apart by itself."
+            )

@@ -1,0 +1,133 @@
+"""Which forward values a stage keeps for its backward pass, and which it makes again there.
+
+What JAX's derivative hands from forward to backward is chosen for one program, in which XLA fuses
+elementwise ops into their readers. Between two programs every such value would be written, kept for
+each micro-batch in flight, and read back. So what costs next to nothing to make is made again from
+parameters, constants, and what is kept.
+
+The bytes kept are the fewest possible. A read value can be made again if, on every way back through
+cheap equations, something is kept before a value that cannot be made again. So what is kept is a
+vertex cut between the latter and the values that are read, with bytes for weights, and a smallest
+one is found by maximum flow (`_smallest_cut`). Of equally small ones it is the last on the way,
+next to the readers, so that little is done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from autopar.tracer.costs import aval_bytes
+from autopar.tracer.program import Equation
+
+# One pass over the result's elements, from elements at the same or fewer places: XLA fuses it into
+# whatever reads it. Products, reductions, gathers, sorts and random bits are not among them.
+CHEAP = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota",
+    "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi",
+    "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count", "pow", "real",
+    "reduce_precision", "rem", "reshape", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "sqrt",
+    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
+})  # fmt: skip
+
+
+def is_cheap(equation: Equation) -> bool:
+    return equation.name in CHEAP and not equation.has_effect and not equation.bodies
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """kept: values to hand to the backward pass; repeated: positions of the forward equations that
+    it runs again first, in order."""
+
+    kept: tuple[int, ...]
+    repeated: tuple[int, ...]
+
+
+def thin_residuals(
+    forward: Sequence[Equation],
+    read: Collection[int],
+    available: Collection[int],
+    avals: Sequence[Any],
+) -> Thinned:
+    """What to keep of a forward pass whose backward pass reads the values `read`.
+
+    forward:   its equations, in order; values that it reads and does not make may be kept too.
+    available: values that the backward pass has in any case (parameters, constants).
+    """
+    maker = {e.results[0]: p for p, e in enumerate(forward) if is_cheap(e)}
+    wanted = sorted(v for v in set(read) if v not in available)
+    known = set(available)
+    # Every value on a way back from those wanted, through cheap equations.
+    nodes: dict[int, int] = {}
+    stack = list(wanted)
+    while stack:
+        value = stack.pop()
+        if value in nodes or value in known:
+            continue
+        nodes[value] = len(nodes)
+        if value in maker:
+            stack.extend(_values(forward[maker[value]]))
+    sources = [v for v in nodes if v not in maker]
+    edges = [(o, v) for v in nodes if v in maker for o in _values(forward[maker[v]]) if o in nodes]
+    kept = _smallest_cut(nodes, {v: aval_bytes(avals[v]) for v in nodes}, sources, edges, wanted)
+    repeated: set[int] = set()
+    stack = [v for v in wanted if v not in kept]
+    while stack:
+        position = maker[stack.pop()]
+        if position not in repeated:
+            repeated.add(position)
+            stack.extend(o for o in _values(forward[position]) if o in nodes and o not in kept)
+    return Thinned(tuple(sorted(kept)), tuple(sorted(repeated)))
+
+
+def _values(equation: Equation) -> list[int]:
+    return [o for o in equation.operands if isinstance(o, int)]
+
+
+def _smallest_cut(
+    nodes: dict[int, int],
+    num_bytes: dict[int, int],
+    sources: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    targets: Sequence[int],
+) -> set[int]:
+    """The values with the fewest bytes in all that lie on every way from a source to a target; the
+    last such on the way."""
+    if not sources:
+        return set()
+    # A value is an edge from its entry 2k to its exit 2k + 1; flows are 32-bit integers.
+    weights = _scaled([num_bytes[v] for v in nodes])
+    start, end, endless = 2 * len(nodes), 2 * len(nodes) + 1, np.iinfo(np.int32).max
+    flows = [(2 * k, 2 * k + 1, weights[k]) for k in range(len(nodes))]
+    flows += [(2 * nodes[o] + 1, 2 * nodes[v], endless) for o, v in set(edges)]
+    flows += [(start, 2 * nodes[v], endless) for v in sources]
+    flows += [(2 * nodes[v] + 1, end, endless) for v in targets]
+    rows, columns, capacities = (np.array(x, dtype=np.int32) for x in zip(*flows, strict=True))
+    shape = (end + 1, end + 1)
+    capacity = csr_array((capacities, (rows, columns)), shape=shape)
+    flow = maximum_flow(capacity, start, end).flow
+    left = capacity.astype(np.int64) - flow.astype(np.int64)
+    left.eliminate_zeros()
+    left.data = (left.data > 0).astype(np.int8)
+    left.eliminate_zeros()
+    reaches = set(breadth_first_order(left.T.tocsr(), end, return_predecessors=False).tolist())
+    return {v for v, k in nodes.items() if 2 * k + 1 in reaches and 2 * k not in reaches}
+
+
+def _scaled(weights: list[int]) -> list[int]:
+    """Integers in the same proportion whose sum has 30 bits; only what is very small is rounded."""
+    unit = max(int(np.gcd.reduce(weights)), 1)
+    most = sum(weights) // unit
+    if most < 2**30:
+        return [w // unit for w in weights]
+    return [max(round(w / unit * (2**30 / most)), min(w, 1)) for w in weights]

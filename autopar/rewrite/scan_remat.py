@@ -1,0 +1,261 @@
+"""A scan over layers and its backward scan, so rewritten that only the carry is kept.
+
+JAX differentiates a scan into two: the forward scan stacks what the backward scan will read. Here
+the forward scan stacks the carry that enters each trip instead, and the backward scan computes the
+forward body again at the start of each trip, from that carry and the slices and constants that the
+forward scan read. Stacks that anything else reads stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import _jax
+from autopar.tracer.copy_equations import Copier, needed_equations, rename
+from autopar.tracer.costs import aval_bytes
+from autopar.tracer.program import Equation, Program
+from autopar.tracer.regions import BACKWARD
+
+
+@dataclass(frozen=True)
+class ScanPair:
+    """A forward scan and the backward scan that reads its stacks.
+
+    forward, backward: indices of the equations.
+    dropped:           positions among the forward scan's results that are no longer made.
+    equations:         of the forward body: those that make the dropped stacks' slices.
+    stacked:           values of the forward body that are stacked instead: carries that enter,
+                       and what an effect gave. Those that are stacked anyway are not among them.
+    """
+
+    forward: int
+    backward: int
+    dropped: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    stacked: tuple[int, ...]
+    length: int
+
+    def stacked_bytes(self, avals: Sequence[Any]) -> int:
+        return self.length * sum(aval_bytes(avals[value]) for value in self.stacked)
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """The operands of a scan, or the inputs of its body, by their kind."""
+
+    consts: tuple[Any, ...]
+    carry: tuple[Any, ...]
+    xs: tuple[Any, ...]
+
+
+def scan_parts(scan: Equation, values: Sequence[Any]) -> ScanParts:
+    num_consts, num_carry = _jax.scan_sizes(scan.params)
+    first_x = num_consts + num_carry
+    return ScanParts(
+        tuple(values[:num_consts]), tuple(values[num_consts:first_x]), tuple(values[first_x:])
+    )
+
+
+def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> ScanPair | None:
+    """The pair that the scan at this index is the first of; None if nothing could be dropped."""
+    scan = program.equations[index]
+    num_carry = _jax.scan_sizes(scan.params)[1]
+    stacks = set(scan.results[num_carry:])
+    readers: dict[int, set[int]] = {}
+    for position, equation in enumerate(program.equations):
+        for operand in stacks.intersection(o for o in equation.operands if isinstance(o, int)):
+            readers.setdefault(operand, set()).add(position)
+    found = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
+    backward = next((b for b in found if _reverses(program.equations[b], scan)), None)
+    if backward is None:
+        return None
+    own = scan_parts(program.equations[backward], program.equations[backward].operands)
+    others = {o for o in (*own.consts, *own.carry, *program.outputs) if isinstance(o, int)}
+    (body,) = scan.bodies
+    inputs = scan_parts(scan, body.inputs)
+    candidates = [
+        p
+        for p in range(num_carry, len(scan.results))
+        if readers.get(scan.results[p]) == {backward}
+        and scan.results[p] not in others
+        and body.outputs[p] not in inputs.carry  # the carry itself: what is to be kept
+    ]
+    return _pair(scan, index, backward, candidates)
+
+
+def _reverses(equation: Equation, scan: Equation) -> bool:
+    return (
+        equation.name == "scan"
+        and equation.params["length"] == scan.params["length"]
+        and bool(equation.params["reverse"]) != bool(scan.params["reverse"])
+    )
+
+
+def _pair(scan: Equation, forward: int, backward: int, candidates: list[int]) -> ScanPair | None:
+    (body,) = scan.bodies
+    num_carry = _jax.scan_sizes(scan.params)[1]
+    from_effects = {r for e in body.equations if e.has_effect for r in e.results}
+    dropped = [
+        p
+        for p in candidates
+        if isinstance(body.outputs[p], int) and body.outputs[p] not in from_effects
+    ]
+    if not dropped:
+        return None
+    wanted = {o for p in dropped if isinstance(o := body.outputs[p], int)}
+    equations, read = needed_equations(body.equations, wanted, set())
+    read |= wanted - {r for e in equations for r in e.results}
+    there = {body.outputs[p] for p in range(num_carry, len(body.outputs)) if p not in dropped}
+    carries = set(scan_parts(scan, body.inputs).carry)
+    stacked = sorted(v for v in read if v in carries | from_effects and v not in there)
+    length = scan.params["length"]
+    return ScanPair(forward, backward, tuple(dropped), tuple(equations), tuple(stacked), length)
+
+
+class ScanRewriter:
+    """The two scans of a pair, rewritten."""
+
+    def __init__(self, program: Program, pair: ScanPair, copier: Copier) -> None:
+        self.pair = pair
+        self.copier = copier
+        self.forward = program.equations[pair.forward]
+        self.backward = program.equations[pair.backward]
+        self.stacks: dict[int, int] = {}  # value of the forward body -> its stack outside
+
+    def rewritten_forward(self) -> Equation:
+        """The forward scan: no dropped stacks, the carry's stacks instead."""
+        scan, dropped = self.forward, set(self.pair.dropped)
+        (body,) = scan.bodies
+        kept = [p for p in range(len(scan.results)) if p not in dropped]
+        num_carry = _jax.scan_sizes(scan.params)[1]
+        for p in kept[num_carry:]:
+            if isinstance(out := body.outputs[p], int):
+                self.stacks.setdefault(out, scan.results[p])
+        length = scan.params["length"]
+        for value in self.pair.stacked:
+            stack = _jax.stacked_aval(self.copier.avals[value], length)
+            self.stacks[value] = self.copier.new_value(stack)
+        outputs = (*(body.outputs[p] for p in kept), *self.pair.stacked)
+        results = (*(scan.results[p] for p in kept), *(self.stacks[v] for v in self.pair.stacked))
+        inside = replace(body, outputs=outputs, equations=live_equations(body.equations, outputs))
+        return replace(scan, results=results, bodies=(inside,), params=_params(scan))
+
+    def rewritten_backward(self, operands: Sequence[Any]) -> Equation:
+        """The backward scan, with these operands: it makes the dropped slices itself."""
+        scan, copier = self.backward, self.copier
+        (body,) = scan.bodies
+        inside, outside = scan_parts(scan, body.inputs), scan_parts(scan, operands)
+        dropped = {self.forward.results[p]: p for p in self.pair.dropped}
+        slices = list(zip(inside.xs, outside.xs, strict=True))
+        gone = [(i, dropped[o]) for i, o in slices if isinstance(o, int) and o in dropped]
+        stays = [(i, o) for i, o in slices if not (isinstance(o, int) and o in dropped)]
+        consts = list(zip(inside.consts, outside.consts, strict=True))
+        renamed = self.bring_in(consts, stays)
+        captured = self.captured(renamed)
+        equations = self.recomputed(renamed, inside.carry, body)
+        (made_in,) = self.forward.bodies
+        for value, position in gone:
+            source = made_in.outputs[position]
+            assert isinstance(source, int)
+            renamed[value] = renamed[source]
+        rest = [replace(e, operands=rename(e.operands, renamed)) for e in body.equations]
+        new_body = Program(
+            inputs=(*(i for i, _ in consts), *inside.carry, *(i for i, _ in stays)),
+            outputs=rename(body.outputs, renamed),
+            equations=(*equations, *rest),
+            avals=copier.avals,
+            captured=(*body.captured, *captured),
+        )
+        params = _params(scan) | {"num_consts": len(consts)}
+        new_operands = (*(o for _, o in consts), *outside.carry, *(o for _, o in stays))
+        return replace(scan, operands=new_operands, params=params, bodies=(new_body,))
+
+    def needed(self) -> set[int]:
+        """What the copied equations read of the forward body and do not make."""
+        (body,) = self.forward.bodies
+        made = {r for e in self.pair.equations for r in e.results}
+        read = {o for e in self.pair.equations for o in e.operands if isinstance(o, int)}
+        wanted = {o for p in self.pair.dropped if isinstance(o := body.outputs[p], int)}
+        return (read | wanted) - made
+
+    def bring_in(self, consts: list[tuple[int, Any]], xs: list[tuple[int, Any]]) -> dict[int, int]:
+        """Make what the forward body reads known in the backward body, through constants and
+        slices that are there already or are added: forward value -> backward value."""
+        (body,) = self.forward.bodies
+        inside = scan_parts(self.forward, body.inputs)
+        outside = scan_parts(self.forward, self.forward.operands)
+        needed = self.needed()
+        renamed: dict[int, int] = {}
+        for where, pairs in (
+            (consts, zip(inside.consts, outside.consts, strict=True)),
+            (xs, (*zip(inside.xs, outside.xs, strict=True), *self.stacks.items())),
+        ):
+            for value, operand in pairs:
+                if value not in needed or value in renamed:
+                    continue
+                same = (i for i, o in where if isinstance(o, int) and o == operand)
+                there = next(same, None)
+                if there is None:
+                    there = self.copier.new_value(self.copier.avals[value])
+                    where.append((there, operand))
+                renamed[value] = there
+        return renamed
+
+    def captured(self, renamed: dict[int, int]) -> list[tuple[int, Any]]:
+        """The captured constants that the copied equations read, under new numbers."""
+        (body,) = self.forward.bodies
+        needed, found = self.needed(), []
+        for value, const in body.captured:
+            if value in needed:
+                renamed[value] = self.copier.new_value(self.copier.avals[value])
+                found.append((renamed[value], const))
+        return found
+
+    def recomputed(
+        self, renamed: dict[int, int], carry: Sequence[int], body: Program
+    ) -> list[Equation]:
+        """The forward body's equations, behind a barrier with the cotangent that comes in."""
+        if not self.pair.equations:
+            return []
+        token = _token(carry, body)
+        kept = [renamed[v] for v in self.stacks if v in renamed]
+        behind: dict[int, int] = {}
+        shielded = [*dict.fromkeys(kept), *token]
+        equations = []
+        if shielded:
+            equations.append(self.copier.barrier(shielded, self.pair.equations[0], behind))
+        for value in list(renamed):
+            renamed[value] = behind.get(renamed[value], renamed[value])
+        equations += [self.copier.equation(e, renamed) for e in self.pair.equations]
+        renamed.update((t, behind[t]) for t in token)
+        return equations
+
+
+def _token(carry: Sequence[int], body: Program) -> list[int]:
+    """The cotangent that the next layer hands on: the carry that is read first. (Others gather the
+    gradients of what the loop only reads, and are read last.)"""
+    for equation in body.equations:
+        read = [c for c in carry if c in equation.operands]
+        if read:
+            return read[:1]
+    return []
+
+
+def _params(scan: Equation) -> dict[str, Any]:
+    """The parameters that a rewritten scan still has: those of its body no longer hold."""
+    num_consts, num_carry = _jax.scan_sizes(scan.params)
+    sizes = {"num_consts": num_consts, "num_carry": num_carry}
+    return {name: scan.params[name] for name in ("length", "reverse", "unroll")} | sizes
+
+
+def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equation, ...]:
+    """The equations that the outputs need, or that have an effect."""
+    needed = {o for o in outputs if isinstance(o, int)}
+    live = []
+    for equation in reversed(equations):
+        if equation.has_effect or not needed.isdisjoint(equation.results):
+            live.append(equation)
+            needed.update(o for o in equation.operands if isinstance(o, int))
+    return tuple(reversed(live))

@@ -1,0 +1,193 @@
+"""Sums that several stages contribute to, one per stage: from a looped program to another.
+
+The gradient of a weight that two stages use is one carry of the loop over micro-batches, to which
+both add. Left so, one stage would send its part for every micro-batch. Here each stage gets a carry
+of its own, and what they have summed up is added once, after the loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar import _jax
+from autopar.rewrite.program_writer import ProgramWriter
+from autopar.tracer.program import Equation, Operand, Program
+from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, is_zero, zeros_made
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A value that a carry adds, after some linear ops, the innermost first."""
+
+    value: int
+    ops: tuple[Equation, ...]
+
+
+def part_sums(
+    program: Program, loop: int, stage_of: Sequence[int]
+) -> tuple[Program, int, tuple[int, ...]]:
+    """(program, position of its loop, stage per equation of its body). `stage_of` is the stage of
+    every equation of the body, negative for those that belong to none."""
+    return _Parter(program, loop, stage_of).parted()
+
+
+def _zeros(*, shape: tuple[int, ...], dtype: Any) -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+def _add(first: Any, second: Any) -> Any:
+    return first + second
+
+
+class _Parter:
+    def __init__(self, program: Program, loop: int, stage_of: Sequence[int]) -> None:
+        self.program, self.position = program, loop
+        self.loop = program.equations[loop]
+        (self.body,) = self.loop.bodies
+        self.stage_of = stage_of
+        self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
+        self.maker = {r: i for i, e in enumerate(self.body.equations) for r in e.results}
+        reads = [o for e in self.body.equations for o in e.operands] + list(self.body.outputs)
+        self.num_reads = Counter(o for o in reads if isinstance(o, int))
+
+    def parted(self) -> tuple[Program, int, tuple[int, ...]]:
+        groups = self.groups()
+        if not groups:
+            return self.program, self.position, tuple(self.stage_of)
+        outer, inner = ProgramWriter(self.program.avals), ProgramWriter(self.program.avals)
+        outer.equations += self.program.equations[: self.position]
+        dropped: set[int] = set()
+        stages: list[int] = []
+        later: list[tuple[Equation, int]] = []
+        # (operand outside, input inside, output inside, result outside)
+        carries: list[tuple[Operand, int, Operand, int]] = []
+        finals: list[tuple[int, list[int], Equation]] = []  # result, its parts, what it is like
+        for position in range(self.num_carry):
+            at = self.num_consts + position
+            operand, inside = self.loop.operands[at], self.body.inputs[at]
+            out, result = self.body.outputs[position], self.loop.results[position]
+            if position not in groups:
+                carries.append((operand, inside, out, result))
+                continue
+            chain, by_stage = groups[position]
+            dropped |= chain
+            like = self.body.equations[self.maker[out]] if isinstance(out, int) else self.loop
+            parts: list[int] = []
+            for stage, terms in sorted(by_stage.items()):
+                aval = self.program.avals[inside]
+                own = inner.new_value(aval)
+                inner.equations.clear()
+                total: Operand = own
+                for term in terms:
+                    total = inner.emit(_add, [total, self.again(inner, term)], like)
+                later += ((equation, stage) for equation in inner.equations)
+                start = outer.emit(_zeros, [], shape=tuple(aval.shape), dtype=aval.dtype)
+                parts.append(outer.new_value(aval))
+                carries.append((start, own, total, parts[-1]))
+            finals.append((result, parts, like))
+        equations = [e for i, e in enumerate(self.body.equations) if i not in dropped]
+        stages = [s for i, s in enumerate(self.stage_of) if i not in dropped]
+        equations += (e for e, _ in later)
+        stages += (s for _, s in later)
+        loop = len(outer.equations)
+        outer.equations.append(self.rewritten_loop(equations, carries))
+        for result, parts, like in finals:
+            total = parts[0]
+            for part in parts[1:]:
+                total = outer.emit(_add, [total, part], like)
+            outer.equations[-1] = replace(outer.equations[-1], results=(result,))
+        outer.equations += self.program.equations[self.position + 1 :]
+        program = replace(self.program, equations=tuple(outer.equations))
+        return program, loop, tuple(stages)
+
+    def rewritten_loop(
+        self, equations: list[Equation], carries: list[tuple[Operand, int, Operand, int]]
+    ) -> Equation:
+        consts, first_x = self.num_consts, self.num_consts + self.num_carry
+        body = replace(
+            self.body,
+            equations=tuple(equations),
+            inputs=(
+                *self.body.inputs[:consts],
+                *(inside for _, inside, _, _ in carries),
+                *self.body.inputs[first_x:],
+            ),
+            outputs=(*(out for _, _, out, _ in carries), *self.body.outputs[self.num_carry :]),
+        )
+        return replace(
+            self.loop,
+            operands=(
+                *self.loop.operands[:consts],
+                *(operand for operand, _, _, _ in carries),
+                *self.loop.operands[first_x:],
+            ),
+            results=(*(r for _, _, _, r in carries), *self.loop.results[self.num_carry :]),
+            params={**self.loop.params, "num_consts": consts, "num_carry": len(carries)},
+            bodies=(body,),
+        )
+
+    def again(self, inner: ProgramWriter, term: _Term) -> int:
+        """A term with its linear ops applied to it alone."""
+        value = term.value
+        for op in term.ops:
+            result = inner.new_value(self.program.avals[op.results[0]])
+            inner.equations.append(replace(op, operands=(value,), results=(result,)))
+            value = result
+        return value
+
+    def groups(self) -> dict[int, tuple[set[int], dict[int, list[_Term]]]]:
+        """By position of a carry: (the equations that add up, its terms by stage), for carries that
+        start at zero and to which more than one stage adds."""
+        zeros: set[int] = set()
+        for equation in self.program.equations[: self.position]:
+            zeros.update(zeros_made(equation, zeros))
+        found = {}
+        for position in range(self.num_carry):
+            at = self.num_consts + position
+            carry, out = self.body.inputs[at], self.body.outputs[position]
+            if not is_zero(self.loop.operands[at], zeros) or self.num_reads[carry] != 1:
+                continue
+            chain: set[int] = set()
+            terms = self.terms(out, carry, (), chain)
+            if sum(t.value == carry for t in terms) != 1 or len(chain) == 0:
+                continue
+            if any(t.value == carry and t.ops for t in terms):
+                continue
+            by_stage: dict[int, list[_Term]] = {}
+            for term in terms:
+                if term.value != carry:
+                    maker = self.maker.get(term.value)
+                    stage = -1 if maker is None else self.stage_of[maker]
+                    by_stage.setdefault(stage, []).append(term)
+            if len(by_stage) > 1:
+                anywhere = by_stage.pop(-1, [])
+                by_stage[min(by_stage)] += anywhere
+            if len(by_stage) > 1:
+                found[position] = (chain, by_stage)
+        return found
+
+    def terms(
+        self, value: Operand, carry: int, ops: tuple[Equation, ...], chain: set[int]
+    ) -> list[_Term]:
+        if not isinstance(value, int):
+            return []
+        maker = self.maker.get(value)
+        if maker is None or self.num_reads[value] != 1:
+            return [_Term(value, ops)]
+        equation = self.body.equations[maker]
+        all_values = all(isinstance(o, int) for o in equation.operands)
+        if equation.name in ADDITIONS and all_values:
+            chain.add(maker)
+            return [t for o in equation.operands for t in self.terms(o, carry, ops, chain)]
+        if equation.name in LINEAR_UNARY and len(equation.operands) == 1 and all_values:
+            inside: set[int] = set()
+            terms = self.terms(equation.operands[0], carry, (equation, *ops), inside)
+            if len(terms) > 1:
+                chain |= {maker, *inside}
+                return terms
+        return [_Term(value, ops)]

@@ -1,0 +1,339 @@
+"""Where everything outside the loop over micro-batches runs: from stages of its body to `Homes`.
+
+What a stage reads of the step's arguments lies there, and so does what the optimizer makes of it.
+An equation outside the loop runs where most of the bytes that it reads are. Small values made of
+small arguments and constants alone (step counters, schedules, keys) are made by every stage that
+reads them; other values are made once and sent. An argument has one owner, the first stage that
+reads it, and a result that replaces an argument is returned to its owner.
+
+Before and after the loop a stage may have to wait for others (for the norm of all gradients). What
+it does there is cut into *parts*; what comes from another stage was made in an earlier part of that
+one. After the loop an equation runs in the last part that will do, so that little is kept between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar import _jax
+from autopar.tracer.costs import aval_bytes
+from autopar.tracer.program import Equation, Operand, Program
+
+SMALL_BYTES = 16  # scalars and keys: what every stage can have of its own
+
+
+@dataclass(frozen=True)
+class Homes:
+    """stages:    per equation outside the loop, those that run it (of the loop itself: all).
+    owner:     value outside the loop -> the stage that has it; none for what every reader makes.
+    parts:     (equation, stage) -> part of the prologue or epilogue that it runs in.
+    received:  per stage, values outside the loop that it gets from their owners, in order.
+    outputs:   per output of the program, the stage that has it.
+    num_parts: (of the prologue, of the epilogue).
+    """
+
+    stages: tuple[frozenset[int], ...]
+    owner: dict[int, int]
+    parts: dict[tuple[int, int], int]
+    received: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    num_parts: tuple[int, int]
+
+
+def find_homes(
+    program: Program,
+    loop: int,
+    stage_of: Sequence[int],
+    num_stages: int,
+    state: Iterable[tuple[int, int]],
+    owners: Mapping[int, int] | None = None,
+) -> Homes:
+    """`stage_of`: the stage of every equation of the loop's body, negative for those that every
+    reader makes for itself. `state`: (input, output) positions that belong together. `owners`:
+    inputs, by position, that have an owner already."""
+    input_of = {o: i for i, o in state}
+    return _Finder(program, loop, stage_of, num_stages, input_of, owners or {}).homes()
+
+
+class _Finder:
+    def __init__(
+        self,
+        program: Program,
+        loop: int,
+        stage_of: Sequence[int],
+        num_stages: int,
+        input_of: dict[int, int],
+        owners: Mapping[int, int],
+    ) -> None:
+        self.program, self.loop = program, loop
+        self.lying = {program.inputs[i]: stage for i, stage in owners.items()}
+        self.num_stages = num_stages
+        self.input_of = input_of
+        self.inputs = frozenset(program.inputs)
+        self.owner: dict[int, int] = {}
+        self.small: set[int] = set()  # values that every reader may make for itself
+        self.at: dict[int, int] = {}  # equation -> its stage, if it has one
+        self.readers: dict[int, list[int]] = {}
+        for index, equation in enumerate(program.equations):
+            for value in _values(equation.operands):
+                self.readers.setdefault(value, []).append(index)
+        self.body_maker: dict[int, int] = {}
+        self.body_readers: dict[int, set[int]] = {}
+        (body,) = program.equations[loop].bodies
+        for equation, stage in zip(body.equations, stage_of, strict=True):
+            self.body_maker.update((r, stage) for r in equation.results)
+            if stage >= 0:
+                for value in _values(equation.operands):
+                    self.body_readers.setdefault(value, set()).add(stage)
+        self.loop_needs = self.loop_reads()
+        self.prologue_needs = self.through_prologue()
+
+    def homes(self) -> Homes:
+        self.find_small()
+        self.own_loop_results()
+        for value in self.program.inputs:
+            if self.prologue_needs.get(value):
+                self.owner[value] = min(self.prologue_needs[value])
+        self.owner.update(self.lying)
+        self.place_equations()
+        outputs = self.own_outputs()
+        stages, received = self.demand(outputs)
+        prologue = self.early_parts(stages)
+        epilogue = self.late_parts(stages)
+        num = (1 + max(prologue.values(), default=0), 1 + max(epilogue.values(), default=0))
+        parts = {**prologue, **epilogue}
+        return Homes(tuple(stages), self.owner, parts, received, outputs, num)
+
+    # -- the loop
+
+    def loop_reads(self) -> dict[int, set[int]]:
+        """Stages that need each value outside, for the loop."""
+        loop = self.program.equations[self.loop]
+        (body,) = loop.bodies
+        num_consts, num_carry = _jax.scan_sizes(loop.params)
+        needs: dict[int, set[int]] = {}
+        for position, (operand, inside) in enumerate(zip(loop.operands, body.inputs, strict=True)):
+            if isinstance(operand, int):
+                needs.setdefault(operand, set()).update(self.body_readers.get(inside, ()))
+                if num_consts <= position < num_consts + num_carry:
+                    needs[operand].add(self.result_stage(position - num_consts))
+        for position, out in enumerate(body.outputs):  # handed on as it came in
+            if isinstance(out, int) and out in body.inputs:
+                operand = loop.operands[body.inputs.index(out)]
+                if isinstance(operand, int):
+                    needs.setdefault(operand, set()).add(self.result_stage(position))
+        return needs
+
+    def result_stage(self, position: int) -> int:
+        """The stage at which the loop makes a result."""
+        loop = self.program.equations[self.loop]
+        (body,) = loop.bodies
+        out = body.outputs[position]
+        if isinstance(out, int) and out in self.body_maker:
+            return max(self.body_maker[out], 0)
+        num_consts, num_carry = _jax.scan_sizes(loop.params)
+        if position < num_carry:
+            out = body.inputs[num_consts + position]
+        return min(self.body_readers.get(out, {0}) if isinstance(out, int) else {0})
+
+    def own_loop_results(self) -> None:
+        for position, result in enumerate(self.program.equations[self.loop].results):
+            self.owner[result] = self.result_stage(position)
+
+    def through_prologue(self) -> dict[int, set[int]]:
+        """Stages that need each value outside for the loop, or for what the loop needs."""
+        needs = {value: set(stages) for value, stages in self.loop_needs.items()}
+        for index in range(self.loop - 1, -1, -1):
+            equation = self.program.equations[index]
+            stages: set[int] = set().union(*(needs.get(r, ()) for r in equation.results))
+            for value in _values(equation.operands):
+                needs.setdefault(value, set()).update(stages)
+        return needs
+
+    # -- owners
+
+    def find_small(self) -> None:
+        """Small values that are made of small arguments and constants alone, and what is made of
+        constants alone, whatever its size."""
+        avals = self.program.avals
+        free: set[int] = set()
+        self.small.update(v for v in self.program.inputs if aval_bytes(avals[v]) <= SMALL_BYTES)
+        self.small.update(v for v, _ in self.program.captured)
+        for index, equation in enumerate(self.program.equations):
+            reads = _values(equation.operands)
+            if index == self.loop or equation.has_effect or not equation.results:
+                continue
+            if free.issuperset(reads) and not equation.bodies:
+                free.update(equation.results)
+                self.small.update(equation.results)
+            elif self.small.issuperset(reads):
+                size = sum(aval_bytes(avals[r]) for r in equation.results)
+                if size <= SMALL_BYTES:
+                    self.small.update(equation.results)
+
+    def place_equations(self) -> None:
+        """Forward: where most of the bytes that are read lie. What reads nothing that lies
+        anywhere yet (a moment times a constant) follows its readers, and so do its operands."""
+        equations = self.program.equations
+        outside = [i for i in range(len(equations)) if i != self.loop]
+        makes_small = {
+            i
+            for i in outside
+            if equations[i].results and self.small.issuperset(equations[i].results)
+        }
+        free = [i for i in outside if i not in makes_small]
+        changed = True
+        while changed:
+            changed = False
+            for index in free:
+                changed |= self.settle(index, self.by_operands(equations[index]))
+            for index in reversed(free):
+                changed |= self.settle(index, self.by_results(equations[index]))
+            if not changed:
+                first = next((i for i in free if i not in self.at), None)
+                if first is not None:
+                    changed = self.settle(first, self.by_state(equations[first]))
+        for value in self.program.inputs:
+            self.owner.setdefault(value, 0)
+
+    def settle(self, index: int, stage: int | None) -> bool:
+        if stage is None or index in self.at:
+            return False
+        self.at[index] = stage
+        equation = self.program.equations[index]
+        for value in equation.results:
+            self.owner[value] = stage
+        for value in _values(equation.operands):
+            if value in self.inputs and value not in self.small:
+                self.owner.setdefault(value, stage)
+        return True
+
+    def by_operands(self, equation: Equation) -> int | None:
+        weights: dict[int, int] = {}
+        for value in _values(equation.operands):
+            if value in self.owner and value not in self.small:
+                size = aval_bytes(self.program.avals[value])
+                weights[self.owner[value]] = weights.get(self.owner[value], 0) + size
+        if not weights:
+            return None
+        return max(weights, key=lambda s: (weights[s], -s))
+
+    def by_results(self, equation: Equation) -> int | None:
+        needed = set().union(*(self.prologue_needs.get(r, ()) for r in equation.results))
+        if needed:
+            return min(needed)
+        for value in equation.results:
+            for reader in self.readers.get(value, ()):
+                if reader in self.at:
+                    return self.at[reader]
+        return None
+
+    def by_state(self, equation: Equation) -> int:
+        """What is connected to nothing that has a stage: where the argument it replaces lies."""
+        for position, output in enumerate(self.program.outputs):
+            if output in equation.results and position in self.input_of:
+                return self.owner.get(self.program.inputs[self.input_of[position]], 0)
+        return 0
+
+    def own_outputs(self) -> tuple[int, ...]:
+        stages = []
+        for position, output in enumerate(self.program.outputs):
+            if position in self.input_of:
+                stages.append(self.owner[self.program.inputs[self.input_of[position]]])
+            elif isinstance(output, int) and output in self.owner:
+                stages.append(self.owner[output])
+            else:
+                stages.append(0)
+        return tuple(stages)
+
+    # -- who runs what
+
+    def demand(
+        self, outputs: Sequence[int]
+    ) -> tuple[list[frozenset[int]], tuple[tuple[int, ...], ...]]:
+        """(stages that run each equation, values that each stage receives)."""
+        equations = self.program.equations
+        needs: dict[int, set[int]] = {}
+        for stage, output in zip(outputs, self.program.outputs, strict=True):
+            if isinstance(output, int):
+                needs.setdefault(output, set()).add(stage)
+        stages: list[frozenset[int]] = [frozenset()] * len(equations)
+        for index in range(len(equations) - 1, -1, -1):
+            equation = equations[index]
+            if index == self.loop:
+                stages[index] = frozenset(range(self.num_stages))
+                for value, users in self.loop_needs.items():
+                    needs.setdefault(value, set()).update(users)
+                continue
+            if index in self.at:
+                own = {self.at[index]}
+            else:
+                own = set().union(*(needs.get(r, ()) for r in equation.results))
+                if not own and equation.has_effect:
+                    own = {0}
+            stages[index] = frozenset(own)
+            for value in _values(equation.operands):
+                needs.setdefault(value, set()).update(own)
+        kept = {self.program.inputs[i] for i in self.input_of.values()}
+        for value in self.program.inputs:  # of the stages that read it, the first
+            is_free = value in self.small and not self.prologue_needs.get(value)
+            if is_free and value not in kept | self.lying.keys() and needs.get(value):
+                self.owner[value] = min(needs[value])
+        nobodys = {v for v, _ in self.program.captured}
+        for index, equation in enumerate(equations):
+            if index != self.loop and index not in self.at:
+                nobodys.update(equation.results)
+        received: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for value in sorted(needs):
+            if value not in nobodys:
+                for stage in sorted(needs[value] - {self.owner[value]}):
+                    received[stage].append(value)
+        return stages, tuple(map(tuple, received))
+
+    # -- parts
+
+    def crosses(self, value: int, stage: int) -> bool:
+        return self.owner.get(value, stage) != stage
+
+    def early_parts(self, stages: Sequence[frozenset[int]]) -> dict[tuple[int, int], int]:
+        """The prologue: every equation as early as it can run."""
+        parts: dict[tuple[int, int], int] = {}
+        made: dict[tuple[int, int], int] = {}  # (value, stage) -> part
+        for index in range(self.loop):
+            equation = self.program.equations[index]
+            for stage in stages[index]:
+                part = 0
+                for value in _values(equation.operands):
+                    if (value, stage) in made:
+                        part = max(part, made[value, stage])
+                    elif self.crosses(value, stage):
+                        sent = made.get((value, self.owner[value]))
+                        part = max(part, 0 if sent is None else sent + 1)
+                parts[index, stage] = part
+                made.update(((r, stage), part) for r in equation.results)
+        return parts
+
+    def late_parts(self, stages: Sequence[frozenset[int]]) -> dict[tuple[int, int], int]:
+        """The epilogue: every equation as late as its readers allow, with no more parts than the
+        longest way through the stages needs."""
+        equations = self.program.equations
+        after: dict[tuple[int, int], int] = {}  # parts that must follow that of (equation, stage)
+        needed: dict[tuple[int, int], int] = {}  # or that in which (value, stage) is made
+        for index in range(len(equations) - 1, self.loop, -1):
+            equation = equations[index]
+            for stage in stages[index]:
+                own = max((needed.get((r, stage), 0) for r in equation.results), default=0)
+                after[index, stage] = own
+                for value in _values(equation.operands):
+                    crossing = self.crosses(value, stage)
+                    key = (value, self.owner[value] if crossing else stage)
+                    needed[key] = max(needed.get(key, 0), own + crossing)
+        # Results of the loop that are sent are finished in a part of their own stage first.
+        finished = set(equations[self.loop].results)
+        deepest = max([0, *after.values(), *(n for (v, _), n in needed.items() if v in finished)])
+        return {key: deepest - own for key, own in after.items()}
+
+
+def _values(operands: Iterable[Operand]) -> list[int]:
+    return [o for o in operands if isinstance(o, int)]

@@ -1,0 +1,128 @@
+"""Who writes and reads which leaves: this process, or the workers of a cluster.
+
+A backend is registered for the types of its arrays and of its places, where arrays are to be
+restored to. All other leaves are this process's own. A pytree may hold leaves of several backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar.runtime.checkpoints.format import SCALARS, Entry, Manifest
+from autopar.runtime.checkpoints.read import read_arrays, read_numpy
+from autopar.runtime.checkpoints.write import own_parts, snapshot, write_parts
+
+
+class Backend(Protocol):
+    def save_leaves(
+        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+    ) -> Callable[[], list[Entry]]:
+        """A function that writes these leaves into the folder and tells what was written where. It
+        is called once, in the background or at once. In the background, the leaves may be donated
+        or deleted as soon as `save_leaves` has returned."""
+        ...
+
+    def restore_leaves(
+        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+    ) -> list[Any]:
+        """The named leaves at the wanted places, whose shapes and types were compared."""
+        ...
+
+    def place_of(self, leaf: Any) -> Any:
+        """Where a leaf lies: the place to restore it to. It has `shape`, `dtype` and
+        `weak_type`."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """An array of numpy."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+
+
+@dataclass(frozen=True)
+class ScalarPlace:
+    """A Python number. Kind: its type's name."""
+
+    kind: str
+
+
+Place = jax.ShapeDtypeStruct | HostPlace | ScalarPlace | Any
+
+
+class LocalBackend:
+    """Arrays of JAX and numpy, and Python numbers, of this process."""
+
+    def save_leaves(
+        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+    ) -> Callable[[], list[Entry]]:
+        process = jax.process_index() if jax.distributed.is_initialized() else 0
+        # Values that are no arrays of JAX are the same in every process, or ought to be.
+        own = [leaf for leaf in leaves if isinstance(leaf[1], jax.Array) or process == 0]
+        parts = snapshot(own) if background else own_parts(own)
+        return lambda: write_parts(folder, f"process_{process:05d}", parts)
+
+    def restore_leaves(
+        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+    ) -> list[Any]:
+        on_devices = [pair for pair in wanted if isinstance(pair[1], jax.ShapeDtypeStruct)]
+        arrays = iter(read_arrays(folder, manifest, on_devices))
+        on_host = [key for key, place in wanted if not isinstance(place, jax.ShapeDtypeStruct)]
+        values = iter(read_numpy(folder, manifest, on_host))
+        return [
+            next(arrays)
+            if isinstance(place, jax.ShapeDtypeStruct)
+            else as_wanted(next(values), place)
+            for _, place in wanted
+        ]
+
+    def place_of(self, leaf: Any) -> Place:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if isinstance(leaf, jax.Array):
+            sharding = leaf.sharding if leaf.committed else None
+            is_weak = getattr(leaf, "weak_type", False)  # keys have none
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak
+            )
+        if isinstance(leaf, tuple(SCALARS.values())) and not isinstance(leaf, np.generic):
+            return ScalarPlace(next(k for k, of in SCALARS.items() if isinstance(leaf, of)))
+        return HostPlace(tuple(leaf.shape), leaf.dtype)
+
+
+def as_wanted(value: Any, place: HostPlace | ScalarPlace) -> Any:
+    if isinstance(place, ScalarPlace):
+        return SCALARS[place.kind](value.item() if hasattr(value, "item") else value)
+    return np.asarray(value, place.dtype)
+
+
+_registered: list[tuple[type, Backend]] = []
+_local = LocalBackend()
+
+
+def register_backend(type_: type, backend: Backend) -> None:
+    """Leaves and places of this type are written and read by this backend from now on."""
+    _registered[:] = [(type_, backend), *(pair for pair in _registered if pair[0] is not type_)]
+
+
+def backend_of(leaf_or_place: Any) -> Backend:
+    found = (backend for type_, backend in _registered if isinstance(leaf_or_place, type_))
+    return next(found, _local)
+
+
+def by_backend(values: Sequence[Any]) -> list[tuple[Backend, list[int]]]:
+    """Backends, each with the positions of the values that are its own."""
+    found: dict[int, tuple[Backend, list[int]]] = {}
+    for i, value in enumerate(values):
+        backend = backend_of(value)
+        found.setdefault(id(backend), (backend, []))[1].append(i)
+    return list(found.values())

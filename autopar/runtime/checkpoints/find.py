@@ -1,0 +1,86 @@
+"""Which checkpoints a folder holds: autopar's own, and those of orbax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ArgumentError, CheckpointError
+from autopar.runtime.checkpoints import folders
+from autopar.runtime.checkpoints.format import MANIFEST
+from autopar.runtime.checkpoints.save import checked_directory
+
+_ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder. Of orbax, the one with the arrays' metadata."""
+
+    path: Path
+    is_orbax: bool = False
+
+
+def checkpoint_steps(directory: str | Path) -> list[int]:
+    """The steps of the checkpoints in the folder `directory`, in order; none if there is no such
+    folder. Checkpoints that were never finished do not count. `ArgumentError` if it is no path."""
+    path = checked_directory("checkpoint_steps", directory)
+    return sorted({*folders.own_steps(path), *_orbax_steps(path)})
+
+
+def latest_step(directory: str | Path) -> int | None:
+    """The step of the newest checkpoint in the folder `directory`; None if there is none.
+    `ArgumentError` if it is no path."""
+    return max(checkpoint_steps(directory), default=None)
+
+
+def find_checkpoint(directory: Any, step: Any) -> Found:
+    """The checkpoint of a step, or the newest; also the path of a single one."""
+    path = checked_directory("restore_checkpoint", directory)
+    if step is None:
+        if (path / MANIFEST).is_file():
+            return Found(path)
+        if (path / "_METADATA").is_file():
+            return Found(path, is_orbax=True)
+        step = latest_step(path)
+        if step is None:
+            what = "has no checkpoint" if path.is_dir() else "there is no such folder"
+            raise CheckpointError(
+                f"restore_checkpoint({str(directory)!r}): {what}. Give the folder that "
+                "save_checkpoint was given."
+            )
+    if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
+        raise ArgumentError(f"restore_checkpoint(step={step!r}): needs a whole number, or None.")
+    own = folders.step_folder(path, step)
+    if (own / MANIFEST).is_file():
+        return Found(own)
+    if step in _orbax_steps(path):
+        return Found(_orbax_item(path / str(step)), is_orbax=True)
+    there = checkpoint_steps(path)
+    begun = folders.unfinished(path, step)
+    why = "its save was begun and not finished" if begun else "there is none of this step"
+    raise CheckpointError(
+        f"restore_checkpoint({str(directory)!r}, step={step}): {why}. "
+        + (f"There are those of the steps {_some(there)}." if there else "There is no other.")
+    )
+
+
+def _some(steps: list[int]) -> str:
+    shown = ", ".join(str(step) for step in steps[-8:])
+    return shown if len(steps) <= 8 else f"…, {shown}"
+
+
+def _orbax_steps(directory: Path) -> list[int]:
+    if not directory.is_dir():
+        return []
+    names = [entry.name for entry in directory.iterdir() if entry.name.isdecimal()]
+    return [int(n) for n in names if str(int(n)) == n and _is_orbax(directory / n)]
+
+
+def _is_orbax(folder: Path) -> bool:
+    return any((folder / mark).is_file() for mark in _ORBAX_MARKS)
+
+
+def _orbax_item(folder: Path) -> Path:
+    return folder if (folder / "_METADATA").is_file() else folder / "default"

@@ -1,0 +1,169 @@
+"""Checkpoints that orbax reads and writes, so that people can come from plain JAX and go back.
+
+Written are folders of orbax's `CheckpointManager`, one per step; read are these and those of its
+`StandardCheckpointer`. One save of orbax is one `jax.distributed` group's: the arrays of a
+cluster's meshes, each a group of its own, are saved in autopar's format only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import tree_flatten_with_path
+
+from autopar import _jax
+from autopar.errors import ArgumentError, CheckpointError
+from autopar.runtime.checkpoints.backends import (
+    HostPlace,
+    LocalBackend,
+    ScalarPlace,
+    as_wanted,
+    backend_of,
+)
+from autopar.runtime.checkpoints.format import ARRAY, SCALARS, Leaf, Manifest
+from autopar.runtime.checkpoints.leaves import is_number_type, is_saved, named_leaves, path_entry
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise CheckpointError(
+            f"checkpoints of orbax need orbax, which cannot be imported ({error}). "
+            "Install it: pip install 'autopar[checkpoint]'."
+        ) from error
+    return orbax.checkpoint
+
+
+@contextlib.contextmanager
+def _told_by_orbax(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{what}: orbax says: {error}") from error
+
+
+def begin_orbax_save(
+    directory: Path, state: Any, step: int, keep: int | None, background: bool, overwrite: bool
+) -> tuple[Path, Callable[[], None]]:
+    """(path of the checkpoint, what is left to do) after the arrays were copied."""
+    ocp = _orbax()
+    for named in named_leaves(state, "save_checkpoint"):
+        if not isinstance(backend_of(named.leaf), LocalBackend):
+            raise ArgumentError(
+                f"save_checkpoint(format='orbax'): {named.key} lies on the meshes of a cluster, "
+                "and orbax writes the arrays of a single group of processes. Use format='autopar'."
+            )
+    final = directory / str(step)
+    if final.exists() and not overwrite:
+        raise CheckpointError(f"{final}: is there already. Save with overwrite=True to replace it.")
+    tree = jax.tree.map(lambda leaf: leaf if is_saved(leaf) else None, state)
+    what = f"saving {final}"
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=background, create=True
+    )
+    with _told_by_orbax(what):
+        manager = ocp.CheckpointManager(directory, options=options)
+        if final.exists():
+            manager.delete(step)
+        try:
+            manager.save(step, args=ocp.args.StandardSave(tree), force=True)
+        except BaseException:
+            manager.close()
+            raise
+
+    def complete() -> None:
+        with _told_by_orbax(what):
+            try:
+                manager.wait_until_finished()
+            finally:
+                manager.close()
+
+    return final, complete
+
+
+class OrbaxSource:
+    """A checkpoint that orbax wrote. Leaves are named by their path's texts, since orbax does not
+    tell attributes from keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ocp = _orbax()
+        with _told_by_orbax(f"reading {folder}"):
+            metadata = self._ocp.PyTreeCheckpointer().metadata(folder)
+            tree = getattr(metadata.item_metadata, "tree", None)
+        if tree is None:
+            raise CheckpointError(f"{folder}: is no checkpoint of a pytree that orbax can read.")
+        flat, self._tree = tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+        self._types = [found for _, found in flat]
+        leaves = tuple(self._leaf(path, found) for path, found in flat)
+        self.manifest = Manifest(0, leaves, (), "", "")
+
+    def name(self, path: Sequence[Any]) -> str:
+        return "/".join(str(path_entry(entry)[1]) for entry in path)
+
+    def _leaf(self, path: Sequence[Any], found: Any) -> Leaf:
+        entries = tuple(map(path_entry, path))
+        if self._is_number(found):
+            return Leaf(self.name(path), entries, _number_kind(found))
+        return Leaf(self.name(path), entries, ARRAY, tuple(found.shape), np.dtype(found.dtype).name)
+
+    def values(self) -> list[Any]:
+        return self._read([None] * len(self._types))
+
+    def leaves(self, wanted: Sequence[tuple[str, Any]]) -> list[Any]:
+        places = dict(wanted)
+        values = self._read([places[leaf.key] for leaf in self.manifest.leaves])
+        found = {leaf.key: v for leaf, v in zip(self.manifest.leaves, values, strict=True)}
+        return [_placed(found[key], place) for key, place in wanted]
+
+    def _read(self, places: Sequence[Any]) -> list[Any]:
+        args = [self._restore_args(f, p) for f, p in zip(self._types, places, strict=True)]
+        with _told_by_orbax(f"reading {self.folder}"):
+            tree = self._ocp.PyTreeCheckpointer().restore(
+                self.folder, restore_args=self._tree.unflatten(args)
+            )
+        return self._tree.flatten_up_to(tree)
+
+    def _restore_args(self, found: Any, place: Any) -> Any:
+        if self._is_number(found):
+            return self._ocp.RestoreArgs(restore_type=SCALARS[_number_kind(found)])
+        if getattr(place, "sharding", None) is None or _is_key(place):
+            return self._ocp.RestoreArgs(restore_type=np.ndarray)
+        return self._ocp.ArrayRestoreArgs(
+            sharding=place.sharding, global_shape=place.shape, dtype=place.dtype
+        )
+
+    def _is_number(self, found: Any) -> bool:
+        return isinstance(found, self._ocp.metadata.value.ScalarMetadata)
+
+
+def _number_kind(found: Any) -> str:
+    return next(kind for kind in SCALARS if is_number_type(found.dtype, kind))
+
+
+def _is_key(place: Any) -> bool:
+    return jax.dtypes.issubdtype(place.dtype, jax.dtypes.prng_key)
+
+
+def _placed(value: Any, place: Any) -> Any:
+    """A value that orbax read, as it is wanted. One that is wanted on a cluster stays here: the
+    step will put it there."""
+    if isinstance(place, (HostPlace, ScalarPlace)):
+        return as_wanted(value, place)
+    sharding = getattr(place, "sharding", None)
+    if _is_key(place):
+        impl = _jax.key_implementation(place.dtype)
+        value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=impl)
+        return value if sharding is None else jax.device_put(value, sharding)
+    if not isinstance(value, jax.Array):
+        value = jax.numpy.asarray(value, place.dtype)
+        value = value if sharding is None else jax.device_put(value, sharding)
+    return _jax.with_weak_type(value) if place.weak_type else value

@@ -1,0 +1,327 @@
+"""From a pytree to a checkpoint: `save_checkpoint`.
+
+    leaves ──backends──▶ data files, entries ──▶ manifest ──rename──▶ step_00000012
+
+All of it happens in a folder beside, which gets its name when it is whole. In the background, the
+leaves are copied to the host first, and the rest is done on a thread. Where several processes run
+the same program, each writes its own shards, and the first one makes the manifest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import ArgumentError, CheckpointError
+from autopar.ir import objects
+from autopar.runtime.checkpoints import files, folders
+from autopar.runtime.checkpoints.backends import by_backend
+from autopar.runtime.checkpoints.controllers import Controllers
+from autopar.runtime.checkpoints.format import (
+    SCALARS,
+    Entry,
+    Leaf,
+    Manifest,
+    Shard,
+    check_manifest,
+    decode_shard,
+    manifest_text,
+    with_shards,
+)
+from autopar.runtime.checkpoints.leaves import described, named_leaves
+
+FORMATS = ("autopar", "orbax")
+
+
+class UnfinishedSaveError(CheckpointError, TimeoutError):
+    """A checkpoint that is not written yet when `CheckpointSave.wait` stops waiting."""
+
+
+class CheckpointSave:
+    """A checkpoint that is being written in the background.
+
+    path: what its folder will be called.
+    """
+
+    def __init__(self, path: Path, complete: Callable[[], None]) -> None:
+        self.path = path
+        self._complete = complete
+        self._error: BaseException | None = None
+        self._was_told = False
+        # Not a daemon: the process does not end before the checkpoint is written.
+        self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<saving {self.path}: {'done' if self.done else 'in progress'}>"
+
+    def _run(self) -> None:
+        try:
+            self._complete()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._complete
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """The path of the checkpoint, once it is there; raises what went wrong, and
+        `CheckpointError`, which is also a `TimeoutError`, if it is not there in time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise UnfinishedSaveError(
+                f"{self.path}: is still being written after wait(timeout_s={timeout_s:g}). Wait "
+                "again, for longer: the save goes on."
+            )
+        if self._error is not None:
+            self._was_told = True
+            raise self._error
+        return self.path
+
+    def settle(self) -> None:
+        """Wait; an error that nobody has heard of becomes a warning."""
+        self._thread.join()
+        if self._error is not None and not self._was_told:
+            self._was_told = True
+            warnings.warn(f"A checkpoint was not saved: {self._error}", stacklevel=3)
+
+
+_latest: CheckpointSave | None = None
+
+
+@atexit.register
+def finish_saves() -> None:
+    """Wait for the save in the background, if there is one."""
+    global _latest
+    save, _latest = _latest, None
+    if save is not None:
+        save.settle()
+
+
+def save_checkpoint(
+    directory: str | Path,
+    state: Any,
+    step: int,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    overwrite: bool = False,
+    format: str = "autopar",
+) -> Path | CheckpointSave:
+    """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path. It
+    may hold objects of nnx, such as `(model, optimizer)`.
+
+    directory:    the folder of checkpoints; it is made if it is not there.
+    state:        a pytree of arrays, of this process or of a cluster, keys and numbers.
+    keep:         delete older checkpoints, so that this many are left; None deletes none.
+    asynchronous: return when the arrays are copied to host memory, which may then be donated or
+                  changed, and write in the background. What is returned has `wait()`, which gives
+                  the path or raises what went wrong. The next save waits for it, as does the end
+                  of the process.
+    overwrite:    replace the checkpoint of this step, if there is one.
+    format:       "autopar", or "orbax" for a checkpoint that orbax can read.
+
+    Every process of a cluster writes its own shards, so the folder must be one that all of them
+    see. A crash leaves the checkpoints that were there, and no other.
+
+    Raises `CheckpointError` if the folder cannot be written, or has a checkpoint of this step and
+    `overwrite` is not set.
+    """
+    global _latest
+    (state,) = objects.taken_apart((state,), {}).args
+    path = _checked(directory, step, keep, format)
+    finish_saves()
+    complete: Callable[[], None]
+    if format == "orbax":
+        from autopar.runtime.checkpoints.orbax import begin_orbax_save
+
+        final, complete = begin_orbax_save(path, state, step, keep, asynchronous, overwrite)
+    else:
+        save = _Save(path, state, step.__index__(), keep, asynchronous, overwrite)
+        final, complete = save.final, save.complete
+    if asynchronous:
+        _latest = CheckpointSave(final, complete)
+        return _latest
+    complete()
+    return final
+
+
+def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Path:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
+        raise ArgumentError(f"save_checkpoint(step={step!r}): needs a whole number ≥ 0.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ArgumentError(f"save_checkpoint(keep={keep!r}): needs a whole number ≥ 1, or None.")
+    if format not in FORMATS:
+        raise ArgumentError(f"save_checkpoint(format={format!r}): needs one of {FORMATS}.")
+    return checked_directory("save_checkpoint", directory)
+
+
+def checked_directory(function: str, directory: Any) -> Path:
+    if not isinstance(directory, (str, Path)) or not str(directory) or "://" in str(directory):
+        raise ArgumentError(
+            f"{function}({directory!r}): needs the path of a folder in a mounted file system."
+        )
+    return Path(directory).expanduser().absolute()
+
+
+class _Save:
+    """One save: what is to be done at once is done when it is made, `complete` does the rest."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: Any,
+        step: int,
+        keep: int | None,
+        background: bool,
+        overwrite: bool,
+    ) -> None:
+        self.final = folders.step_folder(directory, step)
+        self._directory, self._step, self._keep = directory, step, keep
+        self._overwrite = overwrite
+        named = named_leaves(state, "save_checkpoint")
+        self._leaves = [described(leaf, "save_checkpoint") for leaf in named]
+        if not self._leaves:
+            raise ArgumentError("save_checkpoint(state=…): has no arrays; nothing can be saved.")
+        self._controllers = Controllers()
+        self._draft: folders.Draft | None = None
+        with _file_errors(self.final):
+            self._folder = Path(self._controllers.from_first("folder", self._begin))
+        self._writes: list[Callable[[], list[Entry]]] = []
+        values = [leaf.leaf for leaf in named]
+        try:
+            for backend, positions in by_backend(values):
+                own = [(named[i].key, values[i]) for i in positions if not _is_number(values[i])]
+                self._writes.append(backend.save_leaves(self._folder, own, background))
+        except BaseException as error:
+            failed = error
+
+            def fail() -> list[Entry]:
+                raise failed
+
+            self._writes = [fail]
+            self.complete()  # tells other processes, and raises
+
+    def _begin(self) -> str:
+        if self.final.exists() and not self._overwrite:
+            raise CheckpointError(
+                f"{self.final}: is there already. Save with overwrite=True to replace it."
+            )
+        self._draft = folders.begin(self._directory, self._step)
+        return str(self._draft.path)
+
+    def complete(self) -> None:
+        """Write everything and give the checkpoint its name; if that fails, nothing is left."""
+        try:
+            with _file_errors(self.final):
+                try:
+                    if not self._controllers.is_first:
+                        self._controllers.to_first("written", self._write_for_first)
+                finally:  # where a process fails, the first one says why, to all alike
+                    self._controllers.from_first("done", self._commit)
+        except BaseException:
+            if self._draft is not None:
+                self._draft.abandon()
+            raise
+        if self._keep is not None and self._draft is not None:
+            self._delete_old(self._keep)
+
+    def _write(self) -> list[Entry]:
+        writes, self._writes = self._writes, []
+        return [entry for write in writes for entry in write()]
+
+    def _write_for_first(self) -> str:
+        """What this process has written where may be long, and is told by a file."""
+        name = f"entries_{self._controllers.process:05d}.json"
+        text = json.dumps([(key, vars(shard)) for key, shard in self._write()])
+        files.write_file(self._folder / name, text.encode())
+        files.sync_folder(self._folder)
+        return name
+
+    def _commit(self) -> None:
+        assert self._draft is not None
+        entries = self._write()
+        for name in self._controllers.heard_by_first("written"):
+            body = json.loads((self._folder / name).read_bytes())
+            entries += [(key, decode_shard(shard)) for key, shard in body]
+            files.remove(self._folder / name)
+        manifest = _manifest(self._step, self._leaves, entries)
+        _check_files(self._folder, [shard for _, shard in entries])
+        self._draft.commit(manifest_text(manifest))
+
+    def _delete_old(self, keep: int) -> None:
+        try:
+            folders.keep_newest(self._directory, self._step, keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.final}: is saved, but older ones could not be deleted: {error}"
+            ) from error
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, tuple(SCALARS.values())) and not isinstance(leaf, np.generic)
+
+
+def _manifest(step: int, leaves: Sequence[Leaf], entries: Sequence[Entry]) -> Manifest:
+    written = with_shards(leaves, entries)
+    manifest = Manifest(
+        step=step,
+        leaves=written,
+        writers=tuple(
+            sorted({s.file.removesuffix(".data") for leaf in written for s in leaf.shards})
+        ),
+        autopar_version=_own_version(),
+        jax_version=jax.__version__,
+    )
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise CheckpointError(
+            f"saving step {step}: {error}. Not all of the state was written; every process that "
+            "holds a part of it must save."
+        ) from error
+    return manifest
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("autopar")
+    except metadata.PackageNotFoundError:  # used from its sources
+        return ""
+
+
+def _check_files(folder: Path, shards: Sequence[Shard]) -> None:
+    """What other hosts say they wrote can be seen here."""
+    sizes: dict[str, int] = {}
+    for shard in shards:
+        sizes[shard.file] = max(sizes.get(shard.file, 0), shard.offset + shard.num_bytes)
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size < size:
+            raise CheckpointError(
+                f"{path}: was written by {name.removesuffix('.data')} and is not there for the "
+                "process that collects the checkpoint. Save to a folder on a file system that all "
+                "hosts share."
+            )
+
+
+@contextmanager
+def _file_errors(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise files.as_checkpoint_error(f"saving {final}", error) from error

@@ -1,0 +1,131 @@
+"""From arrays to a data file: every process writes the shards that it holds first copies of.
+
+Nothing here knows of a driver: the worker processes of a cluster call it too, each for its own
+shards. `own_parts` finds them, `snapshot` copies them to the host, and `write_parts` writes them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.ir.tiles import Box
+from autopar.runtime.checkpoints import files
+from autopar.runtime.checkpoints.format import Entry, Shard, rows_of
+
+BLOCK_BYTES = 16 * 2**20  # of each checksum, about
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the leaf `key`. Data: an array of one device, or of numpy."""
+
+    key: str
+    box: Box
+    data: Any
+
+
+def write_shards(
+    folder: Path | str, writer_name: str, arrays: Sequence[tuple[str, Any]]
+) -> list[Entry]:
+    """Write the shards of arrays that this process holds, and of which it holds the first copy, to
+    one file. Keys of random bits are written as their data."""
+    return write_parts(folder, writer_name, own_parts(arrays))
+
+
+def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[Part]:
+    """The parts that this process is to write; nothing is copied."""
+    parts = []
+    for key, array in arrays:
+        if not isinstance(array, jax.Array):
+            array = np.asarray(array)
+            parts.append(Part(key, tuple((0, n) for n in array.shape), array))
+            continue
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                ranges = zip(shard.index, array.shape, strict=True)
+                box = tuple(s.indices(n)[:2] for s, n in ranges)
+                parts.append(Part(key, box, _without_cache(shard.data)))
+    return [part for part in parts if part.data.size]
+
+
+def _without_cache(array: Any) -> Any:
+    """The same buffer as an array of its own: JAX keeps a host copy with the array that was asked
+    for one, and the state would keep twice its bytes alive."""
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+
+
+def snapshot(arrays: Iterable[tuple[str, Any]]) -> list[Part]:
+    """The parts that this process is to write, in host memory of their own: once this returns, the
+    arrays may be donated or changed."""
+    parts = own_parts(arrays)
+    for part in parts:
+        if isinstance(part.data, jax.Array):
+            part.data.copy_to_host_async()
+    return [Part(part.key, part.box, _own_copy(part.data)) for part in parts]
+
+
+def _own_copy(data: Any) -> np.ndarray:
+    is_host_memory = not isinstance(data, jax.Array) or _platform(data) == "cpu"
+    return np.array(data) if is_host_memory else np.asarray(data)
+
+
+def _platform(array: jax.Array) -> str:
+    return next(iter(array.sharding.device_set)).platform
+
+
+def write_parts(folder: Path | str, writer_name: str, parts: list[Part]) -> list[Entry]:
+    """Write parts to `<writer_name>.data` and sync it. The list is emptied: parts are copied from
+    their devices one ahead, and host memory holds no more than two of them."""
+    if not parts:
+        return []
+    path = Path(folder) / f"{writer_name}.data"
+    try:
+        return _write_file(path, parts)
+    except OSError as error:
+        raise files.as_checkpoint_error(f"writing {path}", error) from error
+
+
+def _write_file(path: Path, parts: list[Part]) -> list[Entry]:
+    descriptor = files.create_file(path)
+    entries: list[Entry] = []
+    offset = 0
+    parts.reverse()
+    try:
+        while parts:
+            part = parts.pop()
+            if parts and isinstance(parts[-1].data, jax.Array):
+                parts[-1].data.copy_to_host_async()
+            padding = -offset % _ALIGNMENT
+            files.write_all(descriptor, bytes(padding))
+            shard = _write_part(descriptor, path.name, offset + padding, part)
+            offset = shard.offset + shard.num_bytes
+            entries.append((part.key, shard))
+    except BaseException:
+        files.close(descriptor)
+        raise
+    files.close_synced(descriptor)
+    return entries
+
+
+def _write_part(descriptor: int, file: str, offset: int, part: Part) -> Shard:
+    array = np.asarray(part.data)
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    data = array.reshape(-1).view(np.uint8).data
+    row_bytes = array.nbytes // rows_of(part.box)[0]
+    block_rows = max(1, BLOCK_BYTES // row_bytes)
+    checksums = []
+    for start in range(0, array.nbytes, block_rows * row_bytes):
+        block = data[start : start + block_rows * row_bytes]
+        checksums.append(zlib.crc32(block))
+        files.write_all(descriptor, block)
+    return Shard(part.box, file, offset, array.nbytes, block_rows, tuple(checksums))

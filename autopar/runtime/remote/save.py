@@ -1,0 +1,119 @@
+"""Checkpoints of arrays that lie on workers: every worker writes its own shards, and reads those
+that its devices are to hold. The folder must be one that all hosts see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import _jax
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.remote import Held
+from autopar.runtime.checkpoints.backends import register_backend
+from autopar.runtime.checkpoints.format import Entry, Manifest
+from autopar.runtime.remote.arrays import Copy, DistributedArray
+from autopar.runtime.remote.session import RemoteMesh, RemoteSession
+
+_LIMIT_S = 24 * 3600.0  # a worker that is gone is noticed long before
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """Where an array is to lie on a cluster."""
+
+    session: RemoteSession
+    mesh: RemoteMesh
+    held: Held
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+
+
+class RemoteBackend:
+    def save_leaves(
+        self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
+    ) -> Callable[[], list[Entry]]:
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int]]]] = {}
+        for key, leaf in leaves:
+            place = self.place_of(leaf)
+            number = leaf.copies[0].number
+            by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1].append((key, number))
+        replies: list[Any] = []
+        with leaves[0][1].owner.lock:
+            for mesh, items in by_mesh.values():
+                replies += mesh.submit("save", str(folder.absolute()), items)
+
+        def written() -> list[Entry]:
+            return [entry for reply in replies for entry in reply.result(_LIMIT_S)]
+
+        return written
+
+    def restore_leaves(
+        self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
+    ) -> list[Any]:
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, Held]]]] = {}
+        restored: list[DistributedArray] = []
+        replies: list[Any] = []
+        session: RemoteSession = wanted[0][1].session
+        with session.lock:
+            for key, place in wanted:
+                number = session.new_number(place.mesh)
+                own = by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1]
+                own.append((key, number, place.held))
+                copies = (Copy(place.mesh, number, place.held),)
+                restored.append(
+                    DistributedArray(session, place.shape, place.dtype, place.weak_type, copies)
+                )
+            for mesh, items in by_mesh.values():
+                replies += mesh.submit("restore", str(folder.absolute()), items)
+        for reply in replies:
+            reply.result(_LIMIT_S)
+        return restored
+
+    def place_of(self, leaf: Any) -> RemotePlace:
+        if isinstance(leaf, RemotePlace):
+            return leaf
+        copy = leaf.first()
+        return RemotePlace(leaf.owner, copy.mesh, copy.held, leaf.shape, leaf.dtype, leaf.weak_type)
+
+
+def input_places(
+    plan: ParallelPlan, types: Sequence[Any], session: RemoteSession
+) -> list[RemotePlace]:
+    """Where a plan keeps each input of its step; the workers are started if need be."""
+    by_mesh: dict[int, set[int]] = {}
+    for stage in plan.stages:
+        numbers = stage.devices if stage.plan else range(plan.num_devices)
+        by_mesh.setdefault(stage.mesh, set()).update(numbers)
+    devices = [tuple(sorted(by_mesh[mesh])) for mesh in sorted(by_mesh)]
+    meshes = session.meshes(devices)
+    places = []
+    for tensor, type_ in zip(plan.inputs, types, strict=True):
+        stage = plan.stages[tensor.stages[0]]
+        own = stage.plan or plan
+        numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
+        mesh = meshes[sorted(by_mesh).index(stage.mesh)]
+        shape, dtype = tuple(type_.shape), type_.dtype
+        if _jax.is_extended_dtype(dtype):
+            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+            raw_shape, raw_dtype = tuple(data.shape), np.dtype(data.dtype)
+        else:
+            raw_shape, raw_dtype = shape, np.dtype(dtype)
+        grid = tuple(mesh.devices.index(number) for number in numbers)
+        held = Held(
+            raw_shape, raw_dtype, own.mesh_shape, own.axis_names, tuple(tensor.layout), grid
+        )
+        is_weak = bool(getattr(type_, "weak_type", False))
+        places.append(RemotePlace(session, mesh, held, shape, dtype, is_weak))
+    return places
+
+
+_backend = RemoteBackend()
+register_backend(DistributedArray, _backend)
+register_backend(RemotePlace, _backend)

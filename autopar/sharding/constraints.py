@@ -1,0 +1,273 @@
+"""What a parallel method asks for: the meshes it may use, and constraints on the solver.
+
+    DataParallel     the batch split over every axis, everything else whole
+    Zero2Parallel    the same, but state that is no parameter is split; the update is free
+    Zero3Parallel    the same, but all state is split
+    ManualParallel   inputs and outputs have the user's specs
+    ShardParallel    what its options say (see `steering`); otherwise the solver is free
+
+Constraints are the layouts that values may have and a filter on the strategies of each node; the
+solver knows no methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_flatten, tree_flatten_with_path
+
+from autopar.errors import ArgumentError, MeshError, SpecError, shortened
+from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.spec import WHOLE, Layout, all_layouts
+from autopar.methods import (
+    DataParallel,
+    ManualParallel,
+    PlacedParallel,
+    ShardingOptions,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from autopar.sharding.layout_constraints import Asked, allowed_layouts, ask
+from autopar.sharding.problem import Allowed, StrategyFilter
+from autopar.sharding.strategies import Strategy
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.regions import UPDATE
+
+# -- meshes
+
+
+def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
+    """The meshes a method may use on a cluster."""
+    meshes = _meshes(cluster, method)
+    options = options_of(method)
+    forbidden = {
+        name
+        for name, is_allowed in (
+            ("reduce-scatter", options.allow_reduce_scatter),
+            ("all-to-all", options.allow_all_to_all),
+        )
+        if not is_allowed
+    }
+    return [replace(mesh, forbidden=mesh.forbidden | forbidden) for mesh in meshes]
+
+
+def options_of(method: Any) -> ShardingOptions:
+    return getattr(method, "options", None) or ShardingOptions()
+
+
+def _meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
+    devices = cluster.num_devices
+    if isinstance(method, LogicalMesh):
+        return [method]
+    if isinstance(method, PlacedParallel):
+        return [method.mesh]
+    if isinstance(method, DataParallel):
+        return [mesh_of_cluster(cluster, (devices,))]
+    if isinstance(method, ManualParallel):
+        mesh = mesh_of_cluster(cluster, tuple(method.mesh_shape))
+        return [replace(mesh, axis_names=tuple(method.axis_names))]
+    if not isinstance(method, ShardParallel):
+        raise ArgumentError(
+            f"method={method!r}: needs ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel, "
+            "ManualParallel or a ParallelPlan."
+        )
+    if isinstance(method.mesh_shape, LogicalMesh):
+        if method.mesh_shape.num_devices > devices:
+            raise MeshError(
+                f"ShardParallel(mesh_shape={method.mesh_shape.shape}) needs "
+                f"{method.mesh_shape.num_devices} devices; there are {devices}. Choose a smaller "
+                "mesh or use more devices."
+            )
+        return [method.mesh_shape]
+    if method.mesh_shape != "auto":
+        return [mesh_of_cluster(cluster, tuple(method.mesh_shape))]  # type: ignore[arg-type]
+    return [mesh_of_cluster(cluster, shape) for shape in _shapes(devices)]
+
+
+def _shapes(num_devices: int) -> list[tuple[int, ...]]:
+    """Every mesh of so many devices. (2, 4) and (4, 2) differ even on equal links: where both axes
+    split a dimension, only the later one can be gathered by itself."""
+    grids = [(n, num_devices // n) for n in range(2, num_devices // 2 + 1) if num_devices % n == 0]
+    return [(num_devices,), *grids]
+
+
+def divisible_meshes(
+    graph: Graph, meshes: list[LogicalMesh], method: Any, cluster: ClusterSpec
+) -> list[LogicalMesh]:
+    """Meshes of which every axis divides something. If none is left and the mesh is ours to
+    choose, those of fewer devices, as many as possible; else an error."""
+    sizes = {n for value in graph.values for n in value.shape}
+
+    def divides(shape: Sequence[int]) -> bool:
+        return all(a == 1 or any(n % a == 0 for n in sizes) for a in shape)
+
+    useful = [mesh for mesh in meshes if divides(mesh.shape)]
+    if useful:
+        return useful
+    if getattr(method, "mesh_shape", None) == "auto":
+        for count in range(cluster.num_devices - 1, 0, -1):
+            shapes = [shape for shape in _shapes(count) if divides(shape)]
+            if shapes:
+                fewer = [mesh_of_cluster(cluster, shape) for shape in shapes]
+                return [replace(mesh, forbidden=meshes[0].forbidden) for mesh in fewer]
+    mesh = meshes[0]
+    axis = next(i for i, a in enumerate(mesh.shape) if not divides((a,)))
+    raise MeshError(
+        f"mesh_shape={mesh.shape}: the axis {mesh.axis_names[axis]!r} of size {mesh.shape[axis]} "
+        "divides no dimension of any array in the program, so nothing could be sharded over it. "
+        "Use a mesh whose axes divide the batch or the model's dimensions, or pad them."
+    )
+
+
+# -- constraints
+
+
+def asked_by(traced: TracedStep, method: Any) -> Asked:
+    """What a method asks of inputs, outputs and named values."""
+    if isinstance(method, PlacedParallel):
+        return ask(traced, method.in_specs, method.out_specs)
+    if isinstance(method, ManualParallel):
+        return ask(traced, *_manual_specs(traced, method))
+    return ask(traced, options=options_of(method))
+
+
+def solver_constraints(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
+) -> tuple[Allowed, StrategyFilter | None]:
+    """(layouts that values may have, strategy filter) of a method."""
+    own = allowed_layouts(graph, traced, mesh, asked, options_of(method))
+    if isinstance(method, DataParallel):
+        allowed, keep = _data_parallel(graph, traced, mesh, method)
+        return {**allowed, **own}, keep
+    return own, None
+
+
+def _data_parallel(
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: DataParallel
+) -> tuple[Allowed, StrategyFilter]:
+    """Batch inputs and all that has their first dimension split along it, everything else whole;
+    for ZeRO, state split along any dimension and free what has no batch dimension."""
+    name = type(method).__name__
+    if not graph.batch:
+        raise ArgumentError(
+            f"{name}: {traced.name} was called without a batch argument "
+            "(batch_argnums names none). Pass the batch as argument 1 or set batch_argnums."
+        )
+    whole = (WHOLE,) * len(mesh.shape)
+    to_split = _state_to_split(graph, method)
+    allowed: dict[int, frozenset[Layout]] = {}
+    for index, value in enumerate(graph.inputs):
+        shape = graph.values[value].shape
+        if value in to_split:
+            split = [x for x in all_layouts(shape, mesh.shape) if x != whole]
+            allowed[value] = frozenset(split or [whole])
+            continue
+        if index not in graph.batch or not shape:
+            allowed[value] = frozenset((whole,))
+            continue
+        if shape[0] % mesh.num_devices:
+            raise MeshError(
+                f"{traced.call.paths[index]}: its batch dimension of {shape[0]} is not divisible "
+                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
+                f"multiple of {mesh.num_devices}, or fewer devices."
+            )
+        num_micro_batches = traced.num_micro_batches
+        if shape[0] // num_micro_batches % mesh.num_devices:
+            raise MeshError(
+                f"{traced.call.paths[index]}: each of num_micro_batches={num_micro_batches} has "
+                f"{shape[0] // num_micro_batches} of its {shape[0]} rows, which is not divisible "
+                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
+                f"multiple of {num_micro_batches * mesh.num_devices}, fewer micro-batches or fewer "
+                "devices."
+            )
+        allowed[value] = frozenset((tuple(0 if size > 1 else WHOLE for size in mesh.shape),))
+
+    def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
+        every = list(range(len(strategies)))
+        whole = [i for i in every if not any(f >= 0 for f in strategies[i].factors)]
+        if node.batch_factor is not None:
+            wanted = tuple(node.batch_factor if n > 1 else -1 for n in mesh.shape)
+            split = [i for i in every if strategies[i].factors == wanted]
+            return split or whole or every
+        generated = node.kind is NodeKind.OP and all(
+            not graph.values[v].shape for v in node.operands
+        )
+        return every if generated or to_split else whole or every
+
+    return allowed, keep
+
+
+def _state_to_split(graph: Graph, method: DataParallel) -> set[int]:
+    """Inputs that ZeRO splits: all state, or, in its second stage, what the passes do not read."""
+    state = {graph.inputs[i] for i, _ in graph.state if graph.values[graph.inputs[i]].shape}
+    if isinstance(method, Zero3Parallel):
+        return state
+    if not isinstance(method, Zero2Parallel):
+        return set()
+    origin = {value: value for value in state}
+    parameters: set[int] = set()
+    for node in graph.nodes:
+        for value in node.operands:
+            if value not in origin:
+                continue
+            if node.kind is NodeKind.USE:
+                origin[node.results[0]] = origin[value]
+            elif node.region != UPDATE:
+                parameters.add(origin[value])
+    return state - parameters
+
+
+def _manual_specs(
+    traced: TracedStep, method: ManualParallel
+) -> tuple[list[PartitionSpec | None], list[PartitionSpec | None]]:
+    """The user's spec for each input and each output; None where nothing is asked."""
+    call, places = traced.call, list(range(len(traced.avals)))
+    args, kwargs = call.rebuild(places)
+    arguments = (args, kwargs) if kwargs else args
+    result = traced.rebuild_output(list(range(len(traced.out_avals))))
+    return (
+        _broadcast_specs("in_specs", method.in_specs, arguments, len(call.paths)),
+        _broadcast_specs("out_specs", method.out_specs, result, len(traced.out_paths)),
+    )
+
+
+def _broadcast_specs(
+    argument: str, specs: Any, target: Any, num_leaves: int
+) -> list[PartitionSpec | None]:
+    """One spec per array leaf, from a pytree of specs that is a prefix of the target: the
+    arguments or the result, with the number of each array leaf in its place."""
+    found: list[PartitionSpec | None] = [None] * num_leaves
+
+    def walk(spec: Any, tree: Any, path: str) -> None:
+        if spec is None or isinstance(spec, PartitionSpec):
+            for leaf in tree_flatten(tree)[0]:
+                if isinstance(leaf, int):
+                    found[leaf] = spec
+            return
+        own, own_def = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)
+        is_leaf = len(own) == 1 and own[0][1] is spec
+        if is_leaf or isinstance(tree, int):
+            raise SpecError(
+                f"ManualParallel({argument}=…): {path} is {shortened(spec)}, of type "
+                f"{type(spec).__name__}. Give a jax.sharding.PartitionSpec for an array or for "
+                "all arrays of a subtree, or None to leave it open."
+            )
+        try:
+            children = own_def.flatten_up_to(tree)
+        except (ValueError, TypeError) as error:
+            what = "arguments" if argument == "in_specs" else "result"
+            raise SpecError(
+                f"ManualParallel({argument}=…): {path} does not match the {what} of the function: "
+                f"{error} Give a pytree like the {what}, or a prefix of it."
+            ) from error
+        for (key, child_spec), child in zip(own, children, strict=True):
+            walk(child_spec, child, path + jax.tree_util.keystr(key))
+
+    walk(specs, target, argument)
+    return found

@@ -1,0 +1,393 @@
+"""Figures of every layer on every submesh: from a graph and a cluster to `LayerTable`s.
+
+The whole step is sharded on each submesh in each logical mesh shape, and what it costs is split
+over layers (`cost.layer_costs`). A stage is a range of layers, and its cost the range's sum: tens
+of solves price all stages that a search may think of. They share the graph, its classes and how
+groups add up in layers, so that one more mesh costs one small integer programme.
+
+A stage holds several micro-batches at once and must fit, so the cheapest sharding is not enough.
+For each mesh it is solved again with a price per byte of memory,
+
+    minimise   cost(x) + λ · (held(x) + k · in_flight(x)),     λ = share · cost(x₀) / bytes(x₀),
+
+where x₀ is the cheapest: at a share of 0.3, halving memory is worth 15 % of the step. k is what the
+middle stage of a pipeline of such submeshes keeps in flight. Every table has a twin in which layers
+are computed again. Tables that another of the same submesh is nowhere worse than are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from autopar.cost.layer_costs import STATE_EDGE, GroupFigures, LayerTerms
+from autopar.cost.node_layers import NodePlaces, place_nodes
+from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
+from autopar.errors import AutoparError, MeshError, SolverError, SpecError
+from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
+from autopar.ir.stages import LayerTable, Submesh
+from autopar.progress import Progress
+from autopar.rewrite.attach_layers import LoopLayers
+from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
+from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.limit import Limit
+from autopar.sharding.memory_limits import copy_shares
+from autopar.sharding.problem import (
+    Allowed,
+    ShardingProblem,
+    StrategyFilter,
+    node_costs,
+    problem_on_mesh,
+)
+from autopar.sharding.reduce import PairwiseProblem, reduce_problem
+from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.program import Equation
+
+Choice = Mapping[int, int]  # class -> strategy
+Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
+
+PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
+TABLE_GAP = 0.05  # tables are within a few percent of a stage's own solve; they need no better
+
+
+def stage_tables(
+    graph: Graph,
+    places: NodePlaces,
+    cluster: ClusterSpec,
+    submeshes: Sequence[Submesh],
+    num_micro_batches: int,
+    *,
+    shapes: Mapping[Submesh, Sequence[tuple[int, ...]]] | None = None,
+    constraints: Constraints | None = None,
+    forbidden: frozenset[str] = frozenset(),
+    prices: Sequence[float] = PRICES,
+    remat: Sequence[bool] = (False, True),
+    fold: bool = True,
+    solver: str = "highs",
+    time_limit_s: float = 5.0,
+    bench: TableBench | None = None,
+) -> list[LayerTable]:
+    """`shapes`: logical meshes of a submesh, if not all that are sensible; `constraints`: what may
+    be chosen on a mesh; `forbidden`: collectives that may not be used; `time_limit_s`: of one
+    solve; `bench`: what was made of the same graph and options before. A mesh on which the
+    constraints cannot be met is left out, as long as another is left."""
+    if bench is None:
+        bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
+    found: list[LayerTable] = []
+    refused: list[AutoparError] = []
+    shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
+    with Progress("meshes", sum(map(len, shapes_of))) as progress:
+        for submesh, own_shapes in zip(submeshes, shapes_of, strict=True):
+            stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
+            in_flight = (stages + 1) / 2
+            own: list[LayerTable] = []
+            for shape in own_shapes:
+                mesh = replace(
+                    mesh_of_cluster(submesh_cluster(cluster, submesh), shape), forbidden=forbidden
+                )
+                try:
+                    allowed, keep = constraints(mesh) if constraints else ({}, None)
+                    own += bench.tables(submesh, mesh, allowed, keep, prices, in_flight, remat)
+                except (MeshError, SolverError, SpecError) as error:
+                    refused.append(error)
+                progress.step()
+            found += undominated(own)
+    if not found and refused:
+        raise refused[0]
+    return found
+
+
+def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodePlaces:
+    """The layer and phase of every node of a looped step's graph."""
+    assert step.loop is not None
+    number = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
+    (body,) = step.program.equations[step.loop].bodies
+    is_backward: dict[int, bool] = {}
+    for equation, backward in zip(body.equations, layers.is_backward, strict=True):
+        count = _num_equations(equation)
+        is_backward.update(dict.fromkeys(range(number, number + count), backward))
+        number += count
+    own = equation_layers(step, layers)
+    places = place_nodes(graph, own, is_backward, len(layers.layers))
+    return replace(places, kept=kept_values(step, layers))
+
+
+def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
+    """Forward values that the backward piece of a stage of all layers is handed -> the layer that
+    keeps them: their own if its backward pass needs them, else the first that does."""
+    assert step.loop is not None
+    (stage,) = slice_step(step, layers, [0] * len(layers.layers)).stages
+    (body,) = step.program.equations[step.loop].bodies
+    home: dict[int, int] = {}  # forward value -> the layer that makes it
+    user: dict[int, int] = {}  # backward value -> likewise
+    for equation, layer, backward in zip(
+        body.equations, layers.layer_of, layers.is_backward, strict=True
+    ):
+        (user if backward else home).update(dict.fromkeys(equation.results, layer))
+    needs: dict[int, set[int]] = {}  # layers whose backward pass needs a value
+    made: set[int] = set()
+    for position in reversed(stage.backward):
+        equation = stage.body.equations[position]
+        made.update(equation.results)
+        readers = {user[r] for r in equation.results if r in user}
+        if not readers:  # a forward equation that is run again
+            readers = set().union(*(needs.get(r, ()) for r in equation.results))
+        for operand in equation.operands:
+            if isinstance(operand, int):
+                needs.setdefault(operand, set()).update(readers)
+    kept = {v: readers for v, readers in needs.items() if v in home and v not in made and readers}
+    return {v: home[v] if home[v] in readers else min(readers) for v, readers in kept.items()}
+
+
+def _num_equations(equation: Equation) -> int:
+    return 1 + sum(_num_equations(e) for body in equation.bodies for e in body.equations)
+
+
+def stage_figures(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) -> LayerTable:
+    """What a stage takes whose own step is sharded so: a table of one layer."""
+    step = stage.step
+    assert step.loop is not None
+    graph, problem = sharding.graph, sharding.problem
+    forward = set(stage.forward)
+    first = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
+    is_backward: dict[int, bool] = {}
+    for position, equation in enumerate(stage.body.equations):
+        count = _num_equations(equation)
+        is_backward.update(dict.fromkeys(range(first, first + count), position not in forward))
+        first += count
+    total = sum(_num_equations(e) for e in step.program.equations)
+    places = place_nodes(graph, [0] * total, is_backward, 1)
+    places = replace(places, kept=dict.fromkeys(stage.kept_values(), 0))
+    terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)
+    figures = _Pricer(problem, terms).figures(sharding.choice)
+    return terms.table(figures, submesh, sharding.mesh)
+
+
+def mesh_shapes(submesh: Submesh) -> list[tuple[int, ...]]:
+    """Logical meshes of a submesh: one axis, or two of which the later fits into a host. (A later
+    axis across hosts would put what is gathered most onto the slowest link.)"""
+    hosts, per_host = submesh
+    count = hosts * per_host
+    grids = [
+        (count // n, n)
+        for n in range(2, count // 2 + 1)
+        if count % n == 0 and (hosts == 1 or per_host % n == 0)
+    ]
+    return [(count,), *grids]
+
+
+def submesh_cluster(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
+    """The submesh as a cluster of its own, with its share of the hosts' network."""
+    hosts, per_host = submesh
+    share = per_host / cluster.devices_per_host if hosts > 1 else 1.0
+    return replace(
+        cluster,
+        num_hosts=hosts,
+        devices_per_host=per_host,
+        host_bandwidth=share * cluster.spec.host_bandwidth,
+    )
+
+
+def undominated(tables: Sequence[LayerTable]) -> list[LayerTable]:
+    """Tables that no other of the same submesh is as good as in every figure of every layer."""
+    kept: list[LayerTable] = []
+    for table in tables:
+        if any(_is_as_good(other, table) for other in kept):
+            continue
+        kept = [other for other in kept if not _is_as_good(table, other)]
+        kept.append(table)
+    return kept
+
+
+def _is_as_good(one: LayerTable, other: LayerTable) -> bool:
+    names = ("latency_s", "once_s", "held_bytes", "in_flight_bytes", "working_bytes")
+    return all(bool((getattr(one, x) <= getattr(other, x) * (1 + 1e-9)).all()) for x in names)
+
+
+class TableBench:
+    """One graph, solved on many meshes."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        places: NodePlaces,
+        num_micro_batches: int,
+        fold: bool = True,
+        solver: str = "highs",
+        time_limit_s: float = 5.0,
+    ) -> None:
+        self.graph, self.places = graph, places
+        self.num_micro_batches = num_micro_batches
+        self.folded = fold_graph(graph, fold=fold)
+        self.solver, self.time_limit_s = solver, time_limit_s
+        self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
+        self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
+
+    def terms_of(self, problem: ShardingProblem) -> LayerTerms:
+        """Those of the problem's classes, which pins may have parted."""
+        if problem.classes is not self.terms.classes:
+            self.terms = LayerTerms(
+                self.graph, self.places, problem.classes, self.num_micro_batches
+            )
+        return self.terms
+
+    def tables(
+        self,
+        submesh: Submesh,
+        mesh: LogicalMesh,
+        allowed: Allowed,
+        keep: StrategyFilter | None,
+        prices: Sequence[float],
+        num_in_flight: float,
+        remat: Sequence[bool],
+    ) -> Iterator[LayerTable]:
+        problem, first, objective = self.cheapest(submesh, mesh, allowed, keep)
+        terms = self.terms_of(problem)
+        pricer = _Pricer(problem, terms)
+        limit = pricer.limit(*terms.priced_bytes(num_in_flight))
+        seen: list[Choice] = []
+        unit = objective / max(limit.value(first), 1.0)
+        for share in (0.0, *prices):
+            choice = first
+            if share and mesh.num_devices > 1:
+                penalised = problem.pairwise.copy()
+                limit.add_to(penalised, share * unit)
+                choice = self.solve(penalised)
+            if choice in seen:
+                continue
+            seen.append(choice)
+            figures = pricer.figures(choice)
+            table = terms.table(figures, submesh, mesh)
+            table = replace(table, price_per_byte=share * unit)
+            for again in remat:
+                yield terms.recomputed(table, figures) if again else table
+
+    def cheapest(
+        self, submesh: Submesh, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None
+    ) -> tuple[ShardingProblem, Choice, float]:
+        """The problem, its cheapest choice and what that costs; solved once per mesh."""
+        known = self.known.get((submesh, mesh.shape))
+        if known is not None:
+            folded = folded_for(self.graph, allowed, folded=self.folded)
+            return problem_on_mesh(folded, mesh, allowed, keep), *known
+        found = solve_graph(
+            self.graph,
+            mesh,
+            allowed=allowed,
+            keep=keep,
+            solver=self.solver,
+            time_limit_s=self.time_limit_s,
+            folded=self.folded,
+            gap=TABLE_GAP,
+        )
+        self.known[submesh, mesh.shape] = found.choice, found.objective
+        return found.problem, found.choice, found.objective
+
+    def solve(self, problem: PairwiseProblem) -> Choice:
+        reduction = reduce_problem(problem)
+        result = solve_ilp(
+            reduction.problem, solver=self.solver, time_limit_s=self.time_limit_s, gap=TABLE_GAP
+        )
+        return reduction.restore(result.choice)
+
+
+class _Pricer:
+    """Figures of groups on one mesh."""
+
+    def __init__(self, problem: ShardingProblem, terms: LayerTerms) -> None:
+        self.problem, self.terms = problem, terms
+        self.graph, self.mesh = problem.graph, problem.mesh
+        self.layouts: dict[Layout, int] = {}
+        self.known_nodes: dict[tuple[int, int], float] = {}
+        self.known_edges: dict[tuple[int, int, int], tuple[float, float, int]] = {}
+
+    def figures(self, choice: Choice) -> GroupFigures:
+        terms, classes = self.terms, self.problem.classes
+        node_s = [
+            self.node(group, index, choice[classes[index]])
+            for group, index in enumerate(terms.node_groups)
+        ]
+        edges = [
+            self.edge(group, choice[edge.source], choice[edge.target])
+            for group, edge in enumerate(terms.edge_groups)
+        ]
+        shares = [
+            1.0 / num_shards(self.strategy(owner, choice).results[result], self.mesh.shape)
+            for owner, result in terms.value_groups
+        ]
+        edge_s, copy_share, copy_layout = (np.array(x) for x in zip(*edges, strict=True))
+        return GroupFigures(np.array(node_s), edge_s, np.array(shares), copy_share, copy_layout)
+
+    def strategy(self, owner: int, choice: Choice):
+        return self.problem.strategies[owner][choice[owner]]
+
+    def node(self, group: int, index: int, chosen: int) -> float:
+        key = (group, chosen)
+        if key not in self.known_nodes:
+            strategies = self.problem.strategies[self.problem.classes[index]]
+            own = [strategies[chosen]]
+            cost = node_costs(self.graph, self.graph.nodes[index], self.mesh, own)
+            self.known_nodes[key] = float(cost[0])
+        return self.known_nodes[key]
+
+    def edge(self, group: int, source: int, target: int) -> tuple[float, float, int]:
+        """(seconds, the share that a copy is, the number of its layout)."""
+        key = (group, source, target)
+        if key not in self.known_edges:
+            self.known_edges[key] = self.price_edge(group, source, target)
+        return self.known_edges[key]
+
+    def price_edge(self, group: int, source: int, target: int) -> tuple[float, float, int]:
+        edge, problem, mesh = self.terms.edge_groups[group], self.problem, self.mesh
+        up = problem.strategies[edge.source][source]
+        down = problem.strategies[edge.target][target]
+        made = up.results[edge.result]
+        is_state = edge.position == STATE_EDGE
+        wanted = down.results[0] if is_state else down.operands[edge.position]
+        number = self.layouts.setdefault(wanted, len(self.layouts))
+        if made == wanted:
+            return 0.0, 0.0, number
+        producer = self.graph.nodes[problem.representative[edge.source]]
+        consumer = self.graph.nodes[problem.representative[edge.target]]
+        info = self.graph.values[producer.results[edge.result]]
+        deferred = edge.deferred and mesh.device is not None
+        share = DEFERRED_ALPHA_SHARE if deferred else 1.0
+        partial = PARTIAL in made or PARTIAL in wanted
+        table = reshard_table(mesh, info.shape, float(info.num_bytes), partial, share)
+        copied = 0.0
+        if not is_state and not is_slice(made, wanted):
+            kept = made if consumer.kind is NodeKind.FINISH else wanted
+            copied = 1.0 / num_shards(kept, mesh.shape)
+        return table.cost(made, wanted), copied, number
+
+    def limit(self, value_bytes: np.ndarray, copy_bytes: np.ndarray) -> Limit:
+        """Bytes of values and copies as a function of the choice."""
+        problem, shape = self.problem, self.mesh.shape
+        nodes: dict[int, np.ndarray] = {}
+        edges: dict[tuple[int, int], np.ndarray] = {}
+
+        def add(table: dict, key, term: np.ndarray) -> None:
+            table[key] = table[key] + term if key in table else term
+
+        for (owner, result), size in zip(self.terms.value_groups, value_bytes, strict=True):
+            strategies = problem.strategies[owner]
+            if size:
+                own = [1.0 / num_shards(s.results[result], shape) for s in strategies]
+                add(nodes, owner, size * np.array(own))
+        for edge, size in zip(self.terms.edge_groups, copy_bytes, strict=True):
+            if not size:
+                continue
+            u, v = edge.source, edge.target
+            ups, downs = problem.strategies[u], problem.strategies[v]
+            term = size * copy_shares(ups, downs, edge.result, edge.position, False, shape)
+            if u == v:
+                add(nodes, u, np.diagonal(term))
+            elif term.any():
+                add(edges, (min(u, v), max(u, v)), term if u < v else term.T)
+        return Limit(nodes, edges)

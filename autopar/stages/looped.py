@@ -1,0 +1,189 @@
+"""A step as a loop over micro-batches with its layers, and stages as they are wanted of it.
+
+From a looped step to its layers (`find_looped`), from layers to stages (`even_ranges`), and from
+stages to a step per stage (`slice_into`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import TraceError
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.stages import Submesh
+from autopar.methods import AutoLayers, ManualLayers
+from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch, moved_to
+from autopar.rewrite.layer_boundaries import layers_by_marks
+from autopar.rewrite.layers import Layer, find_layers
+from autopar.rewrite.remat import rematerialise
+from autopar.rewrite.stage_slices import SlicedStep, slice_step
+from autopar.tracer.costs import program_flops
+from autopar.tracer.flatten import TracedStep
+from autopar.tracer.program import Program
+
+# Time to start one piece: Python, argument handling and the launch itself.
+LAUNCH_S = {"cpu": 300e-6}
+GPU_LAUNCH_S = 60e-6
+
+Loop = Callable[[int], TracedStep]  # the step as a loop over so many micro-batches
+
+
+def launch_s(cluster: ClusterSpec) -> float:
+    """As measured, if it was."""
+    measured = cluster.measured
+    if measured is not None and measured.dispatch_s is not None:
+        return measured.dispatch_s.seconds
+    return LAUNCH_S.get(cluster.spec.name, GPU_LAUNCH_S)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage as a method or the search wants it."""
+
+    layers: tuple[int, int]
+    submesh: Submesh
+    mesh_shape: tuple[int, ...] | None = None
+    remat: bool = False
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A step as a loop over micro-batches, and its layers."""
+
+    step: TracedStep
+    layers: tuple[Layer, ...]
+
+    @property
+    def body(self) -> Program:
+        assert self.step.loop is not None
+        return self.step.program.equations[self.step.loop].bodies[0]
+
+    @cached_property
+    def attached(self) -> LoopLayers:
+        return attach(self.body, self.layers)
+
+    @cached_property
+    def layer_flops(self) -> tuple[float, ...]:
+        """Of every layer, in both passes, for one micro-batch."""
+        flops = [0.0] * len(self.layers)
+        for equation, layer in zip(self.body.equations, self.attached.layer_of, strict=True):
+            if layer >= 0:
+                own = replace(self.body, equations=(equation,))
+                flops[layer] += program_flops(own)
+        return tuple(flops)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(self.attached.is_backward)
+
+    def recomputing(self, numbers: Sequence[int]) -> Looped:
+        """The same with these layers computed again in the backward pass."""
+        chosen = [self.layers[i] for i in numbers if self.layers[i].residual_bytes > 0]
+        chosen = [layer for layer in chosen if not layer.is_last]
+        if not chosen:
+            return self
+        assert self.step.loop is not None
+        body = rematerialise(self.body, chosen)
+        program, at = self.step.program, self.step.loop
+        loop = replace(program.equations[at], bodies=(body,))
+        equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
+        program = replace(program, equations=equations, avals=body.avals)
+        step = replace(self.step, program=program, remat=tuple(layer.name for layer in chosen))
+        return Looped(step, moved_to(self.body, self.layers, body))
+
+
+def layers_of(layering: str) -> AutoLayers | ManualLayers:
+    """How layers were found, from a plan's word for it."""
+    if layering == "manual":
+        return ManualLayers()
+    return AutoLayers("auto" if layering == "auto" else int(layering))
+
+
+def find_looped(step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1) -> Looped:
+    assert step.loop is not None
+    loop = step.program.equations[step.loop]
+    batch = loop_batch(loop)
+    if isinstance(layers, ManualLayers):
+        return Looped(step, layers_by_marks(loop.bodies[0], batch))
+    count = None if layers.num_layers == "auto" else int(layers.num_layers)
+    found = find_layers(loop.bodies[0], count, batch=batch)
+    if count is None and len(found) < at_least:
+        found = find_layers(loop.bodies[0], at_least, batch=batch)
+    return Looped(step, found)
+
+
+def slice_into(
+    looped: Looped, specs: Sequence[StageSpec], owners: Mapping[int, int] | None = None
+) -> SlicedStep:
+    again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
+    looped = looped.recomputing(again)
+    stage_of = [s for s, spec in enumerate(specs) for _ in range(*spec.layers)]
+    return slice_step(looped.step, looped.attached, stage_of, owners)
+
+
+_MOST_STAGES = 8  # of a pipeline that is searched at first
+
+
+def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
+    """The number of micro-batches to search stages at first: four for every stage, if stages are
+    hosts, but with two rows for every device of a host, so that a stage can still split them. On
+    many hosts stages are larger: with few rows, tables would know nothing of splitting them."""
+    rows = batch_rows(step)
+    most = max(2, rows // (2 * cluster.devices_per_host))
+    wanted = min(most, 4 * min(max(2, cluster.num_hosts), _MOST_STAGES))
+    found = [n for n in range(1, rows + 1) if rows % n == 0]
+    return min(found, key=lambda n: abs(n - wanted))
+
+
+def batch_rows(step: TracedStep) -> int:
+    for index in step.batch:
+        if step.avals[index].shape:
+            return step.avals[index].shape[0]
+    raise TraceError(
+        f"{step.name}: a pipeline needs a batch that can be cut into micro-batches, but no array "
+        "of its arguments is one. Pass the batch as argument 1, or name it with batch_argnums."
+    )
+
+
+def forbidden_collectives(options: Any) -> frozenset[str]:
+    allowed = {
+        "reduce-scatter": options.allow_reduce_scatter,
+        "all-to-all": options.allow_all_to_all,
+    }
+    return frozenset(name for name, is_allowed in allowed.items() if not is_allowed)
+
+
+def even_ranges(work: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Contiguous non-empty ranges whose largest sum of work is least."""
+    total = np.concatenate(([0.0], np.cumsum(work)))
+    num = len(work)
+    best = np.full((count + 1, num + 1), inf)
+    cut = np.zeros((count + 1, num + 1), dtype=int)
+    best[0, 0] = 0.0
+    for k in range(1, count + 1):
+        for end in range(k, num - (count - k) + 1):
+            for start in range(k - 1, end):
+                worst = max(best[k - 1, start], total[end] - total[start])
+                if worst < best[k, end]:
+                    best[k, end], cut[k, end] = worst, start
+    ends = [num]
+    for k in range(count, 0, -1):
+        ends.append(int(cut[k, ends[-1]]))
+    return list(pairwise(ends[::-1]))
+
+
+def halved(specs: Sequence[StageSpec], looped: Looped) -> list[StageSpec]:
+    """Twice as many stages as meshes, for an interleaved schedule: the same layers cut evenly."""
+    count = 2 * len(specs)
+    if len({spec.submesh for spec in specs}) > 1 or count > len(looped.layers):
+        return list(specs)
+    ranges = even_ranges([layer.flops for layer in looped.layers], count)
+    any_remat = any(spec.remat for spec in specs)
+    return [StageSpec(layers, specs[0].submesh, None, any_remat) for layers in ranges]

@@ -1,0 +1,314 @@
+"""When what runs, before anything has run: from stage plans to `PipelineTimes`, and from a plan to
+its predicted `Timeline`.
+
+What crosses between stages is priced from the layouts that the stages' plans give it. The timeline
+needs nothing but the plan, so it can be drawn from a plan file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from autopar.cost.pipeline_links import boundary_s, crossing_time
+from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
+from autopar.cost.simulator import (
+    Simulated,
+    TransferTime,
+    Work,
+    host_routes,
+    program_work,
+    simulate,
+    timeline,
+)
+from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Pipeline, PipelinePrograms
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.schedule import Schedule
+from autopar.ir.spec import WHOLE
+from autopar.ir.timeline import Event, PieceTime, PipelineTimes, Timeline
+from autopar.lower.instructions import emit_programs
+from autopar.lower.stage_programs import Pieces, cut_into_pieces
+from autopar.lower.tiles import plan_tiles
+from autopar.lower.unreduced import lane_axes, with_lanes
+from autopar.stages.schedules import make_schedule
+
+# Tiles of larger meshes take seconds to plan; what crosses between them is priced in closed form.
+MOST_TILED = 256
+
+Hosts = Sequence[frozenset[int]]  # of each mesh
+
+
+def stage_times(
+    sliced: Any,
+    solved: Sequence[Any],
+    *,
+    devices: Sequence[Sequence[int]],
+    stage_mesh: Sequence[int],
+    schedule: str,
+    num_micro_batches: int,
+    cluster: ClusterSpec,
+    launch_s: float,
+) -> PipelineTimes:
+    """Times of a pipeline that is planned: its `SlicedStep`, and a `SolvedStage` per stage. What is
+    done once per step counts for the first piece of the update."""
+    pieces = cut_into_pieces(
+        sliced.stages,
+        [own.plan.program for own in solved],
+        num_micro_batches,
+        stage_mesh=stage_mesh,
+        split_weights=schedule == "zero_bubble",
+    )
+    figures = [own.figures for own in solved]
+    return pipeline_times(
+        pieces.pipeline,
+        _piece_seconds(pieces.pipeline, figures, launch_s),
+        _transfer_times(pieces, sliced.program.avals, solved, devices, stage_mesh, cluster),
+        [float(table.held_bytes[0]) for table in figures],
+        [float(table.in_flight_bytes[0]) for table in figures],
+        [float(table.working_bytes[0]) for table in figures],
+    )
+
+
+def _piece_seconds(pipeline: Pipeline, figures: Sequence[Any], launch_s: float) -> list[float]:
+    """Of one run of each piece. The backward pass is shared evenly between its pieces."""
+    of_stage: dict[tuple[int, Phase], list[int]] = {}
+    for number, piece in enumerate(pipeline.pieces):
+        of_stage.setdefault((piece.stage, piece.phase), []).append(number)
+    seconds = [launch_s] * len(pipeline.pieces)
+    for stage, table in enumerate(figures):
+        for number in of_stage.get((stage, Phase.FORWARD), []):
+            seconds[number] += float(table.forward_s[0])
+        later = [*of_stage.get((stage, Phase.BACKWARD), [])]
+        later += of_stage.get((stage, Phase.WEIGHTS), [])
+        for number in later:
+            seconds[number] += float(table.latency_s[0] - table.forward_s[0]) / len(later)
+        once = [*of_stage.get((stage, Phase.UPDATE), []), *of_stage.get((stage, Phase.PREPARE), [])]
+        if once:
+            seconds[once[0]] += float(table.once_s[0])
+    return seconds
+
+
+def _transfer_times(
+    pieces: Pieces,
+    avals: Sequence[Any],
+    solved: Sequence[Any],
+    devices: Sequence[Sequence[int]],
+    stage_mesh: Sequence[int],
+    cluster: ClusterSpec,
+) -> list[TransferTime]:
+    """Of every transfer, for one micro-batch; none where both stages are on one mesh."""
+    shapes = [own.plan.mesh_shape for own in solved]
+    hosts = [tuple(d // cluster.devices_per_host for d in own) for own in devices]
+    meshes = [
+        _mesh_on(cluster, shape, len(set(own))) for shape, own in zip(shapes, hosts, strict=True)
+    ]
+    known: dict[Any, TransferTime] = {}
+    found = []
+    for transfer in pieces.pipeline.transfers:
+        source, target, value = transfer.source, transfer.target, transfer.ref.value
+        if stage_mesh[source] == stage_mesh[target]:
+            found.append(TransferTime(0.0, 0.0))
+            continue
+        aval = avals[value]
+        shape = tuple(getattr(aval, "shape", ()))
+        ends = [_laid_out(pieces, stage, value, shape, shapes[stage]) for stage in (source, target)]
+        # What is sent is one array of one type: partial sums are finished before.
+        way = (ends[0][0], aval.dtype.itemsize, ends[0][1], shapes[source], ends[1][1])
+        key = (*way, shapes[target], hosts[source], hosts[target])
+        if key not in known and max(len(devices[source]), len(devices[target])) > MOST_TILED:
+            known[key] = _in_closed_form(way[0], way[1], hosts[source], hosts[target], cluster)
+        elif key not in known:
+            plan = plan_tiles(*way, shapes[target])
+            known[key] = crossing_time(plan, hosts[source], hosts[target], cluster, meshes[target])
+        found.append(known[key])
+    return found
+
+
+def _in_closed_form(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source_hosts: Sequence[int],
+    target_hosts: Sequence[int],
+    cluster: ClusterSpec,
+) -> TransferTime:
+    """As if every byte crossed once, over all links between the two meshes."""
+    num_bytes = float(itemsize * prod(shape))
+    same_host = len({*source_hosts, *target_hosts}) == 1
+    seconds = boundary_s(num_bytes, len(source_hosts), len(target_hosts), same_host, cluster)
+    device = cluster.spec
+    latency_s = device.intra_host_alpha_s if same_host else device.inter_host_alpha_s
+    return TransferTime(num_bytes, seconds, min(latency_s, seconds))
+
+
+def _laid_out(
+    pieces: Pieces, stage: int, value: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape with lanes, layout) of a value's buffers."""
+    layout = pieces.layouts[stage, value]
+    if layout is None:
+        layout = (WHOLE,) * len(mesh_shape)
+    lanes = [mesh_shape[axis] for axis in lane_axes(layout)]
+    return (*lanes, *shape), with_lanes(layout)
+
+
+def _mesh_on(cluster: ClusterSpec, shape: tuple[int, ...], num_hosts: int) -> LogicalMesh:
+    """A mesh on some hosts of a cluster, or on a part of one."""
+    own = replace(cluster, num_hosts=num_hosts)
+    return mesh_of_cluster(own, shape)
+
+
+def mesh_hosts(
+    devices: Sequence[Sequence[int]], stage_mesh: Sequence[int], devices_per_host: int
+) -> list[frozenset[int]]:
+    """The hosts that each mesh has devices on, by those of the stages."""
+    hosts: list[set[int]] = [set() for _ in range(max(stage_mesh) + 1)]
+    for own, mesh in zip(devices, stage_mesh, strict=True):
+        hosts[mesh].update(device // devices_per_host for device in own)
+    return list(map(frozenset, hosts))
+
+
+def predicted_s(times: PipelineTimes, schedule: Schedule, hosts: Hosts | None = None) -> float:
+    """Seconds of a step, by simulating it."""
+    return _simulated(times, schedule, hosts)[3].step_s
+
+
+def _simulated(
+    times: PipelineTimes, schedule: Schedule, hosts: Hosts | None
+) -> tuple[Pipeline, PipelinePrograms, Work, Simulated]:
+    stage_mesh, number = schedule.stage_mesh, schedule.num_micro_batches
+    pipeline, piece_s, transfers = pipeline_of_times(times, stage_mesh, number)
+    programs = emit_programs(pipeline, schedule)
+    if hosts is None:
+        work = program_work(pipeline, programs, piece_s, transfers)
+    else:
+        work = program_work(pipeline, programs, piece_s, transfers, host_routes(hosts))
+    return pipeline, programs, work, simulate(work)
+
+
+# -- timelines
+
+
+def predicted_timeline(plan: ParallelPlan) -> Timeline:
+    """When what runs in a step of the plan: pieces and transfers of a pipeline on its meshes, or
+    forward passes, backward passes and the update of a step on one mesh."""
+    if not plan.is_pipeline:
+        return _on_one_mesh(plan)
+    stage_mesh = [stage.mesh for stage in plan.stages]
+    if not plan.schedule:
+        return _side_by_side(plan, stage_mesh)
+    times = plan.times or _times_of_stages(plan)
+    schedule = make_schedule(
+        plan.schedule, len(plan.stages), plan.num_micro_batches, stage_mesh=stage_mesh
+    )
+    hosts = None
+    if plan.cluster is not None:
+        devices = [stage.devices for stage in plan.stages]
+        hosts = mesh_hosts(devices, stage_mesh, plan.cluster.devices_per_host)
+    found = timeline(*_simulated(times, schedule, hosts))
+    if not times.held_bytes:
+        return found
+    return replace(found, memory=_memory(found, times, stage_mesh))
+
+
+def _memory(
+    found: Timeline, times: PipelineTimes, stage_mesh: Sequence[int]
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Bytes on one device of each mesh: what its stages hold all the time, what they keep of each
+    micro-batch from the start of its forward pass to the end of its last phase, and what they need
+    while a piece runs."""
+    ends: dict[tuple[int, int | None], float] = {}
+    for event in found.events:
+        if event.kind == "run" and event.micro_batch is not None:
+            key = event.stage, event.micro_batch
+            ends[key] = max(ends.get(key, 0.0), event.end_s)
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(found.num_meshes)]
+    for event in found.events:
+        if event.kind != "run":
+            continue
+        own, stage = changes[event.mesh], event.stage
+        own.append((event.start_s, times.working_bytes[stage]))
+        own.append((event.end_s, -times.working_bytes[stage]))
+        if event.phase == Phase.FORWARD.value:
+            own.append((event.start_s, times.kept_bytes[stage]))
+            own.append((ends[stage, event.micro_batch], -times.kept_bytes[stage]))
+    lines = []
+    for mesh, own in enumerate(changes):
+        held = sum(b for b, m in zip(times.held_bytes, stage_mesh, strict=True) if m == mesh)
+        at_time: dict[float, float] = {0.0: held}
+        for at, change in sorted(own):
+            held += change
+            at_time[at] = held
+        lines.append(tuple(at_time.items()))
+    return tuple(lines)
+
+
+def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
+    """Of a plan that does not say what crosses: as if it took no time."""
+    phases = [Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS, Phase.UPDATE]
+    if plan.schedule == "inference":
+        phases = [Phase.FORWARD]
+    elif plan.schedule != "zero_bubble":
+        phases.remove(Phase.WEIGHTS)
+    pieces = []
+    for number, stage in enumerate(plan.stages):
+        backward_s = stage.backward_s / (2 if Phase.WEIGHTS in phases else 1)
+        seconds = {
+            Phase.FORWARD: stage.forward_s,
+            Phase.BACKWARD: backward_s,
+            Phase.WEIGHTS: backward_s,
+            Phase.UPDATE: stage.once_s,
+        }
+        pieces += (PieceTime(number, phase.value, 0, seconds[phase]) for phase in phases)
+    return PipelineTimes((), (), (), (), (), tuple(pieces))
+
+
+def _side_by_side(plan: ParallelPlan, stage_mesh: Sequence[int]) -> Timeline:
+    """Stages that make results of their own, those of one mesh after another."""
+    now_s = [0.0] * (max(stage_mesh) + 1)
+    events = []
+    for number, (stage, mesh) in enumerate(zip(plan.stages, stage_mesh, strict=True)):
+        took_s = 0.0 if stage.plan is None else stage.plan.estimated_step_s
+        start = now_s[mesh]
+        now_s[mesh] = start + took_s
+        events.append(
+            Event(mesh, "run", f"stage{number}_results", number, None, start, now_s[mesh])
+        )
+    return Timeline(tuple(events), max(now_s), len(now_s))
+
+
+def _on_one_mesh(plan: ParallelPlan) -> Timeline:
+    """All modules of a region together. Regions are in proportion to what their modules take, and
+    the whole is the plan's own step time."""
+    regions: dict[str, float] = {}
+    for module in plan.modules:
+        took_s = module.compute_s + module.communication_s
+        regions[module.region] = regions.get(module.region, 0.0) + took_s
+    total = sum(regions.values())
+    if not total:
+        whole = Event(0, "run", plan.name, 0, None, 0.0, plan.estimated_step_s)
+        return Timeline((whole,), plan.estimated_step_s, 1)
+    scale = plan.estimated_step_s / total
+    per_micro_batch = [p.value for p in PER_MICRO_BATCH]
+    number = plan.num_micro_batches
+    looped = [r for r in per_micro_batch if regions.get(r)]
+    once = [r for r in regions if r not in per_micro_batch and regions[r]]
+    runs = [(r, m, regions[r] * scale / number) for m in range(number) for r in looped]
+    runs += [(r, None, regions[r] * scale) for r in once]
+    events, now = [], 0.0
+    for region, micro_batch, took_s in runs:
+        which = micro_batch if number > 1 else None
+        name = region or "other"
+        events.append(Event(0, "run", name, 0, which, now, now + took_s, region))
+        now += took_s
+    return Timeline(tuple(events), plan.estimated_step_s, 1, _one_mesh_memory(plan))
+
+
+def _one_mesh_memory(plan: ParallelPlan) -> tuple[tuple[tuple[float, float], ...], ...]:
+    memory = None if plan.details is None else plan.details.memory
+    if memory is None:
+        return ()
+    at_points = map(sum, memory.held)
+    return (tuple(zip(memory.seconds, at_points, strict=True)),)

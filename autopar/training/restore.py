@@ -1,0 +1,165 @@
+"""`restore_checkpoint`: from a checkpoint to the state of a step, laid out as its plan wants it.
+
+A step's plan knows the pytrees of its arguments and where each array lies. The checkpoint is of one
+argument, or of a tuple of the first few that are state: those whose leaves have the names that were
+saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.tree_util import SequenceKey
+
+from autopar import _jax, session
+from autopar.api import ParallelFunction, local_devices
+from autopar.compiler import check_devices
+from autopar.errors import ArgumentError, CheckpointError
+from autopar.ir import objects
+from autopar.ir.plan import ParallelPlan
+from autopar.runtime.checkpoints.find import find_checkpoint
+from autopar.runtime.checkpoints.orbax import OrbaxSource
+from autopar.runtime.checkpoints.restore import (
+    OwnSource,
+    difference_text,
+    differing,
+    restore_nested,
+    restore_tree,
+)
+from autopar.runtime.remote.save import input_places
+
+
+def restore_checkpoint(directory: str | Path, target: Any = None, step: int | None = None) -> Any:
+    """Read the checkpoint of `step`, or the newest, from a folder.
+
+    target: a parallelized function that has been called or planned, or a plan: the state comes back
+            as that argument, in the plan's shardings, whatever plan and devices it was saved from;
+            as a tuple, if it was saved as one of several arguments, `(model, optimizer)`.
+            A pytree of arrays or `jax.ShapeDtypeStruct`s: it comes back in this structure, each
+            array with the sharding of its place, if that has one. None: dicts and lists of numpy
+            arrays.
+
+    directory: the folder of checkpoints.
+    step:      whose; None for the newest.
+
+    Returns the state. Raises `CheckpointError` if there is none, if it is damaged or unfinished,
+    and with the first differences if its leaves are not those of the target.
+    """
+    found = find_checkpoint(directory, step)
+    source = OrbaxSource(found.path) if found.is_orbax else OwnSource(found.path)
+    if target is None:
+        return restore_nested(source)
+    if not isinstance(target, (ParallelFunction, ParallelPlan)):
+        return restore_tree(source, target)
+    arguments = arguments_of(target, source.name)
+    differences = [differing(source.manifest, argument.wanted) for argument in arguments]
+    chosen = next((i for i, lines in enumerate(differences) if not lines), 0)
+    if differences[chosen]:
+        raise CheckpointError(difference_text(found.path, differences[chosen]))
+    argument = arguments[chosen]
+    return argument.rebuilt(source.leaves(argument.wanted))
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a planned step, or a tuple of several.
+
+    name:   its position, or its name if it was given by keyword; of several, all of them.
+    wanted: (path inside of it, place) of its array leaves.
+    """
+
+    name: int | str | tuple[int | str, ...]
+    wanted: tuple[tuple[str, Any], ...]
+    _call: Any
+    _positions: tuple[int, ...]
+
+    def rebuilt(self, leaves: Sequence[Any]) -> Any:
+        """The argument with these array leaves and what else was in it."""
+        everything: list[Any] = [None] * len(self._call.leaves)
+        for position, leaf in zip(self._positions, leaves, strict=True):
+            everything[position] = leaf
+        args, kwargs = objects.assembled(self._call.rebuild(everything))
+        if isinstance(self.name, tuple):
+            return tuple(args[n] if isinstance(n, int) else kwargs[n] for n in self.name)
+        return args[self.name] if isinstance(self.name, int) else kwargs[self.name]
+
+
+def arguments_of(
+    target: ParallelFunction | ParallelPlan, name_of: Callable[[Sequence[Any]], str]
+) -> list[Argument]:
+    """The arguments of a planned step that hold arrays, those that are state first, and tuples of
+    these. `name_of` gives a path its name in the checkpoint."""
+    plan = _plan_of(target)
+    if plan.in_tree is None:
+        raise ArgumentError(
+            f"restore_checkpoint(target={plan.name!r}): a plan that was read from a file does not "
+            "know the structure of the step's arguments. Give the parallelized function, after "
+            "step.plan(state, batch), or what that returned."
+        )
+    call = plan.in_tree[1]
+    places = _places(plan, call.leaves)
+    arguments = []
+    for name in dict.fromkeys(call.argument):
+        positions = tuple(i for i, owner in enumerate(call.argument) if owner == name)
+        wanted = tuple((name_of(call.key_paths[i]), places[i]) for i in positions)
+        arguments.append(Argument(name, wanted, call, positions))
+    state = [call.argument[i] for i, tensor in enumerate(plan.inputs) if tensor.role == "state"]
+    arguments.sort(key=lambda argument: argument.name not in state)
+    names = tuple(dict.fromkeys(state))
+    for count in range(2, len(names) + 1):
+        own = [i for name in names[:count] for i, o in enumerate(call.argument) if o == name]
+        wanted = tuple(
+            (name_of((SequenceKey(names.index(call.argument[i])), *call.key_paths[i])), places[i])
+            for i in own
+        )
+        arguments.append(Argument(names[:count], wanted, call, tuple(own)))
+    return arguments
+
+
+def _plan_of(target: ParallelFunction | ParallelPlan) -> ParallelPlan:
+    if isinstance(target, ParallelPlan):
+        return target
+    if target.last_planned is None:
+        raise ArgumentError(
+            f"restore_checkpoint(target={target!r}): has no plan yet, and the checkpoint is laid "
+            "out as the plan says. Call step.plan(state, batch) first; jax.ShapeDtypeStructs will "
+            "do for arguments."
+        )
+    return target.last_planned.plan
+
+
+def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
+    """Where each array of the arguments is to lie."""
+    types = [
+        leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves
+    ]
+    remote = session.current().remote
+    if remote is not None:
+        return list(input_places(plan, types, remote))
+    return [
+        jax.ShapeDtypeStruct(
+            type_.shape,
+            type_.dtype,
+            sharding=sharding,
+            weak_type=bool(getattr(type_, "weak_type", False)),
+        )
+        for type_, sharding in zip(types, input_shardings(plan, local_devices()), strict=True)
+    ]
+
+
+def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSharding]:
+    """Where the plan keeps each input, on the given devices."""
+    check_devices(plan, devices)
+    meshes = []
+    for stage in plan.stages:
+        own = stage.plan or plan
+        numbers = stage.devices if stage.plan else range(plan.num_devices)
+        grid = np.array([devices[d] for d in numbers], dtype=object).reshape(own.mesh_shape)
+        meshes.append(_jax.fresh_mesh(grid, own.axis_names))
+    return [NamedSharding(meshes[t.stages[0]], plan.spec_of(t)) for t in plan.inputs]

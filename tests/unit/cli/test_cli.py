@@ -1,0 +1,91 @@
+"""The `autopar` command, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar import cli
+from autopar.errors import AutoparError
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_autopar(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the demo chooses devices, which a process can do once."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles faster
+    }
+    command = [sys.executable, "-m", "autopar", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
+
+
+@pytest.mark.ci
+def test_demo() -> None:
+    done = run_autopar("demo", "--platform", "cpu", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "training a small GPT on 8 virtual CPU device(s)",
+        "one device ",
+        "all devices",
+        "3/3",
+        "train_step: on a mesh ",
+        "state.params['Block_*']['qkv']['kernel']",
+        "Block_0–3 (4)",
+        "losses agree",
+    ):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "required: command"),
+        (("dmeo",), "invalid choice: 'dmeo'"),
+        (("demo", "--steps", "0"), "0 is not a whole number ≥ 1"),
+        (("demo", "--steps", "few"), "--steps"),
+        (("demo", "--batch-size", "-1"), "-1 is not a whole number ≥ 1"),
+        (("demo", "--platform", "abacus"), "invalid choice: 'abacus'"),
+        (("demo", "--layers", "4"), "unrecognized arguments: --layers 4"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_arguments(arguments, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for name in ("demo", "plan", "sweep", "report", "explain", "diff", "doctor", "devices"):
+        assert f"    {name} " in out
+
+
+@pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])
+def test_exit_code_says_whether_the_losses_agree(monkeypatch, agrees: bool, code: int) -> None:
+    monkeypatch.setattr("autopar.cli.demo.run_demo", lambda *arguments: agrees)
+    assert cli.main(["demo"]) == code
+
+
+def test_an_error_of_autopar_is_told_without_a_traceback(monkeypatch, capsys) -> None:
+    def fails(*arguments: object) -> bool:
+        raise AutoparError("flax is not installed")
+
+    monkeypatch.setattr("autopar.cli.demo.run_demo", fails)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "autopar: flax is not installed\n"

@@ -1,0 +1,120 @@
+"""Equations bound lane by lane add up to the equation itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar import _jax
+from autopar.ir.plan import Lanes
+from autopar.ir.spec import PARTIAL, WHOLE
+from autopar.lower.unreduced import bind_in_lanes, empty_lanes, with_lanes
+from autopar.tracer.flatten import trace_step
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape: int) -> Any:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def mesh(*shape: int) -> Any:
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return _jax.fresh_mesh(devices, ("x", "y")[: len(shape)])
+
+
+def last_equation(fn: Any, *args: Any) -> Any:
+    return trace_step(fn, args).program.equations[-1]
+
+
+def check(fn: Any, args: Any, lanes: Lanes, on: Any, sizes: tuple[int, ...]) -> None:
+    """The lanes have the sizes of their axes and sum up to the whole."""
+    equation = last_equation(fn, *args)
+    (got,) = jax.jit(lambda *a: bind_in_lanes(equation, lanes, a, on))(*args)
+    want = fn(*args)
+    assert got.shape == (*sizes, *want.shape)
+    np.testing.assert_allclose(got.sum(tuple(range(len(sizes)))), want, rtol=1e-4, atol=1e-4)
+
+
+def product(a: Any, b: Any) -> Any:
+    return jax.lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())))
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        ((0,), (0, WHOLE)),
+        ((1,), (WHOLE, 1)),
+        ((0, 1), (0, 1)),
+        ((0, 1), (0, 0)),
+        ((1,), (0, 0)),  # the other axis splits the same dimension and stays
+        ((0,), (0, 0)),
+    ],
+)
+def test_products_over_two_dimensions(axes: tuple[int, ...], layout: tuple[int, ...]) -> None:
+    args = (array(8, 4, 6), array(8, 4, 5))
+    lanes = Lanes(axes, (layout, layout))
+    check(product, args, lanes, mesh(2, 4), tuple((2, 4)[a] for a in axes))
+
+
+def test_each_rank_reduces_its_own_rows() -> None:
+    equation = last_equation(lambda x: jnp.sum(x, axis=0), x := array(8, 3))
+    (got,) = bind_in_lanes(equation, Lanes((0,), ((0,),)), [x], mesh(4))
+    np.testing.assert_allclose(got, x.reshape(4, 2, 3).sum(1), rtol=1e-5)
+
+
+def test_operands_with_lanes_are_taken_as_they_are() -> None:
+    equation = last_equation(lambda a, b: a + b, array(3), array(3))
+    a, b = array(4, 3), array(4, 3)
+    partial = (PARTIAL,)
+    (got,) = bind_in_lanes(equation, Lanes((0,), (partial, partial)), [a, b], mesh(4))
+    np.testing.assert_allclose(got, a + b)
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1)])
+def test_gradient_of_a_filter_gathers_nothing(axes: tuple[int, ...]) -> None:
+    images, grads = array(8, 6, 6, 3), array(8, 6, 6, 4)
+
+    def fn(images: Any, grads: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            images, grads, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC")
+        )
+
+    layout = (0, 0) if len(axes) == 2 else (0, WHOLE)
+    lanes = Lanes(axes, (layout, layout))
+    on = mesh(2, 2)
+    check(fn, (images, grads), lanes, on, (2, 2)[: len(axes)])
+    equation = last_equation(fn, images, grads)
+    spec = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec(("x", "y")[: len(axes)]))
+    program = jax.jit(lambda *a: bind_in_lanes(equation, lanes, a, on), in_shardings=(spec, spec))
+    text = program.lower(images, grads).compile().as_text()
+    assert text is not None and "all-gather" not in text and "all-reduce" not in text
+
+
+def test_scatter_into_zeros() -> None:
+    ids, rows = RNG.integers(0, 5, size=(8,)), array(8, 3)
+    zeros = jnp.zeros((5, 3))
+
+    def fn(zeros: Any, ids: Any, rows: Any) -> Any:
+        numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+        return jax.lax.scatter_add(zeros, ids[:, None], rows, numbers)
+
+    equation = last_equation(fn, zeros, ids, rows)
+    lanes = Lanes((0,), ((WHOLE,), (0,), (0,)))
+    (got,) = bind_in_lanes(equation, lanes, [zeros, ids[:, None], rows], mesh(4))
+    np.testing.assert_allclose(got.sum(0), fn(zeros, ids, rows), rtol=1e-5)
+
+
+def test_layouts_and_zeros_with_lanes() -> None:
+    assert with_lanes((PARTIAL, 1)) == (0, 2)
+    assert with_lanes((0, PARTIAL)) == (1, 0)
+    assert with_lanes((PARTIAL, PARTIAL)) == (0, 1)
+    assert with_lanes((WHOLE, 1)) == (WHOLE, 1)
+    assert empty_lanes(jnp.zeros((3,)), (WHOLE, PARTIAL), mesh(2, 4)).shape == (4, 3)
+    assert empty_lanes(0.0, (PARTIAL, PARTIAL), mesh(2, 4)).shape == (2, 4)
+    kept = jnp.ones((3,))
+    assert empty_lanes(kept, (WHOLE, 0), mesh(2, 4)) is kept

@@ -1,0 +1,86 @@
+"""Plans ranked by compiling, around stand-ins for XLA's figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import ArgumentError, MemoryBudgetError
+from autopar.ir.identity import plan_digest
+from autopar.measure.verify import plan_verified
+from autopar.measure.verify.report import Compared
+
+METHOD = autopar.ShardParallel(mesh_shape=(8,), options=autopar.ShardingOptions(rerank=3))
+CLUSTER = autopar.ClusterSpec(1, 8, "h100-sxm")
+
+
+def step(state, batch):
+    grads = jax.grad(lambda w: jnp.mean((jnp.tanh(batch @ w["a"]) @ w["b"]) ** 2))(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
+
+
+STATE = {"a": jnp.ones((32, 64)), "b": jnp.ones((64, 16))}
+ARGUMENTS = STATE, jnp.ones((64, 32))
+
+
+def told(sent, excess):
+    """A report of plans that send so many times the predicted bytes."""
+    collectives = (SimpleNamespace(sent_bytes=Compared(sent * 100.0, 100.0)),)
+    return SimpleNamespace(
+        fits=excess <= 0,
+        excess_bytes=float(excess),
+        peak_bytes=2.0**20 + excess,
+        target="h100-80gb",
+        meshes=(SimpleNamespace(collectives=collectives),),
+    )
+
+
+def verified(monkeypatch, *reports):
+    compiled = []
+
+    def verify(fn, *args, plan, target, **_):
+        assert target == "h100-80gb" and fn is step
+        compiled.append(plan)
+        return reports[len(compiled) - 1]
+
+    monkeypatch.setattr(plan_verified, "verify", verify)
+    monkeypatch.setattr(plan_verified, "check_compiler", lambda *_: None)
+
+    def run():
+        return autopar.plan_verified(
+            step, *ARGUMENTS, cluster=CLUSTER, method=METHOD, target="h100-80gb"
+        )
+
+    return run, compiled
+
+
+def test_what_does_not_fit_or_sends_more_is_not_taken(monkeypatch):
+    run, compiled = verified(monkeypatch, told(1, 4096), told(1e6, 0), told(1, -1))
+    plan = run()
+    assert len(compiled) == 3 and plan_digest(plan) == plan_digest(compiled[2])
+    tried = plan.search.tried
+    assert [one.is_chosen for one in tried] == [False, False, True]
+    assert tried[0].failure == "needs 4.0 KiB more than there is"
+    assert tried[1].compiled_s > 1e3 * tried[1].predicted_s
+    assert tried[2].compiled_s == pytest.approx(tried[2].predicted_s)
+    text = plan.explain()
+    assert "compiled, the best taken (3 plans):" in text and "as XLA compiled it" in text
+    assert autopar.ParallelPlan.from_json(plan.to_json()).search == plan.search
+
+
+def test_where_none_fits_all_are_named(monkeypatch):
+    run, _ = verified(monkeypatch, *[told(1, 2048)] * 3)
+    with pytest.raises(MemoryBudgetError, match="compiled 3 plans for h100-80gb, and none fits"):
+        run()
+
+
+def test_bad_arguments_are_said():
+    plain = autopar.ShardParallel()
+    with pytest.raises(ArgumentError, match="options say how many plans to compile"):
+        autopar.plan_verified(step, *ARGUMENTS, cluster=CLUSTER, method=plain)
+    with pytest.raises(ArgumentError, match=r"needs an autopar\.ClusterSpec"):
+        autopar.plan_verified(step, *ARGUMENTS, cluster=8, method=METHOD)

@@ -1,0 +1,514 @@
+"""Steps run on micro-batches equal the step on the whole batch, or say where they cannot."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
+from autopar.errors import MeshError, PlanError, TraceError
+from autopar.ir.plan import _digest
+from autopar.rewrite.accumulate import batch_size
+from autopar.tracer.flatten import TracedStep, trace_step
+
+NUM = 4
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 6)).astype(np.float32)
+W = RNG.normal(size=(6, 5)).astype(np.float32)
+
+
+def accumulated(fn: Any, *args: Any, num: int = NUM) -> TracedStep:
+    options = StepOptions()
+    traced = trace(fn, args, {}, options)
+    return rewritten(traced, trace_micro_batch(traced, fn, options, num), num, ())
+
+
+def parallel(fn: Any, num: int = NUM) -> Any:
+    method = autopar.ShardParallel((1,), num_micro_batches=num)
+    return autopar.parallelize(fn, method=method, donate_argnums=())
+
+
+def check_exact(fn: Any, *args: Any, num: int = NUM, rtol: float = 2e-5) -> Any:
+    """The step equals `jax.jit`'s, without notes; its plan is returned."""
+    step = parallel(fn, num)
+    got, want = step(*args), jax.jit(fn)(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=1e-5
+        )
+    plan = step.last_executable.plan
+    assert plan.warnings == ()
+    assert plan.num_micro_batches == num
+    return plan
+
+
+def loop_of(step: TracedStep) -> Any:
+    (loop,) = [e for e in step.program.equations if e.name == "scan"]
+    return loop
+
+
+def in_loop(step: TracedStep) -> list[str]:
+    return [e.name for e in loop_of(step).bodies[0].equations]
+
+
+def outside(step: TracedStep) -> list[str]:
+    return [e.name for e in step.program.equations]
+
+
+# -- what is exact
+
+
+def mean_loss(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def sgd(loss: Any) -> Any:
+    def step(w: Any, x: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(w, x)
+        return w - 0.1 * grad, value
+
+    return step
+
+
+def test_mean_loss():
+    check_exact(sgd(mean_loss), W, X)
+
+
+def test_sum_loss():
+    check_exact(sgd(lambda w, x: jnp.sum(jnp.sin(x @ w))), W, X)
+
+
+def test_weight_decay_in_the_loss_counts_once():
+    check_exact(sgd(lambda w, x: mean_loss(w, x) + 0.1 * jnp.sum(w**2)), W, X)
+
+
+def test_gradient_clipping_runs_after_the_loop():
+    def step(w: Any, x: Any) -> Any:
+        grad = jax.grad(mean_loss)(w, x)
+        norm = jnp.sqrt(jnp.sum(grad**2))
+        return w - 0.1 * grad / jnp.maximum(norm, 0.01)
+
+    check_exact(step, W, X)
+    traced = accumulated(step, W, X)
+    assert "sqrt" in outside(traced) and "sqrt" not in in_loop(traced)
+
+
+def test_masked_mean_divides_by_the_mask_of_the_whole_batch():
+    batch = {"x": X, "mask": (RNG.random(16) < 0.4).astype(np.float32)}
+
+    def loss(w: Any, batch: Any) -> Any:
+        each = jnp.sum(jnp.tanh(batch["x"] @ w), axis=-1)
+        return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
+
+    check_exact(sgd(loss), W, batch)
+
+
+def test_rows_come_back_in_their_order():
+    def step(w: Any, x: Any) -> Any:
+        each = jnp.sum(x @ w, axis=-1)
+        return jnp.mean(each), {"each": each, "twice": (x @ w).T, "x": x}
+
+    check_exact(step, W, X)
+
+
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min, jnp.prod])
+def test_reductions_other_than_sums(reduce: Any):
+    check_exact(lambda w, x: reduce(x @ w, axis=0), W, X)
+
+
+def test_integer_and_boolean_reductions():
+    def step(w: Any, x: Any) -> Any:
+        hit = (x @ w) > 0
+        return {"any": hit.any(0), "all": hit.all(0), "count": hit.sum(), "max": hit.max(0)}
+
+    check_exact(step, W, X)
+
+
+def test_metrics_and_has_aux():
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y = x @ w
+            return jnp.mean(y**2), {"accuracy": jnp.mean((y > 0).astype(jnp.float32)), "y": y}
+
+        (value, aux), grad = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grad, value, aux
+
+    check_exact(step, W, X)
+
+
+def test_scalars_in_the_batch_are_passed_as_they_are():
+    check_exact(
+        sgd(lambda w, b: jnp.mean((b["x"] @ w) ** 2) * b["scale"]), W, {"x": X, "scale": 0.5}
+    )
+
+
+def test_embedding_gradient_is_a_scatter_to_zeros():
+    tokens = RNG.integers(0, 6, size=(16, 3))
+    check_exact(sgd(lambda w, t: jnp.mean(jnp.sin(w[t]) ** 2)), W, tokens)
+
+
+def test_gradients_are_added_up_in_the_order_of_their_weights():
+    """JAX transposes the gradient of a weight; the update would do so behind the loop."""
+
+    def loss(w, x):
+        hidden = jnp.einsum("bi,ihk->bhk", x, w["in"])
+        return jnp.sum(jnp.tanh(jnp.einsum("bhk,hkj->bj", hidden, w["out"])))
+
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        return jax.tree.map(lambda p, g: p - g, w, grads)
+
+    weights = {"in": RNG.normal(size=(6, 2, 3)), "out": RNG.normal(size=(2, 3, 5))}
+    weights = jax.tree.map(lambda w: w.astype(np.float32), weights)
+    traced = trace(step, (weights, X), {}, StepOptions())
+    assert "transpose" in outside(traced)
+    in_a_loop = accumulated(step, weights, X)
+    assert in_a_loop.loop is not None
+    assert "transpose" not in outside(in_a_loop)[in_a_loop.loop :]
+    check_exact(step, weights, X)
+
+
+def test_what_a_scatter_adds_to_counts_once():
+    rows = RNG.integers(0, 6, size=(16,))
+    check_exact(lambda w, rows: w.at[rows].add(0.5) * 2, W, rows)
+
+
+def test_bfloat16_sums_are_kept_in_float32():
+    w = W.astype(jnp.bfloat16)
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(x.astype(jnp.bfloat16) @ w))(w)
+
+    (carry,) = {str(v.dtype) for v in _carry_avals(accumulated(step, w, X)) if len(v.shape) == 2}
+    assert carry == "float32"
+    check_exact(step, w, X, rtol=2e-2)
+
+
+def _carry_avals(step: TracedStep) -> list[Any]:
+    loop = loop_of(step)
+    first = loop.params["num_consts"]
+    return [
+        step.program.avals[v] for v in loop.bodies[0].inputs[first:][: loop.params["num_carry"]]
+    ]
+
+
+def test_groups_of_neighbouring_rows_stay_together():
+    def step(w: Any, x: Any) -> Any:
+        groups = (x @ w).reshape(-1, 2, 5)  # of two rows
+        soft = jax.nn.softmax(groups, axis=1)
+        return jnp.mean(soft[:, :, 0] ** 2), soft.reshape(-1, 5)
+
+    check_exact(step, W, X)
+
+
+def test_groups_that_straddle_rows_stay_together():
+    def step(w: Any, x: Any) -> Any:
+        groups = jax.nn.softmax(x.reshape(-1, 4), axis=-1)  # 6 to a row, 4 to a group
+        return jnp.mean(groups[:, 0] ** 2) * w.sum(), groups
+
+    check_exact(step, W, X)
+
+
+def test_remat():
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T)
+    check_exact(sgd(lambda w, x: jnp.mean(layer(w, layer(w, x)) ** 2)), W, X)
+
+
+def test_batch_as_a_later_dimension():
+    def step(w: Any, x: Any) -> Any:
+        turned = (x @ w).T  # (5, B)
+        merged = jnp.sin(turned.reshape(-1))  # the batch five times
+        return merged.reshape(5, -1), jnp.mean(merged)
+
+    check_exact(step, W, X)
+
+
+# -- random numbers
+
+
+def dropout(w: Any, batch: Any) -> Any:
+    y = batch["x"] @ w
+    keep = jax.random.bernoulli(batch["key"], 0.5, y.shape)
+    return jnp.sum(jnp.where(keep, y, 0.0) ** 2)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)])
+def test_dropout_draws_the_bits_of_the_whole_batch(key: Any):
+    def step(w: Any, x: Any, key: Any) -> Any:
+        return sgd(lambda w, x: dropout(w, {"x": x, "key": key}))(w, x)
+
+    check_exact(step, W, X, key)
+
+
+@pytest.mark.ci
+def test_a_key_for_every_row():
+    def step(w: Any, x: Any, key: Any) -> Any:
+        keys = jax.random.split(key, x.shape[0])
+        noise = jax.vmap(lambda k: jax.random.normal(k, (5,)))(keys)
+        return jnp.mean((x @ w + noise) ** 2), noise
+
+    check_exact(step, W, X, jax.random.key(1))
+
+
+@pytest.mark.ci
+def test_dropout_in_a_scan_over_layers():
+    def step(w: Any, x: Any, key: Any) -> Any:
+        def layer(x: Any, parts: Any) -> Any:
+            w, key = parts
+            x = jnp.tanh(x @ w)
+            return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0), None
+
+        def loss(w: Any) -> Any:
+            return jnp.mean(jax.lax.scan(layer, x, (w, jax.random.split(key, 3)))[0] ** 2)
+
+        return jax.value_and_grad(loss)(w)
+
+    check_exact(step, RNG.normal(size=(3, 6, 6)).astype(np.float32), X, jax.random.key(1))
+
+
+def test_keys_without_positions_draw_per_micro_batch_and_say_so():
+    step = parallel(lambda w, x, key: dropout(w, {"x": x, "key": key}))
+    key = jax.random.key(0, impl="rbg")
+    same_rows = np.repeat(X[:1], 16, axis=0)
+    step(W, same_rows, key)
+    (warning,) = step.last_executable.plan.warnings
+    assert "random numbers" in warning and "test_accumulate.py" in warning
+    mask = parallel(lambda w, x, key: jax.random.bits(key, (x.shape[0], 8)) * (x[:, :1] * 0 == 0))
+    bits = np.asarray(mask(W, X, key)).reshape(4, NUM, 8)
+    assert len({bits[:, i].tobytes() for i in range(NUM)}) == NUM
+
+
+# -- loops in the step
+
+
+def test_scan_over_layers_sums_its_stacked_gradients():
+    w = RNG.normal(size=(3, 6, 6)).astype(np.float32)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    check_exact(sgd(loss), w, X)
+
+
+def test_shared_weights_in_a_scan():
+    w = RNG.normal(size=(6, 6)).astype(np.float32)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w), x))
+
+    check_exact(sgd(loss), w, X)
+
+
+def test_affine_results_of_a_scan_are_exact():
+    def step(w: Any, x: Any) -> Any:
+        def body(total: Any, w: Any) -> Any:
+            return total + jnp.sum(x @ w) * 0.5 + 1.0, jnp.mean(x @ w) + 2.0
+
+        return jax.lax.scan(body, jnp.float32(3.0), w.T)
+
+    check_exact(step, W, X)
+
+
+def test_while_and_cond():
+    def step(w: Any, x: Any) -> Any:
+        y = jax.lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (jnp.sin(c[0] @ w @ w.T), c[1] + 1), (x, 0)
+        )
+        z = jax.lax.cond(w.sum() > 0, jnp.sin, lambda a: a * 2, y[0])
+        return jnp.mean(z), y[1]
+
+    check_exact(step, W, X)
+
+
+def test_averages_in_a_scan_are_noted():
+    def step(w: Any, x: Any) -> Any:
+        def body(carry: Any, w: Any) -> Any:
+            return carry, jnp.mean(x @ w) ** 2
+
+        return jax.lax.scan(body, 0, w.T)[1]
+
+    parts = X.reshape(-1, NUM, 6)
+    want = np.mean([np.mean(parts[:, i] @ W, axis=0) ** 2 for i in range(NUM)], axis=0)
+    parallel_step = parallel(step)
+    np.testing.assert_allclose(parallel_step(W, X), want, rtol=1e-5)
+    (warning,) = parallel_step.last_executable.plan.warnings
+    assert "averaged" in warning and "test_accumulate.py" in warning
+
+
+# -- values that cross the batch
+
+
+def test_statistics_of_the_input_are_those_of_the_whole_batch():
+    def loss(w: Any, x: Any) -> Any:
+        x = (x - jnp.mean(x, axis=0)) / jnp.std(x, axis=0)
+        return jnp.mean(jnp.tanh(x @ w))
+
+    check_exact(sgd(loss), W, X)
+
+
+def normalised(w: Any, scale: Any, x: Any) -> Any:
+    y = x @ w
+    y = (y - jnp.mean(y, axis=0)) * (scale * jax.lax.rsqrt(jnp.var(y, axis=0) + 1e-3))
+    return jnp.mean(jnp.sin(y) ** 2)
+
+
+@pytest.mark.ci
+def test_statistics_behind_a_product_are_those_of_the_micro_batch():
+    """As if the user had written the loop: gradients of micro-batches, averaged."""
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda p: normalised(p["w"], p["scale"], x))(params)
+
+    params = {"w": W, "scale": np.arange(1, 6).astype(np.float32)}
+    parallel_step = parallel(step)
+    got = parallel_step(params, X)
+    parts = [step(params, X.reshape(-1, NUM, 6)[:, i]) for i in range(NUM)]
+    want = jax.tree.map(lambda *each: sum(each) / NUM, *parts)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+    warnings = parallel_step.last_executable.plan.warnings
+    assert warnings and all("its own reduction" in text for text in warnings)
+    assert "test_accumulate.py" in warnings[0]
+
+
+def test_a_sum_that_crosses_is_exact_outside_of_the_loop():
+    def step(w: Any, x: Any) -> Any:
+        y = x @ w
+        mean = jnp.mean(y, axis=0)
+        return jnp.mean((y - mean) ** 2), mean
+
+    _, mean = parallel(step)(W, X)
+    np.testing.assert_allclose(mean, np.mean(X @ W, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_products_of_rows_with_rows_are_noted():
+    step = parallel(lambda w, x: jnp.sum(jnp.tanh((x @ w) @ (x @ w).T)))
+    step(W, X)
+    (warning,) = step.last_executable.plan.warnings
+    assert "one micro-batch only" in warning
+
+
+def test_rows_regrouped_by_the_user_are_noted():
+    step = parallel(lambda w, x: jnp.sum(jnp.sin((x @ w).reshape(2, -1, 5))))
+    np.testing.assert_allclose(step(W, X), jnp.sum(jnp.sin(X @ W)), rtol=1e-5)
+    (warning,) = step.last_executable.plan.warnings
+    assert "far apart" in warning and "test_accumulate.py" in warning
+
+
+# -- errors
+
+
+def test_rows_that_are_returned_out_of_order_are_an_error():
+    with pytest.raises(TraceError, match=r"result \(made at .*rows .* are not neighbours"):
+        accumulated(lambda w, x: (x @ w).reshape(2, -1, 5), W, X)
+    with pytest.raises(TraceError, match="not neighbours"):
+        accumulated(lambda w, x: jnp.sin((x @ w).T.reshape(-1)), W, X)
+
+
+def test_a_row_that_is_picked_is_an_error():
+    with pytest.raises(TraceError, match=r"test_accumulate\.py.*takes particular rows"):
+        accumulated(lambda w, x: (x @ w)[0], W, X)
+
+
+def test_the_place_of_a_maximum_is_an_error():
+    with pytest.raises(TraceError, match="argmax takes particular rows"):
+        accumulated(lambda w, x: jnp.argmax(x @ w, axis=0), W, X)
+
+
+def test_a_program_that_depends_on_the_batch_size_is_an_error():
+    def step(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w) if x.shape[0] > 8 else jnp.max(x @ w)
+
+    with pytest.raises(TraceError, match=r"test_accumulate\.py.*depends on the batch size"):
+        accumulated(step, W, X)
+
+
+def test_rows_that_are_cut_off_are_an_error():
+    with pytest.raises(TraceError, match="15 rows from the batch, and one of 3 rows"):
+        accumulated(lambda w, x: jnp.sum(jnp.sin(x[1:] @ w)), W, X)
+
+
+def test_batch_that_micro_batches_do_not_divide():
+    with pytest.raises(
+        MeshError, match=r"x: its batch dimension of 16 .*num_micro_batches=3.*2 or 4"
+    ):
+        accumulated(lambda w, x: jnp.sum(x @ w), W, X, num=3)
+
+
+def test_micro_batches_that_the_devices_do_not_divide():
+    step = autopar.parallelize(sgd(mean_loss), method=autopar.DataParallel(num_micro_batches=NUM))
+    with pytest.raises(MeshError, match=r"x: each of num_micro_batches=4 has 4 .* multiple of 32"):
+        step.plan(W, X)
+
+
+def test_batch_arrays_of_different_sizes():
+    batch = {"x": X, "y": X[:8]}
+    with pytest.raises(MeshError, match=r"batch\['y'\] has 8 rows and batch\['x'\] has 16"):
+        accumulated(lambda w, batch: jnp.sum(batch["x"] @ w) + batch["y"].sum(), W, batch)
+
+
+def test_no_batch():
+    traced = trace_step(lambda w: w * 2, (W,), batch_argnums=(1,))
+    with pytest.raises(TraceError, match="needs a batch"):
+        batch_size(traced, 2)
+
+
+# -- plans
+
+
+def test_plan_with_micro_batches_is_saved_and_used_again(tmp_path: Any):
+    step = sgd(mean_loss)
+    method = autopar.ShardParallel((2,), num_micro_batches=NUM)
+    plan = autopar.parallelize(step, method=method).plan(W, X)
+    assert "4 micro-batches" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.ParallelPlan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.num_micro_batches == NUM
+    again = autopar.parallelize(step, method=loaded, donate_argnums=())
+    for got, want in zip(again(W, X), jax.jit(step)(W, X), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    compiled = autopar.compile(step, W, X, plan=loaded)
+    assert "while" in str(compiled["step"].as_text())
+
+
+def test_each_micro_batch_is_a_part_of_what_a_device_has():
+    """Cutting a batch that lies split over devices moves nothing."""
+    method = autopar.DataParallel(num_micro_batches=2)
+    step = autopar.parallelize(sgd(mean_loss), method=method, donate_argnums=())
+    for got, want in zip(step(W, X), jax.jit(sgd(mean_loss))(W, X), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    kinds = {c.kind for c in step.last_executable.collectives()}
+    assert kinds == {"all-reduce"}
+
+
+def test_lanes_of_a_plan_are_checked():
+    method = autopar.ShardParallel(autopar.LogicalMesh((2,)), num_micro_batches=NUM)
+    plan = autopar.parallelize(sgd(mean_loss), method=method).plan(W, X)
+    text = plan.to_json()
+    document = json.loads(text)
+    (loop,) = [e for e in document["plan"]["program"]["equations"] if e["bodies"]]
+    (body,) = loop["bodies"]
+    laned = [e for e in body["equations"] if e["lanes"]]
+    assert laned and all(e["lanes"]["axes"] == [0] for e in laned)
+    assert autopar.ParallelPlan.from_json(text) == plan
+
+    def refused(lanes: Any, match: str) -> None:
+        laned[0]["lanes"] = lanes
+        sealed = {**document, "sha256": _digest(document["plan"])}
+        with pytest.raises(PlanError, match=match):
+            autopar.ParallelPlan.from_json(json.dumps(sealed))
+
+    layouts = laned[0]["lanes"]["operands"]
+    refused({"axes": [1], "operands": layouts}, "lanes .* mesh of 1 axes")
+    refused({"axes": [], "operands": layouts}, "lanes .* mesh of 1 axes")
+    refused({"axes": [0], "operands": layouts[:-1]}, "lanes .* mesh of 1 axes")
+    refused({"axes": [0], "operands": [[-3], *layouts[1:]]}, r"a layout \(-3,\)")
+    refused({"axes": ["x"], "operands": layouts}, "malformed")

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar import _jax
+from autopar.errors import TraceError
+from autopar.ir.mesh import LogicalMesh
+from autopar.lower.annotate import annotated_function
+from autopar.methods import ShardParallel
+from autopar.rewrite.single_microbatch import looped_once
+from autopar.sharding.assemble import replicated_plan
+from autopar.tracer.flatten import trace_step
+from tests.unit.rewrite.staged_models import batch, loss_fn, parameters, reads, trained_by
+
+
+def half_loss(params: Any, batch: Any) -> Any:
+    half = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), params)
+    return loss_fn(half, batch)
+
+
+@pytest.mark.ci
+def test_loop_of_one_trip_gives_the_same() -> None:
+    optimizer = optax.adam(1e-2)
+    step = trained_by(optimizer, half_loss)
+    args = ((parameters(), optimizer.init(parameters())), batch())
+    looped = looped_once(trace_step(step, args))
+    plan = replicated_plan(looped, LogicalMesh((1,)), ShardParallel(), {})
+    mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
+    function = annotated_function(looped.program, plan.program, mesh)
+    got = jax.jit(function)(*looped.call.leaves)
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_passes_are_in_the_loop_and_nothing_else_is() -> None:
+    optimizer = optax.adam(1e-2)
+    step = trained_by(optimizer, half_loss)
+    traced = trace_step(step, ((parameters(), optimizer.init(parameters())), batch()))
+    looped = looped_once(traced)
+    assert looped.loop is not None
+    equations = looped.program.equations
+    loop = equations[looped.loop]
+    assert loop.params["length"] == 1
+    inside = [e.name for e in loop.bodies[0].equations]
+    assert inside.count("dot_general") == 3 * 3 - 1  # of the input no gradient is asked
+    outside = [e for i, e in enumerate(equations) if i != looped.loop]
+    assert not any(e.name == "dot_general" for e in outside)
+    # What is made of parameters alone stands before, the update after.
+    casts = [i for i, e in enumerate(equations) if e.name == "convert_element_type"]
+    assert sum(i < looped.loop for i in casts) >= 2 * 6
+    assert any(e.name == "sqrt" for e in equations[looped.loop + 1 :])
+    made = set(looped.program.inputs) | {v for v, _ in looped.program.captured}
+    for equation in equations:
+        assert made.issuperset(reads(equation.operands))
+        made.update(equation.results)
+
+
+def test_step_that_ignores_its_batch_is_refused() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return jax.grad(lambda p: sum(jnp.sum(own["w"] ** 2) for own in p))(params)
+
+    with pytest.raises(TraceError, match="nothing in it reads one"):
+        looped_once(trace_step(step, (parameters(), batch())))

@@ -1,0 +1,106 @@
+"""The default method: when it looks for a pipeline at all, and what it says if it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import compiler
+from autopar.ir.stages import SearchReport
+from autopar.sharding.plan_mesh import PlannedStep
+from autopar.stages import auto
+
+WEIGHTS = [jnp.ones((16, 16))] * 4
+BATCH = {"x": jnp.ones((8, 16))}
+HOSTS = autopar.ClusterSpec(2, 2, "a100-sxm")
+
+
+def forward(weights: list[Any], x: Any) -> Any:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def step_of(loss):
+    def train_step(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    return train_step
+
+
+def notes_of(loss) -> str:
+    plan = autopar.plan(step_of(loss), WEIGHTS, BATCH, cluster=HOSTS)
+    assert not plan.is_pipeline
+    assert plan.num_micro_batches == 1
+    assert plan.search is not None
+    return " ".join(plan.search.notes)
+
+
+def test_a_step_that_takes_the_whole_batch_alone_is_left_whole() -> None:
+    def picky(weights, batch):
+        if batch["x"].shape[0] != 8:
+            raise ValueError("needs 8 rows")
+        return jnp.sum(forward(weights, batch["x"]))
+
+    assert "cannot be called with a micro-batch: needs 8 rows" in notes_of(picky)
+
+
+def test_a_batch_is_not_cut_where_that_would_change_results() -> None:
+    def normalised(weights, batch):
+        x = forward(weights, batch["x"])
+        x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+        return jnp.mean(jnp.square(x @ weights[0]))
+
+    assert "would change results" in notes_of(normalised)
+
+
+def test_one_device_is_planned_as_it_is() -> None:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=autopar.ClusterSpec(1, 1, "a100-sxm"))
+    assert not plan.is_pipeline
+    assert plan.num_devices == 1
+
+
+@pytest.mark.parametrize(("slower", "is_kept"), [(1.0, False), (1e6, True)])
+def test_a_stage_alone_is_kept_if_one_program_is_slower(
+    monkeypatch: pytest.MonkeyPatch, slower: float, is_kept: bool
+) -> None:
+    """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast."""
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan_one_mesh = compiler.plan_on_one_mesh
+
+    def slowed(*args: Any) -> PlannedStep:
+        planned = plan_one_mesh(*args)
+        seconds = planned.plan.estimated_step_s * slower
+        return replace(planned, plan=replace(planned.plan, estimated_step_s=seconds))
+
+    monkeypatch.setattr(compiler, "plan_on_one_mesh", slowed)
+    method = autopar.AutoParallel(num_micro_batches=2)
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
+    assert plan.num_stages == 1
+    assert plan.is_pipeline == is_kept
+
+
+def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
+    plan_pipeline = auto.plan_pipeline
+    method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2))
+
+    def far_ahead(loop: Any, _: Any, cluster: Any, timer: Any) -> PlannedStep:
+        planned = plan_pipeline(loop, method, cluster, timer)
+        report = SearchReport(0, 0, 0, 0, intra_only_s=100 * planned.plan.estimated_step_s)
+        return replace(planned, plan=replace(planned.plan, search=report))
+
+    monkeypatch.setattr(auto, "plan_pipeline", far_ahead)
+    plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS)
+    pipeline = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
+    assert not plan.is_pipeline
+    assert plan.estimated_step_s < pipeline.estimated_step_s

@@ -1,0 +1,122 @@
+"""Batches by number, and those of data loaders after the cluster was started again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import session
+from autopar.errors import ArgumentError, ClusterError
+from autopar.training.batch_source import BatchSource, _LoadedBatches, batch_source
+
+
+def step_of() -> Any:
+    return autopar.parallelize(lambda state, batch: state + jnp.mean(batch))
+
+
+def batch_of(index: int) -> np.ndarray:
+    return np.full((8, 2), index, np.float32)
+
+
+class Source:
+    """An iterator that can go nowhere but on, and notes what was taken."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_taken = 0
+        self._num_batches = num_batches
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.num_taken == self._num_batches:
+            raise StopIteration
+        self.num_taken += 1
+        return batch_of(self.num_taken - 1)
+
+
+def number_of(batch: Any) -> int:
+    return int(np.asarray(batch)[0, 0])
+
+
+def test_a_loader_is_made_again_over_batches_that_were_kept() -> None:
+    source = Source(8)
+    batches = _LoadedBatches(autopar.data_loader(source, step_of()), 0)
+    assert [number_of(batches.get(n)) for n in (0, 0, 1, 2, 3, 4)] == [0, 0, 1, 2, 3, 4]
+    batches.forget_before(2)
+    batches.forget_all()
+    assert [number_of(batches.get(n)) for n in range(2, 8)] == list(range(2, 8))
+    assert source.num_taken == 8
+    assert batches.get(8, default=None) is None
+    with pytest.raises(StopIteration):
+        batches.get(8)
+    batches.close()
+
+
+def test_a_loader_of_a_list_keeps_nothing() -> None:
+    given = [batch_of(n) for n in range(6)]
+    batches = _LoadedBatches(autopar.data_loader(given, step_of()), 2)
+    assert batches.can_go_back
+    assert [number_of(batches.get(n)) for n in (2, 3, 4)] == [2, 3, 4]
+    batches.forget_before(5)
+    batches.forget_all()
+    assert [number_of(batches.get(n)) for n in (1, 2)] == [1, 2]
+    batches.close()
+
+
+def test_what_a_function_made_is_made_again_even_if_no_batch_was_forgotten() -> None:
+    asked, closed = [], []
+
+    def batches(first: int) -> Iterator[Any]:
+        asked.append(first)
+        try:
+            for n in range(first, 6):
+                yield batch_of(n)
+        finally:
+            closed.append(first)
+
+    source = BatchSource(batches, 0)
+    assert [number_of(source.get(n)) for n in (0, 1)] == [0, 1]
+    source.forget_before(1)
+    source.forget_all()
+    assert closed == [0]
+    assert number_of(source.get(1)) == 1
+    assert asked == [0, 1]
+    source.close()
+
+
+def test_a_loader_that_has_begun_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with autopar.data_loader([batch_of(0), batch_of(1)], step_of()) as loader:
+        next(loader)
+        assert type(batch_source(loader, 0)) is BatchSource  # devices of this process stay
+        monkeypatch.setattr(session, "_current", session.Session(0, remote=object()))
+        with pytest.raises(ArgumentError, match=r"has begun.*lambda start: autopar\.data_loader"):
+            batch_source(loader, 0)
+
+
+def test_a_start_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In between, nothing runs on the devices of this process instead."""
+
+    class Closed:
+        def close(self) -> None:
+            pass
+
+    ended = session.Session(0, None, Closed(), (("num_hosts", 3),))
+    monkeypatch.setattr(session, "_current", ended)
+    tries = []
+
+    def init(cluster: str, **options: Any) -> None:
+        tries.append((cluster, options))
+        raise ClusterError("no node")
+
+    monkeypatch.setattr(session, "init", init)
+    for _ in range(2):
+        with pytest.raises(ClusterError):
+            session.restart()
+        assert session.current() is ended
+    assert tries == [("ray", {"num_hosts": 3})] * 2
