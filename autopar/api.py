@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
 from autopar.compiler import (
-    OtherDevices,
+    AbstractDevices,
     PlannedStep,
     StepOptions,
     annotate,
@@ -236,7 +236,7 @@ class ParallelFunction:
                 compile_together(planned.plan.name, lambda: executable.compiled)
             return planned, executable
         spec = remote.cluster.spec
-        devices = OtherDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
+        devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
         traced = planned.traced
         executable = RemoteExecutable(
             planned.plan,

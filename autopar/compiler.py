@@ -344,7 +344,7 @@ def rewritten(
 
 
 @dataclass(frozen=True)
-class OtherDevices:
+class AbstractDevices:
     """Devices of other processes, by number: programs can be lowered for them, not compiled."""
 
     num_devices: int
@@ -355,20 +355,20 @@ class OtherDevices:
 
 
 def mesh_of(
-    devices: Sequence[Any] | OtherDevices,
+    devices: Sequence[Any] | AbstractDevices,
     numbers: Sequence[int],
     shape: tuple[int, ...],
     axis_names: tuple[str, ...],
 ) -> AnyMesh:
     """The mesh that some of the devices form, row by row."""
-    if isinstance(devices, OtherDevices):
+    if isinstance(devices, AbstractDevices):
         return _jax.abstract_mesh(shape, axis_names)
     grid = np.array([devices[d] for d in numbers], dtype=object)
     return _jax.fresh_mesh(grid.reshape(shape), axis_names)
 
 
-def platform_of(devices: Sequence[Any] | OtherDevices) -> str:
-    return devices.platform if isinstance(devices, OtherDevices) else devices[0].platform
+def platform_of(devices: Sequence[Any] | AbstractDevices) -> str:
+    return devices.platform if isinstance(devices, AbstractDevices) else devices[0].platform
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,9 @@ class LoweredPipeline:
     tile_plans: dict[int, TilePlan]
 
 
-def lower_pipeline(planned: PlannedStep, devices: Sequence[Any] | OtherDevices) -> LoweredPipeline:
+def lower_pipeline(
+    planned: PlannedStep, devices: Sequence[Any] | AbstractDevices
+) -> LoweredPipeline:
     """The pieces of a pipeline as functions, and the lists that run them."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
@@ -426,12 +428,12 @@ def lower_pipeline(planned: PlannedStep, devices: Sequence[Any] | OtherDevices) 
         )
     platform = platform_of(devices)
     functions = tuple(piece_function(p, own[p.piece.stage], platform) for p in pieces.programs)
-    in_one_memory = platform == "cpu" and not isinstance(devices, OtherDevices)
+    in_one_memory = platform == "cpu" and not isinstance(devices, AbstractDevices)
     tile_plans = {} if in_one_memory else plan_transfers(pieces.pipeline, buffers)
     return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers, tile_plans)
 
 
-def check_devices(plan: ParallelPlan, devices: Sequence[Any] | OtherDevices) -> None:
+def check_devices(plan: ParallelPlan, devices: Sequence[Any] | AbstractDevices) -> None:
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
@@ -440,14 +442,14 @@ def check_devices(plan: ParallelPlan, devices: Sequence[Any] | OtherDevices) -> 
 
 
 def annotate(
-    planned: PlannedStep, devices: Sequence[Any] | OtherDevices
+    planned: PlannedStep, devices: Sequence[Any] | AbstractDevices
 ) -> tuple[Callable[..., list[Any]], Any]:
     """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
     plan = planned.plan
     check_devices(plan, devices)
     mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
     as_traced = planned.traced.num_micro_batches == 1 and not plan.remat
-    if plan.num_devices == 1 and as_traced and not isinstance(devices, OtherDevices):
+    if plan.num_devices == 1 and as_traced and not isinstance(devices, AbstractDevices):
         # Nothing to annotate: the step is simply jitted.
         return planned.traced.flat_fn, mesh
     program, platform = planned.traced.program, platform_of(devices)

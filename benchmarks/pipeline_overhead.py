@@ -36,12 +36,12 @@ import jax
 
 import autopar
 from autopar.cost.simulator import TransferTime, program_work, simulate
-from autopar.ir.pipeline import Piece, Pipeline, PipelinePrograms
+from autopar.ir.pipeline import Pipeline, PipelinePrograms, StageProgram
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
 from examples.models import Example, build
 
-TimedPiece = tuple[Piece, int | None, float]  # piece, micro-batch, seconds
+TimedPiece = tuple[StageProgram, int | None, float]  # piece, micro-batch, seconds
 
 
 @dataclass(frozen=True)

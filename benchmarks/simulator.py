@@ -49,7 +49,7 @@ import autopar
 from autopar.cost.pipeline_times import pipeline_of_times
 from autopar.cost.simulator import program_work, simulate
 from autopar.ir.pipeline import EACH
-from autopar.ir.timeline import CrossingTime, PieceTime, PipelineTimes
+from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.stages.schedules import make_schedule
@@ -63,12 +63,12 @@ from examples.models import build
 def chain(num_stages: int) -> PipelineTimes:
     """Stages that send to their neighbours, all alike."""
     pieces = [
-        PieceTime(stage, phase, 0, seconds)
+        StageProgramTime(stage, phase, 0, seconds)
         for stage in range(num_stages)
         for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("update", 1.0))
     ]
     crossings = [
-        CrossingTime(
+        MeshTransferTime(
             source,
             target,
             phase,

@@ -33,7 +33,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.spec import WHOLE
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
-from autopar.ir.timeline import CrossingTime, Event, PieceTime, PipelineTimes, Timeline
+from autopar.ir.timeline import Event, MeshTransferTime, PipelineTimes, StageProgramTime, Timeline
 
 REGIONS = ("forward", "backward", "update")
 GIB = 2.0**30
@@ -282,11 +282,11 @@ def times_of(num_stages: int) -> PipelineTimes:
     pieces, crossings = [], []
     for s in range(num_stages):
         phases = (("forward", forward_s), ("backward", backward_s), ("update", update_s))
-        pieces += [PieceTime(s, phase, 0, seconds) for phase, seconds in phases]
+        pieces += [StageProgramTime(s, phase, 0, seconds) for phase, seconds in phases]
     for s in range(num_stages - 1):
         for source, target, phase, offset in ((s, s + 1, "forward", 0), (s + 1, s, "backward", 1)):
             crossings.append(
-                CrossingTime(
+                MeshTransferTime(
                     source,
                     target,
                     phase,

@@ -1,4 +1,4 @@
-"""Clusters that are described in text: from `50x4:v100-32gb` or a TOML file to a `Target`.
+"""Clusters that are described in text: from `50x4:v100-32gb` or a TOML file to a `ClusterTarget`.
 
     [cluster]
     hosts = 50
@@ -75,7 +75,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Target:
+class ClusterTarget:
     """What is planned for. `mesh`: the whole cluster as one mesh with links in relative units; then
     the cluster's own links are not used, and costs are in these units, not in seconds."""
 
@@ -94,7 +94,7 @@ class Overrides:
     profile: str | None = None
 
 
-def parse_target(text: str, overrides: Overrides | None = None) -> Target:
+def parse_target(text: str, overrides: Overrides | None = None) -> ClusterTarget:
     """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of the profile's device, or h100-sxm), or the path
     of a TOML file."""
     profile = None if overrides is None else overrides.profile
@@ -109,7 +109,7 @@ def parse_target(text: str, overrides: Overrides | None = None) -> Target:
                 f"Choose one of {_KNOWN} (`autopar devices` has their figures), or describe yours "
                 "in a TOML file and give its path."
             )
-        target = Target(ClusterSpec(hosts, per_host, device, profile=profile))
+        target = ClusterTarget(ClusterSpec(hosts, per_host, device, profile=profile))
     elif text.endswith(".toml") or Path(text).is_file():
         target = _read_toml(Path(text), profile)
     else:
@@ -120,7 +120,7 @@ def parse_target(text: str, overrides: Overrides | None = None) -> Target:
     return target if overrides is None else _overridden(target, overrides)
 
 
-def _overridden(target: Target, overrides: Overrides) -> Target:
+def _overridden(target: ClusterTarget, overrides: Overrides) -> ClusterTarget:
     given = {
         "memory_bytes": ("--memory", overrides.memory, "memory"),
         "intra_host_bandwidth": ("--intra-bandwidth", overrides.intra_bandwidth, "bandwidth"),
@@ -140,10 +140,10 @@ def _overridden(target: Target, overrides: Overrides) -> Target:
                 "(alpha, beta). Change these there, or give bandwidths in the file."
             )
         mesh = replace(mesh, memory_bytes=cluster.spec.memory_bytes)
-    return Target(cluster, mesh)
+    return ClusterTarget(cluster, mesh)
 
 
-def with_devices(target: Target, num_devices: int) -> Target:
+def with_devices(target: ClusterTarget, num_devices: int) -> ClusterTarget:
     """The same devices and links, so many of them: whole hosts, or a part of one."""
     cluster = target.cluster
     per_host = cluster.devices_per_host
@@ -156,7 +156,7 @@ def with_devices(target: Target, num_devices: int) -> Target:
         )
     hosts = max(1, num_devices // per_host)
     _check_size(hosts, min(num_devices, per_host), where)
-    return Target(
+    return ClusterTarget(
         replace(cluster, num_hosts=hosts, devices_per_host=min(num_devices, per_host)), None
     )
 
@@ -164,7 +164,7 @@ def with_devices(target: Target, num_devices: int) -> Target:
 # -- files
 
 
-def _read_toml(path: Path, profile: str | None) -> Target:
+def _read_toml(path: Path, profile: str | None) -> ClusterTarget:
     """`profile`: that of the command line, which goes before the file's."""
     where = f"--cluster {path}"
     try:
@@ -194,7 +194,7 @@ def _read_toml(path: Path, profile: str | None) -> Target:
         )
     device = _device(body.get("device", {}), links, path, is_relative, measured)
     cluster = ClusterSpec(hosts, per_host, device, profile=measured)
-    return Target(cluster, _relative_mesh(cluster, links, path) if is_relative else None)
+    return ClusterTarget(cluster, _relative_mesh(cluster, links, path) if is_relative else None)
 
 
 def _check_names(body: Mapping[str, Any], known: Any, where: str) -> None:

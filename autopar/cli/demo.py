@@ -143,7 +143,7 @@ def _make_model() -> tuple[Any, Any]:
 
     hidden, heads, layers, vocabulary, length = 128, 8, 4, 256, 64
 
-    class Block(nn.Module):
+    class TransformerBlock(nn.Module):
         @nn.compact
         def __call__(self, x):
             batch, seq, _ = x.shape
@@ -161,7 +161,7 @@ def _make_model() -> tuple[Any, Any]:
             positions = self.param("positions", nn.initializers.normal(0.02), (length, hidden))
             x = embed(tokens) + positions
             for _ in range(layers):
-                x = Block()(x)
+                x = TransformerBlock()(x)
             return nn.Dense(vocabulary, name="head")(nn.LayerNorm()(x))
 
     model = GPT()

@@ -89,14 +89,14 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeOutcome:
     """What a probe found, or the error that kept it from finding anything."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
-Probe = Callable[[str], Outcome]
+Probe = Callable[[str], ProbeOutcome]
 
 
 def run_doctor(arguments: Namespace) -> int:
@@ -152,7 +152,7 @@ def _machine() -> Section:
     return Section("machine", facts)
 
 
-def _packages(internals: Outcome) -> Section:
+def _packages(internals: ProbeOutcome) -> Section:
     section = Section("packages")
     for name, requirement in REQUIRED.items():
         version = _version(name)
@@ -172,7 +172,7 @@ def _packages(internals: Outcome) -> Section:
     return section
 
 
-def _check_jax(section: Section, internals: Outcome, version: str) -> None:
+def _check_jax(section: Section, internals: ProbeOutcome, version: str) -> None:
     remedy = f"pip install '{REQUIRED['jax']}'"
     if internals.error:
         section.problems.append(
@@ -186,7 +186,7 @@ def _check_jax(section: Section, internals: Outcome, version: str) -> None:
         section.problems.append(Problem(what, remedy))
 
 
-def _internals(internals: Outcome) -> Section:
+def _internals(internals: ProbeOutcome) -> Section:
     states = internals.found.get("internals", [])
     section = Section("internals of JAX", {s["path"]: s["fault"] or "there" for s in states})
     missing = [s for s in states if s["fault"]]
@@ -203,7 +203,7 @@ def _internals(internals: Outcome) -> Section:
     return section
 
 
-def _devices(outcome: Outcome | None) -> Section:
+def _devices(outcome: ProbeOutcome | None) -> Section:
     section = Section("devices")
     if outcome is None:
         return section
@@ -224,7 +224,7 @@ def _devices(outcome: Outcome | None) -> Section:
     return section
 
 
-def _solvers(highs: Outcome, pulp: Outcome) -> Section:
+def _solvers(highs: ProbeOutcome, pulp: ProbeOutcome) -> Section:
     section = Section("solvers")
     section.facts["HiGHS"] = highs.error or f"{highs.found['version']}, solves"
     if highs.error and _version("highspy"):  # the other case is told among the packages
@@ -247,7 +247,7 @@ def _solvers(highs: Outcome, pulp: Outcome) -> Section:
     return section
 
 
-def _ray(outcome: Outcome | None) -> Section:
+def _ray(outcome: ProbeOutcome | None) -> Section:
     section = Section("Ray")
     version = _version("ray")
     if outcome is None:
@@ -275,12 +275,12 @@ def _ray(outcome: Outcome | None) -> Section:
     return section
 
 
-def _cuda(found: Mapping[str, Outcome]) -> Section:
+def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
     section = Section("CUDA")
     gpus, driver = _gpus()
     section.facts["GPUs"] = gpus
     section.facts |= {name: _version(name) for name in _distributions(_CUDA_PACKAGES)}
-    devices = found.get("devices", Outcome())
+    devices = found.get("devices", ProbeOutcome())
     versions = devices.found.get("versions", {})
     for name, parts in (("cuda", (1000, 10)), ("cudnn", (10000, 100)), ("driver", (1000, 10))):
         if name in versions:
@@ -319,7 +319,7 @@ def _cuda(found: Mapping[str, Outcome]) -> Section:
     return section
 
 
-def _check_plugin(section: Section, driver: str, devices: Outcome) -> None:
+def _check_plugin(section: Section, driver: str, devices: ProbeOutcome) -> None:
     """That JAX uses the GPUs which the driver knows."""
     if any(device["platform"] == "gpu" for device in devices.found.get("devices", ())):
         return
@@ -347,7 +347,7 @@ def _check_plugin(section: Section, driver: str, devices: Outcome) -> None:
         )
 
 
-def _step(outcome: Outcome | None, is_broken: bool) -> Section:
+def _step(outcome: ProbeOutcome | None, is_broken: bool) -> Section:
     section = Section("a train step")
     if outcome is None:
         return section
@@ -416,7 +416,7 @@ def _host_memory_bytes() -> int:
 # -- processes
 
 
-def run_probe(name: str, time_limit_s: float) -> Outcome:
+def run_probe(name: str, time_limit_s: float) -> ProbeOutcome:
     """What `doctor_probes` finds, in a process that is given up after the time limit."""
     with tempfile.TemporaryDirectory(prefix="autopar-doctor-", ignore_cleanup_errors=True) as made:
         file = Path(made) / "found.json"
@@ -424,12 +424,14 @@ def run_probe(name: str, time_limit_s: float) -> Outcome:
         command = [sys.executable, "-P", "-m", "autopar.cli.doctor_probes", name, str(file)]
         ended = _run(command, _environment(name), time_limit_s)
         if ended is None:
-            return Outcome(error=f"It did not answer within {time_limit_s:g} s.")
+            return ProbeOutcome(error=f"It did not answer within {time_limit_s:g} s.")
         if not file.is_file():
             said = " | ".join(ended[1].splitlines()[-_LOG_LINES:])
-            return Outcome(error=f"The process that asked ended with status {ended[0]}. {said}")
+            return ProbeOutcome(
+                error=f"The process that asked ended with status {ended[0]}. {said}"
+            )
         found = json.loads(file.read_text(encoding="utf-8"))
-    return Outcome(error=found["error"]) if "error" in found else Outcome(found)
+    return ProbeOutcome(error=found["error"]) if "error" in found else ProbeOutcome(found)
 
 
 def _environment(name: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar import api, methods
 from autopar.cli.arguments import METHODS
-from autopar.cli.clusters import Overrides, Target, parse_target, with_devices
+from autopar.cli.clusters import ClusterTarget, Overrides, parse_target, with_devices
 from autopar.cli.factories import UserStep, load_object, load_step, parse_options
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, FactoryError, near_names, shortened
@@ -44,7 +44,7 @@ class PlanRequest:
     def with_option(self, name: str, value: Any) -> PlanRequest:
         return replace(self, options=tuple({**dict(self.options), name: value}.items()))
 
-    def target(self) -> Target:
+    def target(self) -> ClusterTarget:
         target = parse_target(self.cluster, self.overrides)
         return target if self.devices is None else with_devices(target, self.devices)
 
@@ -54,7 +54,7 @@ class MadePlan:
     """`seconds`: of planning; `load_s`: of importing the user's code and calling its factory."""
 
     plan: ParallelPlan
-    target: Target
+    target: ClusterTarget
     step: UserStep
     load_s: float
     seconds: float
@@ -111,7 +111,7 @@ def _own(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
     return step, step.method if isinstance(step, api.ParallelFunction) else None
 
 
-def method_of(request: PlanRequest, target: Target, own: Any = None) -> Any:
+def method_of(request: PlanRequest, target: ClusterTarget, own: Any = None) -> Any:
     """The method that the flags ask for; `own` is the step's, if it has one."""
     name = request.method
     if target.mesh is not None:
@@ -186,7 +186,7 @@ def _options(request: PlanRequest) -> methods.ShardingOptions:
     return methods.ShardingOptions(memory_budget_bytes=budget, remat=request.remat or "auto")
 
 
-def _on_relative_mesh(request: PlanRequest, target: Target) -> Any:
+def _on_relative_mesh(request: PlanRequest, target: ClusterTarget) -> Any:
     if request.method not in (None, "shard"):
         raise ArgumentError(
             f"--method {request.method}: links in relative units (alpha, beta) price communication "

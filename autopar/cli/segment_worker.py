@@ -17,7 +17,7 @@ def main(lines: TextIO, answers: TextIO) -> None:
     from autopar.cli.segments import SegmentRequest, step_of
     from autopar.measure.segments.files import load_analysis
     from autopar.measure.segments.passes import ANALYSIS, CACHE
-    from autopar.measure.segments.profile import Task, program_of_task
+    from autopar.measure.segments.profile import TimingTask, program_of_task
     from autopar.measure.segments.run import compilation_cache_in
 
     body = json.loads(lines.readline())
@@ -29,7 +29,7 @@ def main(lines: TextIO, answers: TextIO) -> None:
     analysis = load_analysis(folder / ANALYSIS)
     with compilation_cache_in(folder / CACHE):
         for line in lines:
-            task: Task = decode(Task, json.loads(line))
+            task: TimingTask = decode(TimingTask, json.loads(line))
             started = time.perf_counter()
             answer: dict[str, Any] = {"combination": task.combination, "segment": task.segment}
             try:

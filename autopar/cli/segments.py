@@ -23,7 +23,7 @@ from typing import Any
 from autopar.api import ParallelFunction, make_executable
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
-from autopar.measure.segments import PASSES, PreparedStep, Task, prepare_step, run_passes
+from autopar.measure.segments import PASSES, PreparedStep, TimingTask, prepare_step, run_passes
 from autopar.measure.segments.combine import TOP
 from autopar.progress import Progress
 from autopar.session import cluster_of_devices
@@ -69,7 +69,7 @@ def run_segments(arguments: Namespace) -> int:
     step, devices = step_of(request)
     jobs = arguments.jobs or default_jobs()
 
-    def compile_ahead(tasks: list[Task]) -> None:
+    def compile_ahead(tasks: list[TimingTask]) -> None:
         compile_in_processes(request, tasks, min(jobs, len(tasks)))
 
     result = run_passes(
@@ -129,13 +129,13 @@ def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[Pr
 
 def compile_in_processes(
     request: SegmentRequest,
-    tasks: Sequence[Task],
+    tasks: Sequence[TimingTask],
     num: int,
     tell: Callable[[dict[str, Any]], Any] = lambda done: None,
 ) -> None:
     """Every program compiled, `num` at a time. What cannot be compiled there is left to whoever
     times it, and then says why."""
-    left: SimpleQueue[Task] = SimpleQueue()
+    left: SimpleQueue[TimingTask] = SimpleQueue()
     for task in tasks:
         left.put(task)
     with Progress(f"compiling in {num} processes", len(tasks)) as progress:
@@ -203,7 +203,7 @@ class _Worker:
             return False
         return True
 
-    def compile(self, task: Task) -> dict[str, Any] | None:
+    def compile(self, task: TimingTask) -> dict[str, Any] | None:
         """What the worker said of it; None if it has ended, or was ended for taking too long."""
         assert self.process.stdout is not None
         limit = threading.Timer(self.limit_s, self.process.kill)

@@ -4,7 +4,7 @@
 are pooled (isotonic regression). Between samples it is straight, below the first it is flat, and
 beyond the last it goes on at the average rate.
 
-`Rates` is for work with several sizes, such as a product's m, n and k. On a grid of sizes, each
+`RateTable` is for work with several sizes, such as a product's m, n and k. On a grid of sizes, each
 twice the one before, rates (work per second) are those of the samples around, nearer ones counting
 for more; distances are logarithmic, and sizes beyond all samples count as the nearest that there
 are. Where samples foretell each other better so (noise), distances are blurred, and samples are no
@@ -99,7 +99,7 @@ def _blur(places: np.ndarray, rates: np.ndarray) -> float:
     return found
 
 
-class Rates:
+class RateTable:
     def __init__(
         self,
         samples: Sequence[tuple[Sequence[float], float]],

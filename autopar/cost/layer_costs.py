@@ -3,7 +3,7 @@
 Nodes of one class cost the same, so costs are known by *group*: of nodes (a class at one price), of
 edges (a pair of classes, a result and an operand) and of values (a class and its result). What a
 group's figures add to each layer does not depend on the mesh. `LayerTerms` finds that once; a
-sharding on a mesh then gives a figure per group (`GroupFigures`), and its sums are the table.
+sharding on a mesh then gives a figure per group (`GroupCosts`), and its sums are the table.
 
 Time. An edge is paid by the node that reads, so what a layer reads from the one before it is its
 own. What belongs to no layer is spread over all in proportion to what they have themselves. So the
@@ -55,7 +55,7 @@ class EdgeGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class GroupFigures:
+class GroupCosts:
     """What one sharding gives for every group.
 
     node_s:      seconds of a node, as often as it runs.
@@ -307,7 +307,7 @@ class LayerTerms:
 
     # -- the table
 
-    def seconds(self, figures: GroupFigures) -> np.ndarray:
+    def seconds(self, figures: GroupCosts) -> np.ndarray:
         """Seconds of a step per layer (those of no layer in front) and phase."""
         size = (self.places.num_layers + 1) * _PHASES
         total = np.bincount(self.node_slot, weights=figures.node_s[self.node_group], minlength=size)
@@ -315,7 +315,7 @@ class LayerTerms:
         total += np.bincount(self.edge_slot, weights=edge_s, minlength=size)
         return total.reshape(-1, _PHASES)
 
-    def table(self, figures: GroupFigures, submesh: Submesh, mesh: LogicalMesh) -> LayerTable:
+    def table(self, figures: GroupCosts, submesh: Submesh, mesh: LogicalMesh) -> LayerTable:
         """The figures of every layer, none of them computed again."""
         count = self.places.num_layers
         once, forward, backward = (spread(x) for x in self.seconds(figures).T)
@@ -344,7 +344,7 @@ class LayerTerms:
             working_bytes=np.maximum(working, updating - in_flight),
         )
 
-    def recomputed(self, table: LayerTable, figures: GroupFigures) -> LayerTable:
+    def recomputed(self, table: LayerTable, figures: GroupCosts) -> LayerTable:
         """The same with every layer computed again that keeps more than it reads."""
         kept = spread(self.boundary.by_layer(figures.value_share, self.places.num_layers))
         again = table.in_flight_bytes > kept
@@ -356,7 +356,7 @@ class LayerTerms:
             remat=True,
         )
 
-    def _copies(self, figures: GroupFigures) -> tuple[np.ndarray, np.ndarray, tuple]:
+    def _copies(self, figures: GroupCosts) -> tuple[np.ndarray, np.ndarray, tuple]:
         """(held bytes per layer, those of no layer in front; bytes in the loop at every time;
         (layer, start, end, bytes) of those outside of it). One copy serves all readers of one
         layout, in the loop all of one pass."""

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from math import log
 
 from autopar.cost.compute import compute_s
-from autopar.cost.curves import Curve, Rates
+from autopar.cost.curves import Curve, RateTable
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import ConvolutionTime, MachineProfile
 
@@ -215,7 +215,7 @@ def measured_costs(profile: MachineProfile) -> MeasuredCosts:
 
 
 class _Lazy:
-    """Samples by key, of which `Rates` are made when they are first asked for."""
+    """Samples by key, of which `RateTable` are made when they are first asked for."""
 
     def __init__(
         self,
@@ -227,11 +227,11 @@ class _Lazy:
         for key, sizes, seconds in samples:
             self.samples[key].append((sizes, seconds))
         self.powers, self.steps = powers, steps
-        self.made: dict[object, Rates] = {}
+        self.made: dict[object, RateTable] = {}
 
-    def get(self, key: object) -> Rates | None:
+    def get(self, key: object) -> RateTable | None:
         if key not in self.made and key in self.samples:
-            self.made[key] = Rates(self.samples[key], self.powers, self.steps)
+            self.made[key] = RateTable(self.samples[key], self.powers, self.steps)
         return self.made.get(key)
 
 

@@ -50,7 +50,7 @@ _SPLITS = {
 
 
 @dataclass(eq=False)
-class Words:
+class ParallelismLabels:
     """`factors`, `layouts`: of every node. `recomputed`: equations of the backward pass that repeat
     the forward pass."""
 

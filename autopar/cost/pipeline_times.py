@@ -16,13 +16,13 @@ from autopar.ir.pipeline import (
     EACH,
     PER_MICRO_BATCH,
     Phase,
-    Piece,
     Pipeline,
     Place,
     Ref,
+    StageProgram,
     Transfer,
 )
-from autopar.ir.timeline import CrossingTime, PieceTime, PipelineTimes
+from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 
 _Touch = tuple[int, int | None]  # piece, micro-batch of the array that it touches
 
@@ -56,7 +56,7 @@ def pipeline_times(
         per_stage(*once),
         _crossings(pipeline, transfers),
         tuple(
-            PieceTime(piece.stage, piece.phase.value, piece.part, seconds)
+            StageProgramTime(piece.stage, piece.phase.value, piece.part, seconds)
             for piece, seconds in zip(pipeline.pieces, piece_s, strict=True)
         ),
         tuple(held_bytes),
@@ -65,7 +65,9 @@ def pipeline_times(
     )
 
 
-def _crossings(pipeline: Pipeline, transfers: Sequence[TransferTime]) -> tuple[CrossingTime, ...]:
+def _crossings(
+    pipeline: Pipeline, transfers: Sequence[TransferTime]
+) -> tuple[MeshTransferTime, ...]:
     sent = {transfer.ref.value for transfer in pipeline.transfers}
     writers: dict[int, list[_Touch]] = defaultdict(list)
     readers: dict[int, list[_Touch]] = defaultdict(list)
@@ -89,7 +91,7 @@ def _crossings(pipeline: Pipeline, transfers: Sequence[TransferTime]) -> tuple[C
     for place in pipeline.inputs:
         given[place.value].add(place.stage)
     classes: dict[tuple, int] = {}
-    found: dict[tuple, CrossingTime] = {}
+    found: dict[tuple, MeshTransferTime] = {}
     for transfer, time in zip(pipeline.transfers, transfers, strict=True):
         value, (source, target) = transfer.ref.value, (transfer.source, transfer.target)
         role = (
@@ -106,7 +108,7 @@ def _crossings(pipeline: Pipeline, transfers: Sequence[TransferTime]) -> tuple[C
         rest_s = time.seconds - time.latency_s
         if known is not None:
             rest_s += known.seconds - known.latency_s
-        found[key] = CrossingTime(
+        found[key] = MeshTransferTime(
             source,
             target,
             _phase(pipeline, writers[value], transfer.ref.micro_batch),
@@ -177,7 +179,7 @@ def pipeline_of_times(
         num_micro_batches,
         tuple(stage_mesh),
         tuple(
-            Piece(piece.stage, phase, tuple(own_reads), tuple(own_writes), piece.part)
+            StageProgram(piece.stage, phase, tuple(own_reads), tuple(own_writes), piece.part)
             for piece, phase, own_reads, own_writes in zip(
                 times.pieces, phases, reads, writes, strict=True
             )

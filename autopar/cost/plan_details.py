@@ -15,7 +15,7 @@ from autopar.cost.halo import halo_steps
 from autopar.cost.memory import MemoryProfile
 from autopar.cost.memory_use import memory_use
 from autopar.cost.module_names import with_module_names
-from autopar.cost.parallelism_labels import Factors, NodeLayouts, Words, op_name
+from autopar.cost.parallelism_labels import Factors, NodeLayouts, ParallelismLabels, op_name
 from autopar.cost.report import Move, moves, node_compute_s, parallelism
 from autopar.cost.roles import Roles, find_roles
 from autopar.ir.details import (
@@ -51,7 +51,7 @@ def plan_details(
     class for every node; nodes of one class are sharded alike."""
     roles = find_roles(graph, recomputed, alike)
     graph = with_module_names(graph, roles)
-    words = Words(graph, mesh, layouts, factors, roles, recomputed)
+    words = ParallelismLabels(graph, mesh, layouts, factors, roles, recomputed)
     charges = _Charges(graph, mesh, layouts, roles)
     rows = []
     seconds = [0.0] * len(graph.nodes)

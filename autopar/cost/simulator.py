@@ -52,7 +52,7 @@ class _Step(NamedTuple):
     waits: tuple[int, ...]
 
 
-class Sent(NamedTuple):
+class SimulatedSend(NamedTuple):
     """All that one `Send` sends."""
 
     source: int  # stages
@@ -64,11 +64,11 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class SimulatedRun:
     """What is simulated: a list per mesh, and what the lists send."""
 
     meshes: tuple[tuple[_Step, ...], ...]
-    sent: tuple[Sent, ...]
+    sent: tuple[SimulatedSend, ...]
     num_ways: int
 
     @property
@@ -110,10 +110,10 @@ def program_work(
     piece_s: Sequence[float],
     transfers: Sequence[TransferTime],
     routes: Routes = own_links,
-) -> Work:
+) -> SimulatedRun:
     """The lists as work. `piece_s` and `transfers` are by their numbers in the pipeline."""
     numbers: dict[tuple[int, int, int], int] = {}
-    sent: list[Sent] = []
+    sent: list[SimulatedSend] = []
     ways: dict[Hashable, int] = {}
     known_ways: dict[tuple[int, int], tuple[int, ...]] = {}
     for mesh, program in enumerate(programs.meshes):
@@ -129,7 +129,7 @@ def program_work(
             first = pipeline.transfers[send.transfers[0]]
             numbers[mesh, send.to_mesh, send.tag] = len(sent)
             sent.append(
-                Sent(
+                SimulatedSend(
                     first.source,
                     first.target,
                     send.micro_batch,
@@ -155,7 +155,7 @@ def program_work(
                 coming.update(dict.fromkeys(instruction.buffers, number))
                 steps.append(_Step(_RECV, number, ()))
         lists.append(tuple(steps))
-    return Work(tuple(lists), tuple(sent), len(ways))
+    return SimulatedRun(tuple(lists), tuple(sent), len(ways))
 
 
 def _waits(coming: dict[int, int], reads: Sequence[int]) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def _waits(coming: dict[int, int], reads: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def simulate(work: Work) -> Simulated:
+def simulate(work: SimulatedRun) -> Simulated:
     """Each mesh is taken as far as it gets without what has not arrived; of the transfers that can
     begin, the one that was ready first comes next, and lets its receiver go on."""
     lists, num_sent = work.meshes, len(work.sent)
@@ -228,7 +228,7 @@ def simulate(work: Work) -> Simulated:
 def timeline(
     pipeline: Pipeline,
     programs: PipelinePrograms,
-    work: Work,
+    work: SimulatedRun,
     found: Simulated,
     bytes_of: Callable[[int, Ref], int] | None = None,
 ) -> Timeline:
@@ -273,7 +273,7 @@ def timeline(
 
 
 def _transfer_event(
-    mesh: int, instruction: Send | Recv, work: Work, found: Simulated, number: int
+    mesh: int, instruction: Send | Recv, work: SimulatedRun, found: Simulated, number: int
 ) -> Event:
     sent, (start, end) = work.sent[number], found.sent_s[number]
     is_send = isinstance(instruction, Send)

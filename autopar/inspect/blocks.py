@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.cost.halo import halo_steps
 from autopar.cost.module_names import with_module_names
-from autopar.cost.parallelism_labels import Words
+from autopar.cost.parallelism_labels import ParallelismLabels
 from autopar.cost.plan_details import rounded, spec_text
 from autopar.cost.report import moves, node_compute_s
 from autopar.cost.roles import find_roles
@@ -51,7 +51,9 @@ def chosen_blocks(blocks: Blocks, sharding: GraphSharding, lines: EquationLines)
     roles = find_roles(sharding.graph, lines.recomputed, problem.classes)
     graph = with_module_names(sharding.graph, roles)
     factors = [strategy.factors for strategy in sharding.strategies]
-    words = Words(graph, sharding.mesh, sharding.layouts, factors, roles, lines.recomputed)
+    words = ParallelismLabels(
+        graph, sharding.mesh, sharding.layouts, factors, roles, lines.recomputed
+    )
     figures = _figures(blocks, sharding)
     occurrences: dict[int, list[Occurrence]] = defaultdict(list)
     for own in blocks.sequence:

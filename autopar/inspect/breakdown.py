@@ -87,7 +87,7 @@ def bubble_share(plan: ParallelPlan) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
+class AchievedRates:
     """Floating point operations per second of one device, those of products: `model`, each counted
     once; `distinct`, with what is computed again in the backward pass; `computed`, all that devices
     do, the same on several too, `same_along` the axes that split nothing of it. `peak` is the
@@ -100,7 +100,7 @@ class Rates:
     same_along: tuple[str, ...] = ()
 
 
-def rates_of(plan: ParallelPlan) -> Rates | None:
+def rates_of(plan: ParallelPlan) -> AchievedRates | None:
     """None if it is not known."""
     if plan.cluster is None or not plan.estimated_step_s or not is_timed(plan):
         return None
@@ -133,7 +133,7 @@ def rates_of(plan: ParallelPlan) -> Rates | None:
     device = plan.cluster.spec
     peak = device.flops_16bit if precision[True] > precision[False] else device.flops_32bit
     along = tuple(axis for axis, flops in repeated.items() if flops > 0.1 * computed)
-    return Rates(model / device_s, distinct / device_s, computed / device_s, peak, along)
+    return AchievedRates(model / device_s, distinct / device_s, computed / device_s, peak, along)
 
 
 def is_array_type(value: str) -> bool:

@@ -44,7 +44,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "pulp", "flax", "opta
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DumpedStage:
     """A step on one mesh: the whole, or a stage. `prefix` is that of its files."""
 
     prefix: str
@@ -96,23 +96,23 @@ def _files(planned: PlannedStep, executable: Any) -> Iterator[DebugFile]:
         )
 
 
-def _parts(planned: PlannedStep) -> list[_Part]:
+def _parts(planned: PlannedStep) -> list[_DumpedStage]:
     plan = planned.plan
     if planned.made:
         return [
-            _Part(f"stage{k}.", f"stage {k}", part.traced, part.plan)
+            _DumpedStage(f"stage{k}.", f"stage {k}", part.traced, part.plan)
             for k, part in enumerate(planned.made)
         ]
     if planned.sliced is None:
-        return [_Part("", plan.name, planned.traced, plan)]
+        return [_DumpedStage("", plan.name, planned.traced, plan)]
     found = []
     for k, (cut, stage) in enumerate(zip(planned.sliced.stages, plan.stages, strict=True)):
         assert stage.plan is not None
-        found.append(_Part(f"stage{k}.", f"stage {k}", cut.step, stage.plan))
+        found.append(_DumpedStage(f"stage{k}.", f"stage {k}", cut.step, stage.plan))
     return found
 
 
-def _part_files(part: _Part) -> Iterator[DebugFile]:
+def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
     of = "" if not part.prefix else f" of {part.name}"
     if part.prefix:
         yield DebugFile(
@@ -146,7 +146,7 @@ def _part_files(part: _Part) -> Iterator[DebugFile]:
     )
 
 
-def _binding(part: _Part, origin: Origin) -> float | None:
+def _binding(part: _DumpedStage, origin: Origin) -> float | None:
     """The budget, where it made a difference."""
     return origin.budget if part.plan.solver.unbounded else None
 

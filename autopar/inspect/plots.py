@@ -15,7 +15,7 @@ NUM_COLOURS = 6  # --series-0 … of the page
 
 
 @dataclass(frozen=True)
-class Mark:
+class PlotMark:
     """A point of a series; `y` None where there is nothing, which is marked with a cross."""
 
     x: int  # position among the plot's labels
@@ -26,7 +26,7 @@ class Mark:
 @dataclass(frozen=True)
 class Series:
     name: str
-    marks: tuple[Mark, ...]
+    marks: tuple[PlotMark, ...]
     dashed: bool = False
 
 
@@ -82,7 +82,7 @@ def _drawn(
 ) -> list[str]:
     style = "--own: var(--series-dashed)" if one.dashed else f"--own: var(--series-{colour})"
     parts = [f'<g style="{style}">']
-    runs: list[list[Mark]] = [[]]
+    runs: list[list[PlotMark]] = [[]]
     for mark in one.marks:
         if mark.y is None:
             runs.append([])

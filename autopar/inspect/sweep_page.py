@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from autopar.inspect.plots import Mark, Series, line_plot
+from autopar.inspect.plots import PlotMark, Series, line_plot
 from autopar.inspect.sweep_text import (
     conclusions,
     cost_text,
@@ -99,7 +99,7 @@ def _plot(
     series = []
     for name, points in _groups(sweep):
         marks = tuple(
-            Mark(
+            PlotMark(
                 places.index(p.value(axis)),
                 figure(p) / size if p.fits else None,
                 f"{where(p)}: {text(figure(p)) if p.fits else p.problem}",
@@ -136,7 +136,7 @@ def _guides(sweep: Sweep, title: str, places: list, size: float) -> list[Series]
         else:
             continue
         marks = [
-            Mark(places.index(p.value(axis)), y, "") for p, y in zip(known, values, strict=True)
+            PlotMark(places.index(p.value(axis)), y, "") for p, y in zip(known, values, strict=True)
         ]
         found.append(Series(name, tuple(marks), dashed=True))
     return found

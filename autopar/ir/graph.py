@@ -78,7 +78,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Work:
+class OpSize:
     """What tells how long a product, a convolution or an attention kernel takes. Each size is the
     product of some dimensions, as (operand or result, dimension); results count after operands.
 
@@ -124,7 +124,7 @@ class Node:
     equation: int | None = None
     batch_factor: int | None = None  # the factor that carries the batch dimension
     signature: int = -1  # equal signatures have equal rules, costs and strategies
-    work: Work | None = None  # of a product, convolution or attention kernel
+    work: OpSize | None = None  # of a product, convolution or attention kernel
     traffic: Traffic | None = None  # None where nothing is moved
 
     @property

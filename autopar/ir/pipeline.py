@@ -64,7 +64,7 @@ PER_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageProgram:
     """A program of one stage. What it both reads and writes (sums over micro-batches) is updated
     in place; nothing else is written twice. A stage has at most one piece per phase and part.
     Parts are run in order, those of PREPARE and UPDATE with transfers between them."""
@@ -102,7 +102,7 @@ class Pipeline:
 
     num_micro_batches: int
     stage_mesh: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StageProgram, ...]
     transfers: tuple[Transfer, ...]
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]

@@ -39,7 +39,7 @@ Chain = tuple[Layout, ...]  # layouts an operand is taken through before its use
 
 
 @dataclass(frozen=True)
-class Lanes:
+class UnreducedAxes:
     """Partial sums kept as data: one addend per rank of each axis, in leading dimensions of the
     array (*lanes*) that those axes split. A layout that is `PARTIAL` along an axis means such an
     array.
@@ -67,7 +67,7 @@ class EquationSharding:
     bodies: tuple[ProgramSharding, ...] = ()
     local: tuple[tuple[Layout, ...], ...] = ()
     refetched: tuple[Refetch, ...] = ()
-    lanes: Lanes | None = None
+    lanes: UnreducedAxes | None = None
 
 
 @dataclass(frozen=True)
@@ -551,10 +551,10 @@ def _decode_program(body: dict[str, Any]) -> ProgramSharding:
     )
 
 
-def _decode_lanes(body: dict[str, Any] | None) -> Lanes | None:
+def _decode_lanes(body: dict[str, Any] | None) -> UnreducedAxes | None:
     if body is None:
         return None
-    return Lanes(_shape(body["axes"]), tuple(_layout(v) for v in body["operands"]))
+    return UnreducedAxes(_shape(body["axes"]), tuple(_layout(v) for v in body["operands"]))
 
 
 def _decode_tensor(body: dict[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ from autopar.ir.tiles import Box, TilePlan, shard_box
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedType:
     """An array on a mesh: its type, and how it lies.
 
     mesh_shape, axis_names: the arrangement of devices that `layout` speaks of.
@@ -46,23 +46,23 @@ class Held:
 
 
 @dataclass(frozen=True)
-class LoweredPiece:
+class LoweredProgram:
     """A program of one mesh: a flat function from what it reads to what it writes."""
 
     name: str
     stage: int
     function: Callable[..., list[Any]]
-    reads: tuple[Held, ...]
-    writes: tuple[Held, ...]
+    reads: tuple[ShardedType, ...]
+    writes: tuple[ShardedType, ...]
     donated: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class RemoteTransfer:
     """A buffer's way from stage to stage; without tiles where both are on one mesh."""
 
-    source: Held
-    target: Held
+    source: ShardedType
+    target: ShardedType
     tiles: TilePlan | None
 
 
@@ -74,7 +74,7 @@ class Bound:
     position: int
     mesh: int
     buffer: int
-    held: Held
+    held: ShardedType
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class LoweredStep:
 
     name: str
     meshes: tuple[tuple[int, ...], ...]
-    pieces: tuple[LoweredPiece, ...]
+    pieces: tuple[LoweredProgram, ...]
     piece_mesh: tuple[int, ...]
     programs: PipelinePrograms
-    crossings: dict[int, Crossing]
+    crossings: dict[int, RemoteTransfer]
     stage_mesh: tuple[int, ...]
     arguments: tuple[Bound, ...]
     results: tuple[Bound, ...]
@@ -100,13 +100,13 @@ class LoweredStep:
 
 
 @dataclass(frozen=True)
-class PieceSpec:
+class ProgramSpec:
     """A piece as its mesh's workers know it; the program itself comes beside."""
 
     name: str
     stage: int
-    reads: tuple[Held, ...]
-    writes: tuple[Held, ...]
+    reads: tuple[ShardedType, ...]
+    writes: tuple[ShardedType, ...]
     donated: tuple[int, ...]
 
 
@@ -136,9 +136,9 @@ class MeshTask:
     number: int
     name: str
     mesh: int
-    pieces: dict[int, PieceSpec]
+    pieces: dict[int, ProgramSpec]
     program: MeshProgram
-    crossings: dict[int, Crossing]
+    crossings: dict[int, RemoteTransfer]
     recv_order: dict[int, tuple[int, ...]]
     ends: dict[int, tuple[End, ...]]
     used_up: tuple[int, ...]

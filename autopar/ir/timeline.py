@@ -50,7 +50,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class PieceTime:
+class StageProgramTime:
     """A piece of a pipeline and what one run of it takes; `phase` is the value of a `Phase`."""
 
     stage: int
@@ -60,7 +60,7 @@ class PieceTime:
 
 
 @dataclass(frozen=True)
-class CrossingTime:
+class MeshTransferTime:
     """Arrays that go from stage to stage together, for each micro-batch (`phase` "forward",
     "backward" …, that of the piece which makes them) or once in a step (""): bytes of all arrays
     together, and seconds on the link, of which `latency_s` is paid once for all that is sent at a
@@ -103,8 +103,8 @@ class PipelineTimes:
     backward_s: tuple[float, ...]
     weights_s: tuple[float, ...]
     update_s: tuple[float, ...]
-    crossings: tuple[CrossingTime, ...]
-    pieces: tuple[PieceTime, ...] = ()
+    crossings: tuple[MeshTransferTime, ...]
+    pieces: tuple[StageProgramTime, ...] = ()
     held_bytes: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()
     working_bytes: tuple[float, ...] = ()

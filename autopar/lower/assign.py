@@ -16,7 +16,7 @@ from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Chain, EquationSharding, Lanes, ProgramSharding, Refetch
+from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch, UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, is_slice, num_shards
 
 BACKWARD = "backward"  # the region of the graph's nodes
@@ -195,14 +195,14 @@ class _Assigner:
         after = (beside or [next(reversed(self.made_backward), None)])[-1]
         return [] if after is None else [Refetch(position, num_shared, after)]
 
-    def lanes(self, equation: Any, nodes: Sequence[int]) -> Lanes | None:
-        """Partial sums that a loop adds up are data: see `Lanes`."""
+    def lanes(self, equation: Any, nodes: Sequence[int]) -> UnreducedAxes | None:
+        """Partial sums that a loop adds up are data: see `UnreducedAxes`."""
         axes = self.lane_axes(equation.results[0])
         if not axes:
             return None
         layouts = iter(layout for node in nodes for layout in self.layouts[node][0])
         operands = [next(layouts) if isinstance(o, int) else None for o in equation.operands]
-        return Lanes(axes, tuple(operands))
+        return UnreducedAxes(axes, tuple(operands))
 
     def lane_axes(self, value: int) -> tuple[int, ...]:
         """Mesh axes along which a value is kept as partial sums."""

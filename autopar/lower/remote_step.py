@@ -12,17 +12,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.compiler import OtherDevices, annotate, check_devices, lower_pipeline
+from autopar.compiler import AbstractDevices, annotate, check_devices, lower_pipeline
 from autopar.ir.live import buffer_slots
 from autopar.ir.pipeline import Free, Instruction, MeshProgram, PipelinePrograms, Run, piece_names
-from autopar.ir.remote import Bound, Crossing, Held, LoweredPiece, LoweredStep
+from autopar.ir.remote import Bound, LoweredProgram, LoweredStep, RemoteTransfer, ShardedType
 from autopar.ir.spec import from_partition_spec
 from autopar.lower.raw_keys import on_raw_keys, raw_type
 from autopar.lower.tiles import plan_transfers
 from autopar.sharding.plan_mesh import PlannedStep
 
 
-def lower_for_workers(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
+def lower_for_workers(planned: PlannedStep, devices: AbstractDevices) -> LoweredStep:
     check_devices(planned.plan, devices)
     if planned.made:
         stages = planned.plan.stages
@@ -35,7 +35,7 @@ def lower_for_workers(planned: PlannedStep, devices: OtherDevices) -> LoweredSte
     return _side_by_side(planned, (planned,), [numbers], [0], devices.platform)
 
 
-def _held(buffer: Any, numbers: Sequence[int], mesh: Sequence[int]) -> Held:
+def _held(buffer: Any, numbers: Sequence[int], mesh: Sequence[int]) -> ShardedType:
     """`numbers`: the cluster's devices in the order of the buffer's own mesh."""
     raw = raw_type(buffer)
     sharding = raw.sharding
@@ -44,10 +44,10 @@ def _held(buffer: Any, numbers: Sequence[int], mesh: Sequence[int]) -> Held:
     layout = from_partition_spec(sharding.spec, raw.shape, names, sizes, "a buffer")
     places = {number: place for place, number in enumerate(mesh)}
     grid = tuple(places[number] for number in numbers)
-    return Held(tuple(raw.shape), raw.dtype, sizes, names, layout, grid)
+    return ShardedType(tuple(raw.shape), raw.dtype, sizes, names, layout, grid)
 
 
-def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
+def _pipeline(planned: PlannedStep, devices: AbstractDevices) -> LoweredStep:
     lowered = lower_pipeline(planned, devices)
     pipeline, programs, stages = lowered.pipeline, lowered.programs, planned.plan.stages
     meshes = tuple(
@@ -55,7 +55,7 @@ def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
         for m in range(pipeline.num_meshes)
     )
 
-    def held(stage: int, value: int) -> Held:
+    def held(stage: int, value: int) -> ShardedType:
         numbers, mesh = stages[stage].devices, meshes[stages[stage].mesh]
         return _held(lowered.buffers[stage, value], numbers, mesh)
 
@@ -65,7 +65,7 @@ def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
     ):
         reads = [lowered.buffers[piece.stage, ref.value] for ref in piece.reads]
         pieces.append(
-            LoweredPiece(
+            LoweredProgram(
                 name,
                 piece.stage,
                 on_raw_keys(function, reads),
@@ -77,7 +77,7 @@ def _pipeline(planned: PlannedStep, devices: OtherDevices) -> LoweredStep:
     raw = {key: raw_type(buffer) for key, buffer in lowered.buffers.items()}
     tile_plans = plan_transfers(pipeline, raw)
     crossings = {
-        number: Crossing(
+        number: RemoteTransfer(
             held(transfer.source, transfer.ref.value),
             held(transfer.target, transfer.ref.value),
             tile_plans.get(number),
@@ -130,7 +130,7 @@ def _side_by_side(
     num_buffers = [0] * len(meshes)
     for stage, (part, numbers, mesh) in enumerate(zip(parts, devices, stage_mesh, strict=True)):
         traced, plan = part.traced, part.plan
-        function, jax_mesh = annotate(part, OtherDevices(len(numbers), platform))
+        function, jax_mesh = annotate(part, AbstractDevices(len(numbers), platform))
         types = {
             "reads": zip(traced.avals, plan.inputs, strict=True),
             "writes": zip(traced.out_avals, plan.outputs, strict=True),
@@ -146,7 +146,7 @@ def _side_by_side(
         }
         donated = tuple(sorted(traced.donated))
         pieces.append(
-            LoweredPiece(
+            LoweredProgram(
                 f"stage{stage}_results" if whole.made else "step",
                 stage,
                 on_raw_keys(function, traced.avals),

@@ -3,8 +3,8 @@
 A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue is the piece that
 prepares the loop: it brings what the loop only reads to the layout it has there, cuts the batch
 into micro-batches and sets sums to zero. The loop's body becomes a forward and a backward piece
-(and one for the gradients of weights, where a schedule wants them apart), its epilogue the update. What one
-piece makes and another reads lies in a buffer, in the layout that its maker gave it.
+(and one for the gradients of weights, where a schedule wants them apart), its epilogue the update.
+What one piece makes and another reads lies in a buffer, in the layout that its maker gave it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar import _jax
-from autopar.ir.pipeline import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
+from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
 from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import Layout
 from autopar.lower.annotate import Writer
@@ -49,10 +49,10 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class PieceProgram:
+class StageProgramBody:
     """A piece with what it computes: equations of its stage's program, with their shardings."""
 
-    piece: Piece
+    piece: StageProgram
     entries: tuple[Entry, ...]
     exits: tuple[Exit, ...]
     equations: tuple[Any, ...]
@@ -62,12 +62,12 @@ class PieceProgram:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StagePrograms:
     """All of a pipeline. `layouts`: (stage, value of a ref) -> the layout of its buffers, in which
     `PARTIAL` means lanes; None for scalars and whatever is whole."""
 
     pipeline: Pipeline
-    programs: tuple[PieceProgram, ...]
+    programs: tuple[StageProgramBody, ...]
     layouts: dict[tuple[int, int], Layout | None]
 
 
@@ -79,7 +79,7 @@ def cut_into_pieces(
     stage_mesh: Sequence[int],
     split_weights: bool = False,
     donated: Iterable[int] = (),
-) -> Pieces:
+) -> StagePrograms:
     """`stages`: a `StageSlice` each. `donated`: positions of the step's inputs."""
     cutters = [
         _StageCutter(number, stage, sharding, num_micro_batches, split_weights)
@@ -118,11 +118,11 @@ def cut_into_pieces(
         for number, cutter in enumerate(cutters)
         for v, layout in cutter.buffers.items()
     }
-    return Pieces(pipeline, programs, layouts)
+    return StagePrograms(pipeline, programs, layouts)
 
 
 def piece_function(
-    piece: PieceProgram, mesh: AnyMesh, platform: str | None = None
+    piece: StageProgramBody, mesh: AnyMesh, platform: str | None = None
 ) -> Callable[..., list[Any]]:
     """A flat function of the piece's reads that gives its writes, for `jax.jit`."""
     writer = Writer(mesh, platform)
@@ -169,7 +169,7 @@ class _StageCutter:
         self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
         self.num_arrivals = len(stage.arrivals)
         self.num_departures = len(stage.departures)
-        self.pieces: list[PieceProgram] = []
+        self.pieces: list[StageProgramBody] = []
         self.made_in_body = {r for e in self.body.equations for r in e.results}
         self.buffers: dict[int, Layout | None] = {}
         self.row_values: dict[int, int] = {}
@@ -368,7 +368,7 @@ class _StageCutter:
             ref = (refs or {}).get(value, Ref(value, None if refs is None else EACH))
             layout = self.buffer(ref.value, self.layout.get(value))
             own.append(Entry((ref,), value, layout))
-        piece = Piece(
+        piece = StageProgram(
             self.number,
             phase,
             tuple(ref for entry in own for ref in entry.refs),
@@ -377,7 +377,7 @@ class _StageCutter:
         )
         stripped = tuple(replace(s, refetched=()) if s.refetched else s for s in shardings)
         self.pieces.append(
-            PieceProgram(
+            StageProgramBody(
                 piece,
                 tuple(own),
                 tuple(exits),

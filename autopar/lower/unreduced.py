@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autopar import _jax
-from autopar.ir.plan import Lanes
+from autopar.ir.plan import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 
 AnyMesh = Mesh | AbstractMesh
@@ -50,7 +50,9 @@ def empty_lanes(array: Any, layout: Layout | None, mesh: AnyMesh) -> Any:
     return jnp.zeros((*sizes, *jnp.shape(array)), jnp.result_type(array))
 
 
-def bind_in_lanes(equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: AnyMesh) -> list[Any]:
+def bind_in_lanes(
+    equation: Any, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
+) -> list[Any]:
     """Bind an equation once per lane; its results have lanes."""
     if equation.name == "conv_general_dilated":
         return _bind_on_each_rank(equation, lanes, operands, mesh)
@@ -109,7 +111,7 @@ def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: AnyMesh) -> An
 
 
 def _bind_on_each_rank(
-    equation: Any, lanes: Lanes, operands: Sequence[Any], mesh: AnyMesh
+    equation: Any, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
 ) -> list[Any]:
     """A convolution over lanes would be a grouped one, which XLA gathers. So each rank of the lane
     axes is given its part by `shard_map`; other axes are left to the partitioner."""

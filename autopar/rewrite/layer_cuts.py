@@ -28,7 +28,7 @@ _ABOUT_AS_MUCH = 0.9
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSpan:
     """Forward equations in order. Positions below are into `indices`.
 
     crossing_bytes: per position, what is made up to it and read after it.
@@ -47,7 +47,7 @@ class Segment:
     only_readers: tuple[int, ...]
 
 
-def choose_cuts(segments: Sequence[Segment], num_layers: int | None) -> list[tuple[int, ...]]:
+def choose_cuts(segments: Sequence[LayerSpan], num_layers: int | None) -> list[tuple[int, ...]]:
     """The equations of each layer. A segment has at least one."""
     if not segments:
         return []
@@ -65,7 +65,7 @@ def choose_cuts(segments: Sequence[Segment], num_layers: int | None) -> list[tup
     return groups
 
 
-def _shares(segments: Sequence[Segment], num_layers: int) -> list[int]:
+def _shares(segments: Sequence[LayerSpan], num_layers: int) -> list[int]:
     """How many layers each segment gets: one, and the rest where most flops per layer are."""
     total = sum(len(segment.indices) for segment in segments)
     if not len(segments) <= num_layers <= total:
@@ -84,7 +84,7 @@ def _shares(segments: Sequence[Segment], num_layers: int) -> list[int]:
 # -- gaps
 
 
-def _gap_cut(segment: Segment, first: int, last: int) -> int:
+def _gap_cut(segment: LayerSpan, first: int, last: int) -> int:
     """The best cut in `first … last`: few bytes cross, if it can be modules change, and of equals
     the first that takes nothing from its only reader in between."""
 
@@ -97,7 +97,7 @@ def _gap_cut(segment: Segment, first: int, last: int) -> int:
     return min(range(first, last + 1), key=price)
 
 
-def _gaps(segment: Segment) -> list[int]:
+def _gaps(segment: LayerSpan) -> list[int]:
     """One cut between any two neighbouring products. After a loop, and before one, it is cut
     directly: the loop itself is a layer."""
     found = []
@@ -114,7 +114,7 @@ def _gaps(segment: Segment) -> list[int]:
 # -- natural layers
 
 
-def _natural_cuts(segment: Segment) -> list[int]:
+def _natural_cuts(segment: LayerSpan) -> list[int]:
     labels = _labels_by_name(segment) or _labels_by_period(segment)
     alone = [p for p in segment.scans if labels is None or _is_alone(segment, labels, p)]
     if labels is None and not alone:
@@ -136,13 +136,13 @@ def _natural_cuts(segment: Segment) -> list[int]:
     return sorted(cuts)
 
 
-def _is_alone(segment: Segment, labels: Sequence[object], position: int) -> bool:
+def _is_alone(segment: LayerSpan, labels: Sequence[object], position: int) -> bool:
     """A loop that shares its block with no other product."""
     own = labels[segment.heavy.index(position)]
     return own is None or sum(label == own for label in labels) == 1
 
 
-def _labels_by_name(segment: Segment) -> list[str | None] | None:
+def _labels_by_name(segment: LayerSpan) -> list[str | None] | None:
     """Per product, the numbered module it belongs to (`GPT/layer_3`), if such modules repeat."""
     paths = [segment.modules[p].split("/") for p in segment.heavy]
     for depth in range(max(map(len, paths), default=0)):
@@ -161,7 +161,7 @@ def _labels_by_name(segment: Segment) -> list[str | None] | None:
     return None
 
 
-def _labels_by_period(segment: Segment) -> list[int | None] | None:
+def _labels_by_period(segment: LayerSpan) -> list[int | None] | None:
     """Per product, in which repeat of a periodic stretch it lies. Of the periods that cover about
     as much as any, it is the shortest whose cuts about as few bytes cross as any's: a block may
     have a period of its own inside, but then more crosses there."""
@@ -220,7 +220,7 @@ def _longest_run(flags: np.ndarray) -> tuple[int, int]:
 # -- balanced layers
 
 
-def _balanced_cuts(segment: Segment, count: int) -> list[int]:
+def _balanced_cuts(segment: LayerSpan, count: int) -> list[int]:
     """`count - 1` cuts, natural ones if there are enough, that balance flops with few bytes."""
     candidates = _gaps(segment)
     if len(candidates) < count - 1:
@@ -234,7 +234,7 @@ def _balanced_cuts(segment: Segment, count: int) -> list[int]:
     return _balance(segment, nearby if len(nearby) >= count - 1 else candidates, count)
 
 
-def _narrow_nearby(segment: Segment, candidates: Sequence[int], count: int) -> list[int]:
+def _narrow_nearby(segment: LayerSpan, candidates: Sequence[int], count: int) -> list[int]:
     """The cuts that at most twice as many bytes cross as the best one nearby, as far as half a
     layer reaches: activations of a convolutional network get smaller with depth."""
     reach = -(-len(candidates) // (2 * count))
@@ -246,13 +246,13 @@ def _narrow_nearby(segment: Segment, candidates: Sequence[int], count: int) -> l
     ]
 
 
-def _narrow(segment: Segment, candidates: Sequence[int]) -> list[int]:
+def _narrow(segment: LayerSpan, candidates: Sequence[int]) -> list[int]:
     """The cuts that few bytes cross: at most twice as many as cross the best of them."""
     limit = 2 * min((segment.crossing_bytes[c] for c in candidates), default=0)
     return [c for c in candidates if segment.crossing_bytes[c] <= limit]
 
 
-def _balance(segment: Segment, candidates: list[int], count: int) -> list[int]:
+def _balance(segment: LayerSpan, candidates: list[int], count: int) -> list[int]:
     """Least Σ (flops / even share)² over layers + w · Σ (bytes / mean bytes) over cuts."""
     if count <= 1:
         return []

@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 from autopar import _jax
-from autopar.rewrite.layer_cuts import Segment, choose_cuts
+from autopar.rewrite.layer_cuts import LayerSpan, choose_cuts
 from autopar.rewrite.residuals import is_cheap
 from autopar.rewrite.scan_remat import find_scan_pair
 from autopar.tracer.costs import aval_bytes, equation_flops
@@ -140,7 +140,7 @@ class Flow:
 
     # -- what is cut
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[LayerSpan]:
         """Stretches of forward equations, as segments; of those without products only the first,
         if none has any."""
         segments = [self.segment(stretch) for stretch in self.stretches()]
@@ -165,7 +165,7 @@ class Flow:
         results = self.program.equations[index].results
         return bool(results) and all(r in self.persistent for r in results)
 
-    def segment(self, indices: list[int]) -> Segment:
+    def segment(self, indices: list[int]) -> LayerSpan:
         program = self.program
         equations = [program.equations[i] for i in indices]
         heavy = tuple(p for p, e in enumerate(equations) if products(e))
@@ -173,7 +173,7 @@ class Flow:
         signatures = tuple(
             numbers.setdefault(_signature(equations[p], program.avals), len(numbers)) for p in heavy
         )
-        return Segment(
+        return LayerSpan(
             indices=tuple(indices),
             crossing_bytes=self.crossing_bytes(indices),
             flops=tuple(_flops(e, program.avals) for e in equations),

@@ -33,7 +33,7 @@ def part_sums(
 ) -> tuple[Program, int, tuple[int, ...]]:
     """(program, position of its loop, stage per equation of its body). `stage_of` is the stage of
     every equation of the body, negative for those that belong to none."""
-    return _Parter(program, loop, stage_of).parted()
+    return _SumSplitter(program, loop, stage_of).parted()
 
 
 def _zeros(*, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -44,7 +44,7 @@ def _add(first: Any, second: Any) -> Any:
     return first + second
 
 
-class _Parter:
+class _SumSplitter:
     def __init__(self, program: Program, loop: int, stage_of: Sequence[int]) -> None:
         self.program, self.position = program, loop
         self.loop = program.equations[loop]

@@ -1,4 +1,4 @@
-"""Where everything outside the loop over micro-batches runs: from stages of its body to `Homes`.
+"""Which stage runs what lies outside the loop over micro-batches: `StagePlacement`.
 
 What a stage reads of the step's arguments lies there, and so does what the optimizer makes of it.
 An equation outside the loop runs where most of the bytes that it reads are. Small values made of
@@ -24,7 +24,7 @@ SMALL_BYTES = 16  # scalars and keys: what every stage can have of its own
 
 
 @dataclass(frozen=True)
-class Homes:
+class StagePlacement:
     """stages:    per equation outside the loop, those that run it (of the loop itself: all).
     owner:     value outside the loop -> the stage that has it; none for what every reader makes.
     parts:     (equation, stage) -> part of the prologue or epilogue that it runs in.
@@ -48,15 +48,15 @@ def find_homes(
     num_stages: int,
     state: Iterable[tuple[int, int]],
     owners: Mapping[int, int] | None = None,
-) -> Homes:
+) -> StagePlacement:
     """`stage_of`: the stage of every equation of the loop's body, negative for those that every
     reader makes for itself. `state`: (input, output) positions that belong together. `owners`:
     inputs, by position, that have an owner already."""
     input_of = {o: i for i, o in state}
-    return _Finder(program, loop, stage_of, num_stages, input_of, owners or {}).homes()
+    return _PlacementFinder(program, loop, stage_of, num_stages, input_of, owners or {}).homes()
 
 
-class _Finder:
+class _PlacementFinder:
     def __init__(
         self,
         program: Program,
@@ -89,7 +89,7 @@ class _Finder:
         self.loop_needs = self.loop_reads()
         self.prologue_needs = self.through_prologue()
 
-    def homes(self) -> Homes:
+    def homes(self) -> StagePlacement:
         self.find_small()
         self.own_loop_results()
         for value in self.program.inputs:
@@ -103,7 +103,7 @@ class _Finder:
         epilogue = self.late_parts(stages)
         num = (1 + max(prologue.values(), default=0), 1 + max(epilogue.values(), default=0))
         parts = {**prologue, **epilogue}
-        return Homes(tuple(stages), self.owner, parts, received, outputs, num)
+        return StagePlacement(tuple(stages), self.owner, parts, received, outputs, num)
 
     # -- the loop
 

@@ -17,7 +17,7 @@ from autopar import _jax
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
 from autopar.rewrite.residuals import thin_residuals
 from autopar.rewrite.split_sums import part_sums
-from autopar.rewrite.stage_placement import Homes, find_homes
+from autopar.rewrite.stage_placement import StagePlacement, find_homes
 from autopar.tracer.flatten import TracedStep
 from autopar.tracer.program import Equation, Operand, Program
 
@@ -101,7 +101,7 @@ def slice_step(
     program = _with_constant_outputs(program)
     step = replace(step, program=program, loop=loop)
     homes = find_homes(program, loop, stage_of, num_stages, step.state, owners)
-    cutter = _Cutter(step, homes, stage_of, backward_results)
+    cutter = _StageSlicer(step, homes, stage_of, backward_results)
     stages = tuple(cutter.stage(s) for s in range(num_stages))
     return SlicedStep(stages, program, homes.num_parts)
 
@@ -142,11 +142,11 @@ def _with_constant_outputs(program: Program) -> Program:
     return replace(program, captured=tuple(captured), outputs=tuple(outputs))
 
 
-class _Cutter:
+class _StageSlicer:
     def __init__(
         self,
         step: TracedStep,
-        homes: Homes,
+        homes: StagePlacement,
         stage_of: Sequence[int],
         backward_results: Collection[int],
     ) -> None:

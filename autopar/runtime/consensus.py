@@ -52,7 +52,7 @@ def _limit_s(variable: str, default: float) -> float:
     return limit_s
 
 
-class Talk:
+class Consensus:
     """What processes tell each other about one step. All of them begin their talks in the same
     order, which is how they know each other's messages."""
 

@@ -33,7 +33,7 @@ from autopar.methods import (
     ParallelMethod,
     PipeshardParallel,
 )
-from autopar.runtime.consensus import Talk, arrival_limit_s, planning_limit_s
+from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
 from autopar.sharding.assemble import program_fingerprint
 from autopar.stages.following import state_of_training
 from autopar.tracer.program import Constant, Program
@@ -58,7 +58,7 @@ def plan_together(
 ) -> PlannedStep:
     """`plan_step`, once for all processes; every one of them must call it."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    talk = Talk(name)
+    talk = Consensus(name)
 
     def arguments() -> dict[str, Any]:
         _check_method(method)
@@ -110,7 +110,7 @@ def compile_together(name: str, compile: Callable[[], Any]) -> None:
         compile()
         return {}
 
-    Talk(name).agree("compiling", compiled, planning_limit_s())
+    Consensus(name).agree("compiling", compiled, planning_limit_s())
 
 
 # -- what is compared

@@ -24,12 +24,12 @@ from autopar.errors import TraceError
 from autopar.ir.live import buffer_slots, bytes_over_time
 from autopar.ir.pipeline import (
     Free,
-    Piece,
     Pipeline,
     PipelinePrograms,
     Recv,
     Run,
     Send,
+    StageProgram,
     piece_names,
 )
 from autopar.ir.plan import ParallelPlan
@@ -239,7 +239,7 @@ class PipelineExecutable:
         )
         return [slots[slot] for slot in self._output_slots], stats
 
-    def time_pieces(self, leaves: Sequence[Any]) -> list[tuple[Piece, int | None, float]]:
+    def time_pieces(self, leaves: Sequence[Any]) -> list[tuple[StageProgram, int | None, float]]:
         """Run a step one instruction at a time: (piece, micro-batch, seconds) of every run."""
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()

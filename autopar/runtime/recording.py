@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Run
-from autopar.runtime.timestamps import Mark, StepDescription
+from autopar.runtime.timestamps import InstructionMark, StepDescription
 
 clock = time.perf_counter
 
@@ -117,8 +117,8 @@ class MeshLog:
     def __len__(self) -> int:
         return len(self._began)
 
-    def marks(self) -> list[Mark]:
-        return [Mark(p, self._began[p], self._ended.get(p)) for p in sorted(self._began)]
+    def marks(self) -> list[InstructionMark]:
+        return [InstructionMark(p, self._began[p], self._ended.get(p)) for p in sorted(self._began)]
 
 
 def may_be_used_up(
@@ -152,7 +152,7 @@ class RecordedStep:
     described: StepDescription
     called_s: float
     logs: dict[int, MeshLog] = field(default_factory=dict)
-    marks: dict[int, list[Mark]] = field(default_factory=dict)
+    marks: dict[int, list[InstructionMark]] = field(default_factory=dict)
     remote: Any = None  # what workers know the step by, if it runs there
     num_events: int = 0
 

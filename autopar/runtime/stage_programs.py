@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar.errors import CompileError
-from autopar.ir.pipeline import Piece, Pipeline, piece_names
+from autopar.ir.pipeline import Pipeline, StageProgram, piece_names
 from autopar.progress import Progress, logged
 
 # Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
@@ -72,7 +72,7 @@ def lower_pieces(
 
 def _lower(
     name: str,
-    piece: Piece,
+    piece: StageProgram,
     flat_fn: Callable[..., Sequence[Any]],
     donated: tuple[int, ...],
     buffers: Buffers,

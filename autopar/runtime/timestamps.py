@@ -19,7 +19,7 @@ from autopar.ir.timeline import Event, Timeline
 _PHASE = re.compile(r"stage\d+_(prepare|forward|backward|weights|update)")
 
 
-class Mark(NamedTuple):
+class InstructionMark(NamedTuple):
     """An instruction, by its place in its mesh's list: when it was dispatched, and when what it
     gives was there, if that is known."""
 
@@ -45,13 +45,13 @@ class StepDescription:
     live_bytes: tuple[tuple[float, ...], ...] = ()
 
 
-_Marks = list[dict[int, Mark]]  # by mesh and place
+_Marks = list[dict[int, InstructionMark]]  # by mesh and place
 _Way = tuple[int, int, int]  # from mesh, to mesh, tag
 
 
 def measured_timeline(
     described: StepDescription,
-    marks: Mapping[int, Sequence[Mark]],
+    marks: Mapping[int, Sequence[InstructionMark]],
     free_s: Mapping[int, float] | None = None,
 ) -> tuple[Timeline, float]:
     """The events of a step, and by the clock of the marks when the first of them began. Where a
@@ -103,7 +103,7 @@ def measured_timeline(
     return Timeline(tuple(shifted), last_s - first_s, len(meshes), memory), first_s
 
 
-def _end(mark: Mark, before_s: float) -> float:
+def _end(mark: InstructionMark, before_s: float) -> float:
     """When it ended: if that is not known, as soon as it was dispatched and its mesh was free."""
     return max(mark.began_s, before_s) if mark.ended_s is None else mark.ended_s
 
@@ -117,7 +117,7 @@ class _MeshEvents:
         described: StepDescription,
         mesh: int,
         by_place: _Marks,
-        sent: Mapping[_Way, Mark | None],
+        sent: Mapping[_Way, InstructionMark | None],
         arrived_s: Mapping[_Way, float],
         before_s: float,
     ) -> None:

@@ -5,14 +5,16 @@
 bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of
 its results, a pair of strategies that of the copy made between them (`Holdings.row`). Two things
 keep it small. Times are *rows* only when a solution breaks them: of thousands, a handful bind
-(`_Search.add_rows`). And rows never reach the exact reductions, which know no side constraints:
+(`_BudgetSearch.add_rows`). And rows never reach the exact reductions, which know no side
+constraints:
 
 1. Lagrange: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
    unconstrained problem, solved as ever, and a lower bound on the optimum. Prices rise until a
-   solution fits, then Kelley's cutting planes look for the best bound (`_Search.next_prices`).
+   solution fits, then Kelley's cutting planes look for the best bound
+   (`_BudgetSearch.next_prices`).
 2. Restricted programme: strategies that any of these solutions used, a few per node, with the rows
-   as constraints, solved exactly (`_Search.mix`). It takes from each solution what is best, as a
-   single price cannot where many nodes offer the same bargain.
+   as constraints, solved exactly (`_BudgetSearch.mix`). It takes from each solution what is best,
+   as a single price cannot where many nodes offer the same bargain.
 
 The gap between 1 and 2 is reported. Where no solution fits, the rows alone are minimised, and the
 choice with the smallest peak is handed on for the error to explain (`BudgetResult.smallest`).
@@ -81,12 +83,12 @@ def solve_within_budget(
         result = solve_contracted(reduction.problem, solver=solver, time_limit_s=left)
         return reduction.restore(result.choice), result.lower_bound
 
-    search = _Search(problem, budget_bytes, solve, deadline, cutoff, first_price)
+    search = _BudgetSearch(problem, budget_bytes, solve, deadline, cutoff, first_price)
     return search.run(first)
 
 
 @dataclass
-class _Search:
+class _BudgetSearch:
     problem: ShardingProblem
     budget: float
     solve: Solve

@@ -33,7 +33,7 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from autopar.sharding.layout_constraints import Asked, allowed_layouts, ask
+from autopar.sharding.layout_constraints import LayoutConstraints, allowed_layouts, ask
 from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.flatten import TracedStep
@@ -128,7 +128,7 @@ def divisible_meshes(
 # -- constraints
 
 
-def asked_by(traced: TracedStep, method: Any) -> Asked:
+def asked_by(traced: TracedStep, method: Any) -> LayoutConstraints:
     """What a method asks of inputs, outputs and named values."""
     if isinstance(method, PlacedParallel):
         return ask(traced, method.in_specs, method.out_specs)
@@ -138,7 +138,7 @@ def asked_by(traced: TracedStep, method: Any) -> Asked:
 
 
 def solver_constraints(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: LayoutConstraints
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
     own = allowed_layouts(graph, traced, mesh, asked, options_of(method))

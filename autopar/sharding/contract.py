@@ -63,7 +63,7 @@ def solve_contracted(
     of a problem with no more than `small` entries of edges."""
     if solver != "highs" or problem.num_edge_entries <= small:
         return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
-    search = _Search(problem, time.monotonic() + time_limit_s)
+    search = _ContractSearch(problem, time.monotonic() + time_limit_s)
     rest = search.contract(gap, small)
     sizes = size_of(problem)
     if rest is None:
@@ -80,7 +80,7 @@ def solve_contracted(
     return IlpResult(search.choice, search.best, lower, *sizes, found.relaxation_integral)
 
 
-class _Search:
+class _ContractSearch:
     def __init__(self, problem: PairwiseProblem, deadline: float) -> None:
         self.problem = problem
         self.deadline = deadline

@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LayoutConstraints:
     inputs: tuple[Request, ...]
     outputs: tuple[Request, ...]
     named: tuple[tuple[int, Request], ...]  # (value, what is asked of it)
@@ -65,7 +65,7 @@ def ask(
     in_specs: Specs | None = None,
     out_specs: Specs | None = None,
     options: ShardingOptions | None = None,
-) -> Asked:
+) -> LayoutConstraints:
     """Specs given array by array, and what options ask for by pattern."""
     options = options or ShardingOptions()
     inputs = _requests(traced.call.paths, traced.avals, in_specs, "in_specs")
@@ -86,20 +86,20 @@ def ask(
             everything[i] = replace(own, forbidden_axes=(*own.forbidden_axes, *axes))
     first, second = len(inputs), len(inputs) + len(outputs)
     values = [value for value, _ in named]
-    return Asked(
+    return LayoutConstraints(
         tuple(everything[:first]),
         tuple(everything[first:second]),
         tuple(zip(values, everything[second:], strict=True)),
     )
 
 
-def overridden(asked: Asked, by: Asked) -> Asked:
+def overridden(asked: LayoutConstraints, by: LayoutConstraints) -> LayoutConstraints:
     """What is asked, but for the specs of the second, which replace those of the first."""
 
     def one(own: Request, other: Request) -> Request:
         return own if other.spec is None else replace(own, spec=other.spec, source=other.source)
 
-    return Asked(
+    return LayoutConstraints(
         tuple(map(one, asked.inputs, by.inputs)),
         tuple(map(one, asked.outputs, by.outputs)),
         tuple(
@@ -172,7 +172,7 @@ def _plain(spec: PartitionSpec) -> tuple:
 # -- before a mesh is chosen
 
 
-def without_moved_state(traced: TracedStep, asked: Asked) -> TracedStep:
+def without_moved_state(traced: TracedStep, asked: LayoutConstraints) -> TracedStep:
     """State that the user wants out in another layout than in is no state: the next step cannot
     take it as it is, nor can its buffer be used again."""
 
@@ -188,7 +188,7 @@ def without_moved_state(traced: TracedStep, asked: Asked) -> TracedStep:
     return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
 
 
-def with_output_nodes(graph: Graph, asked: Asked, also: Collection[int] = ()) -> Graph:
+def with_output_nodes(graph: Graph, asked: LayoutConstraints, also: Collection[int] = ()) -> Graph:
     """Outputs of which something is asked, and those of `also`, get a node of their own, which can
     have any layout: the op that makes the value may not be able to give it as it is asked for."""
     values, nodes = list(graph.values), list(graph.nodes)
@@ -222,7 +222,11 @@ def with_output_nodes(graph: Graph, asked: Asked, also: Collection[int] = ()) ->
 
 
 def allowed_layouts(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, asked: Asked, options: ShardingOptions
+    graph: Graph,
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    asked: LayoutConstraints,
+    options: ShardingOptions,
 ) -> dict[int, frozenset[Layout]]:
     """Value -> layouts that its producer may give it, for values of which something is asked."""
     allowed: dict[int, frozenset[Layout]] = {}
@@ -290,7 +294,7 @@ def _split_parameters(
     graph: Graph,
     traced: TracedStep,
     mesh: LogicalMesh,
-    asked: Asked,
+    asked: LayoutConstraints,
     allowed: dict[int, frozenset[Layout]],
 ) -> None:
     """State arrays of two or more dimensions are split somehow, unless the user pinned them or

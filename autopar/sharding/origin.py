@@ -34,7 +34,7 @@ from autopar.methods import (
 from autopar.sharding.blocks import find_blocks
 from autopar.sharding.constraints import asked_by, options_of, solver_constraints
 from autopar.sharding.layout_constraints import (
-    Asked,
+    LayoutConstraints,
     ask,
     overridden,
     with_output_nodes,
@@ -74,7 +74,7 @@ class Origin:
     mesh: LogicalMesh
     cluster: ClusterSpec
     method: Any
-    asked: Asked
+    asked: LayoutConstraints
     choice: Mapping[int, int] | None
     refetch: bool
     budget: float | None
@@ -180,7 +180,7 @@ def _is_choice(problem: ShardingProblem, choice: Mapping[int, int]) -> bool:
     )
 
 
-def asked_with_pins(traced: TracedStep, method: Any, pins: Pins) -> Asked:
+def asked_with_pins(traced: TracedStep, method: Any, pins: Pins) -> LayoutConstraints:
     """What a method asks for, and pins that come before it."""
     asked = asked_by(traced, method)
     if not pins:

@@ -35,7 +35,11 @@ from autopar.sharding.constraints import (
     solver_constraints,
 )
 from autopar.sharding.ilp import check_solver
-from autopar.sharding.layout_constraints import Asked, with_output_nodes, without_moved_state
+from autopar.sharding.layout_constraints import (
+    LayoutConstraints,
+    with_output_nodes,
+    without_moved_state,
+)
 from autopar.sharding.memory_budget import memory_budget, out_of_memory
 from autopar.sharding.memory_limits import memory_floor
 from autopar.sharding.origin import Origin, Pins, asked_with_pins, bound_origin
@@ -218,7 +222,7 @@ def shard_on_best(
     traced: TracedStep,
     meshes: Sequence[LogicalMesh],
     method: Any,
-    asked: Asked,
+    asked: LayoutConstraints,
     in_full: bool = True,
     known: dict[LogicalMesh, GraphSharding] | None = None,
 ) -> GraphSharding:
@@ -255,7 +259,7 @@ def shard_on_best(
 
 
 def shard(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: Asked
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: LayoutConstraints
 ) -> GraphSharding:
     options = options_of(method)
     allowed, keep = solver_constraints(graph, traced, mesh, method, asked)

@@ -27,7 +27,7 @@ from autopar.sharding.constraints import asked_by, solver_constraints
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.plan_mesh import PassTimer, paused_garbage_collector
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
-from autopar.stages.looped import Looped, batch_rows, forbidden_collectives, launch_s
+from autopar.stages.looped import LoopedStep, batch_rows, forbidden_collectives, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
@@ -52,7 +52,7 @@ class StageChooser:
 
     def search(
         self,
-        looped: Looped,
+        looped: LoopedStep,
         number: int,
         is_free: bool,
         only: Collection[Submesh] | None = None,
@@ -114,7 +114,7 @@ class StageChooser:
 
     def _another_number(
         self,
-        looped: Looped,
+        looped: LoopedStep,
         tables: Sequence[LayerTable],
         setting: Setting,
         choice: PipelineChoice | None,
@@ -135,7 +135,7 @@ class StageChooser:
                 best = found.choice
         return best
 
-    def _lacks_memory(self, looped: Looped, setting: Setting, choice: PipelineChoice) -> bool:
+    def _lacks_memory(self, looped: LoopedStep, setting: Setting, choice: PipelineChoice) -> bool:
         """Whether a plan is slow, and memory may be the reason: a stage recomputes or is full."""
         flops = setting.num_micro_batches * sum(looped.layer_flops) / self.cluster.num_devices
         is_slow = choice.step_s > SLOW * least_work_s(self.cluster, flops)
@@ -146,7 +146,7 @@ class StageChooser:
 
     def _search_many(
         self,
-        looped: Looped,
+        looped: LoopedStep,
         setting: Setting,
         submeshes: Sequence[Submesh],
         tables_of: Callable[..., list[LayerTable]],
@@ -183,7 +183,7 @@ class StageChooser:
             choice, report, _ = searched(tables)
         return tables, choice, replace(report, notes=(*report.notes, *_left_out(slow)))
 
-    def _setting(self, looped: Looped, number: int) -> Setting:
+    def _setting(self, looped: LoopedStep, number: int) -> Setting:
         schedule = self.method.schedule
         return Setting(
             self.cluster,
@@ -200,7 +200,7 @@ class StageChooser:
         found = memory_budget(mesh, ShardParallel(options=self.options), self.options)
         return inf if found is None else found
 
-    def nothing_fits(self, looped: Looped, report: SearchReport) -> MemoryBudgetError:
+    def nothing_fits(self, looped: LoopedStep, report: SearchReport) -> MemoryBudgetError:
         budget = self._budget()
         reasons = " ".join(report.notes)
         return MemoryBudgetError(

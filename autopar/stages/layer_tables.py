@@ -23,7 +23,7 @@ from math import prod
 
 import numpy as np
 
-from autopar.cost.layer_costs import STATE_EDGE, GroupFigures, LayerTerms
+from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
 from autopar.cost.node_layers import NodePlaces, place_nodes
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
@@ -307,7 +307,7 @@ class _Pricer:
         self.known_nodes: dict[tuple[int, int], float] = {}
         self.known_edges: dict[tuple[int, int, int], tuple[float, float, int]] = {}
 
-    def figures(self, choice: Choice) -> GroupFigures:
+    def figures(self, choice: Choice) -> GroupCosts:
         terms, classes = self.terms, self.problem.classes
         node_s = [
             self.node(group, index, choice[classes[index]])
@@ -322,7 +322,7 @@ class _Pricer:
             for owner, result in terms.value_groups
         ]
         edge_s, copy_share, copy_layout = (np.array(x) for x in zip(*edges, strict=True))
-        return GroupFigures(np.array(node_s), edge_s, np.array(shares), copy_share, copy_layout)
+        return GroupCosts(np.array(node_s), edge_s, np.array(shares), copy_share, copy_layout)
 
     def strategy(self, owner: int, choice: Choice):
         return self.problem.strategies[owner][choice[owner]]

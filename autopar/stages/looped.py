@@ -54,7 +54,7 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
-class Looped:
+class LoopedStep:
     """A step as a loop over micro-batches, and its layers."""
 
     step: TracedStep
@@ -83,7 +83,7 @@ class Looped:
     def has_backward(self) -> bool:
         return any(self.attached.is_backward)
 
-    def recomputing(self, numbers: Sequence[int]) -> Looped:
+    def recomputing(self, numbers: Sequence[int]) -> LoopedStep:
         """The same with these layers computed again in the backward pass."""
         chosen = [self.layers[i] for i in numbers if self.layers[i].residual_bytes > 0]
         chosen = [layer for layer in chosen if not layer.is_last]
@@ -96,7 +96,7 @@ class Looped:
         equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
         program = replace(program, equations=equations, avals=body.avals)
         step = replace(self.step, program=program, remat=tuple(layer.name for layer in chosen))
-        return Looped(step, moved_to(self.body, self.layers, body))
+        return LoopedStep(step, moved_to(self.body, self.layers, body))
 
 
 def layers_of(layering: str) -> AutoLayers | ManualLayers:
@@ -106,21 +106,23 @@ def layers_of(layering: str) -> AutoLayers | ManualLayers:
     return AutoLayers("auto" if layering == "auto" else int(layering))
 
 
-def find_looped(step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1) -> Looped:
+def find_looped(
+    step: TracedStep, layers: AutoLayers | ManualLayers, at_least: int = 1
+) -> LoopedStep:
     assert step.loop is not None
     loop = step.program.equations[step.loop]
     batch = loop_batch(loop)
     if isinstance(layers, ManualLayers):
-        return Looped(step, layers_by_marks(loop.bodies[0], batch))
+        return LoopedStep(step, layers_by_marks(loop.bodies[0], batch))
     count = None if layers.num_layers == "auto" else int(layers.num_layers)
     found = find_layers(loop.bodies[0], count, batch=batch)
     if count is None and len(found) < at_least:
         found = find_layers(loop.bodies[0], at_least, batch=batch)
-    return Looped(step, found)
+    return LoopedStep(step, found)
 
 
 def slice_into(
-    looped: Looped, specs: Sequence[StageSpec], owners: Mapping[int, int] | None = None
+    looped: LoopedStep, specs: Sequence[StageSpec], owners: Mapping[int, int] | None = None
 ) -> SlicedStep:
     again = [i for spec in specs if spec.remat for i in range(*spec.layers)]
     looped = looped.recomputing(again)
@@ -179,7 +181,7 @@ def even_ranges(work: Sequence[float], count: int) -> list[tuple[int, int]]:
     return list(pairwise(ends[::-1]))
 
 
-def halved(specs: Sequence[StageSpec], looped: Looped) -> list[StageSpec]:
+def halved(specs: Sequence[StageSpec], looped: LoopedStep) -> list[StageSpec]:
     """Twice as many stages as meshes, for an interleaved schedule: the same layers cut evenly."""
     count = 2 * len(specs)
     if len({spec.submesh for spec in specs}) > 1 or count > len(looped.layers):

@@ -21,8 +21,8 @@ from autopar.sharding.assemble import bind_plan, made_plan
 from autopar.sharding.origin import bound_origin
 from autopar.sharding.plan_mesh import PassTimer, PlannedStep, plan_traced
 from autopar.stages.layer_tables import submesh_cluster
-from autopar.stages.looped import Loop, Looped, StageSpec, find_looped, layers_of
-from autopar.stages.plan_pipeline import Lying, plan_following
+from autopar.stages.looped import Loop, LoopedStep, StageSpec, find_looped, layers_of
+from autopar.stages.plan_pipeline import ExistingPlacement, plan_following
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.flatten import TracedStep
 from autopar.tracer.program import Operand
@@ -52,7 +52,7 @@ def follow_pipeline(
     meshes = list(dict.fromkeys(stage.mesh for stage in stages))
     number_of = {old: new for new, old in enumerate(chosen.stages)}
     owners = {i: number_of[t.stages[0]] for i, t in matches.items() if t.stages[0] in number_of}
-    lying = Lying(
+    lying = ExistingPlacement(
         devices=tuple(stage.devices for stage in stages),
         stage_mesh=tuple(meshes.index(stage.mesh) for stage in stages),
         layering=FOLLOWING + chosen.layering,
@@ -83,7 +83,7 @@ def _looped(loop: Loop, num_micro_batches: int) -> TracedStep:
 class _Stages:
     """The layers of an evaluation, and per stage their range and the number it has in training."""
 
-    looped: Looped
+    looped: LoopedStep
     ranges: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
     layering: str
@@ -94,7 +94,7 @@ def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor])
     holders = {i: tensor.stages for i, tensor in matches.items()}
     layers, stages = layers_by_arguments(step, holders)
     every = tuple((k, k + 1) for k in range(len(stages)))
-    held = _Stages(Looped(step, layers), every, stages, HELD)
+    held = _Stages(LoopedStep(step, layers), every, stages, HELD)
     layering = _own_layering(plan)
     try:
         looped = find_looped(step, layers_of(layering))

@@ -44,7 +44,7 @@ from autopar.stages.choose_stages import StageChooser
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import (
     Loop,
-    Looped,
+    LoopedStep,
     StageSpec,
     batch_rows,
     even_ranges,
@@ -72,7 +72,7 @@ from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True)
-class Lying:
+class ExistingPlacement:
     """Where everything is already, for a step that follows another.
 
     devices, stage_mesh: of every stage.
@@ -105,7 +105,11 @@ def plan_pipeline(
 
 
 def plan_following(
-    looped: Looped, specs: list[StageSpec], lying: Lying, cluster: ClusterSpec, timer: PassTimer
+    looped: LoopedStep,
+    specs: list[StageSpec],
+    lying: ExistingPlacement,
+    cluster: ClusterSpec,
+    timer: PassTimer,
 ) -> PlannedStep:
     """A pipeline on stages that another step has."""
     schedule = "gpipe" if looped.has_backward else "inference"
@@ -134,7 +138,7 @@ def bind_pipeline(
             layering = layering.removeprefix(FOLLOWING)
         if layering == HELD:
             holders = {i: tensor.stages for i, tensor in enumerate(plan.inputs)}
-            looped = Looped(step, layers_by_arguments(step, holders)[0])
+            looped = LoopedStep(step, layers_by_arguments(step, holders)[0])
         else:
             looped = find_looped(step, layers_of(layering))
         if len(looped.layers) != len(plan.layers):
@@ -163,12 +167,12 @@ def bind_pipeline(
 
 
 def _bound_origin(
-    plan: ParallelPlan, looped: Looped, owners: Mapping[int, int], cluster: ClusterSpec
+    plan: ParallelPlan, looped: LoopedStep, owners: Mapping[int, int], cluster: ClusterSpec
 ) -> PipelineOrigin:
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
     options = ShardingOptions(memory_budget_bytes=budget)
     method = PipeshardParallel(plan.num_micro_batches, schedule=plan.schedule, options=options)
-    lying = Lying(
+    lying = ExistingPlacement(
         devices=tuple(stage.devices for stage in plan.stages),
         stage_mesh=tuple(stage.mesh for stage in plan.stages),
         layering=plan.layering,
@@ -183,10 +187,10 @@ class PipelineOrigin:
     """What solves a pipeline's stages again (see `Origin`). `solved`: as they were solved, if that
     is known; `pins`: what `with_pins` asked for."""
 
-    looped: Looped
+    looped: LoopedStep
     method: PipeshardParallel
     cluster: ClusterSpec
-    lying: Lying | None
+    lying: ExistingPlacement | None
     solved: tuple[SolvedStage, ...]
     pins: Pins
 
@@ -224,7 +228,7 @@ class _Planner:
         method: PipeshardParallel,
         cluster: ClusterSpec,
         timer: PassTimer,
-        lying: Lying | None = None,
+        lying: ExistingPlacement | None = None,
         pins: Pins | None = None,
     ) -> None:
         self.loop, self.method, self.cluster, self.timer = loop, method, cluster, timer
@@ -264,13 +268,13 @@ class _Planner:
 
     def looped(
         self, num_micro_batches: int, layers: AutoLayers | ManualLayers, at_least: int = 1
-    ) -> Looped:
+    ) -> LoopedStep:
         with self.timer("trace"):
             step = self.loop(num_micro_batches)
         with self.timer("layers"):
             return find_looped(step, layers, at_least)
 
-    def looped_near(self, number: int, other_than: int) -> Looped | None:
+    def looped_near(self, number: int, other_than: int) -> LoopedStep | None:
         """The step in so many micro-batches; if it is not the same program with so few rows, in
         half as many and so on, as long as these are more than the number that is known."""
         while number > other_than:
@@ -284,7 +288,7 @@ class _Planner:
                     return None
         return self.looped(number, self.method.layers) if number < other_than else None
 
-    def uniform(self, num_stages: int, looped: Looped) -> list[StageSpec]:
+    def uniform(self, num_stages: int, looped: LoopedStep) -> list[StageSpec]:
         num_layers = len(looped.layers)
         if num_stages > num_layers:
             raise ArgumentError(
@@ -353,7 +357,7 @@ class _Planner:
         faster = smaller.plan.estimated_step_s < planned.plan.estimated_step_s
         return smaller if faster else planned
 
-    def best_solved(self, looped: Looped, report: SearchReport) -> PlannedStep:
+    def best_solved(self, looped: LoopedStep, report: SearchReport) -> PlannedStep:
         """The best of the plans that the tables give, as solved exactly: the first, and others as
         long as the tables promise more than has been found, or others are wanted too."""
         considered = self.timer.considered
@@ -387,7 +391,7 @@ class _Planner:
     # -- from stages to a plan
 
     def finish(
-        self, looped: Looped, specs: list[StageSpec], report: SearchReport | None
+        self, looped: LoopedStep, specs: list[StageSpec], report: SearchReport | None
     ) -> PlannedStep:
         self.check(looped, len(specs))
         asked_by(looped.step, ShardParallel(options=self.options))  # patterns that match nothing
@@ -411,7 +415,7 @@ class _Planner:
         )
         return PlannedStep(looped.step, replace(plan, origin=origin), sliced)
 
-    def check(self, looped: Looped, num_stages: int) -> None:
+    def check(self, looped: LoopedStep, num_stages: int) -> None:
         schedule = self.method.schedule
         if schedule != "inference" and not looped.has_backward:
             raise ArgumentError(
@@ -476,7 +480,7 @@ class _Planner:
         return solved
 
     def too_large(
-        self, miss: StageTooLarge, specs: Sequence[StageSpec], looped: Looped
+        self, miss: StageTooLarge, specs: Sequence[StageSpec], looped: LoopedStep
     ) -> MemoryBudgetError:
         spec = specs[miss.stage]
         first, last = spec.layers
@@ -496,7 +500,7 @@ class _Planner:
     def assembled(
         self,
         step: TracedStep,
-        looped: Looped,
+        looped: LoopedStep,
         sliced: SlicedStep,
         specs: Sequence[StageSpec],
         solved: Sequence[SolvedStage],

@@ -16,8 +16,8 @@ from autopar.cost.pipeline_links import boundary_s, crossing_time
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
 from autopar.cost.simulator import (
     Simulated,
+    SimulatedRun,
     TransferTime,
-    Work,
     host_routes,
     program_work,
     simulate,
@@ -28,9 +28,9 @@ from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Pipeline, PipelineProgra
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.schedule import Schedule
 from autopar.ir.spec import WHOLE
-from autopar.ir.timeline import Event, PieceTime, PipelineTimes, Timeline
+from autopar.ir.timeline import Event, PipelineTimes, StageProgramTime, Timeline
 from autopar.lower.instructions import emit_programs
-from autopar.lower.stage_programs import Pieces, cut_into_pieces
+from autopar.lower.stage_programs import StagePrograms, cut_into_pieces
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import lane_axes, with_lanes
 from autopar.stages.schedules import make_schedule
@@ -92,7 +92,7 @@ def _piece_seconds(pipeline: Pipeline, figures: Sequence[Any], launch_s: float) 
 
 
 def _transfer_times(
-    pieces: Pieces,
+    pieces: StagePrograms,
     avals: Sequence[Any],
     solved: Sequence[Any],
     devices: Sequence[Sequence[int]],
@@ -144,7 +144,11 @@ def _in_closed_form(
 
 
 def _laid_out(
-    pieces: Pieces, stage: int, value: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+    pieces: StagePrograms,
+    stage: int,
+    value: int,
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape with lanes, layout) of a value's buffers."""
     layout = pieces.layouts[stage, value]
@@ -177,7 +181,7 @@ def predicted_s(times: PipelineTimes, schedule: Schedule, hosts: Hosts | None = 
 
 def _simulated(
     times: PipelineTimes, schedule: Schedule, hosts: Hosts | None
-) -> tuple[Pipeline, PipelinePrograms, Work, Simulated]:
+) -> tuple[Pipeline, PipelinePrograms, SimulatedRun, Simulated]:
     stage_mesh, number = schedule.stage_mesh, schedule.num_micro_batches
     pipeline, piece_s, transfers = pipeline_of_times(times, stage_mesh, number)
     programs = emit_programs(pipeline, schedule)
@@ -261,7 +265,7 @@ def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
             Phase.WEIGHTS: backward_s,
             Phase.UPDATE: stage.once_s,
         }
-        pieces += (PieceTime(number, phase.value, 0, seconds[phase]) for phase in phases)
+        pieces += (StageProgramTime(number, phase.value, 0, seconds[phase]) for phase in phases)
     return PipelineTimes((), (), (), (), (), tuple(pieces))
 
 

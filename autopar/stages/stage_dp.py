@@ -30,7 +30,7 @@ SAME = 1e-9  # times that differ by this ratio differ by rounding only
 Piece = tuple[int, int, int]  # first layer, end, number of the submesh
 
 
-class LeastSums:
+class StageDP:
     """in_flight: micro-batches in flight on a stage with s stages from it to the last, at place s;
     place 0 means nothing. `num_units` of `unit` devices each are what is shared out."""
 

@@ -24,7 +24,7 @@ from autopar.rewrite.stage_slices import StageSlice
 from autopar.sharding.assemble import make_plan, program_fingerprint
 from autopar.sharding.constraints import candidate_meshes, divisible_meshes, options_of
 from autopar.sharding.layout_constraints import (
-    Asked,
+    LayoutConstraints,
     ask,
     matching_paths,
     nothing_asked,
@@ -168,14 +168,14 @@ def options_for(options: ShardingOptions, stage: StageSlice) -> ShardingOptions:
     )
 
 
-def asked_of_stage(task: StageTask, options: ShardingOptions) -> Asked:
+def asked_of_stage(task: StageTask, options: ShardingOptions) -> LayoutConstraints:
     """What is asked of the stage's own arrays. What it gets from other stages, and gives to them,
     is not the user's, though it may go by the name of an argument."""
     stage = task.slice
     own_inputs, own_outputs = len(stage.inputs), len(stage.outputs)
     batch = tuple(i for i in stage.step.batch if i < own_inputs)
     asked = ask(replace(stage.step, batch=batch), task.in_specs or None, options=options)
-    return Asked(
+    return LayoutConstraints(
         (*asked.inputs[:own_inputs], *map(nothing_asked, asked.inputs[own_inputs:])),
         (*asked.outputs[:own_outputs], *map(nothing_asked, asked.outputs[own_outputs:])),
         asked.named,

@@ -35,7 +35,7 @@ from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageCho
 from autopar.ir.text import format_bytes
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.schedules import in_flight_bound
-from autopar.stages.stage_dp import SAME, LeastSums, Piece
+from autopar.stages.stage_dp import SAME, Piece, StageDP
 from autopar.stages.submeshes import candidate_submeshes, tiles
 
 MOST_UNPLACED = 100  # plans that cannot be laid out, after which a search is given up
@@ -125,15 +125,15 @@ def as_plan(stages: Sequence[StageChoice], setting: Setting) -> PipelineChoice:
 
 def _searches(
     ranges: Ranges, num_devices: int, num_stages: int | None, gap: float, cutoff_s: float
-) -> list[_Search]:
+) -> list[_StageSearch]:
     """One search; if there are submeshes that need not tile, one without them before it, so that
     there is a plan to fall back on."""
     tiling = set(candidate_submeshes(ranges.setting.cluster))
     is_tiling = np.array([table.submesh in tiling for table in ranges.tables])
     all_tile = is_tiling[ranges.allowed].all()
-    searches: list[_Search] = []
+    searches: list[_StageSearch] = []
     for part in [ranges] if all_tile else [ranges.only(is_tiling), ranges]:
-        search = _Search(part, num_devices, num_stages, gap, cutoff_s)
+        search = _StageSearch(part, num_devices, num_stages, gap, cutoff_s)
         search.run()
         cutoff_s = search.best_s
         searches.append(search)
@@ -147,7 +147,7 @@ class _Optimum(NamedTuple):
     plan: PipelineChoice
 
 
-class _Search:
+class _StageSearch:
     """All bounds t, and the plans found so far."""
 
     def __init__(
@@ -158,7 +158,7 @@ class _Search:
         most_stages = num_stages or min(ranges.num_layers, num_devices)
         counts = range(1, most_stages + 1)
         in_flight = [0, *(most_in_flight(self.setting, s) for s in counts)]
-        self.sums = LeastSums(ranges, in_flight, num_devices)
+        self.sums = StageDP(ranges, in_flight, num_devices)
         self.best_s = cutoff_s
         self.plans: dict[tuple, PipelineChoice] = {}
         self.num_tried = self.num_unplaced = 0

@@ -22,7 +22,7 @@ from math import prod
 from typing import Any
 
 from autopar import _jax
-from autopar.ir.graph import Graph, Node, NodeKind, Rule, Traffic, Unruled, Value, Work
+from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Traffic, Unruled, Value
 from autopar.tracer.compose import RuledEquation, replicated_rule
 from autopar.tracer.costs import (
     batch_factors,
@@ -64,7 +64,7 @@ class _Signature:
     ruled: RuledEquation
     rule: Rule  # of the operands that are not constant
     flops: float
-    work: Work | None
+    work: OpSize | None
 
 
 @dataclass(frozen=True)

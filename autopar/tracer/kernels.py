@@ -46,7 +46,7 @@ class _Kernel:
 
 
 @dataclass(eq=False)
-class _Part:
+class _KernelPart:
     """What kernels do in one op: bytes per operand and result, by kind of access."""
 
     num_bytes: list[float]
@@ -85,7 +85,7 @@ class _Kernels:
         for index, node in enumerate(nodes):
             for operand in () if self.is_view(index) else node.operands:
                 self.users.setdefault(self.source(operand), []).append(index)
-        self.parts: dict[int, _Part] = {}
+        self.parts: dict[int, _KernelPart] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
         self.readers: dict[int, list[_Kernel]] = {}  # a large written value -> its kernels
@@ -214,10 +214,10 @@ class _Kernels:
 
     # -- who pays
 
-    def part(self, index: int) -> _Part:
+    def part(self, index: int) -> _KernelPart:
         if index not in self.parts:
             node = self.nodes[index]
-            self.parts[index] = _Part([0.0] * (len(node.operands) + len(node.results)))
+            self.parts[index] = _KernelPart([0.0] * (len(node.operands) + len(node.results)))
         return self.parts[index]
 
     def charge(self, kernel: _Kernel) -> None:
@@ -247,7 +247,7 @@ class _Kernels:
         users = self.users.get(value, ())
         return value in self.is_result or not users or not kernel.members.issuperset(users)
 
-    def add(self, part: _Part, position: int, num_bytes: float, stream: str) -> None:
+    def add(self, part: _KernelPart, position: int, num_bytes: float, stream: str) -> None:
         part.num_bytes[position] += num_bytes
         part.by_stream[stream] = part.by_stream.get(stream, 0.0) + num_bytes
 

@@ -1,6 +1,6 @@
 """What a product, a convolution or an attention kernel is, as far as its time depends on it.
 
-From an equation to `Work`: which dimensions of its operands are which size.
+From an equation to `OpSize`: which dimensions of its operands are which size.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from math import prod
 from typing import Any
 
 from autopar import _jax
-from autopar.ir.graph import Work
+from autopar.ir.graph import OpSize
 from autopar.tracer.program import Equation
 
 _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 
 
-def equation_work(equation: Equation, avals: Sequence[Any]) -> Work | None:
+def equation_work(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
     """None for all other equations, and where one of the two operands is a constant."""
     if not all(isinstance(operand, int) for operand in equation.operands[:2]):
         return None
@@ -29,18 +29,18 @@ def equation_work(equation: Equation, avals: Sequence[Any]) -> Work | None:
     return None
 
 
-def _product(equation: Equation, avals: Sequence[Any]) -> Work:
+def _product(equation: Equation, avals: Sequence[Any]) -> OpSize:
     (contracting, right_contracting), (batch, right_batch) = equation.params["dimension_numbers"]
     ndims = [len(shape) for shape in _shapes(equation, avals)]
     rows = [d for d in range(ndims[0]) if d not in (*contracting, *batch)]
     columns = [d for d in range(ndims[1]) if d not in (*right_contracting, *right_batch)]
-    return Work(
+    return OpSize(
         "product",
         (_of(0, batch), _of(0, rows), _of(1, columns), _of(0, contracting)),
     )
 
 
-def _convolution(equation: Equation, avals: Sequence[Any]) -> Work | None:
+def _convolution(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
     """Gradients are convolutions as well: that of the kernel has the windows as its result, that of
     a strided input has zeros between its rows."""
     params = equation.params
@@ -56,22 +56,22 @@ def _convolution(equation: Equation, avals: Sequence[Any]) -> Work | None:
     # images, positions of a result, in and out channels, the window
     if size(1, right) > size(2, out):
         dims = (_of(0, left[1:2]), _of(1, right[2:]), _of(0, left[:1]), _of(2, out[1:2]))
-        return Work("kernel-gradient", (*dims, _of(2, out[2:])))
+        return OpSize("kernel-gradient", (*dims, _of(2, out[2:])))
     if prod(params["lhs_dilation"]) > 1:
         dims = (_of(0, left[:1]), _of(0, left[2:]), _of(2, out[1:2]), _of(0, left[1:2]))
-        return Work("input-gradient", (*dims, _of(1, right[2:])))
+        return OpSize("input-gradient", (*dims, _of(1, right[2:])))
     dims = (_of(2, out[:1]), _of(2, out[2:]), _of(0, left[1:2]), _of(2, out[1:2]))
-    return Work("forward", (*dims, _of(1, right[2:])))
+    return OpSize("forward", (*dims, _of(1, right[2:])))
 
 
-def _attention(equation: Equation) -> Work:
+def _attention(equation: Equation) -> OpSize:
     """Queries and keys are (batch, length, heads, head size), or heads before length. Of constants
     and operands that are not there, nothing is asked."""
     length, heads = (1, 2) if equation.params["layout"] == 0 else (2, 1)
     is_causal = getattr(equation.params["mask_type"], "name", "") in _CAUSAL
     kind = "attention" if equation.name == _jax.FUSED_ATTENTION[0] else "attention-gradient"
     dims = (_of(0, (0, heads)), _of(0, (length,)), _of(1, (length,)), _of(0, (3,)))
-    return Work(kind, dims, is_causal)
+    return OpSize(kind, dims, is_causal)
 
 
 def _shapes(equation: Equation, avals: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -99,10 +99,10 @@ class Program:
 
 def flatten_jaxpr(closed_jaxpr: Any) -> Program:
     empty = _jax.empty_name_stack()
-    return _Flattener().program(closed_jaxpr, _Place(empty, empty, ()))
+    return _Flattener().program(closed_jaxpr, _ValuePlace(empty, empty, ()))
 
 
-class _Place:
+class _ValuePlace:
     """Where in the user's modules equations stand. Equations of one module share one place, since
     making its text for each of them would take longer than all else here."""
 
@@ -113,24 +113,26 @@ class _Place:
         self.full_stack = full_stack
         self.callers = callers
         self.scope = str(full_stack)
-        self._inner: dict[Any, _Place] = {}
+        self._inner: dict[Any, _ValuePlace] = {}
 
-    def below(self, name_stack: Any) -> _Place:
+    def below(self, name_stack: Any) -> _ValuePlace:
         """The place of an equation that has this name stack here."""
         if not len(name_stack):
             return self
         found = self._inner.get(name_stack)
         if found is None:
-            found = _Place(self.name_stack + name_stack, self.full_stack + name_stack, self.callers)
+            found = _ValuePlace(
+                self.name_stack + name_stack, self.full_stack + name_stack, self.callers
+            )
             self._inner[name_stack] = found
         return found
 
-    def called_from(self, source_info: Any) -> _Place:
-        return _Place(self.name_stack, self.full_stack, (source_info, *self.callers))
+    def called_from(self, source_info: Any) -> _ValuePlace:
+        return _ValuePlace(self.name_stack, self.full_stack, (source_info, *self.callers))
 
-    def in_loop(self, source_info: Any) -> _Place:
+    def in_loop(self, source_info: Any) -> _ValuePlace:
         """The place of a loop's body: JAX puts the loop's own stack in front when it lowers."""
-        return _Place(_jax.empty_name_stack(), self.full_stack, (source_info, *self.callers))
+        return _ValuePlace(_jax.empty_name_stack(), self.full_stack, (source_info, *self.callers))
 
 
 class _Flattener:
@@ -143,7 +145,7 @@ class _Flattener:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def program(self, closed_jaxpr: Any, place: _Place) -> Program:
+    def program(self, closed_jaxpr: Any, place: _ValuePlace) -> Program:
         jaxpr, consts = _jax.open_jaxpr(closed_jaxpr)
         env: dict[Any, Operand] = {}
         captured: list[tuple[int, Any]] = []
@@ -171,7 +173,7 @@ class _Flattener:
         self,
         jaxpr: Any,
         env: dict[Any, Operand],
-        around: _Place,
+        around: _ValuePlace,
         equations: list[Equation],
         captured: list[tuple[int, Any]],
     ) -> None:
@@ -215,7 +217,7 @@ class _Flattener:
                 )
             )
 
-    def bodies(self, eqn: Any, place: _Place) -> tuple[tuple[Program, ...], tuple[str, ...]]:
+    def bodies(self, eqn: Any, place: _ValuePlace) -> tuple[tuple[Program, ...], tuple[str, ...]]:
         """The bodies of a loop, and the marks in them and those that were moved here."""
         marks, moved = self.marks, self.inner_marks
         self.inner_marks = ()
@@ -227,7 +229,7 @@ class _Flattener:
         self.marks, self.inner_marks = marks, ()
         return bodies, (*moved, *found)
 
-    def mark(self, eqn: Any, place: _Place) -> None:
+    def mark(self, eqn: Any, place: _ValuePlace) -> None:
         """A layer boundary of the forward pass. If it was written in a loop's body, JAX may have
         moved it in front of the loop: then the next equation tells of it."""
         line, loop = _line(eqn.source_info, place.callers), eqn.params["loop"]
@@ -239,7 +241,7 @@ class _Flattener:
             self.marks = (*self.marks, line)
 
     def shield(
-        self, eqn: Any, operands: list[Operand], place: _Place, equations: list[Equation]
+        self, eqn: Any, operands: list[Operand], place: _ValuePlace, equations: list[Equation]
     ) -> list[Operand]:
         """Put the barrier of a rematerialised region in front of its operands."""
         mask = _jax.remat_barrier_mask(eqn)

@@ -64,14 +64,14 @@ def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
     return LoopSums(carries, frozenset(values))
 
 
-def _body_finder(scan: Equation, zeros: Collection[int]) -> _Finder:
+def _body_finder(scan: Equation, zeros: Collection[int]) -> _SumFinder:
     """A finder for the body of a scan, which knows the constants that are zero."""
     num_consts, _ = _jax.scan_sizes(scan.params)
     given = list(zip(scan.operands, scan.bodies[0].inputs, strict=True))[:num_consts]
-    return _Finder(scan.bodies[0], {v for o, v in given if isinstance(o, int) and o in zeros})
+    return _SumFinder(scan.bodies[0], {v for o, v in given if isinstance(o, int) and o in zeros})
 
 
-class _Finder:
+class _SumFinder:
     def __init__(self, body: Program, zeros: set[int]) -> None:
         self.made_by = {r: e for e in body.equations for r in e.results}
         self.num_reads = Counter(

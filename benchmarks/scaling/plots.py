@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from autopar.inspect.plots import HEIGHT, WIDTH, Mark, Series, line_plot
+from autopar.inspect.plots import HEIGHT, WIDTH, PlotMark, Series, line_plot
 from benchmarks.published import MAXTEXT, MAXTEXT_LLAMA2_7B_TOKENS_S, PAPER, PUBLISHED
 from benchmarks.scaling.cases import GPUS
 from benchmarks.scaling.tables import FAMILIES, Row, best_rows, first_line, plan_text, share_of_peak
@@ -55,8 +55,8 @@ def v100_plot(rows: list[Row]) -> str:
         theirs = {m.gpus: m for model, m in PUBLISHED.items() if model.startswith(family)}
         baseline = theirs[1].baseline
         own = _series("autopar, predicted", rows, "v100", family, V100_GPUS, "published_tflops")
-        alpa = [Mark(k, theirs[n].alpa, f"{theirs[n].plan}") for k, n in enumerate(V100_GPUS)]
-        other = [Mark(k, theirs[n].theirs, baseline) for k, n in enumerate(V100_GPUS)]
+        alpa = [PlotMark(k, theirs[n].alpa, f"{theirs[n].plan}") for k, n in enumerate(V100_GPUS)]
+        other = [PlotMark(k, theirs[n].theirs, baseline) for k, n in enumerate(V100_GPUS)]
         series = (
             own,
             Series("Alpa, measured by its authors", tuple(alpa)),
@@ -83,7 +83,7 @@ def h100_plot(rows: list[Row]) -> str:
         if family == "llama2":
             own = _series("autopar, predicted", rows, "h100", family, GPUS, "items_per_gpu_s")
             said = f"{MAXTEXT}, measured by its authors"
-            measured = Series(said, (Mark(0, MAXTEXT_LLAMA2_7B_TOKENS_S, said),))
+            measured = Series(said, (PlotMark(0, MAXTEXT_LLAMA2_7B_TOKENS_S, said),))
             title = "Llama2-7B, 4 sequences of 4096 per GPU"
             panels.append(Panel(title, "tokens/s per GPU", labels, (own, measured)))
             continue
@@ -115,7 +115,7 @@ def _series(
             if cluster == "h100":
                 said += f"; {100 * share_of_peak(row):.0f} % of peak"
         if row["devices"] in gpus:
-            marks.append(Mark(list(gpus).index(row["devices"]), row.get(figure), said))
+            marks.append(PlotMark(list(gpus).index(row["devices"]), row.get(figure), said))
     return Series(name, tuple(marks))
 
 

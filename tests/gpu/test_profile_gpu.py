@@ -15,7 +15,7 @@ from autopar.ir.profile import AttentionTime, ProductTime, StreamTime
 from autopar.measure.profile import overheads, works
 from autopar.measure.profile.local import LocalMachine
 from autopar.measure.profile.repeating import PACES, Bench
-from autopar.measure.profile.samples import UNTIMED, Planned
+from autopar.measure.profile.samples import UNTIMED, PlannedSample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def spec():
 
 
 def take(machine: LocalMachine, group: str, sample):
-    return machine.take(Planned(0, group, sample))
+    return machine.take(PlannedSample(0, group, sample))
 
 
 @pytest.mark.parametrize("size", [1024, 4096])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autopar.ir.pipeline import EACH, Phase
 from autopar.ir.schedule import Schedule, Task
-from autopar.ir.timeline import CrossingTime, PieceTime, PipelineTimes
+from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 
 
 def step_by_clocks(
@@ -48,7 +48,7 @@ def chain_times(
     phases = [p for p in Phase if p in seconds]
     num_stages = len(seconds[Phase.FORWARD])
     pieces = [
-        PieceTime(stage, phase.value, 0, float(seconds[phase][stage]))
+        StageProgramTime(stage, phase.value, 0, float(seconds[phase][stage]))
         for stage in range(num_stages)
         for phase in phases
     ]
@@ -62,7 +62,7 @@ def chain_times(
             if phase in seconds:
                 name = phase.value
                 crossings.append(
-                    CrossingTime(
+                    MeshTransferTime(
                         source,
                         target,
                         name,

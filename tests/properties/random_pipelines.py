@@ -15,7 +15,6 @@ from autopar.ir.pipeline import (
     Free,
     MeshProgram,
     Phase,
-    Piece,
     Pipeline,
     PipelinePrograms,
     Place,
@@ -23,6 +22,7 @@ from autopar.ir.pipeline import (
     Ref,
     Run,
     Send,
+    StageProgram,
     Transfer,
 )
 
@@ -66,7 +66,7 @@ class _Maker:
         self, rng: random.Random, num_micro_batches: int, stage_mesh: tuple[int, ...]
     ) -> None:
         self.rng, self.num_micro_batches, self.stage_mesh = rng, num_micro_batches, stage_mesh
-        self.pieces: list[Piece] = []
+        self.pieces: list[StageProgram] = []
         self.transfers: list[Transfer] = []
         self.inputs: list[Place] = []
         self.num_values = 0
@@ -81,7 +81,9 @@ class _Maker:
     def new_sum(self, stage: int) -> Ref:
         """A sum over micro-batches: zeros of a PREPARE piece."""
         total = self._new(stage, None)
-        self._add(Piece(stage, Phase.PREPARE, (), (total,), self._next_part(stage, Phase.PREPARE)))
+        self._add(
+            StageProgram(stage, Phase.PREPARE, (), (total,), self._next_part(stage, Phase.PREPARE))
+        )
         self.sums.add(total)
         return total
 
@@ -98,7 +100,9 @@ class _Maker:
             for ref in refs:
                 self.holders[ref] = [stage]
             writes += refs
-        self._add(Piece(stage, phase, tuple(reads), tuple(writes), self._next_part(stage, phase)))
+        self._add(
+            StageProgram(stage, phase, tuple(reads), tuple(writes), self._next_part(stage, phase))
+        )
 
     def start_micro_batch(self) -> None:
         """From now on a micro-batch's part of what was cut is told as EACH."""
@@ -120,7 +124,7 @@ class _Maker:
         for ref in writes:
             if ref not in in_place:
                 self.made_by[ref] = phase, stage
-        self._add(Piece(stage, phase, tuple(reads), tuple(writes)))
+        self._add(StageProgram(stage, phase, tuple(reads), tuple(writes)))
 
     def end_micro_batches(self) -> None:
         """From now on every micro-batch's part is there, under its number."""
@@ -156,7 +160,7 @@ class _Maker:
         self.holders[ref] = [stage]
         return ref
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: StageProgram) -> None:
         self.pieces.append(piece)
 
     def _next_part(self, stage: int, phase: Phase) -> int:

@@ -19,7 +19,7 @@ from autopar.compiler import StepOptions, trace, trace_micro_batch
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, Run, Send
 from autopar.lower.instructions import emit_programs
-from autopar.lower.stage_programs import Pieces, cut_into_pieces, piece_function
+from autopar.lower.stage_programs import StagePrograms, cut_into_pieces, piece_function
 from autopar.methods import ShardParallel
 from autopar.rewrite.accumulate import accumulate
 from autopar.rewrite.attach_layers import LoopLayers, attach
@@ -40,7 +40,7 @@ class StagedStep:
     looped: TracedStep
     layers: LoopLayers
     sliced: SlicedStep
-    pieces: Pieces
+    pieces: StagePrograms
     programs: PipelinePrograms
 
     @property

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.pipeline import Recv, Send
-from autopar.ir.remote import Crossing, End, Held, recv_order
+from autopar.ir.remote import End, RemoteTransfer, ShardedType, recv_order
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tiles import TilePlan, slices
 from autopar.lower.instructions import emit_programs
@@ -32,13 +32,13 @@ few = settings(deadline=None, max_examples=40)
 FIRST_TARGET = 100  # number of the first worker of the target mesh
 
 
-def crossing_of(plan: TilePlan) -> Crossing:
-    def held(mesh: tuple[int, ...], layout: tuple[int, ...]) -> Held:
+def crossing_of(plan: TilePlan) -> RemoteTransfer:
+    def held(mesh: tuple[int, ...], layout: tuple[int, ...]) -> ShardedType:
         names = ("x", "y")[: len(mesh)]
         grid = tuple(range(int(np.prod(mesh))))
-        return Held(plan.shape, np.dtype(np.int32), mesh, names, layout, grid)
+        return ShardedType(plan.shape, np.dtype(np.int32), mesh, names, layout, grid)
 
-    return Crossing(
+    return RemoteTransfer(
         held(plan.source_mesh, plan.source_layout), held(plan.target_mesh, plan.target_layout), plan
     )
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
 from autopar.cost.simulator import (
     Simulated,
+    SimulatedRun,
     TransferTime,
-    Work,
     host_routes,
     program_work,
     simulate,
@@ -183,7 +183,7 @@ def test_no_step_is_shorter_than_its_longest_path(name: str, seed: int):
     check_order(work, found)
 
 
-def longest_path(work: Work) -> float:
+def longest_path(work: SimulatedRun) -> float:
     """By repeated relaxation, as if every transfer had a way of its own."""
     arrival = [0.0] * len(work.sent)
     end = 0.0
@@ -204,7 +204,7 @@ def longest_path(work: Work) -> float:
     return end
 
 
-def check_order(work: Work, found: Simulated) -> None:
+def check_order(work: SimulatedRun, found: Simulated) -> None:
     """Nothing starts before what it waits for."""
     for mesh, steps in enumerate(work.meshes):
         starts = iter(found.run_starts_s[mesh])

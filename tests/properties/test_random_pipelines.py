@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Piece, Pipeline, Ref
+from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Pipeline, Ref, StageProgram
 from autopar.ir.schedule import SCHEDULES
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable
@@ -26,7 +26,7 @@ from tests.unit.runtime.hand_pipeline import NamedPlan
 LENGTH = 4
 
 
-def piece_function(number: int, piece: Piece) -> Callable[..., list[Any]]:
+def piece_function(number: int, piece: StageProgram) -> Callable[..., list[Any]]:
     """Mixes all that is read into all that is written, in integers that wrap around. What is
     updated in place grows, as sums do, so that the order of micro-batches does not matter."""
     in_place = set(piece.reads) & set(piece.writes)

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.errors import DataError, WorkerError
 from autopar.runtime.ray.worker import progress_path
-from autopar.runtime.remote.progress import Progress
+from autopar.runtime.remote.progress import WorkerProgress
 from tests.ray.conftest import is_running
 
 WITHIN_S = 40  # nothing waits for ever; what users are told is shorter, and measured elsewhere
@@ -26,7 +26,7 @@ def working(group):
 
 
 def state_of(worker):
-    return Progress.read(progress_path(worker.place))
+    return WorkerProgress.read(progress_path(worker.place))
 
 
 def wait_until(condition):

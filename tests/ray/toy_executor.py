@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import DataError
 from autopar.runtime.remote.place import Later, WorkerPlace
-from autopar.runtime.remote.progress import Progress
+from autopar.runtime.remote.progress import WorkerProgress
 
 
 class ToyExecutor:
-    def __init__(self, place: WorkerPlace, progress: Progress) -> None:
+    def __init__(self, place: WorkerPlace, progress: WorkerProgress) -> None:
         self.place = place
         self.progress = progress
         self.done: list[int] = []

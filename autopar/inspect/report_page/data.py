@@ -19,7 +19,7 @@ from autopar.inspect.report_page.charts import (
     timeline_data,
 )
 from autopar.inspect.report_page.encode import Texts, run_text, runs, short
-from autopar.inspect.report_page.headline import Figures, figures_of
+from autopar.inspect.report_page.headline import Headline, figures_of
 from autopar.inspect.report_page.model import array_rows, model_data
 from autopar.inspect.report_page.search import search_data
 from autopar.ir.plan import ParallelPlan, StagePlan
@@ -54,7 +54,7 @@ def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str,
     return data
 
 
-def _head(plan: ParallelPlan, figures: Figures) -> dict[str, Any]:
+def _head(plan: ParallelPlan, figures: Headline) -> dict[str, Any]:
     budget = min((p.memory_budget_bytes for p in own_plans(plan)), default=inf)
     return {
         "name": plan.name,

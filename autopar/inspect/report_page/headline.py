@@ -1,4 +1,4 @@
-"""The few figures that a plan is judged by: from a `ParallelPlan` to a `Figures`."""
+"""The few figures that a plan is judged by: from a `ParallelPlan` to a `Headline`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.ir.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Figures:
+class Headline:
     """`batch_rows`: leading dimension of the batch, None if arrays disagree. Rates are per device
     and second, 0 if not known: of the model, of all that is computed, and the vendor's. `bubble`:
     the share of the step in which devices wait. `limits`: what limits the step, in sentences."""
@@ -25,11 +25,11 @@ class Figures:
     limits: tuple[str, ...]
 
 
-def figures_of(plan: ParallelPlan) -> Figures:
+def figures_of(plan: ParallelPlan) -> Headline:
     predicted = plan.timeline()
     rates = rates_of(plan)
     rows = {t.shape[0] for t in plan.inputs if t.role == "batch" and t.shape}
-    return Figures(
+    return Headline(
         num_devices=num_devices(plan),
         batch_rows=rows.pop() if len(rows) == 1 else None,
         model_rate=rates.model if rates is not None else 0.0,

@@ -1,9 +1,9 @@
 """Objects of other libraries among the arguments and results of a step.
 
-    flax_nnx   modules, optimizers and metrics that the step changes in place, as `nnx.jit` has it:
-               arguments with objects → arguments with `Node`s (a pytree of the objects' arrays),
+    nnx        modules, optimizers and metrics that the step changes in place, as `nnx.jit` has it:
+               arguments with objects → arguments with `ObjectNode`s (a pytree of their arrays),
                and from the result of the pure function back into the caller's objects
-    filtered   equinox modules, whose leaves that are no arrays are part of the program, as
+    equinox_modules   equinox modules, whose leaves that are no arrays are part of the program, as
                `eqx.filter_jit` has it
 
 Neither library is imported here: an object of a library that nobody imported cannot be there.
@@ -12,7 +12,7 @@ Neither library is imported here: an object of a library that nobody imported ca
 from autopar.ir.objects.equinox_modules import is_array, is_filtered, is_filtered_type
 from autopar.ir.objects.nnx import (
     NOTHING_TAKEN,
-    Taken,
+    TakenObjects,
     assembled,
     has_objects,
     is_object,
@@ -20,13 +20,13 @@ from autopar.ir.objects.nnx import (
     run_pure,
     taken_apart,
 )
-from autopar.ir.objects.nodes import Node, Outcome, leaves_in_nodes
+from autopar.ir.objects.nodes import ObjectNode, ObjectResult, leaves_in_nodes
 
 __all__ = [
     "NOTHING_TAKEN",
-    "Node",
-    "Outcome",
-    "Taken",
+    "ObjectNode",
+    "ObjectResult",
+    "TakenObjects",
     "assembled",
     "has_objects",
     "is_array",

@@ -2,8 +2,8 @@
 
     taken_apart   arguments with objects → arguments with nodes, and what is needed to put back
     run_pure      a function on objects, called with nodes: objects are made of them, and what it
-                  returns is an `Outcome`
-    put_back      an `Outcome` with arrays → the caller's objects changed, and the function's value
+                  returns is an `ObjectResult`
+    put_back      an `ObjectResult` → the caller's objects changed, and the function's value
     assembled     a pytree with nodes → the same with new objects
 
 The structure of the objects (`nnx.GraphDef`) is part of the program, so that another one means
@@ -23,7 +23,15 @@ from typing import Any
 
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from autopar.ir.objects.nodes import Node, Origin, Outcome, is_root, nested, origin_of, values_of
+from autopar.ir.objects.nodes import (
+    ObjectNode,
+    ObjectPath,
+    ObjectResult,
+    is_root,
+    nested,
+    origin_of,
+    values_of,
+)
 
 _TAG = "autopar"
 
@@ -52,7 +60,7 @@ def has_objects(tree: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenObjects:
     """Arguments with nodes for objects; the objects, their variables (or arrays that are attributes
     themselves), and what these held."""
 
@@ -60,18 +68,18 @@ class Taken:
     kwargs: dict[str, Any]
     objects: tuple[Any, ...] = ()
     variables: tuple[Any, ...] = ()
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[ObjectNode, ...] = ()
 
 
-NOTHING_TAKEN = Taken((), {})
+NOTHING_TAKEN = TakenObjects((), {})
 
 
 def taken_apart(
     args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Sequence[int] = ()
-) -> Taken:
+) -> TakenObjects:
     """`static_argnums`: arguments that are part of the program, and stay as they are."""
     if _nnx() is None:
-        return Taken(args, kwargs)
+        return TakenObjects(args, kwargs)
     if static_argnums:
         static = {i: args[i] for i in static_argnums if i < len(args)}
         taken = taken_apart(tuple(None if i in static else a for i, a in enumerate(args)), kwargs)
@@ -79,7 +87,7 @@ def taken_apart(
     parts, treedef = tree_flatten((args, kwargs), is_leaf=_ends_walk)
     objects = tuple(filter(is_object, parts))
     if not objects:
-        return Taken(args, kwargs)
+        return TakenObjects(args, kwargs)
     nnx = _nnx()
     with nnx.update_context(_TAG), nnx.split_context(_TAG) as context:
         graph, state = context.flatten(objects)
@@ -87,10 +95,10 @@ def taken_apart(
     each = iter(nodes)
     parts = [next(each) if is_object(part) else part for part in parts]
     args, kwargs = tree_unflatten(treedef, parts)
-    return Taken(args, kwargs, objects, tuple(variable for _, variable in state), nodes)
+    return TakenObjects(args, kwargs, objects, tuple(variable for _, variable in state), nodes)
 
 
-def _nodes(count: int, graph: Any, state: Any) -> tuple[Node, ...]:
+def _nodes(count: int, graph: Any, state: Any) -> tuple[ObjectNode, ...]:
     """A node for each of the objects that were split together."""
     variable_type = _nnx().Variable
     own: list[tuple[list[tuple], list[Any]]] = [([], []) for _ in range(count)]
@@ -98,13 +106,13 @@ def _nodes(count: int, graph: Any, state: Any) -> tuple[Node, ...]:
         own[number][0].append(tuple(path))
         own[number][1].append(leaf.get_raw_value() if isinstance(leaf, variable_type) else leaf)
     return tuple(
-        nested(own_paths, own_values, Origin(graph if number == 0 else None))
+        nested(own_paths, own_values, ObjectPath(graph if number == 0 else None))
         for number, (own_paths, own_values) in enumerate(own)
     )
 
 
 def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn` on nodes: its value if there are no objects, else an `Outcome`."""
+    """`fn` on nodes: its value if there are no objects, else an `ObjectResult`."""
     nnx = _nnx()
     parts, treedef = tree_flatten((args, kwargs), is_leaf=is_root)
     roots = [part for part in parts if is_root(part)]
@@ -129,7 +137,7 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             graph, state = context.flatten((*objects, *returned))
     nodes = _nodes(len(objects) + len(returned), None, state)
     own = [
-        Node((), (), Origin(kept=True)) if _is_kept(old, new) else new
+        ObjectNode((), (), ObjectPath(kept=True)) if _is_kept(old, new) else new
         for old, new in zip(roots, nodes, strict=False)
     ]
     each = iter(own)
@@ -140,10 +148,10 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     )
     is_same = bool(roots) and not returned
     is_same = is_same and graph.with_no_outer_index() == origin_of(roots[0]).graph
-    return Outcome(_by_argument(fn, *changed), value, graph, is_same)
+    return ObjectResult(_by_argument(fn, *changed), value, graph, is_same)
 
 
-def _is_kept(old: Node, new: Node) -> bool:
+def _is_kept(old: ObjectNode, new: ObjectNode) -> bool:
     """Whether an object's variables hold what they held, so that nothing need be returned."""
     before, after = list(values_of(old)), list(values_of(new))
     if len(before) != len(after):
@@ -168,9 +176,9 @@ def _roots(tree: Any) -> list[Any]:
     return [part for part in tree_leaves(tree, is_leaf=is_root) if is_root(part)]
 
 
-def put_back(taken: Taken, outcome: Any) -> Any:
+def put_back(taken: TakenObjects, outcome: Any) -> Any:
     """The function's value, after the caller's objects were given what it says."""
-    if not isinstance(outcome, Outcome):
+    if not isinstance(outcome, ObjectResult):
         return outcome
     nnx = _nnx()
     old = [root for argument in outcome.changed.values() for root in _roots(argument)]
@@ -192,9 +200,9 @@ def put_back(taken: Taken, outcome: Any) -> Any:
 
 
 def assembled(tree: Any) -> Any:
-    """A pytree with new objects for its nodes, all of which come from one call; an `Outcome` of a
-    function that had no objects among its arguments is its value."""
-    if isinstance(tree, Outcome):
+    """A pytree with new objects for its nodes, all of which come from one call; an `ObjectResult`
+    of a function that had no objects among its arguments is its value."""
+    if isinstance(tree, ObjectResult):
         return put_back(NOTHING_TAKEN, tree)
     roots = _roots(tree)
     if not roots:

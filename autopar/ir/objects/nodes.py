@@ -17,7 +17,7 @@ Key = str | int
 
 
 @dataclass(frozen=True)
-class Origin:
+class ObjectPath:
     """Of a node that stands for a whole object.
 
     graph: on the first of all such nodes, the structure of all their objects together, references
@@ -29,20 +29,22 @@ class Origin:
     kept: bool = False
 
 
-class Node:
+class ObjectNode:
     """A part of an object: attributes or items that are nodes, arrays, or pytrees of arrays."""
 
     __slots__ = ("_children", "_keys", "_origin")
 
     def __init__(
-        self, keys: Sequence[Key], children: Sequence[Any], origin: Origin | None = None
+        self, keys: Sequence[Key], children: Sequence[Any], origin: ObjectPath | None = None
     ) -> None:
         self._keys = tuple(keys)
         self._children = tuple(children)
         self._origin = origin
 
     def __getattr__(self, name: str) -> Any:
-        if name in Node.__slots__ or name not in self._keys:  # the former while it is being made
+        if (
+            name in ObjectNode.__slots__ or name not in self._keys
+        ):  # the former while it is being made
             raise AttributeError(name)
         return self[name]
 
@@ -57,44 +59,46 @@ class Node:
 
 
 def is_root(x: Any) -> bool:
-    return isinstance(x, Node) and x._origin is not None
+    return isinstance(x, ObjectNode) and x._origin is not None
 
 
-def origin_of(root: Node) -> Origin:
+def origin_of(root: ObjectNode) -> ObjectPath:
     assert root._origin is not None
     return root._origin
 
 
-def values_of(node: Node) -> Iterator[Any]:
+def values_of(node: ObjectNode) -> Iterator[Any]:
     """What the object's variables hold, in the order of its structure."""
     for child in node._children:
-        if isinstance(child, Node):
+        if isinstance(child, ObjectNode):
             yield from values_of(child)
         else:
             yield child
 
 
-def nested(paths: Sequence[tuple[Key, ...]], values: Sequence[Any], origin: Origin) -> Node:
+def nested(
+    paths: Sequence[tuple[Key, ...]], values: Sequence[Any], origin: ObjectPath
+) -> ObjectNode:
     """A node of values at paths. Those below one attribute follow each other, as a walk through an
     object finds them, and keep their order."""
     if paths == [()]:  # the object is a variable
-        return Node(("value",), values, origin)
+        return ObjectNode(("value",), values, origin)
     root: dict[Key, Any] = {}
     for path, value in zip(paths, values, strict=True):
         place = root
         for key in path[:-1]:
-            place = place.setdefault(key, _Place())
+            place = place.setdefault(key, _NodePlace())
         place[path[-1]] = value
     return _node(root, origin)
 
 
-class _Place(dict[Any, Any]):
+class _NodePlace(dict[Any, Any]):
     """An inner place while a node is built: a variable may hold a dict of its own."""
 
 
-def _node(place: dict[Key, Any], origin: Origin | None) -> Node:
-    children = [_node(c, None) if isinstance(c, _Place) else c for c in place.values()]
-    return Node(tuple(place), children, origin)
+def _node(place: dict[Key, Any], origin: ObjectPath | None) -> ObjectNode:
+    children = [_node(c, None) if isinstance(c, _NodePlace) else c for c in place.values()]
+    return ObjectNode(tuple(place), children, origin)
 
 
 def _entry(key: Key) -> Any:
@@ -103,26 +107,26 @@ def _entry(key: Key) -> Any:
     return SequenceKey(key) if isinstance(key, int) else DictKey(key)
 
 
-def _flatten_node(node: Node) -> tuple[tuple[Any, ...], Any]:
+def _flatten_node(node: ObjectNode) -> tuple[tuple[Any, ...], Any]:
     return node._children, (node._keys, node._origin)
 
 
-def _flatten_node_with_keys(node: Node) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_node_with_keys(node: ObjectNode) -> tuple[list[tuple[Any, Any]], Any]:
     entries = zip(map(_entry, node._keys), node._children, strict=True)
     return list(entries), (node._keys, node._origin)
 
 
-def _unflatten_node(about: Any, children: Iterable[Any]) -> Node:
-    return Node(about[0], tuple(children), about[1])
+def _unflatten_node(about: Any, children: Iterable[Any]) -> ObjectNode:
+    return ObjectNode(about[0], tuple(children), about[1])
 
 
 jax.tree_util.register_pytree_with_keys(
-    Node, _flatten_node_with_keys, _unflatten_node, _flatten_node
+    ObjectNode, _flatten_node_with_keys, _unflatten_node, _flatten_node
 )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ObjectResult:
     """What a function on objects comes to.
 
     changed: argument -> the argument with a node for each of its objects, and nothing else in it.
@@ -147,25 +151,25 @@ class _Itself:
         return ""
 
 
-def _flatten_outcome(outcome: Outcome) -> tuple[tuple[Any, ...], Any]:
+def _flatten_outcome(outcome: ObjectResult) -> tuple[tuple[Any, ...], Any]:
     children = (*outcome.changed.values(), outcome.value)
     return children, (tuple(outcome.changed), outcome.graph, outcome.is_same)
 
 
-def _flatten_outcome_with_keys(outcome: Outcome) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_outcome_with_keys(outcome: ObjectResult) -> tuple[list[tuple[Any, Any]], Any]:
     children, about = _flatten_outcome(outcome)
     keys = [*map(DictKey, outcome.changed), _Itself()]
     return list(zip(keys, children, strict=True)), about
 
 
-def _unflatten_outcome(about: Any, children: Iterable[Any]) -> Outcome:
+def _unflatten_outcome(about: Any, children: Iterable[Any]) -> ObjectResult:
     names, graph, is_same = about
     *changed, value = children
-    return Outcome(dict(zip(names, changed, strict=True)), value, graph, is_same)
+    return ObjectResult(dict(zip(names, changed, strict=True)), value, graph, is_same)
 
 
 jax.tree_util.register_pytree_with_keys(
-    Outcome, _flatten_outcome_with_keys, _unflatten_outcome, _flatten_outcome
+    ObjectResult, _flatten_outcome_with_keys, _unflatten_outcome, _flatten_outcome
 )
 
 

@@ -24,9 +24,9 @@ from autopar.api import constrain, mark_layer_boundary, parallelize
 from autopar.errors import ProfileError
 from autopar.ir.profile import CollectiveTime, CrossingSample, MachineProfile, Timing
 from autopar.measure.profile.hardware import Hardware, abilities
-from autopar.measure.profile.profile_machine import Report, Run, checked_limit, checked_parts
+from autopar.measure.profile.profile_machine import ProfileRun, Report, checked_limit, checked_parts
 from autopar.measure.profile.repeating import PACES
-from autopar.measure.profile.samples import Planned, planned_samples
+from autopar.measure.profile.samples import PlannedSample, planned_samples
 from autopar.measure.profile.text import times_of
 from autopar.methods import ManualLayers, ManualStages, PipeshardParallel, ShardingOptions
 from autopar.runtime.timing import spread_of, time_calls
@@ -63,7 +63,7 @@ def profile_cluster(
             if own.group != "crossings" or own.sample.num_pairs == half
         ]
         planned.sort(key=lambda own: own.group == "crossings")
-        return Run(
+        return ProfileRun(
             hardware,
             machine,
             planned,
@@ -134,7 +134,7 @@ class RayMachine:
     def disturbed_by(self) -> list[str]:
         return []
 
-    def take(self, planned: Planned, num_samples: int | None = None) -> Any:
+    def take(self, planned: PlannedSample, num_samples: int | None = None) -> Any:
         if planned.group == "crossings":
             return self._crossing(planned.sample)
         if planned.group == "collectives":

@@ -9,7 +9,7 @@ from autopar.ir.profile import Timing
 from autopar.measure.profile import links, overheads, works
 from autopar.measure.profile.hardware import others_on_gpu
 from autopar.measure.profile.repeating import Bench
-from autopar.measure.profile.samples import Planned
+from autopar.measure.profile.samples import PlannedSample
 
 
 class LocalMachine:
@@ -30,7 +30,7 @@ class LocalMachine:
     def disturbed_by(self) -> list[str]:
         return others_on_gpu() if self.bench.platform == "gpu" else []
 
-    def take(self, planned: Planned, num_samples: int | None = None) -> Any:
+    def take(self, planned: PlannedSample, num_samples: int | None = None) -> Any:
         """The sample with its time."""
         own, bench = planned.sample, self.bench
         match planned.group:

@@ -19,14 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.profile import Timing
 from autopar.measure.profile.repeating import Bench, placed
-from autopar.measure.profile.works import Arrays, Operand, Work, tie
+from autopar.measure.profile.works import Arrays, Operand, Workload, tie
 from autopar.runtime.timing import time_calls
 
 LENGTHS = (16, 80)
 _TRIPS = 200
 
 
-def chain(length: int) -> Work:
+def chain(length: int) -> Workload:
     x = Operand((4, 4))
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
@@ -35,14 +35,14 @@ def chain(length: int) -> Work:
             own = own @ constants[0]
         return (own,)
 
-    return Work("chain", step, (x,), (x,))
+    return Workload("chain", step, (x,), (x,))
 
 
-def tie_alone() -> Work:
+def tie_alone() -> Workload:
     def step(carry: Arrays, _: Arrays) -> Arrays:
         return (tie(carry[0], carry[0], "cpu"),)
 
-    return Work("tie", step, (Operand((64, 1024)),))
+    return Workload("tie", step, (Operand((64, 1024)),))
 
 
 def measure_launch(bench: Bench) -> Timing:

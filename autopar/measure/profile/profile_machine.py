@@ -27,9 +27,9 @@ from autopar.measure.profile.hardware import (
 )
 from autopar.measure.profile.local import LocalMachine
 from autopar.measure.profile.repeating import PACES, Bench
-from autopar.measure.profile.samples import GROUPS, Planned, planned_samples
+from autopar.measure.profile.samples import GROUPS, PlannedSample, planned_samples
 from autopar.measure.profile.text import describe, range_line, times_of
-from autopar.measure.profile.unfinished import PartFile, Taken, part_path
+from autopar.measure.profile.unfinished import TakenSample, UnfinishedProfile, part_path
 from autopar.session import checked_devices
 
 PARTS = ("overheads", "memory", *GROUPS)
@@ -67,7 +67,7 @@ def profile_machine(
     hardware = hardware_of(own)
     capability = str(getattr(own[0], "compute_capability", "0"))
     pace = PACES["gpu" if hardware.platform == "gpu" else "cpu", quick]
-    return Run(
+    return ProfileRun(
         hardware,
         LocalMachine(Bench(own, pace)),
         planned_samples(abilities(hardware, capability), quick),
@@ -98,12 +98,12 @@ def checked_parts(only: Sequence[str] | None) -> tuple[str, ...]:
 
 
 @dataclass
-class Run:
+class ProfileRun:
     """One call of `profile_machine`."""
 
     hardware: Hardware
     machine: Any  # as LocalMachine is
-    planned: list[Planned]
+    planned: list[PlannedSample]
     output: Path | None
     only: tuple[str, ...]
     time_limit_s: float | None
@@ -116,7 +116,7 @@ class Run:
     def finish(self) -> MachineProfile:
         base = self._base()
         part = None if self.output is None else part_path(self.output)
-        file = PartFile(part, self.hardware, restart=self.restart)
+        file = UnfinishedProfile(part, self.hardware, restart=self.restart)
         if file.taken:
             self.report(f"going on with {len(file.taken)} samples of {file.path}")
         others = self.machine.disturbed_by()
@@ -149,7 +149,7 @@ class Run:
             return float("inf")
         return share * self.time_limit_s - (time.perf_counter() - self.started_s)
 
-    def _scalars(self, file: PartFile) -> None:
+    def _scalars(self, file: UnfinishedProfile) -> None:
         launch = self.machine.launch()  # always: other samples need it
         if "overheads" in self.only:
             file.set("launch_s", launch)
@@ -165,9 +165,9 @@ class Run:
             known = "not known" if memory is None else f"{memory / 1e9:.1f} GB"
             self.report(f"usable memory of a device: {known}")
 
-    def _samples(self, file: PartFile, wanted: list[Planned]) -> bool:
+    def _samples(self, file: UnfinishedProfile, wanted: list[PlannedSample]) -> bool:
         """Whether all were taken before the time was up."""
-        batches: dict[tuple[int, str], list[Planned]] = {}
+        batches: dict[tuple[int, str], list[PlannedSample]] = {}
         for planned in wanted:
             batches.setdefault((planned.round, planned.group), []).append(planned)
         for (_, group), batch in batches.items():
@@ -186,7 +186,7 @@ class Run:
                     self.report(self.notes[-1])
                     return False
                 sample = self._take(planned)
-                file.add(Taken(planned, sample))
+                file.add(TakenSample(planned, sample))
                 taken += [sample] if sample is not None else []
             self._tell(group, taken, began_s)
         return True
@@ -196,7 +196,7 @@ class Run:
             seconds = time.perf_counter() - began_s
             self.report(f"{range_line(group, taken)}   ({seconds:.0f} s)")
 
-    def _take(self, planned: Planned, num_samples: int | None = None) -> Any:
+    def _take(self, planned: PlannedSample, num_samples: int | None = None) -> Any:
         """None if it is too large for the devices, or they cannot do it."""
         try:
             sample = self.machine.take(planned, num_samples)
@@ -220,7 +220,7 @@ class Run:
             self.report(f"  {self.notes[-1]}")
             return None
 
-    def _noisy_again(self, file: PartFile, wanted: list[Planned]) -> None:
+    def _noisy_again(self, file: UnfinishedProfile, wanted: list[PlannedSample]) -> None:
         own = {planned.sample for planned in wanted}
         noisy = [
             taken
@@ -237,7 +237,7 @@ class Run:
         for taken in noisy:
             again = self._take(taken.planned, 11) if self._left_s() > 0 else None
             if again is not None and _is_better(again, taken.sample):
-                taken = Taken(taken.planned, again)
+                taken = TakenSample(taken.planned, again)
                 file.add(taken)
             if _spread(taken.sample) is not None:
                 still.append(taken.sample)
@@ -251,7 +251,7 @@ class Run:
             self.report(f"warning: {self.notes[-1]}")
 
     def _profile(
-        self, base: MachineProfile, file: PartFile, wanted: list[Planned]
+        self, base: MachineProfile, file: UnfinishedProfile, wanted: list[PlannedSample]
     ) -> MachineProfile:
         groups: dict[str, Any] = {}
         for group in GROUPS:

@@ -1,4 +1,4 @@
-"""Work repeated on all devices at once: from `Work` and devices to a `Timing` of one step.
+"""Work repeated on all devices at once: from `Workload` and devices to a `Timing` of one step.
 
 Every device runs the same loop on arrays of its own, as the devices of a mesh do with their parts
 of a step: on virtual CPU devices, which share their cores, a product takes longer than alone. The
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.mesh import device_spec, preset_of
 from autopar.ir.profile import Timing
-from autopar.measure.profile.works import Arrays, Operand, Work, first_of, np_dtype, tie
+from autopar.measure.profile.works import Arrays, Operand, Workload, first_of, np_dtype, tie
 from autopar.runtime.timing import time_calls
 
 MOST_TRIPS = 4000
@@ -73,7 +73,7 @@ class Bench:
     def platform(self) -> str:
         return self.devices[0].platform
 
-    def time_work(self, work: Work, num_samples: int | None = None) -> Timing:
+    def time_work(self, work: Workload, num_samples: int | None = None) -> Timing:
         """Of one step alone: what the loop costs is taken off. It is never less than half of what
         was measured: what is much shorter than the loop cannot be seen."""
         guess_s, steps = self._guess_s(work), self.steps_per_trip(work)
@@ -86,13 +86,13 @@ class Bench:
             others_s = self.together_s / steps + (self.tied_loop_s if work.is_tied else 0.0)
         return replace(trip, seconds=max(each_s - others_s, 0.5 * each_s))
 
-    def steps_per_trip(self, work: Work) -> int:
+    def steps_per_trip(self, work: Workload) -> int:
         """Short works on GPUs: so many kernels that XLA starts them together, as those of a whole
         step, and not one by one."""
         is_short = 0 < work.num_bytes < SHORT_BYTES and not work.is_fusible
         return SHORT_STEPS if is_short and self.platform != "cpu" else 1
 
-    def time_loop(self, work: Work, trips: int, num_samples: int | None = None) -> Timing:
+    def time_loop(self, work: Workload, trips: int, num_samples: int | None = None) -> Timing:
         """Seconds per trip, everything counted."""
         program = self.program(work, trips)
         carry = tuple(map(self.on_all, self.carry_of(work)))
@@ -119,7 +119,7 @@ class Bench:
         )
         return replace(timing, seconds=timing.seconds / num_calls / trips)
 
-    def program(self, work: Work, trips: int) -> Any:
+    def program(self, work: Workload, trips: int) -> Any:
         """The jitted loop, on global arrays whose first dimension is the devices'."""
 
         def loop(carry: Arrays, constants: Arrays) -> Arrays:
@@ -138,7 +138,7 @@ class Bench:
             donate_argnums=0,
         )
 
-    def carry_of(self, work: Work) -> tuple[Operand, ...]:
+    def carry_of(self, work: Workload) -> tuple[Operand, ...]:
         """With the results of all steps of a trip, so that none is computed for nothing, and what
         ties each step to the next."""
         steps = self.steps_per_trip(work)
@@ -147,7 +147,7 @@ class Bench:
         marks = (Operand((), work.carry[1].dtype, zeros=True),) * steps
         return (work.carry[0], *(work.carry[1:] * steps), *marks)
 
-    def _trip(self, work: Work, carry: Arrays, constants: Arrays) -> Arrays:
+    def _trip(self, work: Workload, carry: Arrays, constants: Arrays) -> Arrays:
         steps = self.steps_per_trip(work)
         if not work.is_tied:
             for _ in range(steps):
@@ -177,7 +177,7 @@ class Bench:
             return jax.device_put(values, self.devices[0])
         return placed(values, NamedSharding(self.mesh(), PartitionSpec("d")))
 
-    def _guess_s(self, work: Work) -> float:
+    def _guess_s(self, work: Workload) -> float:
         flops_s = work.flops / self._spec.flops_16bit
         bytes_s = work.num_bytes / self._spec.memory_bandwidth
         return max(flops_s, bytes_s, 2e-6) * self._slowness(work)
@@ -190,7 +190,7 @@ class Bench:
     def learn_link(self, kind: str, factor: float) -> None:
         self.slowness[kind] = self.slowness.get(kind, 10.0) * factor
 
-    def _slowness(self, work: Work) -> float:
+    def _slowness(self, work: Workload) -> float:
         start = 1.0 if self.platform == "gpu" else 10.0
         return self.slowness.get(work.kind, start)
 

@@ -33,7 +33,7 @@ KIB, MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSample:
     """A sample that is to be taken; its times are UNTIMED."""
 
     round: int
@@ -52,46 +52,48 @@ class Abilities:
     has_cudnn: bool = False
 
 
-def planned_samples(able: Abilities, quick: bool = False) -> list[Planned]:
+def planned_samples(able: Abilities, quick: bool = False) -> list[PlannedSample]:
     """All samples, in the order in which they are taken; each once."""
     of_platform = _on_gpu if able.platform == "gpu" else _on_cpu
-    found: dict[Any, Planned] = {}
+    found: dict[Any, PlannedSample] = {}
     for planned in (*of_platform(able), *_links(able)):
         if not quick or planned.round == 0:
             found.setdefault(planned.sample, planned)
     return sorted(found.values(), key=lambda planned: planned.round)
 
 
-def _product(round: int, dtype: str, batch: int, m: int, n: int, k: int) -> Planned:
-    return Planned(round, "products", ProductTime(dtype, batch, m, n, k, UNTIMED))
+def _product(round: int, dtype: str, batch: int, m: int, n: int, k: int) -> PlannedSample:
+    return PlannedSample(round, "products", ProductTime(dtype, batch, m, n, k, UNTIMED))
 
 
-def _grid(round: int, dtype: str, sizes: tuple[int, ...], most: float) -> Iterator[Planned]:
+def _grid(round: int, dtype: str, sizes: tuple[int, ...], most: float) -> Iterator[PlannedSample]:
     """All m ≥ n and k of the sizes: m and n can be exchanged by transposing everything."""
     for m, n, k in pairs_of(sizes, sizes, sizes):
         if m >= n and 2.0 * m * n * k <= most:
             yield _product(round, dtype, 1, m, n, k)
 
 
-def _convolutions(round: int, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> Iterator[Planned]:
+def _convolutions(
+    round: int, dtype: str, shapes: tuple[tuple[int, ...], ...]
+) -> Iterator[PlannedSample]:
     for (images, size, into, out, window, stride), kind in pairs_of(shapes, CONVOLUTIONS):
         sample = ConvolutionTime(dtype, kind, images, size, into, out, window, stride, UNTIMED)
-        yield Planned(round, "convolutions", sample)
+        yield PlannedSample(round, "convolutions", sample)
 
 
 def _streams(
     round: int, sizes: tuple[int, ...], dtype: str = "float32", kinds: tuple[str, ...] = STREAMS
-) -> Iterator[Planned]:
+) -> Iterator[PlannedSample]:
     for size, kind in pairs_of(sizes, kinds):
-        yield Planned(round, "streams", StreamTime(kind, dtype, float(size), UNTIMED))
+        yield PlannedSample(round, "streams", StreamTime(kind, dtype, float(size), UNTIMED))
 
 
 def _attentions(
     round: int, kind: str, dtype: str, shapes: tuple[tuple[int, int, int, int, bool], ...]
-) -> Iterator[Planned]:
+) -> Iterator[PlannedSample]:
     for batch, length, heads, dim, causal in shapes:
         sample = AttentionTime(kind, dtype, batch, length, heads, dim, causal, UNTIMED, UNTIMED)
-        yield Planned(round, "attentions", sample)
+        yield PlannedSample(round, "attentions", sample)
 
 
 # (images, size, channels in, channels out, window, stride), as Wide-ResNets have them.
@@ -113,7 +115,7 @@ _MORE_GPU_CONVOLUTIONS = (
 )
 
 
-def _layers(round: int, tokens: int, hidden: int) -> Iterator[Planned]:
+def _layers(round: int, tokens: int, hidden: int) -> Iterator[PlannedSample]:
     """Products of a transformer's layer: forward (the gradients of inputs are alike), and the
     gradients of weights."""
     for n, k in ((1, 1), (3, 1), (4, 1), (1, 4)):
@@ -122,13 +124,13 @@ def _layers(round: int, tokens: int, hidden: int) -> Iterator[Planned]:
         yield _product(round, "bfloat16", 1, m * hidden, n * hidden, tokens)
 
 
-def _heads(round: int, batch: int, length: int, dim: int) -> Iterator[Planned]:
+def _heads(round: int, batch: int, length: int, dim: int) -> Iterator[PlannedSample]:
     """Attention as two products."""
     yield _product(round, "bfloat16", batch, length, length, dim)
     yield _product(round, "bfloat16", batch, length, dim, length)
 
 
-def _on_gpu(able: Abilities) -> Iterator[Planned]:
+def _on_gpu(able: Abilities) -> Iterator[PlannedSample]:
     half, single, few = "bfloat16", "float32", "float8_e4m3fn"
     for size in (512, 1024, 2048, 4096, 8192):
         yield _product(0, half, 1, size, size, size)
@@ -199,7 +201,7 @@ _MORE_CPU_CONVOLUTIONS = (
 )
 
 
-def _on_cpu(able: Abilities) -> Iterator[Planned]:
+def _on_cpu(able: Abilities) -> Iterator[PlannedSample]:
     single, half = "float32", "bfloat16"
     for m, n, k in (
         (64, 64, 64),
@@ -235,7 +237,7 @@ def _on_cpu(able: Abilities) -> Iterator[Planned]:
     yield from _streams(2, (128 * MIB,), single, ("copy", "elementwise", "reduce-last"))
 
 
-def _links(able: Abilities) -> Iterator[Planned]:
+def _links(able: Abilities) -> Iterator[PlannedSample]:
     if able.num_devices < 2:
         return
     top = 256 * MIB if able.platform == "gpu" else 4 * MIB
@@ -251,11 +253,13 @@ def _links(able: Abilities) -> Iterator[Planned]:
     for round, size in ((0, 64 * KIB), (0, top // 4), (1, KIB), (1, MIB), (2, top)):
         for pairs in sorted({1, half}):
             sample = CrossingSample(same, pairs, float(size), UNTIMED)
-            yield Planned(round, "crossings", sample)
+            yield PlannedSample(round, "crossings", sample)
 
 
 def _collectives(
     round: int, place: tuple[int, int, int], sizes: tuple[int, ...]
-) -> Iterator[Planned]:
+) -> Iterator[PlannedSample]:
     for size, kind in pairs_of(sizes, COLLECTIVES):
-        yield Planned(round, "collectives", CollectiveTime(kind, *place, float(size), UNTIMED))
+        yield PlannedSample(
+            round, "collectives", CollectiveTime(kind, *place, float(size), UNTIMED)
+        )

@@ -24,7 +24,7 @@ from autopar.ir.profile import (
     Timing,
 )
 from autopar.measure.profile.hardware import Hardware, check_same
-from autopar.measure.profile.samples import Planned
+from autopar.measure.profile.samples import PlannedSample
 
 SAMPLES = {
     "products": ProductTime,
@@ -39,10 +39,10 @@ _KIND = "autopar unfinished profile"
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenSample:
     """One result: of `planned`, the sample with its time; None if it did not fit into memory."""
 
-    planned: Planned
+    planned: PlannedSample
     sample: Any
 
 
@@ -51,12 +51,12 @@ def part_path(output: str | Path) -> Path:
     return output.with_name(output.name + ".part")
 
 
-class PartFile:
+class UnfinishedProfile:
     """What was measured so far, in memory and (unless `path` is None) on the disk."""
 
     def __init__(self, path: Path | None, hardware: Hardware, *, restart: bool = False) -> None:
         self.path = path
-        self.taken: dict[Any, Taken] = {}  # by the sample without its time
+        self.taken: dict[Any, TakenSample] = {}  # by the sample without its time
         self.scalars: dict[str, Any] = {}
         if path is None:
             return
@@ -67,7 +67,7 @@ class PartFile:
         else:
             self._write({"kind": _KIND, **asdict(hardware)})
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: TakenSample) -> None:
         self.taken[taken.planned.sample] = taken
         planned = taken.planned
         body = None if taken.sample is None else asdict(taken.sample)
@@ -131,9 +131,9 @@ class PartFile:
             self.scalars[name] = decode(Timing, value) if isinstance(value, dict) else value
             return
         kind = SAMPLES[body["group"]]
-        planned = Planned(int(body["round"]), body["group"], decode(kind, body["planned"]))
+        planned = PlannedSample(int(body["round"]), body["group"], decode(kind, body["planned"]))
         sample = None if body["sample"] is None else decode(kind, body["sample"])
-        self.taken[planned.sample] = Taken(planned, sample)
+        self.taken[planned.sample] = TakenSample(planned, sample)
 
 
 def _head(body: dict[str, Any]) -> Hardware:

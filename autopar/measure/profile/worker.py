@@ -17,13 +17,13 @@ from autopar.measure.profile.hardware import Hardware, hardware_of
 from autopar.measure.profile.links import collective_program, whole_bytes
 from autopar.measure.profile.local import LocalMachine
 from autopar.measure.profile.repeating import PACES, Bench
-from autopar.measure.profile.samples import Planned
+from autopar.measure.profile.samples import PlannedSample
 from autopar.runtime.remote.place import WorkerPlace
-from autopar.runtime.remote.progress import Progress
+from autopar.runtime.remote.progress import WorkerProgress
 
 
 class MeasuringExecutor:
-    def __init__(self, place: WorkerPlace, progress: Progress) -> None:
+    def __init__(self, place: WorkerPlace, progress: WorkerProgress) -> None:
         del progress
         platform = "gpu" if place.platform == "gpu" else "cpu"
         self._paces = {quick: PACES[platform, quick] for quick in (False, True)}
@@ -48,7 +48,7 @@ class MeasuringExecutor:
     def memory(self) -> float | None:
         return self._machine.memory()
 
-    def take(self, planned: Planned, num_samples: int | None) -> Any:
+    def take(self, planned: PlannedSample, num_samples: int | None) -> Any:
         return self._machine.take(planned, num_samples)
 
     def collective(

@@ -1,4 +1,4 @@
-"""What is timed on every device: from a sample of a profile to `Work`, which can be repeated.
+"""What is timed on every device: from a sample of a profile to `Workload`, which can be repeated.
 
 A step takes its *carry* to the next one's and reads *constants*. It is repeated by a loop inside of
 one program, so each must depend on the one before, or XLA would compute it once. Where a result
@@ -49,7 +49,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """`flops` and `num_bytes` are of one step on one device. `is_tied`: the first of the carry has
     to be tied to the second before each step. `kind`: of works whose guessed times are wrong by
     about the same factor. `is_fusible`: XLA would compute several steps of a trip as one."""
@@ -95,7 +95,7 @@ def first_of(array: jax.Array) -> jax.Array:
     return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
 
 
-def product(sample: ProductTime) -> Work:
+def product(sample: ProductTime) -> Workload:
     """Results of fp8 products are bfloat16, as those of training are."""
     batch = () if sample.batch == 1 else (sample.batch,)
     out = "bfloat16" if sample.dtype.startswith("float8") else sample.dtype
@@ -111,10 +111,10 @@ def product(sample: ProductTime) -> Work:
 
     moved = left.num_bytes + right.num_bytes + result.num_bytes
     kind = f"product {sample.dtype}"
-    return Work(kind, step, (left, result), (right,), sample.flops, moved, is_tied=True)
+    return Workload(kind, step, (left, result), (right,), sample.flops, moved, is_tied=True)
 
 
-def convolution(sample: ConvolutionTime) -> Work:
+def convolution(sample: ConvolutionTime) -> Workload:
     own = sample
     out_size = -(-own.size // own.stride)
     images = Operand((own.images, own.size, own.size, own.in_channels), own.dtype)
@@ -147,34 +147,34 @@ def convolution(sample: ConvolutionTime) -> Work:
         "kernel-gradient": (to_kernel, (result, kernel), images),
     }[own.kind]
     moved = images.num_bytes + kernel.num_bytes + result.num_bytes
-    return Work(own.kind, step, carry, (constant,), own.flops, moved, is_tied=True)
+    return Workload(own.kind, step, carry, (constant,), own.flops, moved, is_tied=True)
 
 
 ROW = 1024  # numbers in a row of what is reduced, gathered and scattered
 
 
-def stream(sample: StreamTime) -> Work:
+def stream(sample: StreamTime) -> Workload:
     """`sample.num_bytes` is taken as what is wanted; that of the work is what it comes to."""
     wanted, dtype = sample.num_bytes / np_dtype(sample.dtype).itemsize, sample.dtype
     return _STREAMS[sample.kind](wanted, dtype)
 
 
-def _copy(wanted: float, dtype: str) -> Work:
+def _copy(wanted: float, dtype: str) -> Workload:
     x = Operand((_at_least_one(wanted / 2),), dtype)
-    return Work("copy", lambda carry, _: (-carry[0],), (x,), num_bytes=2 * x.num_bytes)
+    return Workload("copy", lambda carry, _: (-carry[0],), (x,), num_bytes=2 * x.num_bytes)
 
 
-def _elementwise(wanted: float, dtype: str) -> Work:
+def _elementwise(wanted: float, dtype: str) -> Workload:
     x = Operand((_at_least_one(wanted / 4),), dtype)
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
         return (carry[0] * constants[0] + constants[1],)
 
-    return Work("elementwise", step, (x,), (x, x), num_bytes=4 * x.num_bytes)
+    return Workload("elementwise", step, (x,), (x, x), num_bytes=4 * x.num_bytes)
 
 
-def _reduced(dimension: int) -> Callable[[float, str], Work]:
-    def work(wanted: float, dtype: str) -> Work:
+def _reduced(dimension: int) -> Callable[[float, str], Workload]:
+    def work(wanted: float, dtype: str) -> Workload:
         rows = _at_least_one(wanted / ROW)
         x = Operand((rows, ROW), dtype)
         y = Operand((rows if dimension == 1 else ROW,), dtype, zeros=True)
@@ -183,12 +183,12 @@ def _reduced(dimension: int) -> Callable[[float, str], Work]:
             return carry[0], carry[0].sum(dimension)
 
         moved = x.num_bytes + y.num_bytes
-        return Work(f"reduce {dimension}", step, (x, y), num_bytes=moved, is_tied=True)
+        return Workload(f"reduce {dimension}", step, (x, y), num_bytes=moved, is_tied=True)
 
     return work
 
 
-def _transpose(wanted: float, dtype: str) -> Work:
+def _transpose(wanted: float, dtype: str) -> Workload:
     """A matrix and its transpose are added: XLA could choose a layout that makes a transposition
     alone free. The number that ties is carried by itself, so that nothing is copied."""
     side = max(8, int((wanted / 3) ** 0.5))
@@ -201,10 +201,10 @@ def _transpose(wanted: float, dtype: str) -> Work:
 
     empty = Operand((side, side), dtype, zeros=True)
     carry = (empty, Operand((), dtype))
-    return Work("transpose", step, carry, (x,), num_bytes=3 * x.num_bytes)
+    return Workload("transpose", step, carry, (x,), num_bytes=3 * x.num_bytes)
 
 
-def _gather(wanted: float, dtype: str) -> Work:
+def _gather(wanted: float, dtype: str) -> Workload:
     rows = _at_least_one(wanted / 2 / ROW)
     table = Operand((2 * rows, ROW), dtype)
     numbers = Operand((rows,), "int32", limit=2 * rows)
@@ -214,7 +214,7 @@ def _gather(wanted: float, dtype: str) -> Work:
         return carry[0], constants[0][carry[0]]
 
     moved = 2 * result.num_bytes + numbers.num_bytes
-    return Work(
+    return Workload(
         "gather",
         step,
         (numbers, result),
@@ -225,7 +225,7 @@ def _gather(wanted: float, dtype: str) -> Work:
     )
 
 
-def _scatter(wanted: float, dtype: str) -> Work:
+def _scatter(wanted: float, dtype: str) -> Workload:
     """Rows are added to those of a table, in place: read, and read and written."""
     rows = _at_least_one(wanted / 3 / ROW)
     table = Operand((2 * rows, ROW), dtype)
@@ -237,10 +237,10 @@ def _scatter(wanted: float, dtype: str) -> Work:
         return (carry[0].at[chosen].add(rows),)
 
     moved = 3 * added.num_bytes + numbers.num_bytes
-    return Work("scatter", step, (table,), (numbers, added), num_bytes=moved)
+    return Workload("scatter", step, (table,), (numbers, added), num_bytes=moved)
 
 
-_STREAMS: dict[str, Callable[[float, str], Work]] = {
+_STREAMS: dict[str, Callable[[float, str], Workload]] = {
     "copy": _copy,
     "elementwise": _elementwise,
     "reduce-last": _reduced(1),
@@ -251,7 +251,7 @@ _STREAMS: dict[str, Callable[[float, str], Work]] = {
 }
 
 
-def attention(sample: AttentionTime, *, backward: bool) -> Work:
+def attention(sample: AttentionTime, *, backward: bool) -> Workload:
     """With `backward`, the forward pass and the gradient by all three operands."""
     own = sample
     x = Operand((own.batch, own.length, own.heads, own.head_dim), own.dtype)
@@ -269,7 +269,7 @@ def attention(sample: AttentionTime, *, backward: bool) -> Work:
 
     flops = 4.0 * prod(x.shape) * own.length * (0.5 if own.causal else 1.0)
     results = (x, x, x) if backward else (x,)
-    return Work(
+    return Workload(
         f"attention {own.implementation}",
         step,
         (x, *results),

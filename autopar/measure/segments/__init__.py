@@ -9,14 +9,14 @@ strategies, and put together by an exact search over what was measured.
 
 from autopar.measure.segments.analyse import PreparedStep, analyse
 from autopar.measure.segments.passes import PASSES, prepare_step, run_passes
-from autopar.measure.segments.profile import Task, profile_segments
+from autopar.measure.segments.profile import TimingTask, profile_segments
 from autopar.measure.segments.search_segments import SearchResult, search
 
 __all__ = [
     "PASSES",
     "PreparedStep",
     "SearchResult",
-    "Task",
+    "TimingTask",
     "analyse",
     "prepare_step",
     "profile_segments",

@@ -23,7 +23,7 @@ class Reshard:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class SegmentBoundary:
     """A value that goes from one part to another. Per combination of either's segment, where it is
     made and where it is wanted."""
 
@@ -37,7 +37,7 @@ class Crossing:
 
 def crossings(
     cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
-) -> Iterator[Crossing]:
+) -> Iterator[SegmentBoundary]:
     """`layouts`: by segment of the mesh and combination, those of every node."""
     segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
     places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
@@ -52,7 +52,7 @@ def crossings(
                 made = tuple(
                     own[node][1][source.result] for own in layouts[segment_of[source.part]]
                 )
-                yield Crossing(source.part, number, value.shape, value.dtype, made, wanted)
+                yield SegmentBoundary(source.part, number, value.shape, value.dtype, made, wanted)
 
 
 def reshards(

@@ -1,4 +1,4 @@
-"""The leading strategy combinations of a segment on a mesh: from a `Part` to a `SegmentSpace`.
+"""The leading strategy combinations of a segment on a mesh: `SegmentPart` to `SegmentSpace`.
 
 A segment's space is the product of the strategies of its blocks' entries. The cost model prunes it:
 
@@ -27,7 +27,7 @@ from autopar.ir.blocks import Blocks
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import WHOLE, Layout, all_layouts, spec_to_text, to_partition_spec
-from autopar.measure.segments.cut import Part
+from autopar.measure.segments.cut import SegmentPart
 from autopar.measure.segments.files import Combination, SegmentSpace
 from autopar.sharding.blocks import find_blocks, is_entry
 from autopar.sharding.kbest import Solution, solutions_of_each, strategy_labels
@@ -40,7 +40,7 @@ _Factors = tuple[tuple[int, ...], ...]
 NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
 
-def part_problem(part: Part, mesh: LogicalMesh) -> ShardingProblem:
+def part_problem(part: SegmentPart, mesh: LogicalMesh) -> ShardingProblem:
     """The segment as a sharding problem. What other parts read is complete: partial sums do not
     leave a segment."""
     graph = part.graph
@@ -67,7 +67,7 @@ def layouts_of(problem: ShardingProblem, factors: _Factors) -> tuple[NodeLayouts
 
 
 def segment_space(
-    parts: Sequence[Part],
+    parts: Sequence[SegmentPart],
     numbers: Sequence[int],
     mesh: LogicalMesh,
     top: int,
@@ -105,7 +105,7 @@ def segment_space(
 
 
 def _leading(
-    part: Part, problem: ShardingProblem, time_limit_s: float
+    part: SegmentPart, problem: ShardingProblem, time_limit_s: float
 ) -> Iterator[tuple[_Factors, str]]:
     """The best of every boundary; then, of the cheapest boundaries in turns, the best with a
     decision that is another than in these; then the next best of every boundary in turns."""
@@ -181,7 +181,7 @@ def _factors(problem: ShardingProblem, choice: Mapping[int, int]) -> _Factors:
     )
 
 
-def _boundary_nodes(part: Part) -> dict[int, int]:
+def _boundary_nodes(part: SegmentPart) -> dict[int, int]:
     """Nodes whose results cross the boundaries in the shape that is most of what crosses, as node
     -> result: the activations of a transformer and their cotangents."""
     graph = part.graph
@@ -201,7 +201,7 @@ def _boundary_nodes(part: Part) -> dict[int, int]:
     }
 
 
-def _made(part: Part, value: int) -> int:
+def _made(part: SegmentPart, value: int) -> int:
     """The graph's number of a value that is sent."""
     at = part.program.outputs.index(value)
     found = part.graph.outputs[at]
@@ -221,7 +221,7 @@ def _entries(graph: Graph, problem: ShardingProblem, blocks: Blocks) -> tuple[tu
 
 
 def _described(
-    part: Part, problem: ShardingProblem, mesh: LogicalMesh, factors: _Factors, why: str
+    part: SegmentPart, problem: ShardingProblem, mesh: LogicalMesh, factors: _Factors, why: str
 ) -> Combination:
     layouts = layouts_of(problem, factors)
     assert layouts is not None
@@ -236,7 +236,7 @@ def _described(
     )
 
 
-def _boundary_text(part: Part, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
+def _boundary_text(part: SegmentPart, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
     specs = [
         _spec(part.graph, mesh, layouts, node, result)
         for node, result in _boundary_nodes(part).items()

@@ -1,4 +1,4 @@
-"""A step cut into segments: from a `TracedStep` and its `Graph` to a `CutStep` of `Part`s.
+"""A step cut into segments: from a `TracedStep` and its `Graph` to a `CutStep` of `SegmentPart`s.
 
 A *part* is one occurrence of a segment: the forward, backward and update equations of one layer as
 a program of their own, with the nodes that they have in the step's graph. Parts that are the same
@@ -28,7 +28,7 @@ PORT = "port"
 
 
 @dataclass(frozen=True)
-class Source:
+class PortSource:
     """Where a port's value comes from: a result of a node of another part, both numbered in the
     whole graph."""
 
@@ -38,16 +38,16 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Port:
+class SegmentPort:
     """An input of a part that others make. `node` is its node in the part's own graph."""
 
     value: int
     node: int
-    sources: tuple[Source, ...]
+    sources: tuple[PortSource, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SegmentPart:
     """`nodes`: of every node of `graph` its number in the whole graph, −1 for ports. `sent`: values
     of the program that other parts read. `key`: equal for parts that are the same segment."""
 
@@ -55,7 +55,7 @@ class Part:
     program: Program
     graph: Graph
     nodes: tuple[int, ...]
-    ports: tuple[Port, ...]
+    ports: tuple[SegmentPort, ...]
     sent: tuple[int, ...]
     key: str
 
@@ -64,7 +64,7 @@ class Part:
 class CutStep:
     """`segments`: the parts of each unique segment, the first one stands for all."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentPart, ...]
     segments: tuple[tuple[int, ...], ...]
 
     def segment_of(self, part: int) -> int:
@@ -73,7 +73,7 @@ class CutStep:
 
 def cut_step(traced: TracedStep, graph: Graph) -> CutStep:
     names, placed = place_equations(traced)
-    cutter = _Cutter(traced, graph, placed)
+    cutter = _SegmentCutter(traced, graph, placed)
     used = sorted({*placed, *cutter.segment})
     number_of = {segment: number for number, segment in enumerate(used)}
     parts = [cutter.part(segment, names[segment], number_of) for segment in used]
@@ -83,7 +83,7 @@ def cut_step(traced: TracedStep, graph: Graph) -> CutStep:
     return CutStep(tuple(parts), tuple(map(tuple, segments.values())))
 
 
-class _Cutter:
+class _SegmentCutter:
     def __init__(self, traced: TracedStep, graph: Graph, placed: list[int]) -> None:
         self.graph, self.placed = graph, placed
         self.program = traced.program
@@ -140,7 +140,7 @@ class _Cutter:
             segment[index] = first_read(index) if known is None else known
         return [0 if s is None else s for s in segment]
 
-    def part(self, segment: int, name: str, number_of: Mapping[int, int]) -> Part:
+    def part(self, segment: int, name: str, number_of: Mapping[int, int]) -> SegmentPart:
         graph, program = self.graph, self.program
         own = {i: None for i, s in enumerate(self.segment) if s == segment}
         positions = [at for at, s in enumerate(self.placed) if s == segment]
@@ -173,13 +173,13 @@ class _Cutter:
             producer=producer,
             unfinished=graph.unfinished,
         )
-        ports = tuple(Port(v, producer[v][0], found) for v, found in sources.items())
+        ports = tuple(SegmentPort(v, producer[v][0], found) for v, found in sources.items())
         key = _key(cut, own_graph, [port.node for port in ports])
-        return Part(name, cut, own_graph, tuple(order), ports, tuple(sent), key)
+        return SegmentPart(name, cut, own_graph, tuple(order), ports, tuple(sent), key)
 
     def sources(
         self, own: Mapping[int, None], ports: Collection[int], number_of: Mapping[int, int]
-    ) -> dict[int, tuple[Source, ...]]:
+    ) -> dict[int, tuple[PortSource, ...]]:
         """Of every port the nodes elsewhere whose results are read through it."""
         graph = self.graph
         found: dict[int, dict[int, None]] = {v: {} for v in ports}
@@ -193,7 +193,7 @@ class _Cutter:
                 known[value if value in graph.producer else inward[value]] = None
         return {
             value: tuple(
-                Source(number_of[self.segment[node]], node, result)
+                PortSource(number_of[self.segment[node]], node, result)
                 for node, result in (graph.producer[g] for g in known)
             )
             for value, known in found.items()

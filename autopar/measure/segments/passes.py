@@ -31,7 +31,7 @@ from autopar.measure.segments.files import (
 )
 from autopar.measure.segments.profile import (
     LIMIT_S,
-    Task,
+    TimingTask,
     check_profile_fits,
     profile_segments,
 )
@@ -67,7 +67,7 @@ def run_passes(
     passes: Sequence[str] = PASSES,
     top: int = TOP,
     limit_s: float = LIMIT_S,
-    compile_ahead: Callable[[list[Task]], Any] | None = None,
+    compile_ahead: Callable[[list[TimingTask]], Any] | None = None,
     check: int = 0,
     make_executable: Callable[[PlannedStep, Sequence[Any]], Any] | None = None,
     say: Callable[[str], Any] = lambda words: None,
@@ -109,7 +109,7 @@ def _profile(
     folder: Path,
     devices: Sequence[Any],
     limit_s: float,
-    compile_ahead: Callable[[list[Task]], Any] | None,
+    compile_ahead: Callable[[list[TimingTask]], Any] | None,
     say: Callable[[str], Any],
 ) -> SegmentProfile:
     known = None

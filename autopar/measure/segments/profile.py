@@ -55,7 +55,7 @@ Sample = CombinationTime | ReshardTime | DispatchTime
 
 
 @dataclass(frozen=True)
-class Task:
+class TimingTask:
     """A program to compile, by its numbers in the analysis."""
 
     mesh: int
@@ -112,7 +112,7 @@ def profile_segments(
     known: SegmentProfile | None = None,
     keep: Callable[[SegmentProfile], Any] = lambda profile: None,
     tell: Callable[[str, Sample], Any] = lambda what, sample: None,
-    compile_ahead: Callable[[list[Task]], Any] | None = None,
+    compile_ahead: Callable[[list[TimingTask]], Any] | None = None,
     limit_s: float = LIMIT_S,
 ) -> SegmentProfile:
     """`known`: samples of an earlier run; `tell` hears of each new one."""
@@ -121,7 +121,7 @@ def profile_segments(
     before_s = profile.seconds
     have = {(s.segment, s.mesh, s.combination) for s in profile.combinations}
     tasks = [
-        Task(m, s, c)
+        TimingTask(m, s, c)
         for m, mesh in enumerate(analysis.meshes)
         for s, segment in enumerate(mesh.segments)
         for c, own in enumerate(segment.combinations)
@@ -269,7 +269,7 @@ def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) 
 
 
 def program_of_task(
-    step: PreparedStep, analysis: Analysis, task: Task, devices: Sequence[Any]
+    step: PreparedStep, analysis: Analysis, task: TimingTask, devices: Sequence[Any]
 ) -> Runnable:
     """The very program that is timed, for a process that compiles it ahead."""
     space = analysis.meshes[task.mesh]

@@ -26,7 +26,7 @@ from autopar.ir.spec import WHOLE, Layout, to_partition_spec
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
 from autopar.measure.segments.combine import NodeLayouts
-from autopar.measure.segments.cut import Part
+from autopar.measure.segments.cut import SegmentPart
 from autopar.runtime.threads import must_run_alone, run_alone
 
 
@@ -94,7 +94,7 @@ def jax_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
 
 
 def segment_program(
-    part: Part, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], on: Mesh
+    part: SegmentPart, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], on: Mesh
 ) -> Runnable:
     """A segment with its nodes sharded so."""
     sharding = assign_layouts(part.program, part.graph, layouts, mesh)

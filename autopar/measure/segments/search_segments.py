@@ -28,7 +28,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.measure.segments.analyse import PreparedStep
-from autopar.measure.segments.boundaries import Crossing, crossings
+from autopar.measure.segments.boundaries import SegmentBoundary, crossings
 from autopar.measure.segments.cut import CutStep
 from autopar.measure.segments.files import Analysis, MeshSpace, ReshardTime, SegmentProfile
 from autopar.measure.segments.profile import ONE_ARRAY, segment_layouts
@@ -45,7 +45,7 @@ _PRICES = 16  # tries to keep to a budget
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCombination:
     """A combination per part on one mesh, by number within its segment's.
 
     step_s:   of the whole step: its segments, the reshardings between them, and one call.
@@ -67,9 +67,9 @@ class SearchResult:
     of a segment are alike, cheapest first; `candidates`: plans of the best and some of the others,
     and what the cost model alone plans."""
 
-    best: Found
+    best: FoundCombination
     planned: PlannedStep
-    others: tuple[Found, ...]
+    others: tuple[FoundCombination, ...]
     num_choices: float
     candidates: tuple[PlannedStep, ...] = ()
 
@@ -83,7 +83,7 @@ def search(
     num_candidates: int = 0,
 ) -> SearchResult:
     tables = [_Table(step, space, profile) for space in analysis.meshes]
-    found: list[tuple[Found, GraphSharding, _Table]] = []
+    found: list[tuple[FoundCombination, GraphSharding, _Table]] = []
     misses: list[MemoryBudgetError] = []
     for table in tables:
         try:
@@ -191,7 +191,7 @@ class _Table:
                 found[part][number] += size / num_shards(layouts[own][1][result], self.mesh.shape)
         return found
 
-    def matrix(self, crossing: Crossing) -> np.ndarray:
+    def matrix(self, crossing: SegmentBoundary) -> np.ndarray:
         return np.array(
             [
                 [self.reshard_s(crossing, made, wanted) for wanted in crossing.wanted]
@@ -199,7 +199,7 @@ class _Table:
             ]
         )
 
-    def reshard_s(self, crossing: Crossing, made: Layout, wanted: Layout) -> float:
+    def reshard_s(self, crossing: SegmentBoundary, made: Layout, wanted: Layout) -> float:
         if made == wanted:
             return 0.0
         key = (crossing.shape, crossing.dtype, made, wanted)
@@ -210,20 +210,20 @@ class _Table:
             )
         return self.moved[key]
 
-    def found(self, choice: Mapping[int, int]) -> Found:
+    def found(self, choice: Mapping[int, int]) -> FoundCombination:
         inside = sum(float(self.costs[p][c]) for p, c in choice.items())
         between = sum(
             self.reshard_s(c, c.made[choice[c.source]], c.wanted[choice[c.target]])
             for c in self.crossings
         )
-        return Found(
+        return FoundCombination(
             self.mesh.shape,
             tuple(choice[p] for p in sorted(choice)),
             inside + between + self.call_s,
             between,
         )
 
-    def alike(self, num: int) -> Iterator[Found]:
+    def alike(self, num: int) -> Iterator[FoundCombination]:
         """The best in which all occurrences of a segment take one combination."""
         costs = {n: self.times[n] * len(own.parts) for n, own in enumerate(self.space.segments)}
         problem = PairwiseProblem(costs)
@@ -250,7 +250,7 @@ def solve(problem: PairwiseProblem) -> dict[int, int]:
     return reduction.restore(solve_ilp(reduction.problem).choice)
 
 
-def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
+def _fitting(step: PreparedStep, table: _Table) -> tuple[FoundCombination, GraphSharding]:
     """The best choice that stays within the memory budget: the best of all, or else the best found
     at some price of the bytes held when too many were."""
     budget = step.origin(table.mesh).budget
@@ -265,7 +265,7 @@ def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
         ) from error
     if budget is None or found.peak_bytes <= budget:
         return found, sharding
-    best: tuple[Found, GraphSharding] | None = None
+    best: tuple[FoundCombination, GraphSharding] | None = None
     smallest, times = found.peak_bytes, [sharding.memory.peak_time]
     low, high, price = 0.0, None, found.step_s / found.peak_bytes
     for _ in range(_PRICES):
@@ -296,7 +296,7 @@ def _fitting(step: PreparedStep, table: _Table) -> tuple[Found, GraphSharding]:
 
 def _completed(
     step: PreparedStep, table: _Table, choice: Mapping[int, int]
-) -> tuple[Found, GraphSharding]:
+) -> tuple[FoundCombination, GraphSharding]:
     """The choice as a sharding of the whole graph, and what the cost model says of it."""
     graph = step.graph
     factors: list[tuple[int, ...]] = [()] * len(graph.nodes)
@@ -332,7 +332,7 @@ def _parted(classes: Sequence[int], factors: Sequence[tuple[int, ...]]) -> list[
 
 
 def _planned(
-    step: PreparedStep, best: Found, sharding: GraphSharding, mesh: LogicalMesh
+    step: PreparedStep, best: FoundCombination, sharding: GraphSharding, mesh: LogicalMesh
 ) -> PlannedStep:
     planned = planned_as(step.origin(mesh), sharding)
     plan = planned.plan

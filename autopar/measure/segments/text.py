@@ -15,7 +15,7 @@ from autopar.measure.segments.files import (
     SegmentProfile,
     SegmentSpace,
 )
-from autopar.measure.segments.search_segments import Found, SearchResult
+from autopar.measure.segments.search_segments import FoundCombination, SearchResult
 
 _ENTRIES = 12  # operators that are named
 
@@ -169,7 +169,7 @@ def checked_text(plan: ParallelPlan) -> str:
     return "\n".join(lines)
 
 
-def _chosen(space: MeshSpace, found: Found) -> str:
+def _chosen(space: MeshSpace, found: FoundCombination) -> str:
     """`A1, 4 × B2, C1`: combinations in the order of the step."""
     names = {}
     for letter, own in _lettered(space):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import _jax
-from autopar.measure.verify.jobs import Job
+from autopar.measure.verify.jobs import CompileJob
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from autopar.runtime.remote.exporting import compile_piece
 
@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 1.0
 
 def main(folder: Path, parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    job: Job = pickle.loads((folder / "job.bin").read_bytes())
+    job: CompileJob = pickle.loads((folder / "job.bin").read_bytes())
     try:
         result = compiled_figures(job)
     except Exception as error:
@@ -41,7 +41,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def compiled_figures(job: Job) -> dict[str, Any]:
+def compiled_figures(job: CompileJob) -> dict[str, Any]:
     """What XLA makes of the program; bytes and flops are of one device and one run."""
     started = time.perf_counter()
     num_hosts, devices_per_host = job.topology

@@ -1,4 +1,4 @@
-"""XLA's figures of a step's programs beside the plan's: from `ProgramFigures` to `VerifiedProgram`s
+"""XLA's figures of a step's programs beside the plan's: from `ProgramCosts` to `VerifiedProgram`s
 and `VerifiedMesh`es.
 
 The memory of a mesh is that which the runtime would find: while a piece runs, XLA's figure of it
@@ -15,9 +15,9 @@ import numpy as np
 
 from autopar.ir.pipeline import Recv, Run
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.remote import Held, LoweredStep
+from autopar.ir.remote import LoweredStep, ShardedType
 from autopar.ir.tiles import shard_box
-from autopar.measure.verify.jobs import Collectives, Job, ProgramFigures
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 from autopar.measure.verify.report import (
     Compared,
     VerifiedMesh,
@@ -32,9 +32,9 @@ _XLA_KIND = {"shift": "collective-permute"}
 
 def verified_programs(
     lowered: LoweredStep,
-    jobs: Sequence[Job],
+    jobs: Sequence[CompileJob],
     job_of_piece: Sequence[int],
-    figures: Sequence[ProgramFigures],
+    figures: Sequence[ProgramCosts],
 ) -> tuple[VerifiedProgram, ...]:
     runs = _runs(lowered)
     found = []
@@ -54,9 +54,9 @@ def _runs(lowered: LoweredStep) -> Counter[int]:
 def verified_meshes(
     plan: ParallelPlan,
     lowered: LoweredStep,
-    jobs: Sequence[Job],
+    jobs: Sequence[CompileJob],
     job_of_piece: Sequence[int],
-    figures: Sequence[ProgramFigures],
+    figures: Sequence[ProgramCosts],
     limit_bytes: float,
 ) -> tuple[VerifiedMesh, ...]:
     programs, runs = lowered.programs, _runs(lowered)
@@ -101,7 +101,7 @@ def verified_meshes(
 
 def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
     """Bytes of every buffer on one device of its mesh."""
-    held: dict[tuple[int, int], Held] = {
+    held: dict[tuple[int, int], ShardedType] = {
         (bound.mesh, bound.buffer): bound.held for bound in (*lowered.arguments, *lowered.results)
     }
     for mesh, program in enumerate(lowered.programs.meshes):
@@ -116,7 +116,7 @@ def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
     return {buffer: sizes[one] for buffer, one in held.items()}
 
 
-def bytes_on_one_device(held: Held) -> int:
+def bytes_on_one_device(held: ShardedType) -> int:
     box = shard_box(held.shape, held.layout, held.mesh_shape, 0)
     return prod(end - start for start, end in box) * np.dtype(held.dtype).itemsize
 

@@ -1,4 +1,4 @@
-"""XLA's GPU compiler in processes of its own: from `Job`s to `ProgramFigures`.
+"""XLA's GPU compiler in processes of its own: from `CompileJob`s to `ProgramCosts`.
 
 JAX decides when it is imported which plugins it takes and what it checks of them. So that the
 caller's process stays as it is, every program is compiled in a new one, with the environment that
@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 
 from autopar.errors import CompileError
-from autopar.measure.verify.jobs import Collectives, Job, ProgramFigures
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 
 MAX_PROCESSES = 2
 _LOG_LINES = 12
@@ -31,8 +31,10 @@ _CHILD = "autopar.measure.verify.child"
 
 
 def compile_all(
-    jobs: Sequence[Job], time_limit_s: float, done: Callable[[Job], None] = lambda job: None
-) -> list[ProgramFigures]:
+    jobs: Sequence[CompileJob],
+    time_limit_s: float,
+    done: Callable[[CompileJob], None] = lambda job: None,
+) -> list[ProgramCosts]:
     """Every program compiled, two at a time. The first that fails ends the others."""
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopped = threading.Lock(), threading.Event()
@@ -43,7 +45,7 @@ def compile_all(
             for process in running:
                 process.kill()
 
-    def run(job: Job) -> ProgramFigures:
+    def run(job: CompileJob) -> ProgramCosts:
         with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
             folder = Path(name)
             (folder / "job.bin").write_bytes(pickle.dumps(job))
@@ -83,7 +85,7 @@ def compile_all(
         return figures
 
     with ThreadPoolExecutor(max_workers=MAX_PROCESSES) as threads:
-        futures: list[Future[ProgramFigures]] = [threads.submit(run, job) for job in jobs]
+        futures: list[Future[ProgramCosts]] = [threads.submit(run, job) for job in jobs]
         try:
             finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
             failed = [future for future in futures if future in finished and future.exception()]
@@ -111,7 +113,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _result(job: Job, folder: Path, code: int) -> ProgramFigures:
+def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:
     file = folder / "result.json"
     if not file.is_file():
         lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -126,4 +128,4 @@ def _result(job: Job, folder: Path, code: int) -> ProgramFigures:
     if "error" in found:
         raise CompileError(f"verify: {job.name} cannot be compiled. {found['error']}")
     collectives = tuple(Collectives(*one) for one in found.pop("collectives"))
-    return ProgramFigures(**found, collectives=collectives)
+    return ProgramCosts(**found, collectives=collectives)

@@ -1,14 +1,14 @@
-"""What a compiling process is given, and what it finds: `Job` and `ProgramFigures`."""
+"""What a compiling process is given, and what it finds: `CompileJob` and `ProgramCosts`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.remote import PieceSpec
+from autopar.ir.remote import ProgramSpec
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A program to compile.
 
     program:  as bytes of `jax.export`.
@@ -17,7 +17,7 @@ class Job:
     """
 
     name: str
-    spec: PieceSpec
+    spec: ProgramSpec
     program: bytes
     topology: tuple[int, int]
     target_config: str
@@ -34,7 +34,7 @@ class Collectives:
 
 
 @dataclass(frozen=True)
-class ProgramFigures:
+class ProgramCosts:
     """What XLA says of a compiled program, of one device and one run. Outputs that lie in donated
     arguments are counted in both, and once more in `alias_bytes`."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.text import format_bytes
-from autopar.measure.verify.jobs import Collectives, ProgramFigures
+from autopar.measure.verify.jobs import Collectives, ProgramCosts
 from autopar.measure.verify.text import report_text
 
 FORMAT = "autopar-verify"
@@ -27,7 +27,7 @@ class VerifiedProgram:
     pieces: tuple[str, ...]
     runs: tuple[int, ...]
     topology: tuple[int, int]
-    figures: ProgramFigures
+    figures: ProgramCosts
 
 
 @dataclass(frozen=True)

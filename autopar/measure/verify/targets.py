@@ -26,7 +26,7 @@ _OLDEST_CAPABILITY = {12: (5, 0), 13: (7, 5)}
 
 
 @dataclass(frozen=True)
-class Target:
+class GpuTarget:
     """`name` is ours, `description` the vendor's; `config` is what XLA reads."""
 
     name: str
@@ -42,7 +42,7 @@ def target_names() -> list[str]:
     return sorted(name.removesuffix(_SUFFIX) for name in names)
 
 
-def load_target(given: str | Path) -> Target:
+def load_target(given: str | Path) -> GpuTarget:
     """A target by its name, or from a file of one's own."""
     names = target_names()
     if isinstance(given, str) and given.lower() in names:
@@ -68,7 +68,7 @@ def _choice(names: list[str]) -> str:
     )
 
 
-def _parsed(name: str, config: str) -> Target:
+def _parsed(name: str, config: str) -> GpuTarget:
     memory, capability = _MEMORY.search(config), _CAPABILITY.search(config)
     if memory is None or capability is None:
         raise ArgumentError(
@@ -78,7 +78,7 @@ def _parsed(name: str, config: str) -> Target:
         )
     described = _NAME.search(config)
     numbers = dict(re.findall(r"\b(major|minor):\s*(\d+)", capability[1]))
-    return Target(
+    return GpuTarget(
         name,
         described[1] if described else name,
         float(memory[1]),
@@ -87,7 +87,7 @@ def _parsed(name: str, config: str) -> Target:
     )
 
 
-def target_of(device: str, memory_bytes: float | None) -> Target:
+def target_of(device: str, memory_bytes: float | None) -> GpuTarget:
     """The target of a device that a plan was made for: the same chip with the nearest memory or,
     if none has about as much, with what was planned for. XLA uses more where there is more."""
     names = target_names()
@@ -114,7 +114,7 @@ def target_of(device: str, memory_bytes: float | None) -> Target:
     )
 
 
-def cuda_version(target: Target) -> int:
+def cuda_version(target: GpuTarget) -> int:
     """The CUDA version of JAX's plugin that compiles for the target; an error without one."""
     installed = [version for version, module in _PLUGINS.items() if _is_there(module)]
     if not installed:
@@ -133,7 +133,7 @@ def cuda_version(target: Target) -> int:
     return able[0]
 
 
-def _extra(target: Target) -> str:
+def _extra(target: GpuTarget) -> str:
     is_old = target.compute_capability < _OLDEST_CAPABILITY[13]
     return "autopar[verify-cuda12]" if is_old else "autopar[verify]"
 

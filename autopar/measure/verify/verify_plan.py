@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import ParallelFunction
-from autopar.compiler import OtherDevices, StepOptions, plan_step
+from autopar.compiler import AbstractDevices, StepOptions, plan_step
 from autopar.errors import ArgumentError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.remote import LoweredPiece, LoweredStep, PieceSpec
+from autopar.ir.remote import LoweredProgram, LoweredStep, ProgramSpec
 from autopar.lower.remote_step import lower_for_workers
 from autopar.measure.verify.compare import verified_meshes, verified_programs
 from autopar.measure.verify.compile import compile_all
-from autopar.measure.verify.jobs import Job
+from autopar.measure.verify.jobs import CompileJob
 from autopar.measure.verify.report import VerifyReport
-from autopar.measure.verify.targets import Target, cuda_version, load_target, target_of
+from autopar.measure.verify.targets import GpuTarget, cuda_version, load_target, target_of
 from autopar.progress import Progress
 from autopar.runtime.remote.exporting import CallsBackError, exported_piece
 from autopar.sharding.memory_budget import RESERVE_SHARE
@@ -77,7 +77,7 @@ def verify(
     step, options = _unwrap(fn, static_argnums, batch_argnums)
     cluster = plan.cluster or ClusterSpec(1, plan.num_devices, DEVICES.get(plan.device, "cpu"))
     planned = plan_step(step, args, kwargs, cluster=cluster, method=plan, options=options)
-    lowered = lower_for_workers(planned, OtherDevices(plan.num_devices, "gpu"))
+    lowered = lower_for_workers(planned, AbstractDevices(plan.num_devices, "gpu"))
     folder = None if hlo_folder is None else Path(hlo_folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _device(plan: ParallelPlan) -> tuple[str, float | None]:
     return plan.device, preset.memory_bytes if preset else None
 
 
-def _limit_bytes(plan: ParallelPlan, target: Target, given: bool) -> float:
+def _limit_bytes(plan: ParallelPlan, target: GpuTarget, given: bool) -> float:
     """What a step may use of a device: its memory less a reserve. Of the device that the plan was
     made for it may use more, if the plan's own budget is more."""
     _, memory = _device(plan)
@@ -149,10 +149,10 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _jobs(
-    lowered: LoweredStep, cluster: ClusterSpec, target: Target, hlo_folder: Path | None
-) -> tuple[list[Job], list[int]]:
+    lowered: LoweredStep, cluster: ClusterSpec, target: GpuTarget, hlo_folder: Path | None
+) -> tuple[list[CompileJob], list[int]]:
     """The distinct programs to compile, and which of them each piece is."""
-    jobs: list[Job] = []
+    jobs: list[CompileJob] = []
     known: dict[str, int] = {}
     job_of_piece = []
     for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
@@ -163,15 +163,15 @@ def _jobs(
         if key not in known:
             known[key] = len(jobs)
             name = f"{lowered.name}_{piece.name}"
-            spec = PieceSpec(piece.name, piece.stage, piece.reads, piece.writes, piece.donated)
+            spec = ProgramSpec(piece.name, piece.stage, piece.reads, piece.writes, piece.donated)
             hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
             program = _serialized(exported)
-            jobs.append(Job(name, spec, program, topology, target.config, hlo))
+            jobs.append(CompileJob(name, spec, program, topology, target.config, hlo))
         job_of_piece.append(known[key])
     return jobs, job_of_piece
 
 
-def _exported(step_name: str, piece: LoweredPiece) -> Any:
+def _exported(step_name: str, piece: LoweredProgram) -> Any:
     """The piece's program, by a name that is the same for all, so that equal ones are equal."""
     try:
         return exported_piece(step_name, piece, "gpu", function_name="piece")
@@ -192,7 +192,7 @@ def _serialized(exported: Any) -> bytes:
         ) from error
 
 
-def _digest(text: str, piece: LoweredPiece, topology: tuple[int, int]) -> str:
+def _digest(text: str, piece: LoweredProgram, topology: tuple[int, int]) -> str:
     """Equal for programs that are the same but for the lines of code they come from."""
     text = _LOCATION.sub("", _LOCATION_LINE.sub("", text))
     places = repr((piece.reads, piece.writes, piece.donated, topology))

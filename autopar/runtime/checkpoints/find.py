@@ -15,7 +15,7 @@ _ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint's folder. Of orbax, the one with the arrays' metadata."""
 
     path: Path
@@ -35,14 +35,14 @@ def latest_step(directory: str | Path) -> int | None:
     return max(checkpoint_steps(directory), default=None)
 
 
-def find_checkpoint(directory: Any, step: Any) -> Found:
+def find_checkpoint(directory: Any, step: Any) -> FoundCheckpoint:
     """The checkpoint of a step, or the newest; also the path of a single one."""
     path = checked_directory("restore_checkpoint", directory)
     if step is None:
         if (path / MANIFEST).is_file():
-            return Found(path)
+            return FoundCheckpoint(path)
         if (path / "_METADATA").is_file():
-            return Found(path, is_orbax=True)
+            return FoundCheckpoint(path, is_orbax=True)
         step = latest_step(path)
         if step is None:
             what = "has no checkpoint" if path.is_dir() else "there is no such folder"
@@ -54,9 +54,9 @@ def find_checkpoint(directory: Any, step: Any) -> Found:
         raise ArgumentError(f"restore_checkpoint(step={step!r}): needs a whole number, or None.")
     own = folders.step_folder(path, step)
     if (own / MANIFEST).is_file():
-        return Found(own)
+        return FoundCheckpoint(own)
     if step in _orbax_steps(path):
-        return Found(_orbax_item(path / str(step)), is_orbax=True)
+        return FoundCheckpoint(_orbax_item(path / str(step)), is_orbax=True)
     there = checkpoint_steps(path)
     begun = folders.unfinished(path, step)
     why = "its save was begun and not finished" if begun else "there is none of this step"

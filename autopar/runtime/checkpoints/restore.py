@@ -35,7 +35,7 @@ from autopar.runtime.checkpoints.read import read_numpy
 _MOST_SHOWN = 10
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint to read from. Manifest: what it has, by the names that `name` gives to paths in
     pytrees."""
 
@@ -77,13 +77,13 @@ class OwnSource:
         return restored
 
 
-def restore_nested(source: Source) -> Any:
+def restore_nested(source: CheckpointSource) -> Any:
     """The saved pytree as dicts and lists of numpy arrays."""
     leaves = zip(source.manifest.leaves, source.values(), strict=True)
     return nested([(leaf.path, value) for leaf, value in leaves])
 
 
-def restore_tree(source: Source, target: Any) -> Any:
+def restore_tree(source: CheckpointSource, target: Any) -> Any:
     """The saved pytree in the structure of the target, each leaf where the target's lies."""
     apart = objects.taken_apart((target,), {})
     flat, tree = tree_flatten_with_path(apart.args[0])
@@ -96,7 +96,7 @@ def restore_tree(source: Source, target: Any) -> Any:
     return objects.assembled(tree_unflatten(tree, leaves))
 
 
-def restore_leaves(source: Source, wanted: Sequence[tuple[str, Any]]) -> list[Any]:
+def restore_leaves(source: CheckpointSource, wanted: Sequence[tuple[str, Any]]) -> list[Any]:
     """The named leaves, each at its place; these must be all that the checkpoint has."""
     differences = differing(source.manifest, wanted)
     if differences:

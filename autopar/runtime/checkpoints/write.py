@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenShard:
     """A box of the leaf `key`. Data: an array of one device, or of numpy."""
 
     key: str
@@ -40,13 +40,13 @@ def write_shards(
     return write_parts(folder, writer_name, own_parts(arrays))
 
 
-def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[Part]:
+def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     """The parts that this process is to write; nothing is copied."""
     parts = []
     for key, array in arrays:
         if not isinstance(array, jax.Array):
             array = np.asarray(array)
-            parts.append(Part(key, tuple((0, n) for n in array.shape), array))
+            parts.append(WrittenShard(key, tuple((0, n) for n in array.shape), array))
             continue
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
@@ -54,7 +54,7 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[Part]:
             if shard.replica_id == 0:
                 ranges = zip(shard.index, array.shape, strict=True)
                 box = tuple(s.indices(n)[:2] for s, n in ranges)
-                parts.append(Part(key, box, _without_cache(shard.data)))
+                parts.append(WrittenShard(key, box, _without_cache(shard.data)))
     return [part for part in parts if part.data.size]
 
 
@@ -64,14 +64,14 @@ def _without_cache(array: Any) -> Any:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
 
-def snapshot(arrays: Iterable[tuple[str, Any]]) -> list[Part]:
+def snapshot(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     """The parts that this process is to write, in host memory of their own: once this returns, the
     arrays may be donated or changed."""
     parts = own_parts(arrays)
     for part in parts:
         if isinstance(part.data, jax.Array):
             part.data.copy_to_host_async()
-    return [Part(part.key, part.box, _own_copy(part.data)) for part in parts]
+    return [WrittenShard(part.key, part.box, _own_copy(part.data)) for part in parts]
 
 
 def _own_copy(data: Any) -> np.ndarray:
@@ -83,7 +83,7 @@ def _platform(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).platform
 
 
-def write_parts(folder: Path | str, writer_name: str, parts: list[Part]) -> list[Entry]:
+def write_parts(folder: Path | str, writer_name: str, parts: list[WrittenShard]) -> list[Entry]:
     """Write parts to `<writer_name>.data` and sync it. The list is emptied: parts are copied from
     their devices one ahead, and host memory holds no more than two of them."""
     if not parts:
@@ -95,7 +95,7 @@ def write_parts(folder: Path | str, writer_name: str, parts: list[Part]) -> list
         raise files.as_checkpoint_error(f"writing {path}", error) from error
 
 
-def _write_file(path: Path, parts: list[Part]) -> list[Entry]:
+def _write_file(path: Path, parts: list[WrittenShard]) -> list[Entry]:
     descriptor = files.create_file(path)
     entries: list[Entry] = []
     offset = 0
@@ -117,7 +117,7 @@ def _write_file(path: Path, parts: list[Part]) -> list[Entry]:
     return entries
 
 
-def _write_part(descriptor: int, file: str, offset: int, part: Part) -> Shard:
+def _write_part(descriptor: int, file: str, offset: int, part: WrittenShard) -> Shard:
     array = np.asarray(part.data)
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     data = array.reshape(-1).view(np.uint8).data

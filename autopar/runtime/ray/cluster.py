@@ -24,7 +24,7 @@ from autopar.runtime.ray.group import MeshGroup
 from autopar.runtime.ray.monitor import Monitor, kill_workers
 from autopar.runtime.ray.nodes import check_counts, connect, import_ray
 from autopar.runtime.ray.reserving import release, reserve
-from autopar.runtime.ray.session import Describe, Limits, Session
+from autopar.runtime.ray.session import Describe, Limits, RaySession
 from autopar.runtime.ray.starting import check_devices, start_workers
 
 EXECUTOR = "autopar.runtime.remote.executor:Executor"
@@ -66,7 +66,7 @@ class RayCluster:
         self._starting = threading.Lock()
         self._monitor: Monitor | None = None
         self._joined_ray = connect(address)
-        self._session = Session(
+        self._session = RaySession(
             ray=import_ray(),
             id=secrets.token_hex(4),
             token=secrets.token_hex(16),

@@ -18,7 +18,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.runtime.ray.faults import Sighting, Trouble
 from autopar.runtime.ray.group import MeshGroup
-from autopar.runtime.ray.session import Limits, NodeHandle, Session, Worker
+from autopar.runtime.ray.session import Limits, NodeHandle, RaySession, Worker
 from autopar.runtime.ray.worker import Beat
 from autopar.runtime.remote.progress import decode
 
@@ -62,7 +62,7 @@ class _Told:
 
 
 def sightings_of(
-    session: Session, watched: Sequence[Watched], reports: Sequence[Report]
+    session: RaySession, watched: Sequence[Watched], reports: Sequence[Report]
 ) -> list[Sighting]:
     """What is known of each worker; the first report of one counts."""
     told, agents_gone = _ask_agents(session, watched)
@@ -120,7 +120,7 @@ def _unreported(entry: Watched, first: Report, limits: Limits) -> dict[str, Any]
 
 
 def _ask_agents(
-    session: Session, watched: Sequence[Watched]
+    session: RaySession, watched: Sequence[Watched]
 ) -> tuple[dict[Worker, _Told], dict[str, BaseException]]:
     """What agents say of their processes; and why Ray cannot call the others, by node."""
     calls = {}
@@ -148,7 +148,7 @@ def _ask_agents(
     return told, gone
 
 
-def _nodes_alive(session: Session, agents_gone: Set[str]) -> set[str] | None:
+def _nodes_alive(session: RaySession, agents_gone: Set[str]) -> set[str] | None:
     """Ray's nodes. One whose agent is gone may be gone itself, which Ray knows a little later."""
     until_s = time.monotonic() + NODES_LIMIT_S
     while True:
@@ -158,7 +158,7 @@ def _nodes_alive(session: Session, agents_gone: Set[str]) -> set[str] | None:
         time.sleep(0.2)
 
 
-def _read_nodes(session: Session) -> set[str]:
+def _read_nodes(session: RaySession) -> set[str]:
     return {node["NodeID"] for node in session.ray.nodes() if node["Alive"]}
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
 from autopar.errors import AutoparError, WorkerError
-from autopar.runtime.ray.session import Session, Worker, fresh
-from autopar.runtime.ray.worker import Outcome
+from autopar.runtime.ray.session import RaySession, Worker, fresh
+from autopar.runtime.ray.worker import CommandOutcome
 
 
 class Watcher(Protocol):
@@ -65,7 +65,7 @@ class Reply:
         """Answer with this error, if there is no answer yet."""
         self._settle(None, error)
 
-    def arrived(self, call: Future[Outcome]) -> None:
+    def arrived(self, call: Future[CommandOutcome]) -> None:
         """Ray has the worker's outcome, or knows that there will be none."""
         error = call.exception()
         if error is not None:
@@ -88,7 +88,7 @@ class Reply:
                 self._future.set_exception(error)
 
 
-def error_of(worker: Worker, command: str, outcome: Outcome) -> AutoparError:
+def error_of(worker: Worker, command: str, outcome: CommandOutcome) -> AutoparError:
     """What a command raised, as the driver raises it."""
     if outcome.error is not None:
         return outcome.error
@@ -118,7 +118,7 @@ class MeshGroup:
 
     def __init__(
         self,
-        session: Session,
+        session: RaySession,
         devices: tuple[int, ...],
         workers: Sequence[Worker],
         watcher: Watcher,

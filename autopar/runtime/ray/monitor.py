@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, WorkerError
 from autopar.runtime.ray.evidence import Report, Watched, sightings_of
 from autopar.runtime.ray.faults import Trouble, error_about
 from autopar.runtime.ray.group import MeshGroup, Reply
-from autopar.runtime.ray.session import NodeHandle, Session, Worker
+from autopar.runtime.ray.session import NodeHandle, RaySession, Worker
 from autopar.runtime.ray.worker import Beat
 
 SETTLE_S = 0.5
@@ -33,7 +33,7 @@ PATIENCE_S = 1.0  # for processes to end when Ray tells them to
 
 
 class Monitor:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RaySession) -> None:
         self._session = session
         self._events: queue.Queue[Callable[[], None] | Report | None] = queue.Queue()
         self._watched: dict[int, Watched] = {}
@@ -205,7 +205,7 @@ class Monitor:
             reply.fail(error)
 
 
-def kill_workers(session: Session, workers: Sequence[Worker], limit_s: float) -> None:
+def kill_workers(session: RaySession, workers: Sequence[Worker], limit_s: float) -> None:
     """End processes: by Ray first, so that it does not wonder, then by the agents."""
     if not session.ray.is_initialized():  # it has ended them
         return

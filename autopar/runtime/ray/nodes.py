@@ -20,7 +20,7 @@ CONNECT_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """id:      Ray's.
     kind:    accelerator types, as Ray names them; empty if it knows none.
     """
@@ -134,7 +134,7 @@ def _check_listening(address: str) -> None:
         ) from error
 
 
-def read_nodes() -> list[Node]:
+def read_nodes() -> list[RayNode]:
     """The nodes that are alive, in the order of their addresses."""
     nodes = []
     for entry in import_ray().nodes():
@@ -144,7 +144,7 @@ def read_nodes() -> list[Node]:
                 name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")
             )
             nodes.append(
-                Node(
+                RayNode(
                     entry["NodeID"],
                     entry["NodeManagerAddress"],
                     int(resources.get("CPU", 0)),
@@ -155,7 +155,9 @@ def read_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (_by_number(node.address), node.id))
 
 
-def lay_out(nodes: Sequence[Node], num_hosts: int | None, devices_per_host: int | None) -> Layout:
+def lay_out(
+    nodes: Sequence[RayNode], num_hosts: int | None, devices_per_host: int | None
+) -> Layout:
     """Hosts on these nodes; what is None is what the nodes have."""
     check_counts(num_hosts, devices_per_host)
     with_gpus = [node for node in nodes if node.gpus]
@@ -174,8 +176,8 @@ def check_counts(num_hosts: int | None, devices_per_host: int | None) -> None:
 
 
 def _of_gpus(
-    nodes: Sequence[Node],
-    all_nodes: Sequence[Node],
+    nodes: Sequence[RayNode],
+    all_nodes: Sequence[RayNode],
     num_hosts: int | None,
     devices_per_host: int | None,
 ) -> Layout:
@@ -208,7 +210,9 @@ def _of_gpus(
     )
 
 
-def _of_cpus(nodes: Sequence[Node], num_hosts: int | None, devices_per_host: int | None) -> Layout:
+def _of_cpus(
+    nodes: Sequence[RayNode], num_hosts: int | None, devices_per_host: int | None
+) -> Layout:
     nodes = [node for node in nodes if node.cpus] or list(nodes)
     if not nodes:
         raise ClusterError("The Ray cluster has no node that is alive. Add nodes, then try again.")
@@ -222,7 +226,7 @@ def _of_cpus(nodes: Sequence[Node], num_hosts: int | None, devices_per_host: int
     return Layout("cpu", per_host, hosts, cpus)
 
 
-def _listed(nodes: Sequence[Node]) -> str:
+def _listed(nodes: Sequence[RayNode]) -> str:
     return "\n".join(f"  node {node.described()}" for node in nodes)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from autopar.errors import ClusterError
 from autopar.runtime.ray import agent as agent_module
 from autopar.runtime.ray.nodes import Layout, lay_out, read_nodes
-from autopar.runtime.ray.session import Host, NodeHandle, Session
+from autopar.runtime.ray.session import Host, NodeHandle, RaySession
 
 
-def reserve(session: Session, num_hosts: int | None, devices_per_host: int | None) -> None:
+def reserve(session: RaySession, num_hosts: int | None, devices_per_host: int | None) -> None:
     """Take the resources; nodes that vanish meanwhile are left out."""
     until_s = time.monotonic() + session.limits.start_s
     layout = _place(session, num_hosts, devices_per_host, until_s)
@@ -29,7 +29,7 @@ def reserve(session: Session, num_hosts: int | None, devices_per_host: int | Non
         )
 
 
-def release(session: Session, limit_s: float) -> None:
+def release(session: RaySession, limit_s: float) -> None:
     """Give back folders, agents and the placement group."""
     with contextlib.suppress(Exception):
         calls = [node.agent.remove_folder.remote() for node in session.nodes]
@@ -50,7 +50,7 @@ def release(session: Session, limit_s: float) -> None:
 
 
 def _place(
-    session: Session, num_hosts: int | None, devices_per_host: int | None, until_s: float
+    session: RaySession, num_hosts: int | None, devices_per_host: int | None, until_s: float
 ) -> Layout:
     """Reserve what the nodes have now, until Ray has done so for all of them."""
     while True:
@@ -73,7 +73,7 @@ def _place(
         session.ray.util.remove_placement_group(session.placement_group)
 
 
-def _start_agents(session: Session, layout: Layout, until_s: float) -> tuple[NodeHandle, ...]:
+def _start_agents(session: RaySession, layout: Layout, until_s: float) -> tuple[NodeHandle, ...]:
     from ray import cloudpickle
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -71,7 +71,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Session:
+class RaySession:
     """`failure` is set once, by the monitor; everything that waits then raises it."""
 
     ray: Any

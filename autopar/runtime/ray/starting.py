@@ -24,8 +24,8 @@ from autopar.runtime.ray.environment import (
     worker_environment,
 )
 from autopar.runtime.ray.faults import log_lines
-from autopar.runtime.ray.session import Host, Session, Worker
-from autopar.runtime.ray.worker import Hello, Joined, MeshWorker, Outcome
+from autopar.runtime.ray.session import Host, RaySession, Worker
+from autopar.runtime.ray.worker import CommandOutcome, Hello, Joined, MeshWorker
 from autopar.runtime.remote.place import WorkerPlace
 
 PORT_TRIES = 3
@@ -51,7 +51,7 @@ class _Abandoned(Exception):
 
 
 def start_workers(
-    session: Session, meshes: Sequence[tuple[int, ...]], running: Sequence[Worker] = ()
+    session: RaySession, meshes: Sequence[tuple[int, ...]], running: Sequence[Worker] = ()
 ) -> list[tuple[Worker, ...]]:
     """The workers of each mesh, given by the numbers of its devices; all of them like those that
     run already."""
@@ -79,7 +79,7 @@ def start_workers(
         raise
 
 
-def check_devices(session: Session, devices: tuple[int, ...]) -> None:
+def check_devices(session: RaySession, devices: tuple[int, ...]) -> None:
     """Whether these devices can form a mesh."""
     per_host, num_devices = session.devices_per_host, _num_devices(session)
     hosts = [host for host, _ in groupby(devices, lambda d: d // per_host)]
@@ -91,7 +91,7 @@ def check_devices(session: Session, devices: tuple[int, ...]) -> None:
         )
 
 
-def _places_of(session: Session, devices: tuple[int, ...]) -> list[tuple[WorkerPlace, Host]]:
+def _places_of(session: RaySession, devices: tuple[int, ...]) -> list[tuple[WorkerPlace, Host]]:
     """One process per host, in the order in which the devices name the hosts."""
     by_host = [
         (host, tuple(own))
@@ -118,12 +118,12 @@ def _places_of(session: Session, devices: tuple[int, ...]) -> list[tuple[WorkerP
     ]
 
 
-def _num_devices(session: Session) -> int:
+def _num_devices(session: RaySession) -> int:
     return session.devices_per_host * len(session.hosts)
 
 
 def _start_mesh(
-    session: Session, devices: tuple[int, ...], until_s: float, stop: threading.Event
+    session: RaySession, devices: tuple[int, ...], until_s: float, stop: threading.Event
 ) -> tuple[Worker, ...]:
     for _ in range(PORT_TRIES):
         begun = [
@@ -145,7 +145,7 @@ def _start_mesh(
 
 
 def _join(
-    session: Session, begun: Sequence[_Begun], until_s: float, stop: threading.Event
+    session: RaySession, begun: Sequence[_Begun], until_s: float, stop: threading.Event
 ) -> tuple[Worker, ...]:
     """Take processes through the two steps of their start, together."""
     hellos: dict[_Begun, Hello] = {}
@@ -169,7 +169,7 @@ def _join(
     return tuple(Worker(b.place, hellos[b], joined[b], b.actor, b.host.node) for b in begun)
 
 
-def _make_actor(session: Session, place: WorkerPlace, host: Host) -> Any:
+def _make_actor(session: RaySession, place: WorkerPlace, host: Host) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     first = host.number * session.devices_per_host
@@ -189,7 +189,7 @@ def _make_actor(session: Session, place: WorkerPlace, host: Host) -> Any:
 
 
 def _gather(
-    session: Session,
+    session: RaySession,
     calls: Mapping[_Begun, Any],
     check: Callable[[_Begun, Any], Any],
     hellos: Mapping[_Begun, Hello],
@@ -240,7 +240,7 @@ def _says_port_in_use(text: str) -> bool:
     return any(sign in text.lower() for sign in _PORT_IN_USE)
 
 
-def _checked(begun: _Begun, outcome: Outcome) -> Joined:
+def _checked(begun: _Begun, outcome: CommandOutcome) -> Joined:
     place = begun.place
     if outcome.error is not None:
         raise outcome.error
@@ -277,7 +277,7 @@ def _check_kinds(workers: Sequence[Worker]) -> None:
             )
 
 
-def _kill(session: Session, actors: Sequence[Any]) -> None:
+def _kill(session: RaySession, actors: Sequence[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(Exception):
             session.ray.kill(actor)

@@ -27,7 +27,7 @@ from autopar.runtime.ray.environment import Versions, versions_here
 from autopar.runtime.remote import command_thread
 from autopar.runtime.remote.command_thread import CommandThread, Standstill
 from autopar.runtime.remote.place import WorkerPlace
-from autopar.runtime.remote.progress import Progress, State
+from autopar.runtime.remote.progress import State, WorkerProgress
 
 _BETWEEN = (__file__, command_thread.__file__)
 _TRACING = "/ray/util/tracing/"
@@ -69,7 +69,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandOutcome:
     """A command's value, or what it raised: the error itself if it is one of autopar's."""
 
     value: Any = None
@@ -91,15 +91,15 @@ class MeshWorker:
 
     async def start(
         self, place: WorkerPlace, coordinator: str | None, executor: str, limit_s: float
-    ) -> Outcome:
+    ) -> CommandOutcome:
         """Join the mesh, at the coordinator's address if it has several processes, and make the
         executor, named as 'module:class'."""
-        progress = Progress(progress_path(place))
+        progress = WorkerProgress(progress_path(place))
         self._commands = CommandThread(progress)
         begin = partial(self._begin, place, coordinator, executor, limit_s, progress)
         return await _outcome(self._commands.submit(0, "start", begin))
 
-    async def submit(self, number: int, is_step: bool, command: str, *args: Any) -> Outcome:
+    async def submit(self, number: int, is_step: bool, command: str, *args: Any) -> CommandOutcome:
         assert self._commands is not None, "start() comes before submit()"
         call = partial(self._call, command, args)
         return await _outcome(self._commands.submit(number, command, call, is_step))
@@ -125,7 +125,7 @@ class MeshWorker:
         coordinator: str | None,
         executor: str,
         limit_s: float,
-        progress: Progress,
+        progress: WorkerProgress,
     ) -> Joined:
         if place.platform == "cpu":
             os.environ.setdefault("PJRT_NPROC", str(num_cpu_threads(len(place.devices))))
@@ -173,13 +173,13 @@ def progress_path(place: WorkerPlace) -> str:
     return os.path.join(place.folder, f"worker-{place.worker}.progress")
 
 
-async def _outcome(answer: Future[Any]) -> Outcome:
+async def _outcome(answer: Future[Any]) -> CommandOutcome:
     try:
-        return Outcome(await asyncio.wrap_future(answer))
+        return CommandOutcome(await asyncio.wrap_future(answer))
     except BaseException as error:
         text = _traceback_of(error)
         own = error if isinstance(error, AutoparError) and _travels(error) else None
-        return Outcome(None, own, f"{type(error).__name__}: {error}", text)
+        return CommandOutcome(None, own, f"{type(error).__name__}: {error}", text)
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from autopar import _jax
 from autopar.errors import ArgumentError
-from autopar.ir.remote import Held
+from autopar.ir.remote import ShardedType
 from autopar.ir.spec import to_partition_spec
 
 
@@ -49,7 +49,7 @@ class Copy:
 
     mesh: Any
     number: int
-    held: Held
+    held: ShardedType
 
 
 class ArrayTypeError(ArgumentError, TypeError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.runtime.remote.place import Later
-from autopar.runtime.remote.progress import Progress
+from autopar.runtime.remote.progress import WorkerProgress
 
 NUM_WAITERS = 16
 
@@ -47,7 +47,7 @@ class Standstill:
 class CommandThread:
     """The thread, the commands that wait for their turn, and those that are not answered yet."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: WorkerProgress) -> None:
         self.progress = progress
         self._arrived: queue.Queue[Command | None] = queue.Queue()
         self._unanswered: dict[int, tuple[Command, float]] = {}

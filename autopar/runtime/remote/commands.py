@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.remote import Held
+from autopar.ir.remote import ShardedType
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Put:
     devices which of the arrays under `key` is its shard."""
 
     array: int
-    held: Held
+    held: ShardedType
     key: int
     shards: tuple[int, ...]
 

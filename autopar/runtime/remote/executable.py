@@ -25,12 +25,12 @@ from autopar.ir.pipeline import PipelinePrograms, Recv, Run, Send
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import (
     Bound,
-    Crossing,
-    Held,
-    LoweredPiece,
+    LoweredProgram,
     LoweredStep,
     MeshTask,
-    PieceSpec,
+    ProgramSpec,
+    RemoteTransfer,
+    ShardedType,
     recv_order,
 )
 from autopar.ir.spec import num_shards
@@ -134,7 +134,7 @@ class RemoteExecutable:
         tasks = []
         for mesh, program in enumerate(lowered.programs.meshes):
             pieces = {
-                number: PieceSpec(p.name, p.stage, p.reads, p.writes, p.donated)
+                number: ProgramSpec(p.name, p.stage, p.reads, p.writes, p.donated)
                 for number, p in enumerate(lowered.pieces)
                 if lowered.piece_mesh[number] == mesh
             }
@@ -233,7 +233,7 @@ class RemoteExecutable:
             numbers: dict[int, int] = {}  # by place among the arguments
             dropped: list[int] = []
             new: list[tuple[int, Bound]] = []
-            copied: list[tuple[int, int, Held]] = []
+            copied: list[tuple[int, int, ShardedType]] = []
             # What is used up last: others may read the same array.
             in_order = sorted(
                 enumerate(arguments), key=lambda one: one[1].position in lowered.donated
@@ -456,7 +456,7 @@ class RemoteExecutable:
         lowered, platform = self._lowered, self._session.cluster.platform
         optimized: dict[str, str] = {}
 
-        def annotated(piece: LoweredPiece) -> str:
+        def annotated(piece: LoweredProgram) -> str:
             return str(exported_piece(lowered.name, piece, platform).mlir_module())
 
         def compiled(name: str) -> str:
@@ -470,7 +470,7 @@ class RemoteExecutable:
             )
 
     @property
-    def crossings(self) -> Mapping[int, Crossing]:
+    def crossings(self) -> Mapping[int, RemoteTransfer]:
         """Transfers from mesh to mesh, by number."""
         return self._lowered.crossings
 
@@ -484,7 +484,7 @@ def _use_up(taken: Sequence[DistributedArray], used_up: Collection[int]) -> None
                 copy.mesh.release(copy.number)
 
 
-def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, held: Held) -> int | None:
+def _copy_on(leaf: DistributedArray, mesh: RemoteMesh, held: ShardedType) -> int | None:
     """The number of the array's copy on a mesh, if it lies there as wanted."""
     for copy in leaf.copies:
         if copy.mesh is mesh and same_place(copy.held, held):
@@ -502,10 +502,10 @@ def _waiter(reply: Any, place: int | None) -> Callable[[], Any]:
     return wait
 
 
-def _is_small(held: Held) -> bool:
+def _is_small(held: ShardedType) -> bool:
     return held.nbytes <= _WATCHED_BYTES and num_shards(held.layout, held.mesh_shape) == 1
 
 
-def _bytes_on_one_device(held: Held) -> int:
+def _bytes_on_one_device(held: ShardedType) -> int:
     size = prod(held.shape) // num_shards(held.layout, held.mesh_shape)
     return size * np.dtype(held.dtype).itemsize

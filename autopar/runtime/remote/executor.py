@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from autopar.errors import WorkerError
-from autopar.ir.remote import Held, MeshTask
+from autopar.ir.remote import MeshTask, ShardedType
 from autopar.runtime.checkpoints.format import read_manifest
 from autopar.runtime.checkpoints.read import read_arrays
 from autopar.runtime.checkpoints.write import snapshot, write_parts
@@ -202,7 +202,7 @@ class Executor:
             parts.append(np.asarray(shards_by_device(self._arrays[number])[device]))
         self._channel.offer(key, parts)
 
-    def reshard(self, moved: Sequence[tuple[int, int, Held]]) -> None:
+    def reshard(self, moved: Sequence[tuple[int, int, ShardedType]]) -> None:
         """Copies of arrays in other layouts on this mesh: (array, number of the copy, layout)."""
         for number, copy, held in moved:
             target = sharding_of(held, self._devices)
@@ -216,7 +216,7 @@ class Executor:
         parts = snapshot([(key, self._arrays[number]) for key, number in items])
         return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", parts))
 
-    def restore(self, folder: str, items: Sequence[tuple[str, int, Held]]) -> None:
+    def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType]]) -> None:
         """Read what this worker's devices are to hold: (key, array, layout)."""
         manifest = read_manifest(Path(folder))
         wanted = [(key, struct_of(held, self._devices)) for key, _, held in items]
@@ -274,5 +274,7 @@ class Executor:
         self._channel.close()
 
 
-def _scalar_on(num_devices: int) -> Held:
-    return Held((), np.dtype(np.int32), (num_devices,), ("x",), (-1,), tuple(range(num_devices)))
+def _scalar_on(num_devices: int) -> ShardedType:
+    return ShardedType(
+        (), np.dtype(np.int32), (num_devices,), ("x",), (-1,), tuple(range(num_devices))
+    )

@@ -1,4 +1,4 @@
-"""Programs on their way to workers: a `LoweredPiece` as bytes on the driver, and compiled on the
+"""Programs on their way to workers: a `LoweredProgram` as bytes on the driver, and compiled on the
 worker. Both have the same version of JAX, which is checked when workers start."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from autopar import _jax
 from autopar.errors import ClusterError, CompileError
-from autopar.ir.remote import Held, LoweredPiece, PieceSpec
+from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
 from autopar.ir.spec import to_partition_spec
 
 _EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
@@ -25,7 +25,7 @@ class CallsBackError(CompileError):
     """A program that calls into the Python process it was made in cannot leave it."""
 
 
-def sharding_of(held: Held, devices: list[Any] | None = None) -> NamedSharding:
+def sharding_of(held: ShardedType, devices: list[Any] | None = None) -> NamedSharding:
     """How it lies, on the devices of its mesh; without them, on a mesh that has none."""
     if devices is None:
         mesh = _jax.abstract_mesh(held.mesh_shape, held.axis_names)
@@ -36,11 +36,11 @@ def sharding_of(held: Held, devices: list[Any] | None = None) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def struct_of(held: Held, devices: list[Any] | None = None) -> jax.ShapeDtypeStruct:
+def struct_of(held: ShardedType, devices: list[Any] | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding_of(held, devices))
 
 
-def export_piece(step_name: str, piece: LoweredPiece, platform: str) -> bytes:
+def export_piece(step_name: str, piece: LoweredProgram, platform: str) -> bytes:
     """The piece's program as bytes, with what it says of shardings."""
     try:
         return bytes(exported_piece(step_name, piece, platform).serialize())
@@ -52,7 +52,7 @@ def export_piece(step_name: str, piece: LoweredPiece, platform: str) -> bytes:
 
 
 def exported_piece(
-    step_name: str, piece: LoweredPiece, platform: str, function_name: str = ""
+    step_name: str, piece: LoweredProgram, platform: str, function_name: str = ""
 ) -> export.Exported:
     """The piece's program, lowered for devices that need not be here. Its module is called after
     step and piece, or as is said."""
@@ -114,7 +114,7 @@ def _partitions_itself(name: str, primitives: set[str]) -> CallsBackError:
     )
 
 
-def compile_piece(name: str, spec: PieceSpec, program: bytes, devices: list[Any]) -> Any:
+def compile_piece(name: str, spec: ProgramSpec, program: bytes, devices: list[Any]) -> Any:
     """The program compiled for the mesh's devices, those of other processes among them."""
     exported = export.deserialize(bytearray(program))
     reads = [struct_of(held, devices) for held in spec.reads]

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Recv, Send
-from autopar.ir.remote import Crossing, Held, LoweredStep, MeshTask, recv_order
+from autopar.ir.remote import LoweredStep, MeshTask, RemoteTransfer, ShardedType, recv_order
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.commands import StepCall
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession
 
 
-def move(session: RemoteSession, array: DistributedArray, mesh: RemoteMesh, held: Held) -> int:
+def move(
+    session: RemoteSession, array: DistributedArray, mesh: RemoteMesh, held: ShardedType
+) -> int:
     """The number of a copy of the array on a mesh, in a layout."""
     for copy in array.copies:
         if copy.mesh is mesh:
@@ -36,7 +38,11 @@ def move(session: RemoteSession, array: DistributedArray, mesh: RemoteMesh, held
 
 
 def _task(
-    session: RemoteSession, source: RemoteMesh, target: RemoteMesh, held: Held, wanted: Held
+    session: RemoteSession,
+    source: RemoteMesh,
+    target: RemoteMesh,
+    held: ShardedType,
+    wanted: ShardedType,
 ) -> int:
     key = (source.devices, target.devices, held, wanted)
     if key in session.moves:
@@ -50,7 +56,7 @@ def _task(
         wanted.layout,
         wanted.mesh_shape,
     )
-    crossings = {0: Crossing(held, wanted, tiles)}
+    crossings = {0: RemoteTransfer(held, wanted, tiles)}
     programs = PipelinePrograms(
         (
             MeshProgram((Send((0,), (0,), None, 1, 0),), ((0, 0),), (), 1),

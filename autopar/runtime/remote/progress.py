@@ -37,7 +37,7 @@ class State:
     time_s: float = 0.0
 
 
-class Progress:
+class WorkerProgress:
     """The writing side: one thread writes, anybody reads."""
 
     def __init__(self, path: str) -> None:

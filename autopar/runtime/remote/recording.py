@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.errors import AutoparError
 from autopar.runtime.recording import MeshLog, RecordedStep, Recorder, Waiters, clock
-from autopar.runtime.timestamps import Mark, StepDescription
+from autopar.runtime.timestamps import InstructionMark, StepDescription
 
 if TYPE_CHECKING:
     from autopar.runtime.remote.session import RemoteMesh, RemoteSession
@@ -31,7 +31,7 @@ _WORKER_MAX_EVENTS = 1_000_000
 class WorkerMarks:
     """What a worker noted: by the first tag of a step, the marks of its mesh's list."""
 
-    steps: dict[int, list[Mark]]
+    steps: dict[int, list[InstructionMark]]
     num_dropped: int
     num_missed: int
     is_complete: bool
@@ -195,18 +195,18 @@ def _pinged(mesh: RemoteMesh, worker: int) -> ClockOffset:
     return offset_of(pings)
 
 
-def _shifted(mark: Mark, offset_s: float) -> Mark:
+def _shifted(mark: InstructionMark, offset_s: float) -> InstructionMark:
     ended_s = None if mark.ended_s is None else mark.ended_s - offset_s
-    return Mark(mark.place, mark.began_s - offset_s, ended_s)
+    return InstructionMark(mark.place, mark.began_s - offset_s, ended_s)
 
 
-def _of_all(workers: Sequence[Sequence[Mark]]) -> list[Mark]:
+def _of_all(workers: Sequence[Sequence[InstructionMark]]) -> list[InstructionMark]:
     """Of a mesh of several processes: from the first that begins to the last that ends."""
-    found: dict[int, Mark] = {}
+    found: dict[int, InstructionMark] = {}
     for marks in workers:
         for mark in marks:
             known = found.setdefault(mark.place, mark)
             ends_s = [one.ended_s for one in (known, mark) if one.ended_s is not None]
             began_s = min(known.began_s, mark.began_s)
-            found[mark.place] = Mark(mark.place, began_s, max(ends_s, default=None))
+            found[mark.place] = InstructionMark(mark.place, began_s, max(ends_s, default=None))
     return [found[place] for place in sorted(found)]

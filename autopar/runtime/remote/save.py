@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar import _jax
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.remote import Held
+from autopar.ir.remote import ShardedType
 from autopar.runtime.checkpoints.backends import register_backend
 from autopar.runtime.checkpoints.format import Entry, Manifest
 from autopar.runtime.remote.arrays import Copy, DistributedArray
@@ -29,7 +29,7 @@ class RemotePlace:
 
     session: RemoteSession
     mesh: RemoteMesh
-    held: Held
+    held: ShardedType
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
@@ -57,7 +57,7 @@ class RemoteBackend:
     def restore_leaves(
         self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
-        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, Held]]]] = {}
+        by_mesh: dict[int, tuple[RemoteMesh, list[tuple[str, int, ShardedType]]]] = {}
         restored: list[DistributedArray] = []
         replies: list[Any] = []
         session: RemoteSession = wanted[0][1].session
@@ -106,7 +106,7 @@ def input_places(
         else:
             raw_shape, raw_dtype = shape, np.dtype(dtype)
         grid = tuple(mesh.devices.index(number) for number in numbers)
-        held = Held(
+        held = ShardedType(
             raw_shape, raw_dtype, own.mesh_shape, own.axis_names, tuple(tensor.layout), grid
         )
         is_weak = bool(getattr(type_, "weak_type", False))

@@ -21,7 +21,7 @@ import numpy as np
 from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.remote import End, Held, LoweredStep
+from autopar.ir.remote import End, LoweredStep, ShardedType
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
@@ -267,7 +267,7 @@ class RemoteSession:
     # -- values up
 
     def upload(
-        self, mesh: RemoteMesh, values: Sequence[tuple[Any, Held]]
+        self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]
     ) -> tuple[list[int], list[tuple[Put, ...]]]:
         """Send values to a mesh, to each worker only the shards of its devices. Gives the numbers
         of the arrays, and what each worker must be told for them to exist."""
@@ -295,7 +295,7 @@ class RemoteSession:
         return numbers, [tuple(own) for own in puts]
 
     def place(
-        self, mesh: RemoteMesh, values: Sequence[tuple[Any, Held, Any]]
+        self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
     ) -> list[DistributedArray]:
         """Values as arrays on a mesh, each with its type: (value, place, type)."""
         numbers, puts = self.upload(mesh, [(value, held) for value, held, _ in values])
@@ -369,7 +369,7 @@ class RemoteSession:
 
 
 @lru_cache(maxsize=4096)
-def _one_holder_each(held: Held) -> dict[Box, int]:
+def _one_holder_each(held: ShardedType) -> dict[Box, int]:
     """A device for each distinct part of an array."""
     holders: dict[Box, int] = {}
     for device, box in held.boxes().items():
@@ -379,7 +379,7 @@ def _one_holder_each(held: Held) -> dict[Box, int]:
 
 
 @lru_cache(maxsize=4096)
-def _boxes_by_worker(held: Held, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
+def _boxes_by_worker(held: ShardedType, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
     """What each worker's devices hold, in their order."""
     boxes = held.boxes()
     found: list[list[Box]] = [[] for _ in range(owners[-1][0] + 1)]
@@ -389,14 +389,14 @@ def _boxes_by_worker(held: Held, owners: tuple[tuple[int, int], ...]) -> list[li
 
 
 @lru_cache(maxsize=65536)
-def same_place(one: Held, other: Held) -> bool:
+def same_place(one: ShardedType, other: ShardedType) -> bool:
     """Whether every device holds the same part of an array in both."""
     return one == other or (
         (one.shape, one.dtype) == (other.shape, other.dtype) and one.boxes() == other.boxes()
     )
 
 
-def raw_value(value: Any, held: Held) -> np.ndarray:
+def raw_value(value: Any, held: ShardedType) -> np.ndarray:
     """A value as NumPy sees it, keys as their data."""
     if isinstance(value, jax.Array) and _jax.is_extended_dtype(value.dtype):
         value = jax.random.key_data(value)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from autopar.ir.pipeline import Free, Instruction, Recv, Run, Send
-from autopar.ir.remote import Crossing, MeshTask
+from autopar.ir.remote import MeshTask, RemoteTransfer
 from autopar.runtime.recording import MeshLog, clock, may_be_used_up, one_to_watch
 from autopar.runtime.remote.transfers import Coming, Leaving, same_mesh_copier
 from autopar.runtime.threads import run_alone
@@ -177,7 +177,7 @@ class WorkerTask:
 
         return operation
 
-    def _crossings(self, numbers: Sequence[int]) -> list[Crossing]:
+    def _crossings(self, numbers: Sequence[int]) -> list[RemoteTransfer]:
         return [self.task.crossings[number] for number in numbers]
 
     def _leaving(self, place: int, send: Send) -> Leaving:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from autopar.ir.remote import Crossing, End
+from autopar.ir.remote import End, RemoteTransfer
 from autopar.ir.tiles import Box, TilePlan, shard_box, within
 from autopar.runtime.remote.exporting import sharding_of
 from autopar.runtime.transfers import (
@@ -67,7 +67,7 @@ def _landing_places(plan: TilePlan, workers: tuple[int, ...]) -> dict[int, tuple
     return {place: tuple(found.values()) for place, found in landing.items()}
 
 
-def target_places(crossing: Crossing, ends: Sequence[End]) -> list[tuple[int, ...]]:
+def target_places(crossing: RemoteTransfer, ends: Sequence[End]) -> list[tuple[int, ...]]:
     """For each tile, the places of the target that receive it."""
     plan = crossing.tiles
     assert plan is not None
@@ -82,7 +82,7 @@ class Leaving:
 
     def __init__(
         self,
-        crossings: Sequence[Crossing],
+        crossings: Sequence[RemoteTransfer],
         kept: Sequence[bool],
         source_ends: Sequence[End],
         target_ends: Sequence[End],
@@ -95,7 +95,7 @@ class Leaving:
 
     @staticmethod
     def _cuts(
-        crossing: Crossing,
+        crossing: RemoteTransfer,
         kept: bool,
         source_ends: Sequence[End],
         target_ends: Sequence[End],
@@ -175,7 +175,7 @@ class Coming:
 
     def __init__(
         self,
-        crossings: Sequence[Crossing],
+        crossings: Sequence[RemoteTransfer],
         source_ends: Sequence[End],
         target_ends: Sequence[End],
         worker: int,
@@ -191,7 +191,7 @@ class Coming:
 
     def _joins(
         self,
-        crossing: Crossing,
+        crossing: RemoteTransfer,
         source_ends: Sequence[End],
         target_ends: Sequence[End],
         worker: int,
@@ -264,7 +264,7 @@ def _landed_shape(plan: TilePlan, place: int) -> tuple[int, ...]:
 class _Finish:
     """From the parts of this worker's devices to the array as the mesh wants it."""
 
-    def __init__(self, crossing: Crossing, devices: list[Any]) -> None:
+    def __init__(self, crossing: RemoteTransfer, devices: list[Any]) -> None:
         assert crossing.tiles is not None
         target = sharding_of(crossing.target, devices)
         self.shape, self.dtype = crossing.target.shape, crossing.target.dtype
@@ -281,6 +281,6 @@ class _Finish:
         return self.gather(landed) if self.gather else landed
 
 
-def same_mesh_copier(crossing: Crossing, devices: list[Any]) -> Any:
+def same_mesh_copier(crossing: RemoteTransfer, devices: list[Any]) -> Any:
     """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
     return copier(sharding_of(crossing.target, devices))

@@ -128,7 +128,7 @@ def _room(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
-class Held:
+class HeldBuffers:
     """Objects that must live until their events are done."""
 
     def __init__(self) -> None:

@@ -44,9 +44,9 @@ from autopar.runtime.transports.cuda import (
     record,
 )
 from autopar.runtime.transports.numbering import TileKey, incoming_keys, outgoing_keys
-from autopar.runtime.transports.ports import Port, dial, receive
-from autopar.runtime.transports.slots import Slot, Slots
-from autopar.runtime.transports.waiter import Job, Waiter
+from autopar.runtime.transports.ports import MessagePort, dial, receive
+from autopar.runtime.transports.slots import StagingSlot, StagingSlots
+from autopar.runtime.transports.waiter import Waiter, WaitJob
 
 RECV_LIMIT_S = 600.0  # for a sender to come to its send: the other stage may be compiling
 CONNECT_LIMIT_S = 20.0
@@ -68,9 +68,9 @@ class CudaIpc:
         self.addresses: dict[int, Sequence[Any]] = {}
         self._out = [new_stream(self.cupy, device) for device in self.devices]
         self._in = [new_stream(self.cupy, device) for device in self.devices]
-        self._slots = [Slots(self._allocator(device)) for device in self.devices]
+        self._slots = [StagingSlots(self._allocator(device)) for device in self.devices]
         self._tickets = itertools.count()
-        self._on_the_way: dict[int, tuple[int, Slot, set[int]]] = {}
+        self._on_the_way: dict[int, tuple[int, StagingSlot, set[int]]] = {}
         self._outgoing: dict[int, socket.socket] = {}
         self._opened: dict[tuple[int, str], int] = {}
         self._changed = threading.Condition()
@@ -79,7 +79,7 @@ class CudaIpc:
         self._gone: dict[int, str] = {}
         self._unread: deque[tuple[int, int, set[TileKey]]] = deque()
         self._senders, self._receivers = Waiter("send"), Waiter("recv")
-        self._port = Port(place.address, place.token, self._read_messages)
+        self._port = MessagePort(place.address, place.token, self._read_messages)
 
     def address(self) -> dict[str, Any]:
         return {"port": self._port.address}
@@ -200,7 +200,7 @@ class CudaIpc:
                 write_frame(connections[worker], {**about, "places": own})
 
         copied = record(self.cupy, self.devices[device], stream, block=True)
-        self._senders.put(Job(copied, lent, tell))
+        self._senders.put(WaitJob(copied, lent, tell))
 
     def _copy(self, to: int, source: int, num_bytes: int, device: int, stream: Any) -> None:
         with self.cupy.cuda.Device(ordinal(self.devices[device])):
@@ -267,9 +267,9 @@ class CudaIpc:
                 wanted.setdefault(tile.source.worker, set()).add(key)
         return wanted
 
-    def _wait_for(self, worker: int, tag: int, keys: set[TileKey]) -> dict[TileKey, _Place]:
+    def _wait_for(self, worker: int, tag: int, keys: set[TileKey]) -> dict[TileKey, _IpcPlace]:
         """Where the sender has put the tiles; it tells of each of its devices by itself."""
-        found: dict[TileKey, _Place] = {}
+        found: dict[TileKey, _IpcPlace] = {}
         deadline = time.monotonic() + RECV_LIMIT_S
         while set(found) != keys:
             with self._changed:
@@ -287,7 +287,7 @@ class CudaIpc:
                 )
             for message in messages:
                 for key, start in message["places"]:
-                    found[_key(key)] = _Place(worker, message, start)
+                    found[_key(key)] = _IpcPlace(worker, message, start)
         return found
 
     def _acknowledge(
@@ -309,7 +309,7 @@ class CudaIpc:
         for number, (event, landings) in enumerate(jobs, 1):
             last = number == len(jobs)
             then = partial(self._tell, tickets) if last else _nothing
-            self._receivers.put(Job(event, landings, then))
+            self._receivers.put(WaitJob(event, landings, then))
 
     def _drop_unread(self) -> None:
         """Of transfers at which nobody ever looked: free the sender's slots."""
@@ -319,7 +319,7 @@ class CudaIpc:
                 messages = self._inbox.pop((worker, tag), [])
             tickets = {(worker, message["ticket"]) for message in messages}
             if tickets:
-                self._receivers.put(Job(None, (), partial(self._tell, tickets)))
+                self._receivers.put(WaitJob(None, (), partial(self._tell, tickets)))
             left = keys - {_key(key) for message in messages for key, _ in message["places"]}
             if left:
                 self._unread.append((worker, tag, left))
@@ -375,7 +375,7 @@ class _WhenLookedAt(Sequence[jax.Array]):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _IpcPlace:
     """Where a tile lies in its sender's slot."""
 
     worker: int

@@ -28,7 +28,7 @@ from autopar.runtime.remote.frames import write_frame
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import InTile, Link, OutTile
 from autopar.runtime.transports.cuda import (
-    Held,
+    HeldBuffers,
     Landing,
     Lent,
     empty,
@@ -39,7 +39,7 @@ from autopar.runtime.transports.cuda import (
     record,
 )
 from autopar.runtime.transports.numbering import TileKey, incoming_keys, outgoing_keys
-from autopar.runtime.transports.ports import Port, dial, receive
+from autopar.runtime.transports.ports import MessagePort, dial, receive
 
 PREPARE_LIMIT_S = 120.0
 
@@ -79,9 +79,9 @@ class Nccl:
         self._joined: set[Link] = set()
         self._ids: dict[str, dict[str, Any]] = {}
         self._new_id = threading.Condition()
-        self._held = Held()
+        self._held = HeldBuffers()
         self._to_self: dict[int, dict[TileKey, OutTile]] = {}
-        self._port = Port(place.address, place.token, self._give_id)
+        self._port = MessagePort(place.address, place.token, self._give_id)
 
     def address(self) -> dict[str, Any]:
         return {"port": self._port.address}

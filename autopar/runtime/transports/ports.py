@@ -1,6 +1,6 @@
-"""Small messages between workers, for transports whose data goes another way: a `Port` accepts
-connections, `dial` makes one. Both sides prove that they know the session's token before anything
-else is read. Messages are frames without arrays: JSON, nothing that is executed.
+"""Small messages between workers, for transports whose data goes another way: a `MessagePort`
+accepts connections, `dial` makes one. Both sides prove that they know the session's token before
+anything else is read. Messages are frames without arrays: JSON, nothing that is executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 2**20
 Serve = Callable[[socket.socket, dict[str, Any]], None]
 
 
-class Port:
+class MessagePort:
     """Accepts connections on `host`. `serve` gets each of them, with the first message, on a thread
     of its own; the connection is closed when it returns."""
 

@@ -13,7 +13,7 @@ _SMALLEST = 2 * 2**20  # what CUDA allocates at least for memory that other proc
 
 
 @dataclass(frozen=True)
-class Slot:
+class StagingSlot:
     """pointer: in this process; handle: by which other processes map it."""
 
     pointer: int
@@ -21,15 +21,15 @@ class Slot:
     handle: str
 
 
-class Slots:
+class StagingSlots:
     """`allocate` takes a number of bytes and answers pointer and handle."""
 
     def __init__(self, allocate: Callable[[int], tuple[int, str]]) -> None:
         self._allocate = allocate
-        self._free: list[Slot] = []
-        self._all: list[Slot] = []
+        self._free: list[StagingSlot] = []
+        self._all: list[StagingSlot] = []
 
-    def take(self, num_bytes: int) -> Slot:
+    def take(self, num_bytes: int) -> StagingSlot:
         fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.num_bytes)
@@ -38,14 +38,14 @@ class Slots:
         size = _SMALLEST
         while size < num_bytes:
             size *= 2
-        slot = Slot(*self._place(size))
+        slot = StagingSlot(*self._place(size))
         self._all.append(slot)
         return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: StagingSlot) -> None:
         self._free.append(slot)
 
-    def drain(self) -> list[Slot]:
+    def drain(self) -> list[StagingSlot]:
         """All slots, which are no longer its own."""
         slots, self._all, self._free = self._all, [], []
         return slots

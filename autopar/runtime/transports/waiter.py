@@ -14,7 +14,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
+class WaitJob:
     """What is done once an event is, or at once if it is None. `held` is let go after the event."""
 
     event: Any
@@ -24,12 +24,12 @@ class Job:
 
 class Waiter:
     def __init__(self, name: str) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: queue.Queue[WaitJob | None] = queue.Queue()
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"autopar-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WaitJob) -> None:
         self._jobs.put(job)
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from autopar._requirements import CACHE, INTERNALS, REQUIRED, STEPS
 from autopar.cli import doctor
-from autopar.cli.doctor import Outcome, Problem, examine, run_probe
+from autopar.cli.doctor import ProbeOutcome, Problem, examine, run_probe
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 300.0
@@ -143,7 +143,7 @@ def test_what_hangs_is_given_up_with_all_that_it_started(
         f"    pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child))\n"
         "time.sleep(1000)\n"
     )
-    assert run_probe("devices", 2.0) == Outcome(error="It did not answer within 2 s.")
+    assert run_probe("devices", 2.0) == ProbeOutcome(error="It did not answer within 2 s.")
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -173,22 +173,22 @@ def test_files_in_the_current_folder_are_not_taken_for_packages(
 # -- other machines, as probes would find them
 
 
-WELL: dict[str, Outcome] = {
-    "internals": Outcome({"version": jax.__version__, "internals": []}),
-    "devices": Outcome(
+WELL: dict[str, ProbeOutcome] = {
+    "internals": ProbeOutcome({"version": jax.__version__, "internals": []}),
+    "devices": ProbeOutcome(
         {"devices": [{"platform": "cpu", "kind": "cpu", "memory_bytes": 0}], "versions": {}}
     ),
-    "highs": Outcome({"version": "1.15.1"}),
-    "pulp": Outcome({"solvers": ["HiGHS"]}),
-    "ray": Outcome({"nodes": [], "refused": ""}),
-    "compiler": Outcome({}),
-    "cupy": Outcome({"version": "14.0", "nccl": "2.28.0"}),
-    "step": Outcome({"devices": 8}),
+    "highs": ProbeOutcome({"version": "1.15.1"}),
+    "pulp": ProbeOutcome({"solvers": ["HiGHS"]}),
+    "ray": ProbeOutcome({"nodes": [], "refused": ""}),
+    "compiler": ProbeOutcome({}),
+    "cupy": ProbeOutcome({"version": "14.0", "nccl": "2.28.0"}),
+    "step": ProbeOutcome({"devices": 8}),
 }
 GPU = {"platform": "gpu", "kind": "NVIDIA H200", "memory_bytes": 100 * 2**30}
 
 
-def problems(**outcomes: Outcome) -> list[Problem]:
+def problems(**outcomes: ProbeOutcome) -> list[Problem]:
     known = {**WELL, **outcomes}
     return [problem for section in examine(known.__getitem__) for problem in section.problems]
 
@@ -248,7 +248,7 @@ def test_a_gpu_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert problem.what == "There are GPUs, and JAX does not use them."
     assert "unset JAX_PLATFORMS" in problem.remedy
     versions = {"cuda": "13000", "cudnn": "91400", "driver": "13010"}
-    used = Outcome({"devices": [GPU], "versions": versions})
+    used = ProbeOutcome({"devices": [GPU], "versions": versions})
     sections = {s.title: s for s in examine({**WELL, "devices": used}.__getitem__)}
     cuda = sections["CUDA"]
     assert not cuda.problems
@@ -260,7 +260,7 @@ def test_a_gpu_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_gpu_without_cupy_matters_to_ray(tmp_path: Path) -> None:
     with_driver(tmp_path, "NVIDIA V100, 32768 MiB, 535.1")
-    used = Outcome({"devices": [GPU], "versions": {}})
+    used = ProbeOutcome({"devices": [GPU], "versions": {}})
     (problem,) = problems(devices=used)
     assert "CuPy is not installed" in problem.what
     assert problem.remedy == "pip install 'autopar[cuda12]'"
@@ -274,11 +274,11 @@ def test_a_driver_that_does_not_work(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_ray_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    (problem,) = problems(ray=Outcome(error="ImportError: libray"))
+    (problem,) = problems(ray=ProbeOutcome(error="ImportError: libray"))
     assert problem == Problem(
         "Ray does not work. ImportError: libray", "pip install --force-reinstall 'autopar[ray]'"
     )
-    refused = Outcome({"nodes": [], "refused": "another Python"})
+    refused = ProbeOutcome({"nodes": [], "refused": "another Python"})
     assert problems(ray=refused) == []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     (problem,) = problems(ray=refused)
@@ -296,17 +296,17 @@ def test_a_ray_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_required(name: str, said: str, remedy: str) -> None:
-    (problem,) = problems(**{name: Outcome(error="broken")})
+    (problem,) = problems(**{name: ProbeOutcome(error="broken")})
     assert said in problem.what and remedy in problem.remedy and problem.is_required
 
 
 def test_a_step_that_fails_for_a_known_reason_is_no_problem_of_its_own() -> None:
-    (problem,) = problems(highs=Outcome(error="broken"), step=Outcome(error="no solver"))
+    (problem,) = problems(highs=ProbeOutcome(error="broken"), step=ProbeOutcome(error="no solver"))
     assert "HiGHS" in problem.what
 
 
 def test_an_untested_jax(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    found = {**WELL, "internals": Outcome({"version": "0.99.0", "internals": []})}
+    found = {**WELL, "internals": ProbeOutcome({"version": "0.99.0", "internals": []})}
     monkeypatch.setattr(doctor, "run_probe", lambda name, limit: found[name])
     assert doctor.run_doctor(Namespace(json=False, time_limit=1.0)) == 0
     said = capsys.readouterr().out

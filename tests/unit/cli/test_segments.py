@@ -15,7 +15,7 @@ from autopar.cli.segments import (
 )
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
-from autopar.measure.segments import Task, analyse
+from autopar.measure.segments import TimingTask, analyse
 from autopar.measure.segments.files import save
 
 FACTORY = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
@@ -67,7 +67,7 @@ def test_processes_compile_what_is_timed_here(tmp_path, monkeypatch):
     step, devices = step_of(request)
     analysis = analyse(step, top=2)
     save(analysis, tmp_path / "analysis.json")
-    tasks = [Task(0, s, 0) for s in range(len(analysis.meshes[0].segments))]
+    tasks = [TimingTask(0, s, 0) for s in range(len(analysis.meshes[0].segments))]
     answers = []
     compile_in_processes(request, tasks, 1, answers.append)
     assert len(answers) == len(tasks)
@@ -90,5 +90,5 @@ def test_a_process_that_hangs_is_ended(tmp_path):
     with _Worker(
         SegmentRequest(factory, {}, None, None, "cpu", None, str(tmp_path)), 1.0
     ) as worker:
-        assert worker.compile(Task(0, 0, 0)) is None
+        assert worker.compile(TimingTask(0, 0, 0)) is None
         assert worker.process.wait(timeout=30) != 0

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cli import main
 from autopar.measure.verify import targets, verify_plan
-from autopar.measure.verify.jobs import ProgramFigures
+from autopar.measure.verify.jobs import ProgramCosts
 
 STEP = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
 PLAN = ["plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet", "--verify"]
@@ -20,7 +20,7 @@ PLAN = ["plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet
 def test_the_exit_status_says_whether_it_fits(
     capsys, monkeypatch: pytest.MonkeyPatch, gib: int, code: int, said: str
 ) -> None:
-    figures = ProgramFigures(0, 0, gib * 2**30, 0, (), 0.0, 0.1)
+    figures = ProgramCosts(0, 0, gib * 2**30, 0, (), 0.0, 0.1)
     monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
     monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main(PLAN) == code
@@ -39,7 +39,7 @@ def test_a_missing_compiler_is_told_before_anything_is_planned(
 
 
 def test_another_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = ProgramFigures(0, 0, 2**30, 0, (), 0.0, 0.1)
+    figures = ProgramCosts(0, 0, 2**30, 0, (), 0.0, 0.1)
     monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
     monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main([*PLAN, "--target", "a100-80gb"]) == 0

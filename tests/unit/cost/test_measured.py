@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
-from autopar.cost.curves import Curve, Rates
+from autopar.cost.curves import Curve, RateTable
 from autopar.cost.measured import MeasuredCosts, least_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
@@ -114,8 +114,8 @@ def test_noise_between_neighbours_is_blurred() -> None:
     sizes = [2**n for n in range(6, 14)]
     clean = [((m, n), m * n / 1e9) for m in sizes for n in sizes]
     noisy = [(at, s * (1 + 2 * (i % 2))) for i, (at, s) in enumerate(clean)]
-    assert Rates(clean, (1, 1)).blur == 0.0
-    blurred = Rates(noisy, (1, 1))
+    assert RateTable(clean, (1, 1)).blur == 0.0
+    blurred = RateTable(noisy, (1, 1))
     assert blurred.blur > 0
     assert blurred(512, 512) == pytest.approx(3**0.5 * 512**2 / 1e9, rel=0.3)
 

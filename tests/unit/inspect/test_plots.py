@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from autopar.inspect.plots import HEIGHT, WIDTH, Mark, Series, line_plot, nice_ticks
+from autopar.inspect.plots import HEIGHT, WIDTH, PlotMark, Series, line_plot, nice_ticks
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def test_ticks_are_round_and_reach_the_top(most: float, ticks: list[float]) -> N
 
 
 def test_a_plot_has_every_point_inside_and_escapes_names() -> None:
-    marks = (Mark(0, 5.0, "a < b"), Mark(1, None, "does not fit"), Mark(2, 20.0, "top"))
-    guide = Series("in proportion", (Mark(0, 5.0, ""), Mark(2, 10.0, "")), dashed=True)
+    marks = (PlotMark(0, 5.0, "a < b"), PlotMark(1, None, "does not fit"), PlotMark(2, 20.0, "top"))
+    guide = Series("in proportion", (PlotMark(0, 5.0, ""), PlotMark(2, 10.0, "")), dashed=True)
     text = line_plot(
         [Series("one & two", marks), guide],
         ["8", "16", "32"],

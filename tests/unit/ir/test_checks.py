@@ -14,7 +14,6 @@ from autopar.ir.pipeline import (
     Instruction,
     MeshProgram,
     Phase,
-    Piece,
     Pipeline,
     PipelinePrograms,
     Place,
@@ -22,6 +21,7 @@ from autopar.ir.pipeline import (
     Ref,
     Run,
     Send,
+    StageProgram,
     Transfer,
 )
 
@@ -32,10 +32,10 @@ PIPELINE = Pipeline(
     num_micro_batches=1,
     stage_mesh=(0, 1),
     pieces=(
-        Piece(0, Phase.FORWARD, (Ref(W, None),), (Ref(H, EACH),)),
-        Piece(1, Phase.PREPARE, (), (Ref(TOTAL, None),)),
-        Piece(1, Phase.FORWARD, (Ref(H, EACH), Ref(TOTAL, None)), (Ref(TOTAL, None),)),
-        Piece(1, Phase.UPDATE, (Ref(TOTAL, None),), (Ref(NEW, None),)),
+        StageProgram(0, Phase.FORWARD, (Ref(W, None),), (Ref(H, EACH),)),
+        StageProgram(1, Phase.PREPARE, (), (Ref(TOTAL, None),)),
+        StageProgram(1, Phase.FORWARD, (Ref(H, EACH), Ref(TOTAL, None)), (Ref(TOTAL, None),)),
+        StageProgram(1, Phase.UPDATE, (Ref(TOTAL, None),), (Ref(NEW, None),)),
     ),
     transfers=(Transfer(Ref(H, EACH), 0, 1),),
     inputs=(Place(W, 0),),
@@ -167,7 +167,7 @@ def test_a_wrong_program_is_found(message: str, wrong: PipelinePrograms):
 
 
 def test_a_piece_that_is_never_run_is_found():
-    idle = Piece(0, Phase.BACKWARD, (Ref(W, None),), ())
+    idle = StageProgram(0, Phase.BACKWARD, (Ref(W, None),), ())
     pipeline = replace(PIPELINE, pieces=(*PIPELINE.pieces, idle))
     with pytest.raises(AssertionError, match="piece 4 is never run for micro-batch 0"):
         check_programs(pipeline, programs(donated=(*DONATED, ())))
@@ -186,8 +186,8 @@ def test_a_result_that_was_used_up_is_found():
 
 def test_a_sum_that_is_sent_before_it_is_complete_is_found():
     pieces = (
-        Piece(0, Phase.PREPARE, (), (Ref(TOTAL, None),)),
-        Piece(0, Phase.FORWARD, (Ref(TOTAL, None),), (Ref(TOTAL, None),)),
+        StageProgram(0, Phase.PREPARE, (), (Ref(TOTAL, None),)),
+        StageProgram(0, Phase.FORWARD, (Ref(TOTAL, None),), (Ref(TOTAL, None),)),
     )
     transfers = (Transfer(Ref(TOTAL, None), 0, 1),)
     pipeline = Pipeline(1, (0, 1), pieces, transfers, (), (Place(TOTAL, 1),))
@@ -206,8 +206,8 @@ def test_a_sum_that_is_sent_before_it_is_complete_is_found():
 
 def test_parts_run_in_order():
     pieces = (
-        Piece(0, Phase.UPDATE, (Ref(W, None),), (Ref(1, None),), part=0),
-        Piece(0, Phase.UPDATE, (Ref(W, None),), (Ref(2, None),), part=1),
+        StageProgram(0, Phase.UPDATE, (Ref(W, None),), (Ref(1, None),), part=0),
+        StageProgram(0, Phase.UPDATE, (Ref(W, None),), (Ref(2, None),), part=1),
     )
     outputs = (Place(1, 0), Place(2, 0))
     pipeline = Pipeline(1, (0,), pieces, (), (Place(W, 0),), outputs)

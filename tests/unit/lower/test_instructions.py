@@ -10,7 +10,6 @@ from autopar.ir.pipeline import (
     EACH,
     Free,
     Phase,
-    Piece,
     Pipeline,
     PipelinePrograms,
     Place,
@@ -18,6 +17,7 @@ from autopar.ir.pipeline import (
     Ref,
     Run,
     Send,
+    StageProgram,
     Transfer,
 )
 from autopar.lower.instructions import emit_programs
@@ -43,13 +43,13 @@ def each(*values: int) -> tuple[Ref, ...]:
 def two_stages(stage_mesh: tuple[int, ...] = (0, 1), donated: tuple[int, ...] = (0,)) -> Pipeline:
     """Two micro-batches. Stage 0 holds w0 and the batch, stage 1 holds w1, which is handed on."""
     pieces = (
-        Piece(0, Phase.PREPARE, once(BATCH), (Ref(X, 0), Ref(X, 1), *once(G0))),
-        Piece(1, Phase.PREPARE, (), once(G1)),
-        Piece(0, Phase.FORWARD, (*once(W0), *each(X)), each(H)),
-        Piece(1, Phase.FORWARD, (*once(W1), *each(H), *once(G1)), (*each(DH), *once(G1))),
-        Piece(0, Phase.BACKWARD, (*each(X, DH), *once(G0)), once(G0)),
-        Piece(1, Phase.UPDATE, once(G1), once(NORM)),
-        Piece(0, Phase.UPDATE, once(W0, G0, NORM), once(NEW_W0)),
+        StageProgram(0, Phase.PREPARE, once(BATCH), (Ref(X, 0), Ref(X, 1), *once(G0))),
+        StageProgram(1, Phase.PREPARE, (), once(G1)),
+        StageProgram(0, Phase.FORWARD, (*once(W0), *each(X)), each(H)),
+        StageProgram(1, Phase.FORWARD, (*once(W1), *each(H), *once(G1)), (*each(DH), *once(G1))),
+        StageProgram(0, Phase.BACKWARD, (*each(X, DH), *once(G0)), once(G0)),
+        StageProgram(1, Phase.UPDATE, once(G1), once(NORM)),
+        StageProgram(0, Phase.UPDATE, once(W0, G0, NORM), once(NEW_W0)),
     )
     transfers = (
         Transfer(Ref(H, EACH), 0, 1),
@@ -210,7 +210,7 @@ def test_what_is_sent_and_received_together_is_grouped():
     pieces = list(pipeline.pieces)
     pieces[2] = replace(pieces[2], writes=each(H, *more))
     pieces[3] = replace(pieces[3], reads=(*pieces[3].reads, *each(13)))
-    pieces.append(Piece(1, Phase.BACKWARD, each(14), ()))
+    pieces.append(StageProgram(1, Phase.BACKWARD, each(14), ()))
     transfers = (*pipeline.transfers, *(Transfer(Ref(v, EACH), 0, 1) for v in more))
     pipeline = replace(pipeline, pieces=tuple(pieces), transfers=transfers)
     programs = emitted(pipeline)
@@ -230,7 +230,7 @@ def test_copies_that_nothing_reads_are_not_made():
 def test_a_copy_that_is_sent_on_or_is_a_result():
     """w0 goes from stage 0 to 1, from there to 2, which reads it, and to 3, where it is a
     result."""
-    pieces = (Piece(2, Phase.FORWARD, once(W0), each(H)),)
+    pieces = (StageProgram(2, Phase.FORWARD, once(W0), each(H)),)
     hops = Transfer(Ref(W0, None), 1, 2), Transfer(Ref(W0, None), 0, 1)
     pipeline = Pipeline(
         1,
@@ -262,9 +262,9 @@ def test_a_sum_is_sent_when_it_is_complete():
 
 def test_weights_follow_the_backward_pass_unless_they_have_tasks():
     pieces = (
-        Piece(0, Phase.FORWARD, once(W0), each(H)),
-        Piece(0, Phase.BACKWARD, each(H), each(DH)),
-        Piece(0, Phase.WEIGHTS, each(H, DH), ()),
+        StageProgram(0, Phase.FORWARD, once(W0), each(H)),
+        StageProgram(0, Phase.BACKWARD, each(H), each(DH)),
+        StageProgram(0, Phase.WEIGHTS, each(H, DH), ()),
     )
     pipeline = Pipeline(2, (0,), pieces, (), (Place(W0, 0),), (Place(W0, 0),))
 
@@ -279,10 +279,10 @@ def test_weights_follow_the_backward_pass_unless_they_have_tasks():
 def test_updates_wait_for_other_stages_not_for_their_numbers():
     """The second part of stage 0 gives a scalar to the first part of stage 1."""
     pieces = (
-        Piece(0, Phase.UPDATE, once(W0), once(20)),
-        Piece(0, Phase.UPDATE, once(20), once(21), part=1),
-        Piece(1, Phase.UPDATE, once(21), once(22)),
-        Piece(0, Phase.UPDATE, once(22), once(23), part=2),
+        StageProgram(0, Phase.UPDATE, once(W0), once(20)),
+        StageProgram(0, Phase.UPDATE, once(20), once(21), part=1),
+        StageProgram(1, Phase.UPDATE, once(21), once(22)),
+        StageProgram(0, Phase.UPDATE, once(22), once(23), part=2),
     )
     transfers = Transfer(Ref(21, None), 0, 1), Transfer(Ref(22, None), 1, 0)
     pipeline = Pipeline(1, (0, 1), pieces, transfers, (Place(W0, 0),), (Place(23, 0),))
@@ -364,9 +364,9 @@ def test_1f1b_holds_less_than_gpipe():
     pieces, transfers = [], []
     for stage in range(num_stages):
         came = each(100 + stage - 1) if stage else ()
-        pieces.append(Piece(stage, Phase.FORWARD, came, each(stage, 100 + stage)))
+        pieces.append(StageProgram(stage, Phase.FORWARD, came, each(stage, 100 + stage)))
         back = each(200 + stage + 1) if stage + 1 < num_stages else ()
-        pieces.append(Piece(stage, Phase.BACKWARD, (*each(stage), *back), each(200 + stage)))
+        pieces.append(StageProgram(stage, Phase.BACKWARD, (*each(stage), *back), each(200 + stage)))
         if stage:
             transfers.append(Transfer(Ref(100 + stage - 1, EACH), stage - 1, stage))
             transfers.append(Transfer(Ref(200 + stage, EACH), stage, stage - 1))

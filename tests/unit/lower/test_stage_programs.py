@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from autopar.ir.pipeline import EACH, Phase, Piece
+from autopar.ir.pipeline import EACH, Phase, StageProgram
 from tests.properties.staged_steps import StagedStep, cut_step, run_lists
 from tests.unit.rewrite.staged_models import batch, in_layers, looped, parameters, trained_by
 
@@ -19,11 +19,11 @@ def staged_by(schedule: str, num_micro_batches: int = 2, num_stages: int = 3) ->
     return cut_step(step, attached.layers, stage_of, schedule)
 
 
-def pieces_of(staged: StagedStep, phase: Phase) -> list[Piece]:
+def pieces_of(staged: StagedStep, phase: Phase) -> list[StageProgram]:
     return [p for p in staged.pipeline.pieces if p.phase is phase]
 
 
-def sums(piece: Piece) -> set[int]:
+def sums(piece: StageProgram) -> set[int]:
     """Values that a piece updates in place."""
     return {ref.value for ref in set(piece.reads) & set(piece.writes)}
 

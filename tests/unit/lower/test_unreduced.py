@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar import _jax
-from autopar.ir.plan import Lanes
+from autopar.ir.plan import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.lower.unreduced import bind_in_lanes, empty_lanes, with_lanes
 from autopar.tracer.flatten import trace_step
@@ -31,7 +31,7 @@ def last_equation(fn: Any, *args: Any) -> Any:
     return trace_step(fn, args).program.equations[-1]
 
 
-def check(fn: Any, args: Any, lanes: Lanes, on: Any, sizes: tuple[int, ...]) -> None:
+def check(fn: Any, args: Any, lanes: UnreducedAxes, on: Any, sizes: tuple[int, ...]) -> None:
     """The lanes have the sizes of their axes and sum up to the whole."""
     equation = last_equation(fn, *args)
     (got,) = jax.jit(lambda *a: bind_in_lanes(equation, lanes, a, on))(*args)
@@ -57,13 +57,13 @@ def product(a: Any, b: Any) -> Any:
 )
 def test_products_over_two_dimensions(axes: tuple[int, ...], layout: tuple[int, ...]) -> None:
     args = (array(8, 4, 6), array(8, 4, 5))
-    lanes = Lanes(axes, (layout, layout))
+    lanes = UnreducedAxes(axes, (layout, layout))
     check(product, args, lanes, mesh(2, 4), tuple((2, 4)[a] for a in axes))
 
 
 def test_each_rank_reduces_its_own_rows() -> None:
     equation = last_equation(lambda x: jnp.sum(x, axis=0), x := array(8, 3))
-    (got,) = bind_in_lanes(equation, Lanes((0,), ((0,),)), [x], mesh(4))
+    (got,) = bind_in_lanes(equation, UnreducedAxes((0,), ((0,),)), [x], mesh(4))
     np.testing.assert_allclose(got, x.reshape(4, 2, 3).sum(1), rtol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_operands_with_lanes_are_taken_as_they_are() -> None:
     equation = last_equation(lambda a, b: a + b, array(3), array(3))
     a, b = array(4, 3), array(4, 3)
     partial = (PARTIAL,)
-    (got,) = bind_in_lanes(equation, Lanes((0,), (partial, partial)), [a, b], mesh(4))
+    (got,) = bind_in_lanes(equation, UnreducedAxes((0,), (partial, partial)), [a, b], mesh(4))
     np.testing.assert_allclose(got, a + b)
 
 
@@ -85,7 +85,7 @@ def test_gradient_of_a_filter_gathers_nothing(axes: tuple[int, ...]) -> None:
         )
 
     layout = (0, 0) if len(axes) == 2 else (0, WHOLE)
-    lanes = Lanes(axes, (layout, layout))
+    lanes = UnreducedAxes(axes, (layout, layout))
     on = mesh(2, 2)
     check(fn, (images, grads), lanes, on, (2, 2)[: len(axes)])
     equation = last_equation(fn, images, grads)
@@ -104,7 +104,7 @@ def test_scatter_into_zeros() -> None:
         return jax.lax.scatter_add(zeros, ids[:, None], rows, numbers)
 
     equation = last_equation(fn, zeros, ids, rows)
-    lanes = Lanes((0,), ((WHOLE,), (0,), (0,)))
+    lanes = UnreducedAxes((0,), ((WHOLE,), (0,), (0,)))
     (got,) = bind_in_lanes(equation, lanes, [zeros, ids[:, None], rows], mesh(4))
     np.testing.assert_allclose(got.sum(0), fn(zeros, ids, rows), rtol=1e-5)
 

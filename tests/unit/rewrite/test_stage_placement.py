@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from autopar.rewrite.stage_placement import Homes, find_homes
+from autopar.rewrite.stage_placement import StagePlacement, find_homes
 from autopar.rewrite.stage_slices import slice_step
 from autopar.tracer.flatten import TracedStep
 from tests.unit.rewrite.staged_models import in_layers, looped, loss_fn
@@ -15,20 +15,20 @@ from tests.unit.rewrite.staged_models import in_layers, looped, loss_fn
 NUM_STAGES = 3
 
 
-def homes_of(step: TracedStep) -> Homes:
+def homes_of(step: TracedStep) -> StagePlacement:
     """With a layer per stage."""
     attached = in_layers(step, NUM_STAGES)
     assert step.loop is not None
     return find_homes(step.program, step.loop, attached.layer_of, NUM_STAGES, step.state)
 
 
-def owners(step: TracedStep, homes: Homes, part: str) -> list[int]:
+def owners(step: TracedStep, homes: StagePlacement, part: str) -> list[int]:
     """Owners of the arguments whose path has this in it."""
     paths = zip(step.call.paths, step.program.inputs, strict=True)
     return [homes.owner[value] for path, value in paths if part in path]
 
 
-def received_shapes(step: TracedStep, homes: Homes) -> list[list[Sequence[int]]]:
+def received_shapes(step: TracedStep, homes: StagePlacement) -> list[list[Sequence[int]]]:
     return [[step.program.avals[v].shape for v in values] for values in homes.received]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.ir.pipeline import EACH, Phase, Piece, Pipeline, Place, Ref, Transfer
+from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.stages.schedules import make_schedule
@@ -65,7 +65,7 @@ OUTPUTS = (
 )  # fmt: skip
 
 
-def make_pieces(num_micro_batches: int) -> list[tuple[Piece, Callable[..., Sequence[Any]]]]:
+def make_pieces(num_micro_batches: int) -> list[tuple[StageProgram, Callable[..., Sequence[Any]]]]:
     def once(*values: int) -> tuple[Ref, ...]:
         return tuple(Ref(value, None) for value in values)
 
@@ -77,8 +77,8 @@ def make_pieces(num_micro_batches: int) -> list[tuple[Piece, Callable[..., Seque
 
     def piece(
         stage: int, phase: Phase, reads: tuple[Ref, ...], writes: tuple[Ref, ...], part: int = 0
-    ) -> Callable[[Any], tuple[Piece, Any]]:
-        return lambda fn: (Piece(stage, phase, reads, writes, part), fn)
+    ) -> Callable[[Any], tuple[StageProgram, Any]]:
+        return lambda fn: (StageProgram(stage, phase, reads, writes, part), fn)
 
     @piece(0, Phase.PREPARE, once(X), (*parts(X_PART), *once(SUM0)))
     def prepare0(x):

@@ -14,7 +14,7 @@ import pytest
 from autopar import _jax
 from autopar.errors import ArgumentError, ClusterError, PlanError, TraceError
 from autopar.runtime import consensus
-from autopar.runtime.consensus import Talk, arrival_limit_s, planning_limit_s
+from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
 
 SOON_S = 5.0
 
@@ -48,7 +48,9 @@ def store(monkeypatch) -> Store:
     return store
 
 
-def run(monkeypatch, count: int, play: Callable[[int, Talk], Any], absent: int = -1) -> list[Any]:
+def run(
+    monkeypatch, count: int, play: Callable[[int, Consensus], Any], absent: int = -1
+) -> list[Any]:
     """What every process gets: a result, or an exception."""
     who = threading.local()
     processes = SimpleNamespace(process_index=lambda: who.index, process_count=lambda: count)
@@ -56,7 +58,7 @@ def run(monkeypatch, count: int, play: Callable[[int, Talk], Any], absent: int =
 
     def one(index: int) -> Any:
         who.index = index
-        talk = Talk("step")
+        talk = Consensus("step")
         talk._number = 0  # in a process of its own it would be the first
         try:
             return play(index, talk)

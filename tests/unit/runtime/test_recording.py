@@ -11,7 +11,7 @@ from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Recv, Run, 
 from autopar.runtime import recording
 from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
 from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, joined, offset_of
-from autopar.runtime.timestamps import Mark, StepDescription, measured_timeline
+from autopar.runtime.timestamps import InstructionMark, StepDescription, measured_timeline
 
 # Mesh 0 runs piece 0 and sends its result to mesh 1, which runs piece 1 on it.
 PROGRAMS = PipelinePrograms(
@@ -33,8 +33,8 @@ STEP = StepDescription(
 def test_a_run_starts_when_all_that_it_waits_for_is_there() -> None:
     """One process: the mark of the `Send` is for the whole way."""
     marks = {
-        0: [Mark(0, 100.0, 103.0), Mark(1, 100.5, 105.0)],
-        1: [Mark(1, 101.0, 109.0)],
+        0: [InstructionMark(0, 100.0, 103.0), InstructionMark(1, 100.5, 105.0)],
+        1: [InstructionMark(1, 101.0, 109.0)],
     }
     line, first_s = measured_timeline(STEP, marks)
     assert first_s == 100.0
@@ -54,15 +54,18 @@ def test_a_run_starts_when_all_that_it_waits_for_is_there() -> None:
 
 def test_what_a_run_without_duration_held_is_not_lost() -> None:
     """The thread that notes ends may be late, so that the next run seems to take no time."""
-    marks = {0: [Mark(0, 100.0, 100.0), Mark(1, 100.0, 105.0)], 1: [Mark(1, 101.0, 109.0)]}
+    marks = {
+        0: [InstructionMark(0, 100.0, 100.0), InstructionMark(1, 100.0, 105.0)],
+        1: [InstructionMark(1, 101.0, 109.0)],
+    }
     line, _ = measured_timeline(STEP, marks)
     assert max(held for _, held in line.memory[0]) == 10.0
 
 
 def test_a_step_that_is_dispatched_ahead_starts_when_its_devices_are_free() -> None:
     marks = {
-        0: [Mark(0, 100.0, 103.0), Mark(1, 100.5, 105.0)],
-        1: [Mark(1, 101.0, 109.0)],
+        0: [InstructionMark(0, 100.0, 103.0), InstructionMark(1, 100.5, 105.0)],
+        1: [InstructionMark(1, 101.0, 109.0)],
     }
     line, first_s = measured_timeline(STEP, marks, {0: 102.0, 1: 106.0})
     assert first_s == 102.0
@@ -77,8 +80,8 @@ def test_a_step_that_is_dispatched_ahead_starts_when_its_devices_are_free() -> N
 
 def test_an_end_that_was_noted_late_does_not_turn_time_around() -> None:
     marks = {
-        0: [Mark(0, 100.0, 106.0), Mark(1, 100.5, 100.6)],
-        1: [Mark(0, 101.0, 105.0), Mark(1, 101.0, 104.0)],
+        0: [InstructionMark(0, 100.0, 106.0), InstructionMark(1, 100.5, 100.6)],
+        1: [InstructionMark(0, 101.0, 105.0), InstructionMark(1, 101.0, 104.0)],
     }
     line, _ = measured_timeline(STEP, marks)
     times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
@@ -91,14 +94,14 @@ def test_a_step_before_that_was_noted_late_does_not_turn_time_around() -> None:
     """What was sent at 100.5 and there at 105 left before 107, when a thread noted that the step
     before was done. Of an unknown arrival, that is all that is known."""
     marks = {
-        0: [Mark(0, 100.0, 106.0), Mark(1, 100.5, 100.6)],
-        1: [Mark(0, 101.0, 105.0), Mark(1, 101.0, 109.0)],
+        0: [InstructionMark(0, 100.0, 106.0), InstructionMark(1, 100.5, 100.6)],
+        1: [InstructionMark(0, 101.0, 105.0), InstructionMark(1, 101.0, 109.0)],
     }
     line, first_s = measured_timeline(STEP, marks, {0: 107.0})
     times = {(e.mesh, e.kind): (first_s + e.start_s, first_s + e.end_s) for e in line.events}
     assert times[0, "send"] == (105.0, 105.0)
     assert times[1, "recv"] == (101.0, 105.0)
-    marks[1][0] = Mark(0, 101.0, None)
+    marks[1][0] = InstructionMark(0, 101.0, None)
     line, first_s = measured_timeline(STEP, marks, {0: 107.0})
     times = {(e.mesh, e.kind): (first_s + e.start_s, first_s + e.end_s) for e in line.events}
     assert times[0, "send"] == (107.0, 107.0)
@@ -107,8 +110,8 @@ def test_a_step_before_that_was_noted_late_does_not_turn_time_around() -> None:
 
 def test_an_end_that_is_not_known_is_as_early_as_it_can_be() -> None:
     marks = {
-        0: [Mark(0, 100.0, None), Mark(1, 102.0, 102.5)],
-        1: [Mark(0, 101.0, None), Mark(1, 101.0, 104.0)],
+        0: [InstructionMark(0, 100.0, None), InstructionMark(1, 102.0, 102.5)],
+        1: [InstructionMark(0, 101.0, None), InstructionMark(1, 101.0, 104.0)],
     }
     line, _ = measured_timeline(STEP, marks)
     times = {(e.mesh, e.kind): (e.start_s, e.end_s) for e in line.events}
@@ -121,7 +124,7 @@ def test_an_end_that_is_not_known_is_as_early_as_it_can_be() -> None:
 
 
 def test_what_has_no_mark_is_left_out() -> None:
-    line, _ = measured_timeline(STEP, {0: [Mark(0, 1.0, 2.0)]})
+    line, _ = measured_timeline(STEP, {0: [InstructionMark(0, 1.0, 2.0)]})
     assert [(e.kind, e.end_s) for e in line.events] == [("run", 1.0)]
     assert measured_timeline(STEP, {})[0].events == ()
 

@@ -11,7 +11,7 @@ from autopar.errors import ProfileError
 from autopar.ir.profile import CollectiveTime, ProductTime, Timing
 from autopar.measure.profile.cluster import RayMachine, crossing_step
 from autopar.measure.profile.hardware import Hardware
-from autopar.measure.profile.samples import UNTIMED, Planned
+from autopar.measure.profile.samples import UNTIMED, PlannedSample
 
 HERE = Hardware("cpu", "cpu", 2, 4, {"jax": "0.10.2"})
 
@@ -63,7 +63,7 @@ def test_the_slowest_worker_counts():
         return replace(planned.sample, time=Timing(1.0 + rank, 0.0, 5))
 
     machine, _ = machine_with(answer)
-    planned = Planned(0, "products", ProductTime("float32", 1, 8, 8, 8, UNTIMED))
+    planned = PlannedSample(0, "products", ProductTime("float32", 1, 8, 8, 8, UNTIMED))
     assert machine.take(planned).time.seconds == 2.0
 
 
@@ -75,10 +75,10 @@ def test_collectives_run_as_often_on_all_workers():
 
     machine, group = machine_with(answer)
     sample = CollectiveTime("all-reduce", 8, 1, 4, 4000.0, UNTIMED)
-    taken = machine.take(Planned(0, "collectives", sample))
+    taken = machine.take(PlannedSample(0, "collectives", sample))
     assert taken.time.seconds == pytest.approx(2e-3) and taken.num_bytes == 4096.0
     assert [trips for _, (_, trips, _) in group.asked] == [2, 5]
-    assert machine.take(Planned(0, "collectives", sample), 11).time.num_samples == 11
+    assert machine.take(PlannedSample(0, "collectives", sample), 11).time.num_samples == 11
 
 
 def test_devices_of_several_kinds_are_refused():

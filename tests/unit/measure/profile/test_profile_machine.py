@@ -11,16 +11,19 @@ from autopar.cli import main
 from autopar.errors import ArgumentError, ProfileError
 from autopar.ir.profile import ProductTime, StreamTime, Timing, load_profile
 from autopar.measure.profile.hardware import Hardware, first_difference
-from autopar.measure.profile.profile_machine import PARTS, Run
-from autopar.measure.profile.samples import UNTIMED, Abilities, Planned, planned_samples
+from autopar.measure.profile.profile_machine import PARTS, ProfileRun
+from autopar.measure.profile.samples import UNTIMED, Abilities, PlannedSample, planned_samples
 from autopar.measure.profile.text import show_profile
 from autopar.measure.profile.unfinished import part_path
 
 HERE = Hardware("gpu", "NVIDIA H200", 1, 1, {"jax": "0.11.2", "cuda": "13000"})
 PLANNED = [
-    *(Planned(0, "products", ProductTime("bfloat16", 1, m, m, m, UNTIMED)) for m in (64, 128, 256)),
-    Planned(0, "streams", StreamTime("copy", "float32", 2.0**20, UNTIMED)),
-    Planned(1, "products", ProductTime("bfloat16", 1, 512, 512, 512, UNTIMED)),
+    *(
+        PlannedSample(0, "products", ProductTime("bfloat16", 1, m, m, m, UNTIMED))
+        for m in (64, 128, 256)
+    ),
+    PlannedSample(0, "streams", StreamTime("copy", "float32", 2.0**20, UNTIMED)),
+    PlannedSample(1, "products", ProductTime("bfloat16", 1, 512, 512, 512, UNTIMED)),
 ]
 
 
@@ -58,7 +61,7 @@ class Devices:
 def run(machine, output=None, **options):
     said = []
     own = {"only": PARTS, "time_limit_s": None, "restart": False, "hardware": HERE} | options
-    profile = Run(
+    profile = ProfileRun(
         machine=machine, planned=PLANNED, output=output, report=said.append, **own
     ).finish()
     return profile, "\n".join(said)

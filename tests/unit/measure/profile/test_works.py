@@ -20,7 +20,7 @@ from autopar.measure.profile import overheads, works
 from autopar.measure.profile.links import collective_program, placements
 from autopar.measure.profile.repeating import PACES, Bench
 from autopar.measure.profile.samples import UNTIMED
-from autopar.measure.profile.works import Work
+from autopar.measure.profile.works import Workload
 from autopar.runtime.hlo import read_collectives
 
 TRIPS = 7
@@ -35,7 +35,7 @@ def arrays(operands):
     return tuple(jax.numpy.asarray(operand.values()) for operand in operands)
 
 
-def loop_text(bench: Bench, work: Work) -> str:
+def loop_text(bench: Bench, work: Workload) -> str:
     """The compiled loop's body, on one device."""
     alone = Bench(bench.devices[:1], bench.pace)
     program = alone.program(work, TRIPS)

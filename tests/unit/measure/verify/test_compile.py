@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import CompileError
-from autopar.ir.remote import PieceSpec
+from autopar.ir.remote import ProgramSpec
 from autopar.measure.verify.compile import MAX_PROCESSES, compile_all
-from autopar.measure.verify.jobs import Collectives, Job
+from autopar.measure.verify.jobs import Collectives, CompileJob
 
 RESULT = {
     "argument_bytes": 100,
@@ -25,8 +25,8 @@ RESULT = {
 }
 
 
-def job(name: str = "step_piece") -> Job:
-    return Job(name, PieceSpec("piece", 0, (), (), ()), b"", (1, 8), "")
+def job(name: str = "step_piece") -> CompileJob:
+    return CompileJob(name, ProgramSpec("piece", 0, (), (), ()), b"", (1, 8), "")
 
 
 @pytest.fixture

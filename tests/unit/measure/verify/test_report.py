@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.measure.verify.jobs import Collectives, ProgramFigures
+from autopar.measure.verify.jobs import Collectives, ProgramCosts
 from autopar.measure.verify.report import (
     Compared,
     VerifiedMesh,
@@ -36,7 +36,7 @@ def mesh(peak_gib: float, predicted_gib: float = 8.0, **changes) -> VerifiedMesh
 
 
 def report(*meshes: VerifiedMesh, is_pipeline: bool = False) -> VerifyReport:
-    figures = ProgramFigures(
+    figures = ProgramCosts(
         3 * GIB, 2 * GIB, 5 * GIB, GIB, (Collectives("all-gather", 4, 2.0 * GIB),), 1e12, 7.5
     )
     programs = (VerifiedProgram(("stage1_forward", "stage2_forward"), (4, 4), (1, 8), figures),)

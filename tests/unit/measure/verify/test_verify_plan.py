@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, CompileError, PlanError
 from autopar.ir.details import PARTIAL_SUMS, CollectiveCost, OpRow, PlanDetails, op_table
 from autopar.measure.verify import verify_plan
 from autopar.measure.verify.compare import bytes_on_one_device
-from autopar.measure.verify.jobs import Collectives, Job, ProgramFigures
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
 from autopar.runtime.order import interleave, peak_bytes
 
 WIDTH, ROWS = 16, 32
@@ -46,9 +46,9 @@ def train_step(state, batch):
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[CompileJob]:
     """The programs that were to be compiled."""
-    seen: list[Job] = []
+    seen: list[CompileJob] = []
 
     def compile_all(given, time_limit_s, done):
         seen.extend(given)
@@ -59,8 +59,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return seen
 
 
-def figures_of(reads, writes) -> ProgramFigures:
-    return ProgramFigures(
+def figures_of(reads, writes) -> ProgramCosts:
+    return ProgramCosts(
         argument_bytes=sum(map(bytes_on_one_device, reads)),
         output_bytes=sum(map(bytes_on_one_device, writes)),
         temp_bytes=TEMP_BYTES,

@@ -6,15 +6,15 @@ import sys
 import pytest
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime.ray.nodes import Layout, Node, connect, import_ray, lay_out
+from autopar.runtime.ray.nodes import Layout, RayNode, connect, import_ray, lay_out
 
 
 def gpu_nodes(*gpus, kind="H100", cpus=64):
-    return [Node(f"id{i}", f"10.0.0.{i}", cpus, n, kind) for i, n in enumerate(gpus)]
+    return [RayNode(f"id{i}", f"10.0.0.{i}", cpus, n, kind) for i, n in enumerate(gpus)]
 
 
 def cpu_nodes(*cpus):
-    return [Node(f"id{i}", f"10.0.0.{i}", n, 0) for i, n in enumerate(cpus)]
+    return [RayNode(f"id{i}", f"10.0.0.{i}", n, 0) for i, n in enumerate(cpus)]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_fewer_devices_than_asked(num_hosts, devices_per_host):
 
 
 def test_mixed_kinds():
-    nodes = [*gpu_nodes(8), Node("other", "10.0.1.0", 64, 8, "A100")]
+    nodes = [*gpu_nodes(8), RayNode("other", "10.0.1.0", 64, 8, "A100")]
     with pytest.raises(ClusterError, match=r"one kind; the nodes have \['A100', 'H100'\]"):
         lay_out(nodes, None, None)
     assert lay_out(nodes, 1, None).hosts_per_node == (1,)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import ArgumentError
-from autopar.ir.remote import Held
+from autopar.ir.remote import ShardedType
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.session import same_place
 
@@ -26,8 +26,10 @@ class Mesh:
         self.released.append(number)
 
 
-def held(shape: tuple[int, ...] = (4, 8), layout: tuple[int, ...] = (0, -1), **kw: Any) -> Held:
-    return Held(shape, np.dtype(np.float32), (2, 2), ("x", "y"), layout, (0, 1, 2, 3), **kw)
+def held(
+    shape: tuple[int, ...] = (4, 8), layout: tuple[int, ...] = (0, -1), **kw: Any
+) -> ShardedType:
+    return ShardedType(shape, np.dtype(np.float32), (2, 2), ("x", "y"), layout, (0, 1, 2, 3), **kw)
 
 
 def array_on(*meshes: Mesh, known: Any = None, value: Any = None) -> DistributedArray:
@@ -114,11 +116,13 @@ def test_it_is_a_leaf_that_can_be_counted_and_mapped() -> None:
 
 def test_same_place_is_about_what_devices_hold() -> None:
     over_x = held(layout=(0, -1))
-    as_one_axis = Held((4, 8), np.dtype(np.float32), (4,), ("x",), (-1,), (0, 1, 2, 3))
+    as_one_axis = ShardedType((4, 8), np.dtype(np.float32), (4,), ("x",), (-1,), (0, 1, 2, 3))
     assert same_place(over_x, held(layout=(0, -1)))
     assert not same_place(over_x, held(layout=(1, -1)))
     assert same_place(held(layout=(-1, -1)), as_one_axis)
-    turned = Held((4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (0, -1), (0, 2, 1, 3))
+    turned = ShardedType((4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (0, -1), (0, 2, 1, 3))
     assert not same_place(over_x, turned)
-    by_columns = Held((4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, 0), (0, 2, 1, 3))
+    by_columns = ShardedType(
+        (4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, 0), (0, 2, 1, 3)
+    )
     assert same_place(over_x, by_columns)

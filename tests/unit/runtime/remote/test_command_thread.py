@@ -7,14 +7,14 @@ import pytest
 
 from autopar.runtime.remote.command_thread import CommandThread
 from autopar.runtime.remote.place import Later
-from autopar.runtime.remote.progress import Progress
+from autopar.runtime.remote.progress import WorkerProgress
 
 WITHIN_S = 20
 
 
 @pytest.fixture
 def thread(tmp_path):
-    progress = Progress(str(tmp_path / "progress"))
+    progress = WorkerProgress(str(tmp_path / "progress"))
     made = CommandThread(progress)
     yield made
     made.close()

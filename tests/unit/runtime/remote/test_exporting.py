@@ -10,24 +10,24 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 from autopar import ClusterSpec, ManualParallel
-from autopar.compiler import OtherDevices, plan_step
+from autopar.compiler import AbstractDevices, plan_step
 from autopar.errors import CompileError
-from autopar.ir.remote import Held, LoweredPiece, PieceSpec
+from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
 from autopar.lower.remote_step import lower_for_workers
 from autopar.runtime.remote.exporting import compile_piece, export_piece
 
-HELD = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
-WHOLE = Held((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))
+HELD = ShardedType((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
+WHOLE = ShardedType((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))
 
 
-def piece_of(function: Any, **options: Any) -> LoweredPiece:
-    return LoweredPiece("step", 0, function, (HELD,), (HELD,), (), **options)
+def piece_of(function: Any, **options: Any) -> LoweredProgram:
+    return LoweredProgram("step", 0, function, (HELD,), (HELD,), (), **options)
 
 
 def test_what_is_exported_on_no_devices_runs_on_devices() -> None:
-    piece = LoweredPiece("step", 0, lambda x: [2 * x, x], (HELD,), (HELD, WHOLE), (0,))
+    piece = LoweredProgram("step", 0, lambda x: [2 * x, x], (HELD,), (HELD, WHOLE), (0,))
     program = export_piece("train", piece, "cpu")
-    spec = PieceSpec("step", 0, piece.reads, piece.writes, piece.donated)
+    spec = ProgramSpec("step", 0, piece.reads, piece.writes, piece.donated)
     compiled = compile_piece("train_step", spec, program, jax.devices()[:4])
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     doubled, same = compiled(jax.device_put(x, compiled.input_shardings[0][0]))
@@ -91,7 +91,7 @@ def test_fused_attention_is_lowered_without_devices(monkeypatch: pytest.MonkeyPa
             (2, 2), ("data", "heads"), (P("heads"), P("data", None, "heads")), P("heads")
         ),
     )
-    (piece,) = lower_for_workers(planned, OtherDevices(4, "gpu")).pieces
+    (piece,) = lower_for_workers(planned, AbstractDevices(4, "gpu")).pieces
     text = export.deserialize(bytearray(export_piece("train", piece, "gpu"))).mlir_module()
     kernels = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
     assert len(kernels) == 2

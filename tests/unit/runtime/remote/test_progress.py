@@ -2,18 +2,18 @@
 
 import pytest
 
-from autopar.runtime.remote.progress import _RECORD, NOWHERE, Progress, State, decode
+from autopar.runtime.remote.progress import _RECORD, NOWHERE, State, WorkerProgress, decode
 
 
 @pytest.fixture
 def progress(tmp_path):
-    made = Progress(str(tmp_path / "progress"))
+    made = WorkerProgress(str(tmp_path / "progress"))
     yield made
     made.close()
 
 
-def read(progress: Progress) -> State:
-    return Progress.read(progress.path)
+def read(progress: WorkerProgress) -> State:
+    return WorkerProgress.read(progress.path)
 
 
 def test_nothing_has_begun(progress):

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.errors import DataError, WorkerError
 from autopar.runtime.remote.frames import write_frame
-from autopar.runtime.transports.ports import Port, dial, receive
+from autopar.runtime.transports.ports import MessagePort, dial, receive
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def echo():
     def serve(connection, hello):
         write_frame(connection, {"heard": hello["word"]})
 
-    port = Port("127.0.0.1", "the token", serve)
+    port = MessagePort("127.0.0.1", "the token", serve)
     yield port
     port.close()
 
@@ -59,7 +59,7 @@ def test_closing_ends_those_who_wait():
         began.set()
         receive(connection)
 
-    port = Port("127.0.0.1", "the token", serve)
+    port = MessagePort("127.0.0.1", "the token", serve)
     with dial(1, port.address, "the token", {}, 5) as connection:
         assert began.wait(5)
         port.close()

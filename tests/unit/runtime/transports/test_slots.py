@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autopar.runtime.transports.slots import Slots
+from autopar.runtime.transports.slots import StagingSlots
 
 
 def make():
@@ -10,7 +10,7 @@ def make():
         sizes.append(num_bytes)
         return 1000 * len(sizes), f"handle {len(sizes)}"
 
-    return Slots(allocate), sizes
+    return StagingSlots(allocate), sizes
 
 
 def test_a_slot_that_was_given_back_is_used_again():
