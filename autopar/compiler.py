@@ -36,7 +36,7 @@ from autopar.ir.tiles import TilePlan
 from autopar.ir.views import views
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
-from autopar.lower.stage_programs import cut_into_pieces, piece_function
+from autopar.lower.stage_programs import cut_into_stage_programs, stage_program_function
 from autopar.lower.tiles import plan_transfers
 from autopar.lower.unreduced import AnyMesh, lane_axes, with_lanes
 from autopar.methods import (
@@ -387,7 +387,7 @@ class LoweredPipeline:
 def lower_pipeline(
     planned: PlannedStep, devices: Sequence[Any] | AbstractDevices
 ) -> LoweredPipeline:
-    """The pieces of a pipeline as functions, and the lists that run them."""
+    """The stage programs of a pipeline as functions, and the lists that run them."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
     check_devices(plan, devices)
@@ -398,7 +398,7 @@ def lower_pipeline(
         own.append(mesh_of(devices, stage.devices, stage.mesh_shape, stage.plan.axis_names))
     stage_mesh = tuple(stage.mesh for stage in plan.stages)
     meshes = tuple(own[stage_mesh.index(m)] for m in range(max(stage_mesh) + 1))
-    pieces = cut_into_pieces(
+    stage_programs = cut_into_stage_programs(
         sliced.stages,
         shardings,
         plan.num_micro_batches,
@@ -409,11 +409,11 @@ def lower_pipeline(
     schedule = make_schedule(
         plan.schedule, len(plan.stages), plan.num_micro_batches, stage_mesh=stage_mesh
     )
-    programs = emit_programs(pieces.pipeline, schedule)
-    check_programs(pieces.pipeline, programs)
+    programs = emit_programs(stage_programs.pipeline, schedule)
+    check_programs(stage_programs.pipeline, programs)
     avals = sliced.program.avals
     buffers: dict[tuple[int, int], jax.ShapeDtypeStruct] = {}
-    for (stage, value), layout in pieces.layouts.items():
+    for (stage, value), layout in stage_programs.layouts.items():
         mesh, aval = own[stage], avals[value]
         shape = getattr(aval, "shape", ())
         layout = (-1,) * len(mesh.axis_names) if layout is None else layout
@@ -427,10 +427,15 @@ def lower_pipeline(
             weak_type=getattr(aval, "weak_type", False),
         )
     platform = platform_of(devices)
-    functions = tuple(piece_function(p, own[p.piece.stage], platform) for p in pieces.programs)
+    functions = tuple(
+        stage_program_function(p, own[p.stage_program.stage], platform)
+        for p in stage_programs.programs
+    )
     in_one_memory = platform == "cpu" and not isinstance(devices, AbstractDevices)
-    tile_plans = {} if in_one_memory else plan_transfers(pieces.pipeline, buffers)
-    return LoweredPipeline(pieces.pipeline, programs, functions, meshes, buffers, tile_plans)
+    tile_plans = {} if in_one_memory else plan_transfers(stage_programs.pipeline, buffers)
+    return LoweredPipeline(
+        stage_programs.pipeline, programs, functions, meshes, buffers, tile_plans
+    )
 
 
 def check_devices(plan: ParallelPlan, devices: Sequence[Any] | AbstractDevices) -> None:

@@ -1,15 +1,17 @@
-"""What XLA makes of a pipeline's pieces for H100s: memory and collectives; no GPU needed.
+"""What XLA makes of a pipeline's stage programs for H100s: memory and collectives; no GPU needed.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.pipeline_compile [--json FILE]
 
 needs `jax[cuda13]` (or cuda12) installed, on a machine with or without GPUs. A GPT of GPT-1.3B's
-width and four layers is planned as two stages on two hosts of four H100s and every piece compiled.
-Two things are read from XLA's programs:
+width and four layers is planned as two stages on two hosts of four H100s and every stage program
+compiled. Two things are read from XLA's programs:
 
-    memory       while a piece runs: XLA's arguments + results + temporaries, and the buffers that
+    memory       while a stage program runs: XLA's arguments + results + temporaries, and the
+    buffers that
                  lie on its mesh meanwhile; the peak of a stage beside the plan's estimate
-    collectives  of each piece. Gradients are reduced once per step, so that no forward or backward
-                 piece may hold a reduction of one.
+    collectives  of each stage program. Gradients are reduced once per step, so that no forward or
+    backward
+                 stage program may hold a reduction of one.
 
 Micro-batches have a multiple of seven rows, and no array of the model has a dimension that seven
 divides: by that a reduction of rows is told from one of gradients.
@@ -85,17 +87,19 @@ def measure(method: Any, devices: Sequence[Any]) -> dict[str, Any]:
     started = time.perf_counter()
     compiled = executable.compiled
     compiled_s = time.perf_counter() - started
-    pieces = {}
-    for (name, program), piece in zip(compiled.items(), executable.pipeline.pieces, strict=True):
+    stage_programs = {}
+    for (name, program), stage_program in zip(
+        compiled.items(), executable.pipeline.stage_programs, strict=True
+    ):
         ops = read_collectives(program.as_text() or "")
         kinds: Counter[str] = Counter()
         for op in ops:
             kinds[op.kind] += op.trips
-        pieces[name] = {
+        stage_programs[name] = {
             "xla_gib": program_bytes(program) / GIB,
             "collectives": dict(kinds),
             "sent_gb": sum(op.sent_bytes for op in ops) / 1e9,
-            "per_micro_batch": piece.phase in PER_MICRO_BATCH,
+            "per_micro_batch": stage_program.phase in PER_MICRO_BATCH,
             "gradient_reductions": len(gradient_reductions(ops)),
         }
     peaks = executable.mesh_memory_bytes()
@@ -114,7 +118,7 @@ def measure(method: Any, devices: Sequence[Any]) -> dict[str, Any]:
                 "buffers_gib": executable.live_bytes()[number] / GIB,
             }
         )
-    return {"compiled_s": compiled_s, "stages": stages, "pieces": pieces}
+    return {"compiled_s": compiled_s, "stages": stages, "pieces": stage_programs}
 
 
 def show(name: str, row: dict[str, Any]) -> None:
@@ -122,11 +126,11 @@ def show(name: str, row: dict[str, Any]) -> None:
         print(
             f"{name}, stage {number} on {shape_text(stage['mesh'])}: XLA {stage['xla_gib']:.2f} "
             f"GiB, predicted {stage['predicted_gib']:.2f}, ratio {stage['ratio']:.2f}; between "
-            f"pieces {stage['buffers_gib']:.2f}"
+            f"stage programs {stage['buffers_gib']:.2f}"
         )
-    for piece, own in row["pieces"].items():
+    for stage_program, own in row["pieces"].items():
         print(
-            f"  {piece:18s} {own['xla_gib']:6.2f} GiB, sends {own['sent_gb']:.3f} GB, "
+            f"  {stage_program:18s} {own['xla_gib']:6.2f} GiB, sends {own['sent_gb']:.3f} GB, "
             f"{own['collectives']}, gradients reduced: {own['gradient_reductions']}",
             flush=True,
         )

@@ -2,19 +2,20 @@
 
     python -m benchmarks.pipeline_overhead [--rounds N] [--json FILE]
 
-A warm step is timed in turns with the same step run one piece at a time, in which each program is
-waited for (`executable.time_pieces`). From the pieces' own seconds follow two figures:
+A warm step is timed in turns with the same step run one stage program at a time, in which each
+program is waited for (`executable.time_stage_programs`). From the stage programs' own seconds
+follow two figures:
 
-    sum       all of them one after another: what a machine takes that one piece keeps busy
+    sum       all of them one after another: what a machine takes that one stage program keeps busy
     schedule  the order of the schedule on paper, stages side by side, transfers free: what a
               machine takes whose meshes share nothing
 
-Virtual devices share the cores of one machine. A piece of several devices keeps all cores busy, so
-that stages cannot gain by running side by side, and a step is held against the sum: what it takes
-more is instructions, transfers and dispatch. A ratio below 1 says that pieces alone left cores idle
-which another stage then used. Ratios are medians of rounds in which both were timed; on a machine
-that is busy with other work, the fastest step over the fastest sum says more. The figure of the
-schedule needs one machine per mesh and is given for scale.
+Virtual devices share the cores of one machine. A stage program of several devices keeps all cores
+busy, so that stages cannot gain by running side by side, and a step is held against the sum: what
+it takes more is instructions, transfers and dispatch. A ratio below 1 says that stage programs
+alone left cores idle which another stage then used. Ratios are medians of rounds in which both were
+timed; on a machine that is busy with other work, the fastest step over the fastest sum says more.
+The figure of the schedule needs one machine per mesh and is given for scale.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
 from examples.models import Example, build
 
-TimedPiece = tuple[StageProgram, int | None, float]  # piece, micro-batch, seconds
+TimedProgram = tuple[StageProgram, int | None, float]  # stage program, micro-batch, seconds
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ CASES = [Case(stages, name) for stages in (2, 4) for name in ("1f1b", "1f1b_eage
 
 
 def example() -> Example:
-    """Pieces of it take some ten milliseconds on two cores."""
+    """Stage programs of it take some ten milliseconds on two cores."""
     return build("gpt-tiny", 64, hidden_size=128, num_layers=4, seq_len=32, vocab_size=256)
 
 
@@ -83,30 +84,30 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
     )
     jax.block_until_ready((state, loss))
     state, _ = step(state, batch)
-    step_s, pieces_s, schedule_s, ratios = [], [], [], []
-    timed: list[TimedPiece] = []
+    step_s, stage_programs_s, schedule_s, ratios = [], [], [], []
+    timed: list[TimedProgram] = []
     for _ in range(rounds):
         jax.block_until_ready(state)
         started = time.perf_counter()
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
         step_s.append(time.perf_counter() - started)
-        # A step uses its state up, so the pieces get a copy.
+        # A step uses its state up, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
         own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
-        timed = executable.time_pieces(own)
-        pieces_s.append(sum(seconds for _, _, seconds in timed))
+        timed = executable.time_stage_programs(own)
+        stage_programs_s.append(sum(seconds for _, _, seconds in timed))
         schedule_s.append(in_schedule_order(timed, executable.pipeline, executable.programs))
-        ratios.append(step_s[-1] / pieces_s[-1])
+        ratios.append(step_s[-1] / stage_programs_s[-1])
     own = jax.block_until_ready(jax.device_put(jax.tree.leaves((state, batch)), places))
     _, stats = executable.run_tracked(own)
     each = [seconds for _, number, seconds in timed if number is not None]
     return {
         "step_ms": 1e3 * statistics.median(step_s),
-        "sum_ms": 1e3 * statistics.median(pieces_s),
+        "sum_ms": 1e3 * statistics.median(stage_programs_s),
         "schedule_ms": 1e3 * statistics.median(schedule_s),
         "ratio": statistics.median(ratios),
-        "quiet_ratio": min(step_s) / min(pieces_s),
+        "quiet_ratio": min(step_s) / min(stage_programs_s),
         "ratios": ratios,
         "piece_ms": 1e3 * statistics.median(each),
         "num_instructions": executable.num_instructions(),
@@ -116,24 +117,25 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
 
 
 def in_schedule_order(
-    timed: Sequence[TimedPiece], pipeline: Pipeline, programs: PipelinePrograms
+    timed: Sequence[TimedProgram], pipeline: Pipeline, programs: PipelinePrograms
 ) -> float:
-    """Seconds of a step whose pieces take their median times and whose transfers take none."""
-    piece_s = [
-        statistics.median(seconds for piece, _, seconds in timed if piece == own)
-        for own in pipeline.pieces
+    """Seconds of a step whose stage programs take their median times and whose transfers take
+    none."""
+    stage_program_s = [
+        statistics.median(seconds for stage_program, _, seconds in timed if stage_program == own)
+        for own in pipeline.stage_programs
     ]
     free = [TransferTime(0.0, 0.0)] * len(pipeline.transfers)
-    return simulate(program_work(pipeline, programs, piece_s, free)).step_s
+    return simulate(program_work(pipeline, programs, stage_program_s, free)).step_s
 
 
 def show(name: str, row: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(row["num_instructions"].items()))
     return (
-        f"{name:40s} step {row['step_ms']:.0f} ms, sum of pieces {row['sum_ms']:.0f} ms, ratio "
-        f"{row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}; fastest over "
+        f"{name:40s} step {row['step_ms']:.0f} ms, sum of stage programs {row['sum_ms']:.0f} ms, "
+        f"ratio {row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}; fastest over "
         f"fastest {row['quiet_ratio']:.3f}); in schedule order {row['schedule_ms']:.0f} ms; a "
-        f"piece {row['piece_ms']:.1f} ms; {counts}; "
+        f"stage program {row['piece_ms']:.1f} ms; {counts}; "
         f"{row['num_arrays_sent']} arrays sent, {row['sent_bytes'] / 2**20:.1f} MiB"
     )
 

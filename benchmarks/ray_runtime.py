@@ -21,8 +21,9 @@ turned off here (`RAY_worker_niceness=0`), as others on a busy machine would go 
 What stays different: arrays cross by TCP there and by a copy in memory here; a mesh of two
 processes reduces by gloo there and by shared memory here.
 
-`piece_ms` is a step's processor time here over the number of its forward and backward pieces, all
-devices of a mesh together: a mean, of which a forward piece has less. It is to be well over 50 ms.
+`stage_program_ms` is a step's processor time here over the number of its forward and backward stage
+programs, all devices of a mesh together: a mean, of which a forward stage program has less. It is
+to be well over 50 ms.
 
 **Driver.** `call_ms` is the time in `step(…)` when there is room for another step, with the batch
 on the workers; `upload_call_ms` with a batch of NumPy arrays. `num_calls` are remote calls per
@@ -76,7 +77,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT with one layer per stage. `rows`: of a micro-batch, so that its pieces take 50 ms."""
+    """A GPT with one layer per stage. `rows`: of a micro-batch, so that its stage programs take 50
+    ms."""
 
     num_stages: int
     processes_per_stage: int = 1
@@ -180,14 +182,14 @@ def step_figures(sides: Sides, rounds: int) -> dict[str, Any]:
         cpu_here_s.append(cpu_s)
         loads.append(os.getloadavg()[0])
     counts = sides.here.num_instructions()
-    num_pieces = 2 * len(sides.here.meshes) * NUM_MICRO_BATCHES
+    num_stage_programs = 2 * len(sides.here.meshes) * NUM_MICRO_BATCHES
     return {
         "step_ms": 1e3 * statistics.median(there_s),
         "here_ms": 1e3 * statistics.median(here_s),
         "ratio": statistics.median(a / b for a, b in zip(there_s, here_s, strict=True)),
         "quiet_ratio": min(there_s) / min(here_s),
         "cpu_ratio": statistics.median(cpu_there_s) / statistics.median(cpu_here_s),
-        "piece_ms": 1e3 * statistics.median(cpu_here_s) / num_pieces,
+        "piece_ms": 1e3 * statistics.median(cpu_here_s) / num_stage_programs,
         "call_ms": 1e3 * statistics.median(called_s),
         "num_instructions": counts,
         "there_s": there_s,
@@ -321,7 +323,7 @@ def show(name: str, row: dict[str, Any]) -> str:
     return (
         f"{name:36s} step {row['step_ms']:.0f} ms, here {row['here_ms']:.0f} ms, ratio "
         f"{row['ratio']:.3f} (fastest {row['quiet_ratio']:.3f}, processor {row['cpu_ratio']:.3f}); "
-        f"a piece {row['piece_ms']:.0f} ms; driver {row['call_ms']:.1f} ms, with a batch "
+        f"a stage program {row['piece_ms']:.0f} ms; driver {row['call_ms']:.1f} ms, with a batch "
         f"{row['upload_call_ms']:.1f} ms; {row['num_calls']} calls to {row['num_workers']} "
         f"workers, {row['uploaded_bytes']} bytes sent, {row['store_bytes']:.0f} in the object "
         f"store; load {row['load'][0]:.1f} to {row['load'][1]:.1f}"

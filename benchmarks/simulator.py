@@ -6,15 +6,17 @@
 event is a run, a send or a receive. Beside the simulation itself stands what comes before it:
 schedule, lists, and work made of lists.
 
-*Simulated over measured*: pieces are timed one at a time (`executable.time_pieces`), the step's own
-lists are simulated with these seconds, transfers taken as free, and steps are timed as they run.
-Virtual devices share the cores of one machine, and a simulated mesh has a machine to itself. So:
+*Simulated over measured*: stage programs are timed one at a time
+(`executable.time_stage_programs`), the step's own lists are simulated with these seconds, transfers
+taken as free, and steps are timed as they run. Virtual devices share the cores of one machine, and
+a simulated mesh has a machine to itself. So:
 
     two meshes  of one device each, every program on one thread: side by side where two cores are
                 free. The step is held against the simulation with meshes side by side.
-    8 devices   in two or four meshes. Pieces of several devices keep all cores busy, so that meshes
+    8 devices   in two or four meshes. Stage programs of several devices keep all cores busy, so
+    that meshes
                 gain nothing by running side by side: the step is held against the simulation with
-                all pieces on one machine, one after another.
+                all stage programs on one machine, one after another.
 
 What a program loses when the other core works too is measured beside it, with two processes that
 know nothing of each other: a simulated mesh loses nothing.
@@ -62,7 +64,7 @@ from examples.models import build
 
 def chain(num_stages: int) -> PipelineTimes:
     """Stages that send to their neighbours, all alike."""
-    pieces = [
+    stage_programs = [
         StageProgramTime(stage, phase, 0, seconds)
         for stage in range(num_stages)
         for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("update", 1.0))
@@ -85,16 +87,18 @@ def chain(num_stages: int) -> PipelineTimes:
             ("backward", stage + 1, stage),
         )
     ]
-    return PipelineTimes((), (), (), (), tuple(crossings), tuple(pieces))
+    return PipelineTimes((), (), (), (), tuple(crossings), tuple(stage_programs))
 
 
 def speed(num_stages: int, num_micro_batches: int, rounds: int) -> dict[str, Any]:
     """Processor seconds: those of the clock are others' too on a machine that is busy."""
     times = chain(num_stages)
-    pipeline, piece_s, transfers = pipeline_of_times(times, range(num_stages), num_micro_batches)
+    pipeline, stage_program_s, transfers = pipeline_of_times(
+        times, range(num_stages), num_micro_batches
+    )
     schedule_s, schedule = timed(lambda: make_schedule("1f1b", num_stages, num_micro_batches))
     lists_s, programs = timed(lambda: emit_programs(pipeline, schedule))
-    work_s, work = timed(lambda: program_work(pipeline, programs, piece_s, transfers))
+    work_s, work = timed(lambda: program_work(pipeline, programs, stage_program_s, transfers))
     best_s = min(timed(lambda: simulate(work))[0] for _ in range(rounds))
     return {
         "num_stages": num_stages,
@@ -171,15 +175,15 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
         measured_s.append(time.perf_counter() - started)
-        # A step uses its state up, so the pieces get a copy.
+        # A step uses its state up, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
         own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
-        pieces = executable.time_pieces(own)
+        stage_programs = executable.time_stage_programs(own)
         if case.side_by_side:
             pipeline, programs = executable.pipeline, executable.programs
-            simulated_s.append(in_schedule_order(pieces, pipeline, programs))
+            simulated_s.append(in_schedule_order(stage_programs, pipeline, programs))
         else:
-            simulated_s.append(sum(seconds for _, _, seconds in pieces))
+            simulated_s.append(sum(seconds for _, _, seconds in stage_programs))
     autopar.shutdown()
     return {
         "side_by_side": case.side_by_side,

@@ -279,10 +279,10 @@ def pipeline(
 def times_of(num_stages: int) -> PipelineTimes:
     """Forward passes of 1 ms, backward passes of 2 ms, and 4 MiB between neighbours."""
     forward_s, backward_s, update_s = 0.001, 0.002, 1e-4
-    pieces, crossings = [], []
+    stage_programs, crossings = [], []
     for s in range(num_stages):
         phases = (("forward", forward_s), ("backward", backward_s), ("update", update_s))
-        pieces += [StageProgramTime(s, phase, 0, seconds) for phase, seconds in phases]
+        stage_programs += [StageProgramTime(s, phase, 0, seconds) for phase, seconds in phases]
     for s in range(num_stages - 1):
         for source, target, phase, offset in ((s, s + 1, "forward", 0), (s + 1, s, "backward", 1)):
             crossings.append(
@@ -305,7 +305,7 @@ def times_of(num_stages: int) -> PipelineTimes:
         (),
         tuple(update_s * one for one in each),
         tuple(crossings),
-        tuple(pieces),
+        tuple(stage_programs),
         tuple(3 * GIB for _ in each),
         tuple(GIB / 2 for _ in each),
         tuple(GIB for _ in each),

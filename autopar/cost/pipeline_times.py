@@ -1,9 +1,10 @@
 """A pipeline as its times: from a `Pipeline` and seconds to `PipelineTimes`, and back.
 
-Most arrays that cross between stages do so side by side: made by the same pieces, sent the same
-ways, read by the same pieces. They become one crossing. What comes back is a pipeline in which each
-crossing is one array and everything else is left out; under any schedule its lists have the runs,
-sends and receives of the first one, in the same order. So a plan file can tell when what runs.
+Most arrays that cross between stages do so side by side: made by the same stage programs, sent the
+same ways, read by the same stage programs. They become one crossing. What comes back is a pipeline
+in which each crossing is one array and everything else is left out; under any schedule its lists
+have the runs, sends and receives of the first one, in the same order. So a plan file can tell when
+what runs.
 """
 
 from __future__ import annotations
@@ -24,31 +25,36 @@ from autopar.ir.pipeline import (
 )
 from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 
-_Touch = tuple[int, int | None]  # piece, micro-batch of the array that it touches
+_Touch = tuple[int, int | None]  # stage program, micro-batch of the array that it touches
 
 
 def pipeline_times(
     pipeline: Pipeline,
-    piece_s: Sequence[float],
+    stage_program_s: Sequence[float],
     transfers: Sequence[TransferTime],
     held_bytes: Sequence[float] = (),
     kept_bytes: Sequence[float] = (),
     working_bytes: Sequence[float] = (),
 ) -> PipelineTimes:
-    """`piece_s`: of one run of each piece. `transfers`: of each transfer, for one micro-batch."""
+    """`stage_program_s`: of one run of each stage program. `transfers`: of each transfer, for one
+    micro-batch."""
     once = (Phase.PREPARE, Phase.UPDATE)
 
     def per_stage(*phases: Phase) -> tuple[float, ...]:
         return tuple(
             sum(
                 seconds
-                for piece, seconds in zip(pipeline.pieces, piece_s, strict=True)
-                if piece.stage == stage and piece.phase in phases
+                for stage_program, seconds in zip(
+                    pipeline.stage_programs, stage_program_s, strict=True
+                )
+                if stage_program.stage == stage and stage_program.phase in phases
             )
             for stage in range(pipeline.num_stages)
         )
 
-    has_weights = any(piece.phase is Phase.WEIGHTS for piece in pipeline.pieces)
+    has_weights = any(
+        stage_program.phase is Phase.WEIGHTS for stage_program in pipeline.stage_programs
+    )
     return PipelineTimes(
         per_stage(Phase.FORWARD),
         per_stage(Phase.BACKWARD),
@@ -56,8 +62,10 @@ def pipeline_times(
         per_stage(*once),
         _crossings(pipeline, transfers),
         tuple(
-            StageProgramTime(piece.stage, piece.phase.value, piece.part, seconds)
-            for piece, seconds in zip(pipeline.pieces, piece_s, strict=True)
+            StageProgramTime(
+                stage_program.stage, stage_program.phase.value, stage_program.part, seconds
+            )
+            for stage_program, seconds in zip(pipeline.stage_programs, stage_program_s, strict=True)
         ),
         tuple(held_bytes),
         tuple(kept_bytes),
@@ -71,8 +79,8 @@ def _crossings(
     sent = {transfer.ref.value for transfer in pipeline.transfers}
     writers: dict[int, list[_Touch]] = defaultdict(list)
     readers: dict[int, list[_Touch]] = defaultdict(list)
-    for number, piece in enumerate(pipeline.pieces):
-        for refs, touches in ((piece.writes, writers), (piece.reads, readers)):
+    for number, stage_program in enumerate(pipeline.stage_programs):
+        for refs, touches in ((stage_program.writes, writers), (stage_program.reads, readers)):
             for ref in refs:
                 if ref.value in sent:
                     touches[ref.value].append((number, ref.micro_batch))
@@ -125,14 +133,14 @@ def _crossings(
 
 
 def _shortened(touches: Sequence[_Touch], pipeline: Pipeline) -> list[_Touch]:
-    """A piece that runs once and touches the arrays of all micro-batches is told once."""
-    by_piece: dict[int, list[int | None]] = defaultdict(list)
+    """A stage program that runs once and touches the arrays of all micro-batches is told once."""
+    by_stage_program: dict[int, list[int | None]] = defaultdict(list)
     for number, micro_batch in touches:
-        by_piece[number].append(micro_batch)
+        by_stage_program[number].append(micro_batch)
     everything = set(range(pipeline.num_micro_batches))
     short: list[_Touch] = []
-    for number, own in sorted(by_piece.items()):
-        is_once = pipeline.pieces[number].phase not in PER_MICRO_BATCH
+    for number, own in sorted(by_stage_program.items()):
+        is_once = pipeline.stage_programs[number].phase not in PER_MICRO_BATCH
         if is_once and None not in own and set(own) == everything:
             short.append((number, EACH))
         else:
@@ -143,18 +151,18 @@ def _shortened(touches: Sequence[_Touch], pipeline: Pipeline) -> list[_Touch]:
 def _phase(pipeline: Pipeline, writers: Sequence[_Touch], micro_batch: int | None) -> str:
     if micro_batch is None or not writers:
         return ""
-    phase = pipeline.pieces[writers[-1][0]].phase
+    phase = pipeline.stage_programs[writers[-1][0]].phase
     return phase.value if phase in PER_MICRO_BATCH else ""
 
 
 def pipeline_of_times(
     times: PipelineTimes, stage_mesh: Sequence[int], num_micro_batches: int
 ) -> tuple[Pipeline, list[float], list[TransferTime]]:
-    """A pipeline with as many pieces and one array per crossing; the seconds of its pieces, and of
-    its transfers."""
-    reads: list[dict[Ref, None]] = [{} for _ in times.pieces]
-    writes: list[dict[Ref, None]] = [{} for _ in times.pieces]
-    phases = [Phase(piece.phase) for piece in times.pieces]
+    """A pipeline with as many stage programs and one array per crossing; the seconds of its stage
+    programs, and of its transfers."""
+    reads: list[dict[Ref, None]] = [{} for _ in times.stage_programs]
+    writes: list[dict[Ref, None]] = [{} for _ in times.stage_programs]
+    phases = [Phase(stage_program.phase) for stage_program in times.stage_programs]
 
     def refs(value: int, number: int, micro_batch: int | None) -> list[Ref]:
         if micro_batch == EACH and phases[number] not in PER_MICRO_BATCH:
@@ -179,9 +187,11 @@ def pipeline_of_times(
         num_micro_batches,
         tuple(stage_mesh),
         tuple(
-            StageProgram(piece.stage, phase, tuple(own_reads), tuple(own_writes), piece.part)
-            for piece, phase, own_reads, own_writes in zip(
-                times.pieces, phases, reads, writes, strict=True
+            StageProgram(
+                stage_program.stage, phase, tuple(own_reads), tuple(own_writes), stage_program.part
+            )
+            for stage_program, phase, own_reads, own_writes in zip(
+                times.stage_programs, phases, reads, writes, strict=True
             )
         ),
         tuple(Transfer(Ref(c.value, c.micro_batch), c.source, c.target) for c in times.crossings),
@@ -190,6 +200,6 @@ def pipeline_of_times(
     )
     return (
         pipeline,
-        [piece.seconds for piece in times.pieces],
+        [stage_program.seconds for stage_program in times.stage_programs],
         [TransferTime(c.num_bytes, c.seconds, c.latency_s) for c in times.crossings],
     )

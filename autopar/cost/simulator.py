@@ -25,7 +25,16 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from autopar.ir.live import bytes_over_time
-from autopar.ir.pipeline import Free, Pipeline, PipelinePrograms, Recv, Ref, Run, Send, piece_names
+from autopar.ir.pipeline import (
+    Free,
+    Pipeline,
+    PipelinePrograms,
+    Recv,
+    Ref,
+    Run,
+    Send,
+    stage_program_names,
+)
 from autopar.ir.timeline import Event, Timeline
 
 _RUN, _SEND, _RECV = range(3)
@@ -107,11 +116,11 @@ def host_routes(hosts: Sequence[frozenset[int]]) -> Routes:
 def program_work(
     pipeline: Pipeline,
     programs: PipelinePrograms,
-    piece_s: Sequence[float],
+    stage_program_s: Sequence[float],
     transfers: Sequence[TransferTime],
     routes: Routes = own_links,
 ) -> SimulatedRun:
-    """The lists as work. `piece_s` and `transfers` are by their numbers in the pipeline."""
+    """The lists as work. `stage_program_s` and `transfers` are by their numbers in the pipeline."""
     numbers: dict[tuple[int, int, int], int] = {}
     sent: list[SimulatedSend] = []
     ways: dict[Hashable, int] = {}
@@ -145,7 +154,7 @@ def program_work(
         for instruction in program.instructions:
             if isinstance(instruction, Run):
                 waits = _waits(coming, instruction.reads) if coming else ()
-                steps.append(_Step(_RUN, piece_s[instruction.piece], waits))
+                steps.append(_Step(_RUN, stage_program_s[instruction.stage_program], waits))
             elif isinstance(instruction, Send):
                 number = numbers[mesh, instruction.to_mesh, instruction.tag]
                 held = [coming[b] for b in instruction.buffers if b in coming] if coming else ()
@@ -233,7 +242,7 @@ def timeline(
     bytes_of: Callable[[int, Ref], int] | None = None,
 ) -> Timeline:
     """The same as events; with `bytes_of` (see `ir.live`) also the bytes that lie in buffers."""
-    names = piece_names(pipeline)
+    names = stage_program_names(pipeline)
     live = None if bytes_of is None else bytes_over_time(pipeline, programs, bytes_of)
     events: list[Event] = []
     memory: list[tuple[tuple[float, float], ...]] = []
@@ -246,19 +255,19 @@ def timeline(
             if not isinstance(instruction, Free):
                 step = next(steps)
                 if isinstance(instruction, Run):
-                    piece = pipeline.pieces[instruction.piece]
+                    stage_program = pipeline.stage_programs[instruction.stage_program]
                     start = next(starts)
                     now = start + step.value
                     events.append(
                         Event(
                             mesh,
                             "run",
-                            names[instruction.piece],
-                            piece.stage,
+                            names[instruction.stage_program],
+                            stage_program.stage,
                             instruction.micro_batch,
                             start,
                             now,
-                            piece.phase.value,
+                            stage_program.phase.value,
                         )
                     )
                 else:

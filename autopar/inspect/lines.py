@@ -27,7 +27,7 @@ def table(
         last = row[-1]
         if len(row) - 1 in right:
             last = last.rjust(widths[-1])
-        first, *rest = pieces(last, room) or [""]
+        first, *rest = stage_programs(last, room) or [""]
         start = "  " + "".join(cell + "  " for cell in cells)
         return [(start + first).rstrip(), *(" " * left + part for part in rest)]
 
@@ -35,7 +35,7 @@ def table(
     return [line for row in (header, rules, *rows) for line in lines_of(row)]
 
 
-def pieces(text: str, width: int) -> list[str]:
+def stage_programs(text: str, width: int) -> list[str]:
     """A cell in lines; blanks in front of it stay, and long words are cut."""
     if len(text) <= width:
         return [text]

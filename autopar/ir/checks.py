@@ -29,12 +29,14 @@ from autopar.ir.pipeline import (
 
 
 def check_programs(pipeline: Pipeline, programs: PipelinePrograms) -> None:
-    """Every piece runs as often as it must, on the buffers that it names; each buffer is written
-    before it is read, freed once and not used afterwards; each `Send` has its `Recv`; no mesh
-    waits for ever; and in the end there are the results and the caller's arguments, and nothing
-    else."""
+    """Every stage program runs as often as it must, on the buffers that it names; each buffer is
+    written before it is read, freed once and not used afterwards; each `Send` has its `Recv`; no
+    mesh waits for ever; and in the end there are the results and the caller's arguments, and
+    nothing else."""
     assert len(programs.meshes) == pipeline.num_meshes, "there must be one list per mesh"
-    assert len(programs.donated) == len(pipeline.pieces), "donated must have an entry per piece"
+    assert len(programs.donated) == len(pipeline.stage_programs), (
+        "donated must have an entry per stage program"
+    )
     for kind, places in (("inputs", pipeline.inputs), ("outputs", pipeline.outputs)):
         positions = sorted(n for program in programs.meshes for n, _ in getattr(program, kind))
         assert positions == list(range(len(places))), f"{kind} at {positions}, not each once"
@@ -49,13 +51,13 @@ def check_programs(pipeline: Pipeline, programs: PipelinePrograms) -> None:
     for mesh in meshes:
         mesh.check_end()
     assert not post, f"sent, but never received: {post}"
-    for p in range(len(pipeline.pieces)):
+    for p in range(len(pipeline.stage_programs)):
         for turn in _turns(pipeline, p):
-            assert done[turn], f"piece {p} is never run for micro-batch {turn[1]}"
+            assert done[turn], f"stage program {p} is never run for micro-batch {turn[1]}"
 
 
 def _turns(pipeline: Pipeline, p: int) -> list[tuple[int, int | None]]:
-    if pipeline.pieces[p].phase in PER_MICRO_BATCH:
+    if pipeline.stage_programs[p].phase in PER_MICRO_BATCH:
         return [(p, micro_batch) for micro_batch in range(pipeline.num_micro_batches)]
     return [(p, None)]
 
@@ -111,20 +113,24 @@ class _Mesh:
             if self.slots.get(buffer) != slot or buffer in self.gone:
                 self._fail(f"result {n} is not in buffer {buffer}: {self._told(buffer)}")
         left = self.slots.keys() - self.gone.keys() - self.callers - self.results
-        # What a piece may use up needs to be let go all the same.
+        # What a stage program may use up needs to be let go all the same.
         left |= {buffer for buffer, why in self.gone.items() if why != "freed"}
         if left:
             self._fail("never freed: " + ", ".join(map(self._told, sorted(left))))
 
     def _run(self, run: Run) -> None:
-        piece = self.pipeline.pieces[run.piece]
+        stage_program = self.pipeline.stage_programs[run.stage_program]
         self._check_turn(run)
-        in_place = set(piece.reads) & set(piece.writes)
-        if len(run.reads) != len(piece.reads) or len(run.writes) != len(piece.writes):
-            self._fail(f"reads {len(piece.reads)} and writes {len(piece.writes)} buffers")
-        donated = set(self.donated[run.piece])
-        slots = slots_of(piece.stage, piece.reads, run.micro_batch)
-        for n, (buffer, ref) in enumerate(zip(run.reads, piece.reads, strict=True)):
+        in_place = set(stage_program.reads) & set(stage_program.writes)
+        if len(run.reads) != len(stage_program.reads) or len(run.writes) != len(
+            stage_program.writes
+        ):
+            self._fail(
+                f"reads {len(stage_program.reads)} and writes {len(stage_program.writes)} buffers"
+            )
+        donated = set(self.donated[run.stage_program])
+        slots = slots_of(stage_program.stage, stage_program.reads, run.micro_batch)
+        for n, (buffer, ref) in enumerate(zip(run.reads, stage_program.reads, strict=True)):
             self._read(buffer, slots[n])
             if n not in donated:
                 if ref in in_place:
@@ -136,35 +142,38 @@ class _Mesh:
                 self.gone[buffer] = "used up"
             elif buffer in self.sent:
                 self._fail(f"{self._told(buffer)} was sent before it was complete")
-        slots = slots_of(piece.stage, piece.writes, run.micro_batch)
-        for buffer, ref, slot in zip(run.writes, piece.writes, slots, strict=True):
+        slots = slots_of(stage_program.stage, stage_program.writes, run.micro_batch)
+        for buffer, ref, slot in zip(run.writes, stage_program.writes, slots, strict=True):
             if ref not in in_place:
                 self._write(buffer, slot)
             elif self.slots.get(buffer) != slot:
                 self._fail(f"{slot} is to be updated in place, not in {self._told(buffer)}")
 
     def _check_turn(self, run: Run) -> None:
-        """Whether it is this piece's turn: once for each micro-batch, on its mesh, after all
-        pieces of its stage that come before."""
-        piece, turn = self.pipeline.pieces[run.piece], (run.piece, run.micro_batch)
-        if self.pipeline.stage_mesh[piece.stage] != self.mesh:
+        """Whether it is this stage program's turn: once for each micro-batch, on its mesh, after
+        all stage programs of its stage that come before."""
+        stage_program, turn = (
+            self.pipeline.stage_programs[run.stage_program],
+            (run.stage_program, run.micro_batch),
+        )
+        if self.pipeline.stage_mesh[stage_program.stage] != self.mesh:
             self._fail("the stage is on another mesh")
-        if turn not in _turns(self.pipeline, run.piece):
-            self._fail(f"there is no micro-batch {run.micro_batch} of a {piece.phase}")
+        if turn not in _turns(self.pipeline, run.stage_program):
+            self._fail(f"there is no micro-batch {run.micro_batch} of a {stage_program.phase}")
         if self.done[turn]:
             self._fail("runs a second time")
-        for p, other in enumerate(self.pipeline.pieces):
-            if other.stage != piece.stage or p == run.piece:
+        for p, other in enumerate(self.pipeline.stage_programs):
+            if other.stage != stage_program.stage or p == run.stage_program:
                 continue
-            if other.phase is piece.phase:
-                before = [(p, run.micro_batch)] if other.part < piece.part else []
-            elif other.phase is Phase.PREPARE or piece.phase is Phase.UPDATE:
+            if other.phase is stage_program.phase:
+                before = [(p, run.micro_batch)] if other.part < stage_program.part else []
+            elif other.phase is Phase.PREPARE or stage_program.phase is Phase.UPDATE:
                 before = _turns(self.pipeline, p)
             else:
                 before = []
             for awaited in before:
                 if not self.done[awaited]:
-                    self._fail(f"runs before piece {p} for micro-batch {awaited[1]}")
+                    self._fail(f"runs before stage program {p} for micro-batch {awaited[1]}")
         self.done[turn] += 1
 
     def _send(self, send: Send) -> None:

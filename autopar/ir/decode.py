@@ -1,19 +1,24 @@
 """From JSON back to frozen dataclasses, by their annotations: what does not fit is a ValueError.
 
-Knows `bool`, `int`, `float`, `str`, dataclasses, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and
-`dict[str, X]`. A float may be written as a whole number; infinity, which JSON lacks, as null where
-the field is a plain float. A field that is missing takes its default if it has one; one that is not
-known is an error.
+A field is called in JSON what its metadata's `key` says, or by its name. Knows `bool`, `int`,
+`float`, `str`, dataclasses, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `dict[str, X]`. A float
+may be written as a whole number; infinity, which JSON lacks, as null where the field is a plain
+float. A field that is missing takes its default if it has one; one that is not known is an error.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from math import inf, isnan
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def json_key(field: Field[Any]) -> str:
+    """What a field of a dataclass is called in JSON."""
+    return field.metadata.get("key", field.name)
 
 
 def decode(kind: Any, body: Any) -> Any:
@@ -47,9 +52,10 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
 
 def _decoder_of_dataclass(kind: Any) -> Callable[[Any], Any]:
     hints = get_type_hints(kind)
-    decoders = {f.name: _decoder(hints[f.name]) for f in fields(kind)}
+    names = {json_key(f): f.name for f in fields(kind)}
+    decoders = {json_key(f): _decoder(hints[f.name]) for f in fields(kind)}
     optional = {
-        f.name for f in fields(kind) if (f.default, f.default_factory) != (MISSING, MISSING)
+        json_key(f) for f in fields(kind) if (f.default, f.default_factory) != (MISSING, MISSING)
     }
 
     def of_body(body: Any) -> Any:
@@ -61,7 +67,7 @@ def _decoder_of_dataclass(kind: Any) -> Callable[[Any], Any]:
         found = {}
         for name, value in body.items():
             try:
-                found[name] = decoders[name](value)
+                found[names[name]] = decoders[name](value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         return kind(**found)

@@ -1,7 +1,8 @@
 """What is live while pipeline programs run: from lists of instructions to buffers and bytes over
 time.
 
-Bytes are of buffers between pieces. What a piece needs inside comes on top while it runs.
+Bytes are of buffers between stage programs. What a stage program needs inside comes on top while it
+runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
     for instruction in program.instructions:
         match instruction:
             case Run():
-                piece = pipeline.pieces[instruction.piece]
-                written = slots_of(piece.stage, piece.writes, instruction.micro_batch)
+                stage_program = pipeline.stage_programs[instruction.stage_program]
+                written = slots_of(
+                    stage_program.stage, stage_program.writes, instruction.micro_batch
+                )
                 slots.update(zip(instruction.writes, written, strict=True))
             case Recv():
                 for buffer, number in zip(instruction.buffers, instruction.transfers, strict=True):
@@ -51,7 +54,7 @@ def bytes_over_time(
     pipeline: Pipeline, programs: PipelinePrograms, bytes_of: Callable[[int, Ref], int]
 ) -> tuple[tuple[int, ...], ...]:
     """The same in bytes; those of a buffer are `bytes_of(stage, ref)`. What is updated in place
-    counts once, but what else a piece may use up counts beside what it writes."""
+    counts once, but what else a stage program may use up counts beside what it writes."""
     found = []
     for program in programs.meshes:
         size = {b: bytes_of(*slot) for b, slot in buffer_slots(pipeline, program).items()}

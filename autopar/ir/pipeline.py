@@ -1,9 +1,9 @@
-"""Pipelines as data: pieces of a step, the buffers between them, and what each mesh runs.
+"""Pipelines as data: stage programs of a step, the buffers between them, and what each mesh runs.
 
-A step on several meshes is cut into *pieces*, programs that one mesh runs at once. A `Pipeline`
-says what pieces there are, which buffers they read and write, and what is sent from stage to
-stage. With a schedule it becomes one static list of instructions per mesh (`PipelinePrograms`),
-the same for every step, which a runtime follows without deciding anything.
+A step on several meshes is cut into *stage programs*, programs that one mesh runs at once. A
+`Pipeline` says what stage programs there are, which buffers they read and write, and what is sent
+from stage to stage. With a schedule it becomes one static list of instructions per mesh
+(`PipelinePrograms`), the same for every step, which a runtime follows without deciding anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def slots_of(stage: int, refs: Iterable[Ref], micro_batch: int | None) -> tuple[
 
 
 class Phase(Enum):
-    """When a piece runs: once before all micro-batches, for each of them, or once after all."""
+    """When a stage program runs: once before all micro-batches, for each of them, or once after
+    all."""
 
     PREPARE = "prepare"
     FORWARD = "forward"
@@ -66,8 +67,8 @@ PER_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
 @dataclass(frozen=True)
 class StageProgram:
     """A program of one stage. What it both reads and writes (sums over micro-batches) is updated
-    in place; nothing else is written twice. A stage has at most one piece per phase and part.
-    Parts are run in order, those of PREPARE and UPDATE with transfers between them."""
+    in place; nothing else is written twice. A stage has at most one stage program per phase and
+    part. Parts are run in order, those of PREPARE and UPDATE with transfers between them."""
 
     stage: int
     phase: Phase
@@ -79,8 +80,8 @@ class StageProgram:
 @dataclass(frozen=True)
 class Transfer:
     """A buffer of one stage that is copied to another, where it is known by the same ref, once it
-    is complete: an argument, or when the last piece that writes it has run. A ref with `EACH` is
-    copied for every micro-batch."""
+    is complete: an argument, or when the last stage program that writes it has run. A ref with
+    `EACH` is copied for every micro-batch."""
 
     ref: Ref
     source: int
@@ -96,13 +97,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A step in pieces. `stage_mesh` gives the mesh of each stage: several stages may share one.
-    `donated` are positions of inputs whose buffers the step may use up. A result may be an
+    """A step in stage programs. `stage_mesh` gives the mesh of each stage: several stages may share
+    one. `donated` are positions of inputs whose buffers the step may use up. A result may be an
     argument that is handed on as it is."""
 
     num_micro_batches: int
     stage_mesh: tuple[int, ...]
-    pieces: tuple[StageProgram, ...]
+    stage_programs: tuple[StageProgram, ...]
     transfers: tuple[Transfer, ...]
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
@@ -117,11 +118,12 @@ class Pipeline:
         return max(self.stage_mesh) + 1
 
 
-def piece_names(pipeline: Pipeline) -> list[str]:
+def stage_program_names(pipeline: Pipeline) -> list[str]:
     """`stage0_forward`, and `stage0_update_1` for the second part of a phase."""
     return [
-        f"stage{piece.stage}_{piece.phase.value}" + (f"_{piece.part}" if piece.part else "")
-        for piece in pipeline.pieces
+        f"stage{stage_program.stage}_{stage_program.phase.value}"
+        + (f"_{stage_program.part}" if stage_program.part else "")
+        for stage_program in pipeline.stage_programs
     ]
 
 
@@ -130,10 +132,10 @@ def piece_names(pipeline: Pipeline) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a piece (its number in `Pipeline.pieces`) on buffers, which are numbered per mesh. What
-    is updated in place is among both, under one number."""
+    """Run a stage program (its number in `Pipeline.stage_programs`) on buffers, which are numbered
+    per mesh. What is updated in place is among both, under one number."""
 
-    piece: int
+    stage_program: int
     micro_batch: int | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -163,7 +165,8 @@ class Recv:
 @dataclass(frozen=True)
 class Free:
     """Let buffers go: nothing reads them any more. Every buffer that is neither a result nor an
-    argument of the caller's has one `Free`, also if the last piece that read it may use it up."""
+    argument of the caller's has one `Free`, also if the last stage program that read it may use it
+    up."""
 
     buffers: tuple[int, ...]
 
@@ -186,7 +189,7 @@ class MeshProgram:
 
 @dataclass(frozen=True)
 class PipelinePrograms:
-    """The lists of all meshes. `donated[p]` are the positions in the reads of piece p whose
+    """The lists of all meshes. `donated[p]` are the positions in the reads of stage program p whose
     buffers it may use up, in every run of it alike."""
 
     meshes: tuple[MeshProgram, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.ir.blocks import Blocks
-from autopar.ir.decode import decode
+from autopar.ir.decode import decode, json_key
 from autopar.ir.details import PlanDetails
 from autopar.ir.mesh import ClusterSpec, decode_cluster
 from autopar.ir.schedule import SCHEDULES
@@ -480,8 +480,8 @@ def _encode(value: Any) -> Any:
         skip = ("in_tree", "out_tree", "origin")
         if isinstance(value, ClusterSpec) and value.profile is None:
             skip = (*skip, "profile")
-        names = [n for n in value.__dataclass_fields__ if n not in skip]
-        return {n: _encode(getattr(value, n)) for n in names}
+        shown = [f for f in fields(value) if f.name not in skip]
+        return {json_key(f): _encode(getattr(value, f.name)) for f in shown}
     if isinstance(value, (tuple, list)):
         return [_encode(v) for v in value]
     if isinstance(value, dict):

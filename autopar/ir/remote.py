@@ -88,8 +88,8 @@ class LoweredStep:
 
     name: str
     meshes: tuple[tuple[int, ...], ...]
-    pieces: tuple[LoweredProgram, ...]
-    piece_mesh: tuple[int, ...]
+    stage_programs: tuple[LoweredProgram, ...]
+    stage_program_mesh: tuple[int, ...]
     programs: PipelinePrograms
     crossings: dict[int, RemoteTransfer]
     stage_mesh: tuple[int, ...]
@@ -101,7 +101,7 @@ class LoweredStep:
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """A piece as its mesh's workers know it; the program itself comes beside."""
+    """A stage program as its mesh's workers know it; the program itself comes beside."""
 
     name: str
     stage: int
@@ -125,7 +125,7 @@ class MeshTask:
 
     number:     of the step, in the session.
     mesh:       which of the step's meshes this is.
-    pieces:     by their number in the instructions.
+    stage programs:     by their number in the instructions.
     crossings:  by the number of the transfer.
     recv_order: for a `Recv` (by its place in the list), the places of those which are to be posted
                 before it is waited for, in the order in which the other side sends.
@@ -136,7 +136,7 @@ class MeshTask:
     number: int
     name: str
     mesh: int
-    pieces: dict[int, ProgramSpec]
+    stage_programs: dict[int, ProgramSpec]
     program: MeshProgram
     crossings: dict[int, RemoteTransfer]
     recv_order: dict[int, tuple[int, ...]]

@@ -6,7 +6,7 @@ pipeline, kept with the plan so that its timeline can be drawn from a plan file 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StageProgramTime:
-    """A piece of a pipeline and what one run of it takes; `phase` is the value of a `Phase`."""
+    """A stage program of a pipeline and what one run of it takes; `phase` is the value of a
+    `Phase`."""
 
     stage: int
     phase: str
@@ -62,15 +63,16 @@ class StageProgramTime:
 @dataclass(frozen=True)
 class MeshTransferTime:
     """Arrays that go from stage to stage together, for each micro-batch (`phase` "forward",
-    "backward" …, that of the piece which makes them) or once in a step (""): bytes of all arrays
-    together, and seconds on the link, of which `latency_s` is paid once for all that is sent at a
-    time.
+    "backward" …, that of the stage program which makes them) or once in a step (""): bytes of all
+    arrays together, and seconds on the link, of which `latency_s` is paid once for all that is sent
+    at a time.
 
     value:       equal for arrays that go to several stages, or on from one to the next.
     micro_batch: None for what there is once, −1 for one of each, or a micro-batch's number.
-    writers, readers: the pieces (numbers in `PipelineTimes.pieces`) that write it anywhere and read
-                 it anywhere, and the micro-batch's array that they touch, as above (−1 for a piece
-                 that runs once: all of them).
+    writers, readers: the stage programs (numbers in `PipelineTimes.stage_programs`) that write it
+    anywhere and read
+                 it anywhere, and the micro-batch's array that they touch, as above (−1 for a stage
+                 program that runs once: all of them).
     is_result:   it is a result of the step on the stage that it goes to.
     """
 
@@ -90,13 +92,13 @@ class MeshTransferTime:
 @dataclass(frozen=True)
 class PipelineTimes:
     """Seconds per stage (of one micro-batch; `update_s` once per step, what is prepared included),
-    starting a piece included, and of what crosses between stages. `weights_s`: gradients of weights
-    where they are pieces of their own, else empty.
+    starting a stage program included, and of what crosses between stages. `weights_s`: gradients of
+    weights where they are stage programs of their own, else empty.
 
-    pieces:     every piece by itself, from which the step can be simulated.
+    stage programs:     every stage program by itself, from which the step can be simulated.
     held_bytes: per stage, on one device: held all the time.
     kept_bytes: per stage, on one device: kept of each micro-batch until its last phase.
-    working_bytes: per stage, on one device: held besides while a piece runs.
+    working_bytes: per stage, on one device: held besides while a stage program runs.
     """
 
     forward_s: tuple[float, ...]
@@ -104,7 +106,7 @@ class PipelineTimes:
     weights_s: tuple[float, ...]
     update_s: tuple[float, ...]
     crossings: tuple[MeshTransferTime, ...]
-    pieces: tuple[StageProgramTime, ...] = ()
+    stage_programs: tuple[StageProgramTime, ...] = field(default=(), metadata={"key": "pieces"})
     held_bytes: tuple[float, ...] = ()
     kept_bytes: tuple[float, ...] = ()
     working_bytes: tuple[float, ...] = ()

@@ -1,8 +1,9 @@
 """Instructions: from a `Pipeline` and a `Schedule` to the list that each mesh runs.
 
-All pieces are first put into one order in which they could run one after the other (`turns.py`). A
-buffer is sent right after the last piece that writes it, and received later in that order. So no
-mesh ever waits for one that waits for it, however fast each goes through its own list.
+All stage programs are first put into one order in which they could run one after the other
+(`turns.py`). A buffer is sent right after the last stage program that writes it, and received later
+in that order. So no mesh ever waits for one that waits for it, however fast each goes through its
+own list.
 """
 
 from __future__ import annotations
@@ -152,11 +153,11 @@ def _drafts(pipeline: Pipeline, turns: Sequence[Turn], moves: Sequence[_Move]) -
             _receive(pipeline, draft_of, tag, group)
         if now != START:
             turn = turns[now]
-            draft = draft_of[pipeline.pieces[turn.piece].stage]
+            draft = draft_of[pipeline.stage_programs[turn.stage_program].stage]
             reads = draft.known(turn.reads)
             in_place = set(turn.reads)
             draft.new([slot for slot in turn.writes if slot not in in_place])
-            run = Run(turn.piece, turn.micro_batch, reads, draft.known(turn.writes))
+            run = Run(turn.stage_program, turn.micro_batch, reads, draft.known(turn.writes))
             draft.instructions.append(run)
         for _, is_recv, tag, group in after[now]:
             (_receive if is_recv else _send)(pipeline, draft_of, tag, group)
@@ -259,14 +260,14 @@ def _donated(
     last_uses: Sequence[dict[int, int]],
     kept: Sequence[set[int]],
 ) -> tuple[tuple[int, ...], ...]:
-    """Per piece, the positions of its reads that are updated in place, or that none of its runs
-    leaves anyone to read."""
-    donated = [set(range(len(piece.reads))) for piece in pipeline.pieces]
+    """Per stage program, the positions of its reads that are updated in place, or that none of its
+    runs leaves anyone to read."""
+    donated = [set(range(len(stage_program.reads))) for stage_program in pipeline.stage_programs]
     for draft, last_use, its_kept in zip(drafts, last_uses, kept, strict=True):
         for position, instruction in enumerate(draft.instructions):
             if isinstance(instruction, Run):
                 in_place = set(instruction.writes)
-                donated[instruction.piece] -= {
+                donated[instruction.stage_program] -= {
                     n
                     for n, buffer in enumerate(instruction.reads)
                     if buffer not in in_place

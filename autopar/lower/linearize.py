@@ -1,7 +1,9 @@
-"""Turns: from a `Pipeline` and a `Schedule` to one order in which all pieces could run by turns.
+"""Turns: from a `Pipeline` and a `Schedule` to one order in which all stage programs could run by
+turns.
 
-First PREPARE pieces, then the tasks of the schedule clock by clock, then UPDATE pieces. Pieces
-that run once come after those that they wait for, on whatever stage these are.
+First PREPARE stage programs, then the tasks of the schedule clock by clock, then UPDATE stage
+programs. Stage programs that run once come after those that they wait for, on whatever stage these
+are.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from autopar.ir.schedule import Schedule
 
 
 class Turn(NamedTuple):
-    """A run of a piece. `clock_end` is the place in the order of the last turn in its clock."""
+    """A run of a stage program. `clock_end` is the place in the order of the last turn in its
+    clock."""
 
-    piece: int
+    stage_program: int
     micro_batch: int | None
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
@@ -25,9 +28,13 @@ class Turn(NamedTuple):
 
 
 def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
-    pieces_of: dict[tuple[Phase, int], list[int]] = defaultdict(list)
-    for p in sorted(range(len(pipeline.pieces)), key=lambda p: pipeline.pieces[p].part):
-        pieces_of[pipeline.pieces[p].phase, pipeline.pieces[p].stage].append(p)
+    stage_programs_of: dict[tuple[Phase, int], list[int]] = defaultdict(list)
+    for p in sorted(
+        range(len(pipeline.stage_programs)), key=lambda p: pipeline.stage_programs[p].part
+    ):
+        stage_programs_of[
+            pipeline.stage_programs[p].phase, pipeline.stage_programs[p].stage
+        ].append(p)
     # The gradients of weights follow the rest where they have no tasks of their own.
     has_weights = any(t and t.phase is Phase.WEIGHTS for clock in schedule.clocks for t in clock)
     followed_by = {} if has_weights else {Phase.BACKWARD: Phase.WEIGHTS}
@@ -41,7 +48,7 @@ def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
                 for task in tasks
                 for phase in (task.phase, followed_by.get(task.phase))
                 if phase
-                for p in pieces_of[phase, task.stage]
+                for p in stage_programs_of[phase, task.stage]
             ]
         )
     clocks += [[(p, None)] for p in _by_need(pipeline, Phase.UPDATE)]
@@ -49,8 +56,10 @@ def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
     for clock in clocks:
         clock_end = len(turns) + len(clock) - 1
         turns += [_turn(pipeline, p, micro_batch, clock_end) for p, micro_batch in clock]
-    left_out = set(range(len(pipeline.pieces))) - {turn.piece for turn in turns}
-    assert not left_out, f"schedule {schedule.name!r} does not run pieces {sorted(left_out)}"
+    left_out = set(range(len(pipeline.stage_programs))) - {turn.stage_program for turn in turns}
+    assert not left_out, (
+        f"schedule {schedule.name!r} does not run stage programs {sorted(left_out)}"
+    )
     return turns
 
 
@@ -62,18 +71,18 @@ def copied_refs(pipeline: Pipeline, ref: Ref) -> list[Ref]:
 
 
 def _turn(pipeline: Pipeline, p: int, micro_batch: int | None, clock_end: int) -> Turn:
-    piece = pipeline.pieces[p]
-    reads = slots_of(piece.stage, piece.reads, micro_batch)
-    writes = slots_of(piece.stage, piece.writes, micro_batch)
+    stage_program = pipeline.stage_programs[p]
+    reads = slots_of(stage_program.stage, stage_program.reads, micro_batch)
+    writes = slots_of(stage_program.stage, stage_program.writes, micro_batch)
     return Turn(p, micro_batch, reads, writes, clock_end)
 
 
 def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
-    """Pieces of a phase that is run once, each after those that it waits for: the lower parts of
-    its stage, and the pieces of other stages that write what is sent to it."""
-    pieces = pipeline.pieces
-    left = [p for p, piece in enumerate(pieces) if piece.phase is phase]
-    left.sort(key=lambda p: (pieces[p].part, pieces[p].stage))
+    """Stage programs of a phase that is run once, each after those that it waits for: the lower
+    parts of its stage, and the stage programs of other stages that write what is sent to it."""
+    stage_programs = pipeline.stage_programs
+    left = [p for p, stage_program in enumerate(stage_programs) if stage_program.phase is phase]
+    left.sort(key=lambda p: (stage_programs[p].part, stage_programs[p].stage))
     sources = {
         Slot(transfer.target, ref): Slot(transfer.source, ref)
         for transfer in pipeline.transfers
@@ -81,20 +90,20 @@ def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
     }
     writers: dict[Slot, list[int]] = defaultdict(list)
     for p in left:
-        for ref in pieces[p].writes:
-            writers[Slot(pieces[p].stage, ref)].append(p)
+        for ref in stage_programs[p].writes:
+            writers[Slot(stage_programs[p].stage, ref)].append(p)
     awaited: dict[int, set[int]] = {}
     for p in left:
-        own = [q for q in left if pieces[q].stage == pieces[p].stage]
-        awaited[p] = {q for q in own if pieces[q].part < pieces[p].part}
-        for ref in pieces[p].reads:
-            slot = sources.get(Slot(pieces[p].stage, ref))
+        own = [q for q in left if stage_programs[q].stage == stage_programs[p].stage]
+        awaited[p] = {q for q in own if stage_programs[q].part < stage_programs[p].part}
+        for ref in stage_programs[p].reads:
+            slot = sources.get(Slot(stage_programs[p].stage, ref))
             for _ in range(pipeline.num_stages):
                 if slot:
                     awaited[p].update(writers[slot])
                     slot = sources.get(slot)
     while left:
         found = next((p for p in left if awaited[p].isdisjoint(left)), None)
-        assert found is not None, f"{phase} pieces {left} wait for each other"
+        assert found is not None, f"{phase} stage programs {left} wait for each other"
         left.remove(found)
         yield found

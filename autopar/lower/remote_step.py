@@ -1,7 +1,7 @@
 """A planned step for the meshes of a cluster: from `PlannedStep` to `LoweredStep`.
 
 A pipeline, a step on one mesh, and a function of which every stage makes some results all become
-pieces and lists of instructions, so that workers know of nothing else.
+stage programs and lists of instructions, so that workers know of nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from jax.sharding import NamedSharding
 
 from autopar.compiler import AbstractDevices, annotate, check_devices, lower_pipeline
 from autopar.ir.live import buffer_slots
-from autopar.ir.pipeline import Free, Instruction, MeshProgram, PipelinePrograms, Run, piece_names
+from autopar.ir.pipeline import (
+    Free,
+    Instruction,
+    MeshProgram,
+    PipelinePrograms,
+    Run,
+    stage_program_names,
+)
 from autopar.ir.remote import Bound, LoweredProgram, LoweredStep, RemoteTransfer, ShardedType
 from autopar.ir.spec import from_partition_spec
 from autopar.lower.raw_keys import on_raw_keys, raw_type
@@ -59,18 +66,18 @@ def _pipeline(planned: PlannedStep, devices: AbstractDevices) -> LoweredStep:
         numbers, mesh = stages[stage].devices, meshes[stages[stage].mesh]
         return _held(lowered.buffers[stage, value], numbers, mesh)
 
-    pieces = []
-    for number, (name, piece, function) in enumerate(
-        zip(piece_names(pipeline), pipeline.pieces, lowered.functions, strict=True)
+    stage_programs = []
+    for number, (name, stage_program, function) in enumerate(
+        zip(stage_program_names(pipeline), pipeline.stage_programs, lowered.functions, strict=True)
     ):
-        reads = [lowered.buffers[piece.stage, ref.value] for ref in piece.reads]
-        pieces.append(
+        reads = [lowered.buffers[stage_program.stage, ref.value] for ref in stage_program.reads]
+        stage_programs.append(
             LoweredProgram(
                 name,
-                piece.stage,
+                stage_program.stage,
                 on_raw_keys(function, reads),
-                tuple(held(piece.stage, ref.value) for ref in piece.reads),
-                tuple(held(piece.stage, ref.value) for ref in piece.writes),
+                tuple(held(stage_program.stage, ref.value) for ref in stage_program.reads),
+                tuple(held(stage_program.stage, ref.value) for ref in stage_program.writes),
                 programs.donated[number],
             )
         )
@@ -96,8 +103,10 @@ def _pipeline(planned: PlannedStep, devices: AbstractDevices) -> LoweredStep:
     return LoweredStep(
         planned.plan.name,
         meshes,
-        tuple(pieces),
-        tuple(pipeline.stage_mesh[piece.stage] for piece in pipeline.pieces),
+        tuple(stage_programs),
+        tuple(
+            pipeline.stage_mesh[stage_program.stage] for stage_program in pipeline.stage_programs
+        ),
         programs,
         crossings,
         pipeline.stage_mesh,
@@ -125,7 +134,7 @@ def _side_by_side(
         for mesh in range(max(stage_mesh) + 1)
     )
     owners = [tensor.stages[0] for tensor in whole.plan.outputs] if whole.made else None
-    pieces, arguments, results = [], [], []
+    stage_programs, arguments, results = [], [], []
     instructions: list[list[Instruction]] = [[] for _ in meshes]
     num_buffers = [0] * len(meshes)
     for stage, (part, numbers, mesh) in enumerate(zip(parts, devices, stage_mesh, strict=True)):
@@ -145,7 +154,7 @@ def _side_by_side(
             for way, pairs in types.items()
         }
         donated = tuple(sorted(traced.donated))
-        pieces.append(
+        stage_programs.append(
             LoweredProgram(
                 f"stage{stage}_results" if whole.made else "step",
                 stage,
@@ -183,12 +192,12 @@ def _side_by_side(
             )
             for mesh in range(len(meshes))
         ),
-        tuple(piece.donated for piece in pieces),
+        tuple(stage_program.donated for stage_program in stage_programs),
     )
     return LoweredStep(
         whole.plan.name,
         meshes,
-        tuple(pieces),
+        tuple(stage_programs),
         tuple(stage_mesh),
         programs,
         {},

@@ -1,10 +1,11 @@
-"""From the steps of all stages and their shardings to pieces: what each mesh runs.
+"""From the steps of all stages and their shardings to stage programs: what each mesh runs.
 
-A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue is the piece that
-prepares the loop: it brings what the loop only reads to the layout it has there, cuts the batch
-into micro-batches and sets sums to zero. The loop's body becomes a forward and a backward piece
-(and one for the gradients of weights, where a schedule wants them apart), its epilogue the update.
-What one piece makes and another reads lies in a buffer, in the layout that its maker gave it.
+A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue is the stage
+program that prepares the loop: it brings what the loop only reads to the layout it has there, cuts
+the batch into micro-batches and sets sums to zero. The loop's body becomes a forward and a backward
+stage program (and one for the gradients of weights, where a schedule wants them apart), its
+epilogue the update. What one stage program makes and another reads lies in a buffer, in the layout
+that its maker gave it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from autopar.lower.unreduced import AnyMesh
 
 @dataclass(frozen=True)
 class Entry:
-    """How buffers become a value of a piece's program: rows of all micro-batches are stacked; then
-    it is taken through a chain of layouts."""
+    """How buffers become a value of a stage program's program: rows of all micro-batches are
+    stacked; then it is taken through a chain of layouts."""
 
     refs: tuple[Ref, ...]
     value: int
@@ -50,9 +51,10 @@ class Exit:
 
 @dataclass(frozen=True)
 class StageProgramBody:
-    """A piece with what it computes: equations of its stage's program, with their shardings."""
+    """A stage program with what it computes: equations of its stage's program, with their
+    shardings."""
 
-    piece: StageProgram
+    stage_program: StageProgram
     entries: tuple[Entry, ...]
     exits: tuple[Exit, ...]
     equations: tuple[Any, ...]
@@ -71,7 +73,7 @@ class StagePrograms:
     layouts: dict[tuple[int, int], Layout | None]
 
 
-def cut_into_pieces(
+def cut_into_stage_programs(
     stages: Sequence[Any],
     shardings: Sequence[ProgramSharding],
     num_micro_batches: int,
@@ -91,7 +93,7 @@ def cut_into_pieces(
     transfers = []
     for number, (stage, cutter) in enumerate(zip(stages, cutters, strict=True)):
         transfers += (Transfer(Ref(v, None), source, number) for v, source in stage.received)
-        read = {ref.value for p in cutter.pieces for ref in p.piece.reads}
+        read = {ref.value for p in cutter.stage_programs for ref in p.stage_program.reads}
         for value, source in stage.arrivals:
             if value in read:
                 transfers.append(Transfer(Ref(value, EACH), source, number))
@@ -103,11 +105,11 @@ def cut_into_pieces(
             inputs[position] = Place(value, number)
         for position, value in zip(stage.outputs, program.outputs, strict=False):
             outputs[position] = Place(value, number)
-    programs = tuple(p for cutter in cutters for p in cutter.pieces)
+    programs = tuple(p for cutter in cutters for p in cutter.stage_programs)
     pipeline = Pipeline(
         num_micro_batches,
         tuple(stage_mesh),
-        tuple(p.piece for p in programs),
+        tuple(p.stage_program for p in programs),
         tuple(transfers),
         tuple(inputs[i] for i in range(len(inputs))),
         tuple(outputs[o] for o in range(len(outputs))),
@@ -121,24 +123,26 @@ def cut_into_pieces(
     return StagePrograms(pipeline, programs, layouts)
 
 
-def piece_function(
-    piece: StageProgramBody, mesh: AnyMesh, platform: str | None = None
+def stage_program_function(
+    stage_program: StageProgramBody, mesh: AnyMesh, platform: str | None = None
 ) -> Callable[..., list[Any]]:
-    """A flat function of the piece's reads that gives its writes, for `jax.jit`."""
+    """A flat function of the stage program's reads that gives its writes, for `jax.jit`."""
     writer = Writer(mesh, platform)
 
     def run(*arrays: Any) -> list[Any]:
         given = iter(arrays)
         env: dict[int, Any] = {}
         lanes: dict[int, tuple[int, ...]] = {}
-        for entry in piece.entries:
+        for entry in stage_program.entries:
             parts = [next(given) for _ in entry.refs]
             array = jnp.stack(parts) if entry.is_stack else parts[0]
             env[entry.value], lanes[entry.value] = writer.enter(array, entry.layout, entry.chain)
-        env.update(piece.captured)
-        read = writer.run_equations(piece.equations, piece.shardings, piece.avals, env, lanes)
+        env.update(stage_program.captured)
+        read = writer.run_equations(
+            stage_program.equations, stage_program.shardings, stage_program.avals, env, lanes
+        )
         results: list[Any] = []
-        for exit_ in piece.exits:
+        for exit_ in stage_program.exits:
             array = read(exit_.operand, exit_.chain)
             if exit_.starts_sum:
                 results.append(writer.start_sum(array, exit_.layout))
@@ -169,7 +173,7 @@ class _StageCutter:
         self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
         self.num_arrivals = len(stage.arrivals)
         self.num_departures = len(stage.departures)
-        self.pieces: list[StageProgramBody] = []
+        self.stage_programs: list[StageProgramBody] = []
         self.made_in_body = {r for e in self.body.equations for r in e.results}
         self.buffers: dict[int, Layout | None] = {}
         self.row_values: dict[int, int] = {}
@@ -353,7 +357,7 @@ class _StageCutter:
         constants: dict[int, Any],
         refs: dict[int, Ref] | None = None,
     ) -> None:
-        """A piece of these equations; what they read and do not make comes from buffers."""
+        """A stage program of these equations; what they read and do not make comes from buffers."""
         made = {r for e in equations for r in e.results} | {e.value for e in entries}
         read = [*_values(o for e in equations for o in e.operands)]
         read += _values(e.operand for e in exits)
@@ -368,7 +372,7 @@ class _StageCutter:
             ref = (refs or {}).get(value, Ref(value, None if refs is None else EACH))
             layout = self.buffer(ref.value, self.layout.get(value))
             own.append(Entry((ref,), value, layout))
-        piece = StageProgram(
+        stage_program = StageProgram(
             self.number,
             phase,
             tuple(ref for entry in own for ref in entry.refs),
@@ -376,9 +380,9 @@ class _StageCutter:
             part,
         )
         stripped = tuple(replace(s, refetched=()) if s.refetched else s for s in shardings)
-        self.pieces.append(
+        self.stage_programs.append(
             StageProgramBody(
-                piece,
+                stage_program,
                 tuple(own),
                 tuple(exits),
                 tuple(equations),

@@ -144,15 +144,17 @@ def _grid(shape: Shape, layout: Layout, mesh_shape: Shape, cut: Layout) -> _Grid
 
 def _tiles(shape: Shape, source: _Grid, target: _Grid) -> list[Tile]:
     """The intersections of two grids, each with a sender and the first of its receivers."""
-    pieces = []
+    stage_programs = []
     for overlap in product(*map(_overlaps, shape, source.parts, target.parts)):
         box = tuple((start, stop) for start, stop, _, _ in overlap)
         senders = source.holders[tuple(index for _, _, index, _ in overlap)]
         receivers = target.holders[tuple(index for _, _, _, index in overlap)]
-        pieces.append((box, senders, receivers[0]))
+        stage_programs.append((box, senders, receivers[0]))
     loads: dict[int, int] = {}
     tiles = []
-    for box, senders, receiver in sorted(pieces, key=lambda piece: -num_elements(piece[0])):
+    for box, senders, receiver in sorted(
+        stage_programs, key=lambda stage_program: -num_elements(stage_program[0])
+    ):
         sender = min(senders, key=lambda device: (loads.get(device, 0), device))
         loads[sender] = loads.get(sender, 0) + num_elements(box)
         tiles.append(Tile(sender, receiver, box))

@@ -3,8 +3,8 @@
 A stage's step is a program like any other, with a smaller loop over micro-batches: it takes its own
 arguments and what other stages send it (a stack over micro-batches, if it is sent for each), and
 gives its own results and what it sends. So it is sharded by the passes that shard whole steps. All
-stages number values alike. How a stage's step is cut into the pieces that run one after another is
-decided here too, as sets of equations; `lower.stage_programs` makes programs of them.
+stages number values alike. How a stage's step is cut into the stage programs that run one after
+another is decided here too, as sets of equations; `lower.stage_programs` makes programs of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StageSlice:
         return self.loop.bodies[0]
 
     def kept_values(self) -> frozenset[int]:
-        """Values of a micro-batch that the backward piece reads and does not make."""
+        """Values of a micro-batch that the backward stage program reads and does not make."""
         num_consts, num_carry = _jax.scan_sizes(self.loop.params)
         given = {*self.body.inputs[: num_consts + num_carry], *(v for v, _ in self.body.captured)}
         equations = [self.body.equations[i] for i in self.backward]
@@ -363,8 +363,8 @@ class _StageSlicer:
 
 
 def _passes(loop: Equation, is_backward: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The equations of the forward and of the backward piece. What is cheap to make is made again
-    in the backward piece, so that less is kept of each micro-batch in flight."""
+    """The equations of the forward and of the backward stage program. What is cheap to make is made
+    again in the backward stage program, so that less is kept of each micro-batch in flight."""
     (body,) = loop.bodies
     equations = body.equations
     backward = [i for i, b in enumerate(is_backward) if b]

@@ -141,7 +141,7 @@ class _Unroller:
         self.chosen = chosen
         self.writer = ProgramWriter()
         self.env: Env = {}
-        self.pieces: dict[int, list[Operand]] = {}  # stack -> what each trip made of it
+        self.stage_programs: dict[int, list[Operand]] = {}  # stack -> what each trip made of it
         self.stacked: dict[int, list[Operand]] = {}  # stack -> what the user made it of
         self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
         self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
@@ -185,7 +185,7 @@ class _Unroller:
             if index in self.chosen:
                 self.scan(equation, self.chosen[index])
             elif (stack := self.taken_apart(equation)) is not None:
-                self.env.update(zip(equation.results, self.pieces[stack], strict=True))
+                self.env.update(zip(equation.results, self.stage_programs[stack], strict=True))
             else:
                 writer.copy(equation, program.avals, self.env)
             if equation.name == "stack" and equation.params["axis"] == 0:
@@ -221,19 +221,21 @@ class _Unroller:
                 kept = [
                     v
                     for v, x in zip(own.xs, given.xs, strict=True)
-                    if isinstance(x, int) and x in self.pieces
+                    if isinstance(x, int) and x in self.stage_programs
                 ]
                 self.shield(inside, [*kept, *own.carry], like)
             self.trip(scan, body, inside, names.name, names.of(trip))
             outputs = [inside[o] if isinstance(o, int) else o for o in body.outputs]
             moving = outputs[:num_carry]
-            for pieces, piece in zip(made, outputs[num_carry:], strict=True):
-                pieces.append(piece)
+            for stage_programs, stage_program in zip(made, outputs[num_carry:], strict=True):
+                stage_programs.append(stage_program)
         self.env.update(zip(scan.results, moving, strict=False))
-        for stack, pieces in zip(scan.results[num_carry:], made, strict=True):
-            self.pieces[stack] = pieces[::-1] if scan.params["reverse"] else pieces
+        for stack, stage_programs in zip(scan.results[num_carry:], made, strict=True):
+            self.stage_programs[stack] = (
+                stage_programs[::-1] if scan.params["reverse"] else stage_programs
+            )
             if stack in self.read_whole:
-                self.env[stack] = self.writer.emit(_stacked, self.pieces[stack], scan)
+                self.env[stack] = self.writer.emit(_stacked, self.stage_programs[stack], scan)
 
     def const(self, value: Operand, name: str, like: Equation) -> Operand:
         """What all trips read, in the trip of this name; the backward trip reads the forward's."""
@@ -253,8 +255,8 @@ class _Unroller:
         """What a trip reads of a stack, as one equation for all trips that read it."""
         if not isinstance(stack, int):
             return self.writer.emit(_taken, [stack], like, index=trip)
-        if stack in self.pieces:
-            return self.pieces[stack][trip]
+        if stack in self.stage_programs:
+            return self.stage_programs[stack][trip]
         if stack in self.stacked:
             return self.stacked[stack][trip]
         if (stack, trip) not in self.slices:
@@ -315,5 +317,7 @@ def _taken(stack: Any, *, index: int) -> Any:
     return lax.index_in_dim(stack, index, keepdims=False)
 
 
-def _stacked(*pieces: Any) -> Any:
-    return lax.concatenate([lax.expand_dims(piece, (0,)) for piece in pieces], 0)
+def _stacked(*stage_programs: Any) -> Any:
+    return lax.concatenate(
+        [lax.expand_dims(stage_program, (0,)) for stage_program in stage_programs], 0
+    )

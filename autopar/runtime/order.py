@@ -1,8 +1,9 @@
 """All meshes' lists in one order for one process, and the bytes that lie on each mesh meanwhile.
 
-Meshes take turns, one piece at a time, so that a piece is dispatched soon after what it waits for.
-A list waits where it receives what is not sent yet. Since buffers are numbered once per step, what
-is sent lies in the receiver's buffers at once, and a `Recv` leaves nothing to do.
+Meshes take turns, one stage program at a time, so that a stage program is dispatched soon after
+what it waits for. A list waits where it receives what is not sent yet. Since buffers are numbered
+once per step, what is sent lies in the receiver's buffers at once, and a `Recv` leaves nothing to
+do.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def live_bytes_over_time(
     programs: PipelinePrograms,
     bytes_of: Callable[[Buffer], int],
 ) -> Iterator[Moment]:
-    """What lies in buffers after each instruction, on every mesh that it concerns. A piece that may
-    use up a buffer leaves it behind only if it writes it again."""
+    """What lies in buffers after each instruction, on every mesh that it concerns. A stage program
+    that may use up a buffer leaves it behind only if it writes it again."""
     live = [set(buffer for _, buffer in program.inputs) for program in programs.meshes]
     total = [
         sum(bytes_of((mesh, buffer)) for buffer in buffers) for mesh, buffers in enumerate(live)
@@ -90,7 +91,7 @@ def live_bytes_over_time(
     for step in order:
         instruction = step.instruction
         if isinstance(instruction, Run):
-            used_up = [instruction.reads[i] for i in programs.donated[instruction.piece]]
+            used_up = [instruction.reads[i] for i in programs.donated[instruction.stage_program]]
             change(step.mesh, used_up, instruction.writes)
             yield Moment(step.mesh, step, total[step.mesh])
         elif isinstance(instruction, Send):
@@ -120,15 +121,15 @@ def peak_bytes(
     bytes_of: Callable[[Buffer], int],
     own_bytes: Sequence[int],
 ) -> tuple[int, ...]:
-    """Peak bytes by mesh: while a piece runs, its own (`own_bytes`, by piece: arguments, results
-    and temporaries) and what else lies in buffers."""
+    """Peak bytes by mesh: while a stage program runs, its own (`own_bytes`, by stage program:
+    arguments, results and temporaries) and what else lies in buffers."""
     peaks = list(peak_live_bytes(order, programs, bytes_of))
     for moment in live_bytes_over_time(order, programs, bytes_of):
         run = moment.step.instruction
         if not isinstance(run, Run):
             continue
-        used_up = {run.reads[i] for i in programs.donated[run.piece]}
+        used_up = {run.reads[i] for i in programs.donated[run.stage_program]}
         left = (set(run.reads) - used_up) | set(run.writes)
         others = moment.live_bytes - sum(bytes_of((moment.mesh, b)) for b in left)
-        peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.piece])
+        peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.stage_program])
     return tuple(peaks)

@@ -1,8 +1,8 @@
 """A pipelined step on the devices of this process.
 
-Every piece is compiled ahead for its stage's mesh. A step then follows one list, in which the lists
-of all meshes are interleaved once and for all: run a piece, copy arrays to another mesh, forget
-arrays. JAX dispatches without waiting, so that meshes work at the same time.
+Every stage program is compiled ahead for its stage's mesh. A step then follows one list, in which
+the lists of all meshes are interleaved once and for all: run a stage program, copy arrays to
+another mesh, forget arrays. JAX dispatches without waiting, so that meshes work at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.ir.pipeline import (
     Run,
     Send,
     StageProgram,
-    piece_names,
+    stage_program_names,
 )
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.tiles import TilePlan
@@ -61,7 +61,12 @@ from autopar.runtime.operations import (
     send_operation,
 )
 from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_live_bytes
-from autopar.runtime.stage_programs import Buffers, compile_pieces, lower_pieces, program_bytes
+from autopar.runtime.stage_programs import (
+    Buffers,
+    compile_stage_programs,
+    lower_stage_programs,
+    program_bytes,
+)
 from autopar.runtime.threads import must_run_alone
 from autopar.runtime.timestamps import StepDescription
 from autopar.runtime.transfers import transfer_function
@@ -85,7 +90,7 @@ class StepStats:
 class PipelineExecutable:
     """What `step.last_executable` gives of a pipelined step.
 
-    functions:  one per piece, from its reads to its writes, in order.
+    functions:  one per stage program, from its reads to its writes, in order.
     buffers:    (stage, value) -> type and `NamedSharding` of what holds the value there; for
                 values of a micro-batch, those of one micro-batch.
     avals:      types of the step's arguments.
@@ -113,7 +118,7 @@ class PipelineExecutable:
         self.avals = tuple(avals)
         self.input_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.inputs]
         self.output_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.outputs]
-        self.names = piece_names(pipeline)
+        self.names = stage_program_names(pipeline)
         self._functions = tuple(functions)
         self._buffers = buffers
         self._tile_plans = tile_plans or {}
@@ -203,8 +208,13 @@ class PipelineExecutable:
             self.programs,
             lambda stage, ref: _bytes_on_one_device(self._buffers[stage, ref.value]),
         )
-        pieces = [(name, p.stage) for name, p in zip(self.names, self.pipeline.pieces, strict=True)]
-        described = StepDescription(self.plan, self.programs, tuple(pieces), transfers, live)
+        stage_programs = [
+            (name, p.stage)
+            for name, p in zip(self.names, self.pipeline.stage_programs, strict=True)
+        ]
+        described = StepDescription(
+            self.plan, self.programs, tuple(stage_programs), transfers, live
+        )
         return described, watched
 
     def run_tracked(self, leaves: Sequence[Any]) -> tuple[list[Any], StepStats]:
@@ -239,8 +249,11 @@ class PipelineExecutable:
         )
         return [slots[slot] for slot in self._output_slots], stats
 
-    def time_pieces(self, leaves: Sequence[Any]) -> list[tuple[StageProgram, int | None, float]]:
-        """Run a step one instruction at a time: (piece, micro-batch, seconds) of every run."""
+    def time_stage_programs(
+        self, leaves: Sequence[Any]
+    ) -> list[tuple[StageProgram, int | None, float]]:
+        """Run a step one instruction at a time: (stage program, micro-batch, seconds) of every
+        run."""
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()
         timed = []
@@ -253,7 +266,9 @@ class PipelineExecutable:
                 at = self._offsets[ordered.mesh]
                 jax.block_until_ready([slots[at + buffer] for buffer in run.writes])
                 seconds = time.perf_counter() - start
-                timed.append((self.pipeline.pieces[run.piece], run.micro_batch, seconds))
+                timed.append(
+                    (self.pipeline.stage_programs[run.stage_program], run.micro_batch, seconds)
+                )
         return timed
 
     def _first_slots(self, leaves: Sequence[Any]) -> Slots:
@@ -309,9 +324,9 @@ class PipelineExecutable:
 
     @property
     def compiled(self) -> dict[str, jax.stages.Compiled]:
-        """The compiled pieces by name, such as `stage0_forward`."""
+        """The compiled stage programs by name, such as `stage0_forward`."""
         if self._compiled is None:
-            self._compiled = compile_pieces(
+            self._compiled = compile_stage_programs(
                 self.plan.name,
                 self.pipeline,
                 self._functions,
@@ -328,8 +343,8 @@ class PipelineExecutable:
     def _operation(self, ordered: Ordered, programs: Sequence[Any]) -> Operation:
         instruction, at = ordered.instruction, self._offsets[ordered.mesh]
         if isinstance(instruction, Run):
-            program = programs[instruction.piece]
-            donated = self.programs.donated[instruction.piece]
+            program = programs[instruction.stage_program]
+            donated = self.programs.donated[instruction.stage_program]
             own = RunSlots(
                 tuple(at + buffer for buffer in instruction.reads),
                 tuple(at + instruction.reads[position] for position in donated),
@@ -369,8 +384,8 @@ class PipelineExecutable:
         return peak_live_bytes(self._order, self.programs, self._bytes_of)
 
     def mesh_memory_bytes(self) -> tuple[int, ...]:
-        """Peak bytes per device, by mesh: while a piece runs, XLA's own figure of it (arguments,
-        results and temporaries, those in place once) and what else lies in buffers."""
+        """Peak bytes per device, by mesh: while a stage program runs, XLA's own figure of it
+        (arguments, results and temporaries, those in place once) and what else lies in buffers."""
         own_bytes = [program_bytes(program) for program in self.compiled.values()]
         return peak_bytes(self._order, self.programs, self._bytes_of, own_bytes)
 
@@ -384,14 +399,16 @@ class PipelineExecutable:
         return dict(Counter(kinds))
 
     def hlo_text(self) -> str:
-        """XLA's optimized HLO of every piece, each under its name."""
+        """XLA's optimized HLO of every stage program, each under its name."""
         texts = [f"// {name}\n\n{one.as_text()}" for name, one in self.compiled.items()]
         return "\n\n".join(texts)
 
     def collectives(self) -> tuple[CollectiveOp, ...]:
         """Every collective that XLA will run in a step, with bytes and group sizes. Transfers from
         mesh to mesh are none."""
-        runs = Counter(o.instruction.piece for o in self._order if isinstance(o.instruction, Run))
+        runs = Counter(
+            o.instruction.stage_program for o in self._order if isinstance(o.instruction, Run)
+        )
         return tuple(
             replace(op, trips=op.trips * runs[number])
             for number, program in enumerate(self.compiled.values())
@@ -417,7 +434,7 @@ class PipelineExecutable:
         def annotated(number: int) -> str:
             if not lowered:
                 lowered.extend(
-                    lower_pieces(
+                    lower_stage_programs(
                         self.plan.name,
                         self.pipeline,
                         self._functions,

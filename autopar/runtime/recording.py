@@ -39,8 +39,8 @@ def whole_step(plan: Any, names: Sequence[str], stage_mesh: Sequence[int]) -> St
     programs = PipelinePrograms(
         tuple(MeshProgram(tuple(own), (), (), 0) for own in lists), ((),) * len(names)
     )
-    pieces = tuple((name, stage) for stage, name in enumerate(names))
-    return StepDescription(plan, programs, pieces)
+    stage_programs = tuple((name, stage) for stage, name in enumerate(names))
+    return StepDescription(plan, programs, stage_programs)
 
 
 class Waiters:
@@ -125,11 +125,11 @@ def may_be_used_up(
     program: MeshProgram, donated: Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
 ) -> frozenset[int]:
     """Buffers of a mesh that programs may use up, in this step or in a later one. `donated`: by
-    piece, positions in its reads."""
+    stage program, positions in its reads."""
     found = {buffer for _, buffer in program.outputs}
     for run in program.instructions:
         if isinstance(run, Run):
-            found.update(run.reads[position] for position in donated[run.piece])
+            found.update(run.reads[position] for position in donated[run.stage_program])
     return frozenset(found)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a pipelined step, compiled ahead for the meshes of their stages."""
+"""Stage programs of a pipelined step, compiled ahead for the meshes of their stages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 import jax
 
 from autopar.errors import CompileError
-from autopar.ir.pipeline import Pipeline, StageProgram, piece_names
+from autopar.ir.pipeline import Pipeline, StageProgram, stage_program_names
 from autopar.progress import Progress, logged
 
 # Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
 Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 
 
-def compile_pieces(
+def compile_stage_programs(
     step_name: str,
     pipeline: Pipeline,
     functions: Sequence[Callable[..., Sequence[Any]]],
     donated: Sequence[tuple[int, ...]],
     buffers: Buffers,
 ) -> list[jax.stages.Compiled]:
-    """The program of every piece, from its reads to its writes. XLA works on several at a time."""
-    names = piece_names(pipeline)
-    lowered = lower_pieces(step_name, pipeline, functions, donated, buffers)
+    """The program of every stage program, from its reads to its writes. XLA works on several at a
+    time."""
+    names = stage_program_names(pipeline)
+    lowered = lower_stage_programs(step_name, pipeline, functions, donated, buffers)
 
     def compile_one(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
@@ -50,29 +51,30 @@ def compile_pieces(
         return list(threads.map(compile_and_count, names, lowered))
 
 
-def lower_pieces(
+def lower_stage_programs(
     step_name: str,
     pipeline: Pipeline,
     functions: Sequence[Callable[..., Sequence[Any]]],
     donated: Sequence[tuple[int, ...]],
     buffers: Buffers,
 ) -> list[jax.stages.Lowered]:
-    """The program of every piece as XLA gets it."""
-    names = piece_names(pipeline)
+    """The program of every stage program as XLA gets it."""
+    names = stage_program_names(pipeline)
     with warnings.catch_warnings():
-        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        # A buffer that a stage program may use up is freed by that, even if no result can lie in
+        # it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         return [
-            _lower(f"{step_name}_{name}", piece, flat_fn, used_up, buffers)
-            for name, piece, flat_fn, used_up in zip(
-                names, pipeline.pieces, functions, donated, strict=True
+            _lower(f"{step_name}_{name}", stage_program, flat_fn, used_up, buffers)
+            for name, stage_program, flat_fn, used_up in zip(
+                names, pipeline.stage_programs, functions, donated, strict=True
             )
         ]
 
 
 def _lower(
     name: str,
-    piece: StageProgram,
+    stage_program: StageProgram,
     flat_fn: Callable[..., Sequence[Any]],
     donated: tuple[int, ...],
     buffers: Buffers,
@@ -81,8 +83,8 @@ def _lower(
         return list(flat_fn(*values))
 
     run.__name__ = run.__qualname__ = name
-    reads = [buffers[piece.stage, ref.value] for ref in piece.reads]
-    writes = [buffers[piece.stage, ref.value] for ref in piece.writes]
+    reads = [buffers[stage_program.stage, ref.value] for ref in stage_program.reads]
+    writes = [buffers[stage_program.stage, ref.value] for ref in stage_program.writes]
     jitted = jax.jit(
         run,
         in_shardings=[buffer.sharding for buffer in reads],

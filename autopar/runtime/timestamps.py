@@ -33,14 +33,14 @@ class StepDescription:
     """What the marks of a step speak of.
 
     plan:       the step's plan.
-    pieces:     name and stage, by number.
+    stage programs:     name and stage, by number.
     transfers:  source stage, target stage and bytes, by number.
     live_bytes: per mesh, the bytes on one device while each instruction is run; empty if not known.
     """
 
     plan: Any
     programs: PipelinePrograms
-    pieces: tuple[tuple[str, int], ...]
+    stage_programs: tuple[tuple[str, int], ...]
     transfers: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
     live_bytes: tuple[tuple[float, ...], ...] = ()
 
@@ -159,7 +159,7 @@ class _MeshEvents:
                 self.memory[at_s] = max(held, by_runs.get(at_s, 0.0))
 
     def add_run(self, run: Run, start_s: float, end_s: float) -> None:
-        name, stage = self.described.pieces[run.piece]
+        name, stage = self.described.stage_programs[run.stage_program]
         phase = _PHASE.match(name)
         which = phase.group(1) if phase else ""
         self.events.append(

@@ -1,8 +1,8 @@
 """The default method: plans on one mesh and pipelines, whichever is predicted to be faster.
 
 A pipeline is searched unless it cannot win: no step is faster than its products at full speed on
-all devices, and every stage starts its pieces for every micro-batch. Micro-batches are only used
-where they change nothing: a step with statistics over the batch keeps its batch whole.
+all devices, and every stage starts its stage programs for every micro-batch. Micro-batches are only
+used where they change nothing: a step with statistics over the batch keeps its batch whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.tracer.costs import aval_bytes, program_flops
 from autopar.tracer.flatten import TracedStep
 
-# Pieces that the shortest pipeline starts one after another: two stages, two micro-batches.
+# Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
 # Across hosts, a plan on one mesh is worked out if tables do not put it further behind than this.
 _WORTH_SOLVING = 1.05

@@ -119,8 +119,8 @@ def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodePlace
 
 
 def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
-    """Forward values that the backward piece of a stage of all layers is handed -> the layer that
-    keeps them: their own if its backward pass needs them, else the first that does."""
+    """Forward values that the backward stage program of a stage of all layers is handed -> the
+    layer that keeps them: their own if its backward pass needs them, else the first that does."""
     assert step.loop is not None
     (stage,) = slice_step(step, layers, [0] * len(layers.layers)).stages
     (body,) = step.program.equations[step.loop].bodies

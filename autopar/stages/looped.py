@@ -28,7 +28,7 @@ from autopar.tracer.costs import program_flops
 from autopar.tracer.flatten import TracedStep
 from autopar.tracer.program import Program
 
-# Time to start one piece: Python, argument handling and the launch itself.
+# Time to start one stage program: Python, argument handling and the launch itself.
 LAUNCH_S = {"cpu": 300e-6}
 GPU_LAUNCH_S = 60e-6
 

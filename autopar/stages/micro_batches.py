@@ -1,11 +1,11 @@
 """The number of micro-batches: which one the stage search should be done for.
 
 From tables made at one number of micro-batches to a number and its pipeline. More micro-batches
-fill a pipeline better and need less memory; each costs the start of its pieces, and has smaller
-products. Here the figures of a micro-batch are taken to be in proportion to its rows, but for the
-time to start a piece and that to read weights and sums of gradients, which no micro-batch goes
-below. So one set of tables ranks all numbers, roughly: the compiler traces the step anew for the
-number found and searches again.
+fill a pipeline better and need less memory; each costs the start of its stage programs, and has
+smaller products. Here the figures of a micro-batch are taken to be in proportion to its rows, but
+for the time to start a stage program and that to read weights and sums of gradients, which no
+micro-batch goes below. So one set of tables ranks all numbers, roughly: the compiler traces the
+step anew for the number found and searches again.
 """
 
 from __future__ import annotations

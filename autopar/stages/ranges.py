@@ -3,10 +3,10 @@
 From the per-layer tables to arrays [variant, first layer, end], where the range is half-open
 and what is no range costs infinitely much. A stage of the range [k, e) under a variant costs
 
-    c = latency + transfer + launch · pieces + once / n        seconds per micro-batch,
+    c = latency + transfer + launch · stage programs + once / n        seconds per micro-batch,
 
-with n micro-batches, and as many pieces as a stage runs for each: forward and backward, a third for
-the gradients of weights if the schedule has them apart, or forward alone. Its peak is
+with n micro-batches, and as many stage programs as a stage runs for each: forward and backward, a
+third for the gradients of weights if the schedule has them apart, or forward alone. Its peak is
 
     held + in flight · f + the largest working set of a layer  bytes per device,
 
@@ -42,7 +42,7 @@ class Setting:
     boundary_bytes: bytes of a micro-batch that cross each of the cuts between layers, forward;
                     backward as much comes back, if there is a backward pass.
     memory_budget:  bytes that a device may hold, for all submeshes or by submesh.
-    launch_s:       time to start one piece.
+    launch_s:       time to start one stage program.
     """
 
     cluster: ClusterSpec
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def launches_s(self) -> float:
-        """Time to start all pieces that a stage runs for a micro-batch."""
+        """Time to start all stage programs that a stage runs for a micro-batch."""
         if not self.has_backward:
             return self.launch_s
         return self.launch_s * (3 if self.schedule == "zero_bubble" else 2)

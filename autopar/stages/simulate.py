@@ -30,7 +30,7 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.spec import WHOLE
 from autopar.ir.timeline import Event, PipelineTimes, StageProgramTime, Timeline
 from autopar.lower.instructions import emit_programs
-from autopar.lower.stage_programs import StagePrograms, cut_into_pieces
+from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import lane_axes, with_lanes
 from autopar.stages.schedules import make_schedule
@@ -53,8 +53,8 @@ def stage_times(
     launch_s: float,
 ) -> PipelineTimes:
     """Times of a pipeline that is planned: its `SlicedStep`, and a `SolvedStage` per stage. What is
-    done once per step counts for the first piece of the update."""
-    pieces = cut_into_pieces(
+    done once per step counts for the first stage program of the update."""
+    stage_programs = cut_into_stage_programs(
         sliced.stages,
         [own.plan.program for own in solved],
         num_micro_batches,
@@ -63,21 +63,24 @@ def stage_times(
     )
     figures = [own.figures for own in solved]
     return pipeline_times(
-        pieces.pipeline,
-        _piece_seconds(pieces.pipeline, figures, launch_s),
-        _transfer_times(pieces, sliced.program.avals, solved, devices, stage_mesh, cluster),
+        stage_programs.pipeline,
+        _stage_program_seconds(stage_programs.pipeline, figures, launch_s),
+        _transfer_times(stage_programs, sliced.program.avals, solved, devices, stage_mesh, cluster),
         [float(table.held_bytes[0]) for table in figures],
         [float(table.in_flight_bytes[0]) for table in figures],
         [float(table.working_bytes[0]) for table in figures],
     )
 
 
-def _piece_seconds(pipeline: Pipeline, figures: Sequence[Any], launch_s: float) -> list[float]:
-    """Of one run of each piece. The backward pass is shared evenly between its pieces."""
+def _stage_program_seconds(
+    pipeline: Pipeline, figures: Sequence[Any], launch_s: float
+) -> list[float]:
+    """Of one run of each stage program. The backward pass is shared evenly between its stage
+    programs."""
     of_stage: dict[tuple[int, Phase], list[int]] = {}
-    for number, piece in enumerate(pipeline.pieces):
-        of_stage.setdefault((piece.stage, piece.phase), []).append(number)
-    seconds = [launch_s] * len(pipeline.pieces)
+    for number, stage_program in enumerate(pipeline.stage_programs):
+        of_stage.setdefault((stage_program.stage, stage_program.phase), []).append(number)
+    seconds = [launch_s] * len(pipeline.stage_programs)
     for stage, table in enumerate(figures):
         for number in of_stage.get((stage, Phase.FORWARD), []):
             seconds[number] += float(table.forward_s[0])
@@ -92,7 +95,7 @@ def _piece_seconds(pipeline: Pipeline, figures: Sequence[Any], launch_s: float) 
 
 
 def _transfer_times(
-    pieces: StagePrograms,
+    stage_programs: StagePrograms,
     avals: Sequence[Any],
     solved: Sequence[Any],
     devices: Sequence[Sequence[int]],
@@ -107,14 +110,17 @@ def _transfer_times(
     ]
     known: dict[Any, TransferTime] = {}
     found = []
-    for transfer in pieces.pipeline.transfers:
+    for transfer in stage_programs.pipeline.transfers:
         source, target, value = transfer.source, transfer.target, transfer.ref.value
         if stage_mesh[source] == stage_mesh[target]:
             found.append(TransferTime(0.0, 0.0))
             continue
         aval = avals[value]
         shape = tuple(getattr(aval, "shape", ()))
-        ends = [_laid_out(pieces, stage, value, shape, shapes[stage]) for stage in (source, target)]
+        ends = [
+            _laid_out(stage_programs, stage, value, shape, shapes[stage])
+            for stage in (source, target)
+        ]
         # What is sent is one array of one type: partial sums are finished before.
         way = (ends[0][0], aval.dtype.itemsize, ends[0][1], shapes[source], ends[1][1])
         key = (*way, shapes[target], hosts[source], hosts[target])
@@ -144,14 +150,14 @@ def _in_closed_form(
 
 
 def _laid_out(
-    pieces: StagePrograms,
+    stage_programs: StagePrograms,
     stage: int,
     value: int,
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape with lanes, layout) of a value's buffers."""
-    layout = pieces.layouts[stage, value]
+    layout = stage_programs.layouts[stage, value]
     if layout is None:
         layout = (WHOLE,) * len(mesh_shape)
     lanes = [mesh_shape[axis] for axis in lane_axes(layout)]
@@ -183,12 +189,12 @@ def _simulated(
     times: PipelineTimes, schedule: Schedule, hosts: Hosts | None
 ) -> tuple[Pipeline, PipelinePrograms, SimulatedRun, Simulated]:
     stage_mesh, number = schedule.stage_mesh, schedule.num_micro_batches
-    pipeline, piece_s, transfers = pipeline_of_times(times, stage_mesh, number)
+    pipeline, stage_program_s, transfers = pipeline_of_times(times, stage_mesh, number)
     programs = emit_programs(pipeline, schedule)
     if hosts is None:
-        work = program_work(pipeline, programs, piece_s, transfers)
+        work = program_work(pipeline, programs, stage_program_s, transfers)
     else:
-        work = program_work(pipeline, programs, piece_s, transfers, host_routes(hosts))
+        work = program_work(pipeline, programs, stage_program_s, transfers, host_routes(hosts))
     return pipeline, programs, work, simulate(work)
 
 
@@ -196,8 +202,8 @@ def _simulated(
 
 
 def predicted_timeline(plan: ParallelPlan) -> Timeline:
-    """When what runs in a step of the plan: pieces and transfers of a pipeline on its meshes, or
-    forward passes, backward passes and the update of a step on one mesh."""
+    """When what runs in a step of the plan: stage programs and transfers of a pipeline on its
+    meshes, or forward passes, backward passes and the update of a step on one mesh."""
     if not plan.is_pipeline:
         return _on_one_mesh(plan)
     stage_mesh = [stage.mesh for stage in plan.stages]
@@ -222,7 +228,7 @@ def _memory(
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Bytes on one device of each mesh: what its stages hold all the time, what they keep of each
     micro-batch from the start of its forward pass to the end of its last phase, and what they need
-    while a piece runs."""
+    while a stage program runs."""
     ends: dict[tuple[int, int | None], float] = {}
     for event in found.events:
         if event.kind == "run" and event.micro_batch is not None:
@@ -256,7 +262,7 @@ def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
         phases = [Phase.FORWARD]
     elif plan.schedule != "zero_bubble":
         phases.remove(Phase.WEIGHTS)
-    pieces = []
+    stage_programs = []
     for number, stage in enumerate(plan.stages):
         backward_s = stage.backward_s / (2 if Phase.WEIGHTS in phases else 1)
         seconds = {
@@ -265,8 +271,10 @@ def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
             Phase.WEIGHTS: backward_s,
             Phase.UPDATE: stage.once_s,
         }
-        pieces += (StageProgramTime(number, phase.value, 0, seconds[phase]) for phase in phases)
-    return PipelineTimes((), (), (), (), (), tuple(pieces))
+        stage_programs += (
+            StageProgramTime(number, phase.value, 0, seconds[phase]) for phase in phases
+        )
+    return PipelineTimes((), (), (), (), (), tuple(stage_programs))
 
 
 def _side_by_side(plan: ParallelPlan, stage_mesh: Sequence[int]) -> Timeline:

@@ -27,7 +27,7 @@ from autopar.stages.ranges import Ranges
 
 SAME = 1e-9  # times that differ by this ratio differ by rounding only
 
-Piece = tuple[int, int, int]  # first layer, end, number of the submesh
+StageRange = tuple[int, int, int]  # first layer, end, number of the submesh
 
 
 class StageDP:
@@ -96,25 +96,25 @@ class StageDP:
             found.append(least)
         return found
 
-    def pieces_of_prefixes(self, prefixes: np.ndarray, bound_s: float) -> list[Piece]:
+    def stages_of_prefixes(self, prefixes: np.ndarray, bound_s: float) -> list[StageRange]:
         """The stages of H of all layers on all devices."""
         costs = self._costs(self.fewest_in_flight, bound_s)
-        pieces: list[Piece] = []
+        stages: list[StageRange] = []
         end, left = self.ranges.num_layers, self.num_units
         while end:
             m, first = _argmin(
                 costs[m, :end, end] + prefixes[:end, left - size] if size <= left else None
                 for m, size in enumerate(self.sizes)
             )
-            pieces.insert(0, (first, end, m))
+            stages.insert(0, (first, end, m))
             end, left = first, left - self.sizes[m]
-        return pieces
+        return stages
 
-    def pieces_of_suffixes(
+    def stages_of_suffixes(
         self, suffixes: Sequence[np.ndarray], num_stages: int, bound_s: float
-    ) -> list[Piece]:
+    ) -> list[StageRange]:
         """The stages of F of all layers in so many stages on all devices."""
-        pieces: list[Piece] = []
+        stages: list[StageRange] = []
         first, left = 0, self.num_units
         for stage in range(num_stages, 0, -1):
             costs = self._costs(self.in_flight[stage], bound_s)
@@ -122,9 +122,9 @@ class StageDP:
                 costs[m, first] + suffixes[stage - 1][:, left - size] if size <= left else None
                 for m, size in enumerate(self.sizes)
             )
-            pieces.append((first, end, m))
+            stages.append((first, end, m))
             first, left = end, left - self.sizes[m]
-        return pieces
+        return stages
 
 
 def _argmin(rows: Iterable[np.ndarray | None]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Each stage's step is sharded exactly, as a step of its own on the meshes of its submesh. What
 differs from a whole step is memory: of every micro-batch in flight a stage keeps what its backward
-piece reads. Equal stages (the blocks in the middle of a transformer) are solved once.
+stage program reads. Equal stages (the blocks in the middle of a transformer) are solved once.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageCho
 from autopar.ir.text import format_bytes
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.schedules import in_flight_bound
-from autopar.stages.stage_dp import SAME, Piece, StageDP
+from autopar.stages.stage_dp import SAME, StageDP, StageRange
 from autopar.stages.submeshes import candidate_submeshes, tiles
 
 MOST_UNPLACED = 100  # plans that cannot be laid out, after which a search is given up
@@ -216,7 +216,7 @@ class _StageSearch:
         suffixes = self.sums.suffixes(bound_s, limit_s, self.sums.prefixes(bound_s))
         for count in range(1, len(suffixes)):
             if suffixes[count][0, self.sums.num_units] < inf:
-                self._plan(self.sums.pieces_of_suffixes(suffixes, count, bound_s))
+                self._plan(self.sums.stages_of_suffixes(suffixes, count, bound_s))
 
     def _at(self, bound_s: float, rest_s: float) -> _Optimum | None:
         """The optimum of a bound; None if, with at least `rest_s` for the other micro-batches, it
@@ -231,7 +231,7 @@ class _StageSearch:
         least_s, count = min(found, default=(inf, 0))
         if least_s >= limit_s:
             return None
-        plan = self._plan(self.sums.pieces_of_suffixes(suffixes, count, bound_s))
+        plan = self._plan(self.sums.stages_of_suffixes(suffixes, count, bound_s))
         assert plan is not None, "a stage that fits by the search does not fit"
         return _Optimum(least_s, plan)
 
@@ -244,17 +244,17 @@ class _StageSearch:
         prefixes = self.sums.prefixes(bound_s)
         floor_s = prefixes[-1, self.sums.num_units]
         if self.num_stages is None and floor_s < self.best_s - rest_s:
-            plan = self._plan(self.sums.pieces_of_prefixes(prefixes, bound_s))
+            plan = self._plan(self.sums.stages_of_prefixes(prefixes, bound_s))
             if plan is not None and sum(_costs(plan, self.setting)) <= floor_s * (1 + SAME):
                 return floor_s, _Optimum(floor_s, plan), prefixes
         return floor_s, None, prefixes
 
-    def _plan(self, pieces: Sequence[Piece]) -> PipelineChoice | None:
-        """The pieces under the best variants that fit where they stand; kept if it can be laid
-        out."""
+    def _plan(self, ranges: Sequence[StageRange]) -> PipelineChoice | None:
+        """The stage programs under the best variants that fit where they stand; kept if it can be
+        laid out."""
         stages: list[StageChoice] = []
-        for i, (first, end, m) in enumerate(pieces):
-            stage = self.ranges.choose(first, end, m, self.sums.in_flight[len(pieces) - i])
+        for i, (first, end, m) in enumerate(ranges):
+            stage = self.ranges.choose(first, end, m, self.sums.in_flight[len(ranges) - i])
             if stage is None:
                 return None
             stages.append(stage)

@@ -106,24 +106,25 @@ def _peak_bytes(compiled: Any) -> int:
 
 def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
     """What XLA makes of a plan of autopar's. The step of a pipeline is simulated with the judged
-    time of every piece; what crosses between stages takes as long as the plan says."""
+    time of every stage program; what crosses between stages takes as long as the plan says."""
     executable = make_executable(planned, devices_of(row))
     if not isinstance(executable, PipelineExecutable):
         compiled: Any = executable.compiled
         own = _judged(compiled)
         return _figures(own, own.step_s, _peak_bytes(compiled))
-    pieces = [_judged(piece) for piece in executable.compiled.values()]
+    stage_programs = [_judged(stage_program) for stage_program in executable.compiled.values()]
     plan = planned.plan
-    assert plan.times is not None and len(plan.times.pieces) == len(pieces)
+    assert plan.times is not None and len(plan.times.stage_programs) == len(stage_programs)
     timed = [
-        replace(old, seconds=new.step_s) for old, new in zip(plan.times.pieces, pieces, strict=True)
+        replace(old, seconds=new.step_s)
+        for old, new in zip(plan.times.stage_programs, stage_programs, strict=True)
     ]
-    judged_plan = replace(plan, times=replace(plan.times, pieces=tuple(timed)))
+    judged_plan = replace(plan, times=replace(plan.times, stage_programs=tuple(timed)))
     step_s = predicted_timeline(judged_plan).step_s
     of_stage: dict[int, list[Judged]] = {}
-    for piece, own in zip(executable.pipeline.pieces, pieces, strict=True):
-        num_runs = plan.num_micro_batches if piece.phase in PER_MICRO_BATCH else 1
-        of_stage.setdefault(piece.stage, []).append(repeated(own, num_runs))
+    for stage_program, own in zip(executable.pipeline.stage_programs, stage_programs, strict=True):
+        num_runs = plan.num_micro_batches if stage_program.phase in PER_MICRO_BATCH else 1
+        of_stage.setdefault(stage_program.stage, []).append(repeated(own, num_runs))
     most = max(map(added, of_stage.values()), key=lambda stage: stage.step_s)
     return _figures(most, step_s, executable.memory_bytes())
 

@@ -1,4 +1,5 @@
-"""Answers under way: completions of an engine → pieces of text as they come, in an event loop.
+"""Answers under way: completions of an engine → stage programs of text as they come, in an event
+loop.
 
 An engine fills its completions from a thread of its own. `Wakeups` carries word of it into the
 event loop, once per step and not once per token. `Choice` is one answer: it takes what has come,
@@ -79,22 +80,22 @@ class Choice:
 
     def take(self) -> Piece | None:
         """All that has come since; None if nothing has. Raises what ended the request."""
-        piece = Piece(self.index, "", [], [], None)
+        stage_program = Piece(self.index, "", [], [], None)
         while self.finish_reason is None:
             try:
                 token = self.completion.get(0)
             except queue.Empty:
                 break
-            piece.text += self._add(token, piece)
-        piece.finish_reason = self.finish_reason
-        return piece if piece.token_ids or piece.finish_reason else None
+            stage_program.text += self._add(token, stage_program)
+        stage_program.finish_reason = self.finish_reason
+        return stage_program if stage_program.token_ids or stage_program.finish_reason else None
 
-    def _add(self, token: Token, piece: Piece) -> str:
+    def _add(self, token: Token, stage_program: Piece) -> str:
         text = ""
         if token.token_id is not None:
             self.num_tokens += 1
-            piece.token_ids.append(token.token_id)
-            piece.logprobs.append(token.logprob)
+            stage_program.token_ids.append(token.token_id)
+            stage_program.logprobs.append(token.logprob)
             ends = token.finish_reason == "stop"  # the token that ends an answer is not shown
             text = self._text.push(token.token_id) if self._text and not ends else ""
         if self._text and token.finish_reason is not None:
@@ -153,15 +154,15 @@ class Answers:
             self.close()
             raise
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of all choices as they come, until every choice has ended; raises what ends them
-        otherwise."""
+    async def stage_programs(self) -> AsyncIterator[Piece]:
+        """Stage programs of all choices as they come, until every choice has ended; raises what
+        ends them otherwise."""
         running = list(self.choices)
         while running:
             self._event.clear()
             for choice in running:
-                if (piece := choice.take()) is not None:
-                    yield piece
+                if (stage_program := choice.take()) is not None:
+                    yield stage_program
             running = [choice for choice in running if choice.finish_reason is None]
             if running and self._ended_by is not None:
                 raise self._ended_by

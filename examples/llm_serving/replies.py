@@ -52,13 +52,13 @@ class Reply:
 
     async def whole(self) -> web.Response:
         merged = [self._prefix(index) for index in range(self._request.num_choices)]
-        async for piece in self._answers.pieces():
-            choice = merged[piece.index]
-            choice.text += piece.text
-            choice.token_ids += piece.token_ids
-            choice.logprobs += piece.logprobs
-            choice.finish_reason = piece.finish_reason
-        choices = [self._choice(piece) for piece in merged]
+        async for stage_program in self._answers.stage_programs():
+            choice = merged[stage_program.index]
+            choice.text += stage_program.text
+            choice.token_ids += stage_program.token_ids
+            choice.logprobs += stage_program.logprobs
+            choice.finish_reason = stage_program.finish_reason
+        choices = [self._choice(stage_program) for stage_program in merged]
         figures = usage(self._answers.choices, self._prompts)
         return web.json_response({**self._head, "choices": choices, "usage": figures})
 
@@ -94,9 +94,9 @@ class Reply:
             for index in range(self._request.num_choices):
                 choice = _dumps(self._choice(self._prefix(index)))
                 await events.write(f'{head},"choices":[{choice}]}}')
-        async for piece in self._answers.pieces():
-            if piece.text or piece.finish_reason or self._tells_tokens:
-                await events.write(f'{head},"choices":[{_dumps(self._choice(piece))}]}}')
+        async for stage_program in self._answers.stage_programs():
+            if stage_program.text or stage_program.finish_reason or self._tells_tokens:
+                await events.write(f'{head},"choices":[{_dumps(self._choice(stage_program))}]}}')
         if self._request.include_usage:
             figures = _dumps(usage(self._answers.choices, self._prompts))
             await events.write(f'{head},"choices":[],"usage":{figures}}}')
@@ -114,36 +114,36 @@ class Reply:
             text = self._tokenizer.decode(prompt) if self._tokenizer else ""
         return Piece(index, text, list(prompt), [None] * len(prompt), None)
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, stage_program: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": piece.index,
-            "text": piece.text,
-            "finish_reason": piece.finish_reason,
+            "index": stage_program.index,
+            "text": stage_program.text,
+            "finish_reason": stage_program.finish_reason,
             "logprobs": None,
         }
         if self._with_ids:
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = stage_program.token_ids
         if self._request.logprobs is not None:
-            choice["logprobs"] = self._logprobs(piece)
-        self._length[piece.index] += len(piece.text)
+            choice["logprobs"] = self._logprobs(stage_program)
+        self._length[stage_program.index] += len(stage_program.text)
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, stage_program: Piece) -> dict[str, Any]:
         texts = [
             self._tokenizer.decode([token_id]) if self._tokenizer else f"token_id:{token_id}"
-            for token_id in piece.token_ids
+            for token_id in stage_program.token_ids
         ]
-        offset, offsets = self._length[piece.index], []
+        offset, offsets = self._length[stage_program.index], []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         top = [
             None if value is None else {text: value}
-            for text, value in zip(texts, piece.logprobs, strict=True)
+            for text, value in zip(texts, stage_program.logprobs, strict=True)
         ]
         return {
             "tokens": texts,
-            "token_logprobs": piece.logprobs,
+            "token_logprobs": stage_program.logprobs,
             "text_offset": offsets,
             "top_logprobs": top if self._request.logprobs else None,
         }

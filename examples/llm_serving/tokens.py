@@ -1,8 +1,8 @@
-"""Text → token ids and back: a folder's `tokenizer.json`; ids one by one → pieces of text.
+"""Text → token ids and back: a folder's `tokenizer.json`; ids one by one → stage programs of text.
 
-`TextStream` turns the tokens of an answer into text as they come. A piece is given out only when
-later tokens cannot change it: characters whose bytes are spread over several tokens wait until they
-are whole, and what may be the beginning of a stop string waits until it is not.
+`TextStream` turns the tokens of an answer into text as they come. A stage program is given out only
+when later tokens cannot change it: characters whose bytes are spread over several tokens wait until
+they are whole, and what may be the beginning of a stop string waits until it is not.
 """
 
 from __future__ import annotations
@@ -84,24 +84,24 @@ class TextStream:
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         settled = _settled(text)
-        piece = settled[self._shown :]
+        stage_program = settled[self._shown :]
         self._shown = max(self._shown, len(settled))
         whole = len(settled) == len(text)
         if len(self._window) > (WINDOW_TOKENS if whole else 4 * WINDOW_TOKENS):
             self._window = self._window[-CONTEXT_TOKENS:]
             self._shown = len(_settled(self._tokenizer.decode(self._window)))
-        return self._release(piece)
+        return self._release(stage_program)
 
     def flush(self) -> str:
         """All that was held back, for no more tokens come."""
         if self.stopped:
             return ""
-        piece = self._held + self._tokenizer.decode(self._window)[self._shown :]
+        stage_program = self._held + self._tokenizer.decode(self._window)[self._shown :]
         self._held = ""
-        return self._cut(piece)
+        return self._cut(stage_program)
 
-    def _release(self, piece: str) -> str:
-        text = self._cut(self._held + piece)
+    def _release(self, stage_program: str) -> str:
+        text = self._cut(self._held + stage_program)
         self._held = ""
         if self._stop and not self.stopped:
             kept = len(text) - _length_of_beginning(text, self._stop)

@@ -147,5 +147,8 @@ def test_inference(num_stages: int) -> None:
     for batch in batches:
         want = jax.jit(infer)(params, batch)
         np.testing.assert_allclose(parallel(params, batch), want, **TOLERANCE)
-    phases = {piece.phase.value for piece in parallel.last_executable.pipeline.pieces}
+    phases = {
+        stage_program.phase.value
+        for stage_program in parallel.last_executable.pipeline.stage_programs
+    }
     assert "backward" not in phases and "forward" in phases

@@ -644,7 +644,7 @@ def test_recomputed_stages_keep_less() -> None:
         method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(2), options=options)
         parallel = check_optimizer(optax.sgd(0.1), loss_fn, FOUR_LAYERS, method)
         pipeline = parallel.last_executable.pipeline
-        forward = next(p for p in pipeline.pieces if p.phase.value == "forward")
+        forward = next(p for p in pipeline.stage_programs if p.phase.value == "forward")
         kept.append(len(forward.writes))
     assert kept[1] < kept[0]
 

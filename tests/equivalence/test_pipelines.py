@@ -1,8 +1,8 @@
 """Three steps of every model as a pipeline equal three steps of `jax.jit(train_step)`.
 
-Schedules order the same pieces, so those of one cut are planned and compiled once; what differs in
-pieces is zero_bubble (weights apart) and interleaved_1f1b (stages that share meshes). Wide-ResNet
-normalises within micro-batches, so that it has one micro-batch here.
+Schedules order the same stage programs, so those of one cut are planned and compiled once; what
+differs in stage programs is zero_bubble (weights apart) and interleaved_1f1b (stages that share
+meshes). Wide-ResNet normalises within micro-batches, so that it has one micro-batch here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def method_of(name: str, stages: str, schedule: str) -> autopar.PipeshardParalle
 
 @functools.lru_cache(maxsize=1)
 def planned(name: str, stages: str, schedule: str) -> tuple[PlannedStep, dict[Any, Any]]:
-    """(the plan of all schedules with these pieces, programs that were compiled for it)."""
+    """(the plan of all schedules with these stage programs, programs that were compiled for it)."""
     example, first, _, _ = reference(name)
     method = method_of(name, stages, schedule)
     step = autopar.parallelize(example.train_step, method=method)
@@ -67,8 +67,8 @@ def planned(name: str, stages: str, schedule: str) -> tuple[PlannedStep, dict[An
 
 
 def executable_of(name: str, stages: str, schedule: str) -> tuple[PlannedStep, Any]:
-    has_own_pieces = schedule in ("zero_bubble", "interleaved_1f1b")
-    found, compiled = planned(name, stages, schedule if has_own_pieces else "1f1b")
+    has_own_stage_programs = schedule in ("zero_bubble", "interleaved_1f1b")
+    found, compiled = planned(name, stages, schedule if has_own_stage_programs else "1f1b")
     found = replace(found, plan=replace(found.plan, schedule=schedule))
     executable = make_executable(found, local_devices())
     known = compiled.get(executable.programs.donated)

@@ -44,15 +44,18 @@ def step_by_clocks(
 def chain_times(
     seconds: dict[Phase, Sequence[float]], crossing_s: Sequence[float]
 ) -> PipelineTimes:
-    """The same pipeline as times of pieces and crossings."""
+    """The same pipeline as times of stage programs and crossings."""
     phases = [p for p in Phase if p in seconds]
     num_stages = len(seconds[Phase.FORWARD])
-    pieces = [
+    stage_programs = [
         StageProgramTime(stage, phase.value, 0, float(seconds[phase][stage]))
         for stage in range(num_stages)
         for phase in phases
     ]
-    number = {(piece.stage, piece.phase): n for n, piece in enumerate(pieces)}
+    number = {
+        (stage_program.stage, stage_program.phase): n
+        for n, stage_program in enumerate(stage_programs)
+    }
     crossings = []
     for stage, took_s in enumerate(crossing_s):
         for phase, source, target in (
@@ -74,4 +77,4 @@ def chain_times(
                         readers=((number[target, name], EACH),),
                     )
                 )
-    return PipelineTimes((), (), (), (), tuple(crossings), tuple(pieces))
+    return PipelineTimes((), (), (), (), tuple(crossings), tuple(stage_programs))

@@ -1,8 +1,8 @@
 """Random pipelines, and two ways to run them on symbols: piece by piece, and by their lists.
 
-Every value is a number: what a piece writes is a hash of the piece and of all that it reads, and
-what it updates in place grows by such a hash, as a sum does. So a buffer that is mixed up, missing
-or stale changes the results.
+Every value is a number: what a stage program writes is a hash of the stage program and of all that
+it reads, and what it updates in place grows by such a hash, as a sum does. So a buffer that is
+mixed up, missing or stale changes the results.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def random_pipeline(
 
 
 class _Maker:
-    """Adds pieces in an order in which they could run; each reads some of what is there, wherever
-    that is."""
+    """Adds stage programs in an order in which they could run; each reads some of what is there,
+    wherever that is."""
 
     def __init__(
         self, rng: random.Random, num_micro_batches: int, stage_mesh: tuple[int, ...]
     ) -> None:
         self.rng, self.num_micro_batches, self.stage_mesh = rng, num_micro_batches, stage_mesh
-        self.pieces: list[StageProgram] = []
+        self.stage_programs: list[StageProgram] = []
         self.transfers: list[Transfer] = []
         self.inputs: list[Place] = []
         self.num_values = 0
@@ -79,7 +79,7 @@ class _Maker:
         self._new(stage, None)
 
     def new_sum(self, stage: int) -> Ref:
-        """A sum over micro-batches: zeros of a PREPARE piece."""
+        """A sum over micro-batches: zeros of a PREPARE stage program."""
         total = self._new(stage, None)
         self._add(
             StageProgram(stage, Phase.PREPARE, (), (total,), self._next_part(stage, Phase.PREPARE))
@@ -144,7 +144,7 @@ class _Maker:
         return Pipeline(
             self.num_micro_batches,
             self.stage_mesh,
-            tuple(self.pieces),
+            tuple(self.stage_programs),
             tuple(self.transfers),
             tuple(self.inputs),
             tuple(chosen),
@@ -160,11 +160,14 @@ class _Maker:
         self.holders[ref] = [stage]
         return ref
 
-    def _add(self, piece: StageProgram) -> None:
-        self.pieces.append(piece)
+    def _add(self, stage_program: StageProgram) -> None:
+        self.stage_programs.append(stage_program)
 
     def _next_part(self, stage: int, phase: Phase) -> int:
-        return sum(piece.stage == stage and piece.phase is phase for piece in self.pieces)
+        return sum(
+            stage_program.stage == stage and stage_program.phase is phase
+            for stage_program in self.stage_programs
+        )
 
     def _some(self, refs: list[Ref], most: int) -> list[Ref]:
         return self.rng.sample(refs, min(len(refs), self.rng.randint(0, most)))
@@ -196,30 +199,30 @@ def arguments(pipeline: Pipeline) -> list[int]:
     return [hash(("argument", n)) for n in range(len(pipeline.inputs))]
 
 
-def run_pieces(pipeline: Pipeline) -> list[int]:
-    """The results, by one piece after the other, with one memory for all stages."""
+def run_stage_programs(pipeline: Pipeline) -> list[int]:
+    """The results, by one stage program after the other, with one memory for all stages."""
     memory = {
         Ref(place.value, None): symbol
         for place, symbol in zip(pipeline.inputs, arguments(pipeline), strict=True)
     }
 
     def run(p: int, micro_batch: int | None) -> None:
-        piece = pipeline.pieces[p]
-        values = [memory[ref.of(micro_batch)] for ref in piece.reads]
-        for ref, value in zip(piece.writes, _results(pipeline, p, values), strict=True):
+        stage_program = pipeline.stage_programs[p]
+        values = [memory[ref.of(micro_batch)] for ref in stage_program.reads]
+        for ref, value in zip(stage_program.writes, _results(pipeline, p, values), strict=True):
             memory[ref.of(micro_batch)] = value
 
-    pieces = list(enumerate(pipeline.pieces))
-    for p, piece in pieces:
-        if piece.phase is Phase.PREPARE:
+    stage_programs = list(enumerate(pipeline.stage_programs))
+    for p, stage_program in stage_programs:
+        if stage_program.phase is Phase.PREPARE:
             run(p, None)
     for i in range(pipeline.num_micro_batches):
         for phase in PER_MICRO_BATCH:
-            for p, piece in pieces:
-                if piece.phase is phase:
+            for p, stage_program in stage_programs:
+                if stage_program.phase is phase:
                     run(p, i)
-    for p, piece in pieces:
-        if piece.phase is Phase.UPDATE:
+    for p, stage_program in stage_programs:
+        if stage_program.phase is Phase.UPDATE:
             run(p, None)
     return [memory[Ref(place.value, None)] for place in pipeline.outputs]
 
@@ -243,7 +246,7 @@ def run_lists(pipeline: Pipeline, programs: PipelinePrograms, rng: random.Random
         instruction = programs.meshes[mesh].instructions[positions[mesh]]
         positions[mesh] += 1
         match instruction:
-            case Run(piece=p):
+            case Run(stage_program=p):
                 written = _results(pipeline, p, [memory[b] for b in instruction.reads])
                 for n in programs.donated[p]:
                     memory[instruction.reads[n]] = -1
@@ -272,10 +275,11 @@ def _can_go_on(program: MeshProgram, position: int, post: dict[int, list[int]]) 
 
 
 def _results(pipeline: Pipeline, p: int, values: list[int]) -> list[int]:
-    piece = pipeline.pieces[p]
-    read = dict(zip(piece.reads, values, strict=True))
-    in_place = set(piece.writes) & set(piece.reads)
+    stage_program = pipeline.stage_programs[p]
+    read = dict(zip(stage_program.reads, values, strict=True))
+    in_place = set(stage_program.writes) & set(stage_program.reads)
     rest = tuple(value for ref, value in read.items() if ref not in in_place)
     return [
-        (read.get(ref, 0) + hash((p, n, rest))) % SUM_MODULUS for n, ref in enumerate(piece.writes)
+        (read.get(ref, 0) + hash((p, n, rest))) % SUM_MODULUS
+        for n, ref in enumerate(stage_program.writes)
     ]

@@ -1,7 +1,7 @@
 """Steps cut into stages and interpreted on one device, without a plan: what slicing must get right.
 
-`cut_step` makes pieces and lists of a step as the compiler does, except that nothing is sharded;
-`run_lists` follows the lists in Python, with buffers that are really freed.
+`cut_step` makes stage programs and lists of a step as the compiler does, except that nothing is
+sharded; `run_lists` follows the lists in Python, with buffers that are really freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from autopar.compiler import StepOptions, trace, trace_micro_batch
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, Run, Send
 from autopar.lower.instructions import emit_programs
-from autopar.lower.stage_programs import StagePrograms, cut_into_pieces, piece_function
+from autopar.lower.stage_programs import (
+    StagePrograms,
+    cut_into_stage_programs,
+    stage_program_function,
+)
 from autopar.methods import ShardParallel
 from autopar.rewrite.accumulate import accumulate
 from autopar.rewrite.attach_layers import LoopLayers, attach
@@ -40,12 +44,12 @@ class StagedStep:
     looped: TracedStep
     layers: LoopLayers
     sliced: SlicedStep
-    pieces: StagePrograms
+    stage_programs: StagePrograms
     programs: PipelinePrograms
 
     @property
     def pipeline(self) -> Pipeline:
-        return self.pieces.pipeline
+        return self.stage_programs.pipeline
 
 
 def loop_of(fn: Callable[..., Any], args: tuple[Any, ...], num_micro_batches: int) -> TracedStep:
@@ -86,7 +90,7 @@ def cut_step(
     stage_mesh = list(range(count))
     if schedule == "interleaved_1f1b" and count % 2 == 0:
         stage_mesh = [s % (count // 2) for s in range(count)]
-    pieces = cut_into_pieces(
+    stage_programs = cut_into_stage_programs(
         sliced.stages,
         shardings,
         num,
@@ -95,13 +99,15 @@ def cut_step(
         donated=looped.donated,
     )
     made = make_schedule(schedule, count, num, stage_mesh=stage_mesh)
-    return StagedStep(looped, attached, sliced, pieces, emit_programs(pieces.pipeline, made))
+    return StagedStep(
+        looped, attached, sliced, stage_programs, emit_programs(stage_programs.pipeline, made)
+    )
 
 
 def run_lists(staged: StagedStep, leaves: Sequence[Any]) -> list[Any]:
     """The step's results, by the lists of its meshes."""
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
-    functions = [jax.jit(piece_function(p, mesh)) for p in staged.pieces.programs]
+    functions = [jax.jit(stage_program_function(p, mesh)) for p in staged.stage_programs.programs]
     meshes = staged.programs.meshes
     memory = {
         (number, buffer): leaves[position]
@@ -110,7 +116,9 @@ def run_lists(staged: StagedStep, leaves: Sequence[Any]) -> list[Any]:
     }
     for at, instruction, received in interleave(staged.programs):
         if isinstance(instruction, Run):
-            results = functions[instruction.piece](*(memory[at, b] for b in instruction.reads))
+            results = functions[instruction.stage_program](
+                *(memory[at, b] for b in instruction.reads)
+            )
             memory.update(zip([(at, b) for b in instruction.writes], results, strict=True))
         elif isinstance(instruction, Send):
             to = instruction.to_mesh

@@ -34,12 +34,12 @@ FORWARD, BACKWARD, WEIGHTS, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT
 
 
 def random_times(pipeline: Pipeline, rng: random.Random) -> tuple[list[float], list[TransferTime]]:
-    piece_s = [float(rng.randint(0, 9)) for _ in pipeline.pieces]
+    stage_program_s = [float(rng.randint(0, 9)) for _ in pipeline.stage_programs]
     transfers = []
     for _ in pipeline.transfers:
         latency_s = float(rng.randint(0, 2))
         transfers.append(TransferTime(1.0, latency_s + rng.randint(0, 4), latency_s))
-    return piece_s, transfers
+    return stage_program_s, transfers
 
 
 def random_work(
@@ -74,12 +74,12 @@ def test_lists_and_times_of_a_pipeline_agree(name: str, seed: int):
     """A pipeline, and the one that its `PipelineTimes` tell of, run alike."""
     rng = random.Random(seed)
     pipeline, schedule = random_case(name, rng)
-    piece_s, transfers = random_times(pipeline, rng)
+    stage_program_s, transfers = random_times(pipeline, rng)
     routes = host_routes(random_hosts(pipeline, rng))
-    times = pipeline_times(pipeline, piece_s, transfers)
+    times = pipeline_times(pipeline, stage_program_s, transfers)
     short = pipeline_of_times(times, pipeline.stage_mesh, pipeline.num_micro_batches)
     lines = []
-    for own, own_s, own_transfers in ((pipeline, piece_s, transfers), short):
+    for own, own_s, own_transfers in ((pipeline, stage_program_s, transfers), short):
         programs = emit_programs(own, schedule)
         work = program_work(own, programs, own_s, own_transfers, routes)
         lines.append(timeline(own, programs, work, simulate(work)))
@@ -150,7 +150,9 @@ def test_longer_instructions_make_no_step_shorter(name: str, seed: int):
     times = chain_times(seconds, between)
     before, more = predicted_s(times, schedule), float(rng.randint(1, 9))
     kind = (
-        "pieces" if is_interleaved or not times.crossings else rng.choice(["pieces", "crossings"])
+        "stage_programs"
+        if is_interleaved or not times.crossings
+        else rng.choice(["stage_programs", "crossings"])
     )
     entries = list(getattr(times, kind))
     number = rng.randrange(len(entries))
@@ -166,13 +168,15 @@ def test_no_step_is_shorter_than_its_longest_path(name: str, seed: int):
     """Whatever shares a network: the longest path through the lists is the least; a mesh is never
     busy with two runs; and a way never carries two transfers."""
     rng = random.Random(seed)
-    pipeline, programs, piece_s, transfers = random_work(name, rng)
+    pipeline, programs, stage_program_s, transfers = random_work(name, rng)
     routes = host_routes(random_hosts(pipeline, rng))
-    work = program_work(pipeline, programs, piece_s, transfers, routes)
+    work = program_work(pipeline, programs, stage_program_s, transfers, routes)
     found = simulate(work)
     assert found.step_s >= longest_path(work)
     for mesh, program in enumerate(programs.meshes):
-        runs = [piece_s[i.piece] for i in program.instructions if isinstance(i, Run)]
+        runs = [
+            stage_program_s[i.stage_program] for i in program.instructions if isinstance(i, Run)
+        ]
         assert found.step_s >= sum(runs)
         ends = [a + s for a, s in zip(found.run_starts_s[mesh], runs, strict=True)]
         later = [*found.run_starts_s[mesh], found.step_s][1:]
@@ -222,8 +226,8 @@ def check_order(work: SimulatedRun, found: Simulated) -> None:
 @given(st.sampled_from(SCHEDULES), seeds)
 def test_events_are_the_instructions(name: str, seed: int):
     rng = random.Random(seed)
-    pipeline, programs, piece_s, transfers = random_work(name, rng)
-    work = program_work(pipeline, programs, piece_s, transfers)
+    pipeline, programs, stage_program_s, transfers = random_work(name, rng)
+    work = program_work(pipeline, programs, stage_program_s, transfers)
     line = timeline(pipeline, programs, work, simulate(work), bytes_of=lambda stage, ref: 1)
     assert len(line.events) == work.num_events
     runs = [event for event in line.events if event.kind == "run"]
@@ -240,7 +244,10 @@ def test_what_leaves_a_host_shares_its_network():
     """Two pairs of meshes: inside of hosts they do not meet, between hosts they do."""
     seconds = {FORWARD: [1.0, 1.0]}
     times = chain_times(seconds, [4.0])
-    pieces = [*times.pieces, *(replace(p, stage=p.stage + 2) for p in times.pieces)]
+    stage_programs = [
+        *times.stage_programs,
+        *(replace(p, stage=p.stage + 2) for p in times.stage_programs),
+    ]
     other = replace(
         times.crossings[0],
         source=2,
@@ -249,7 +256,9 @@ def test_what_leaves_a_host_shares_its_network():
         writers=((2, EACH),),
         readers=((3, EACH),),
     )
-    times = replace(times, pieces=tuple(pieces), crossings=(*times.crossings, other))
+    times = replace(
+        times, stage_programs=tuple(stage_programs), crossings=(*times.crossings, other)
+    )
     schedule = make_schedule("inference", 4, 1)
     apart = [frozenset([0]), frozenset([0]), frozenset([1]), frozenset([1])]
     shared = [frozenset([0]), frozenset([1]), frozenset([0]), frozenset([1])]

@@ -1,5 +1,6 @@
 """Lists of instructions, judged by running them: random pipelines under every schedule give the
-same symbols as their pieces one after the other, and lists that were made wrong are found."""
+same symbols as their stage programs one after the other, and lists that were made wrong are
+found."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from autopar.ir.pipeline import (
 from autopar.ir.schedule import SCHEDULES, Schedule
 from autopar.lower.instructions import emit_programs
 from autopar.stages.schedules import check_schedule, in_flight, in_flight_bound, make_schedule
-from tests.properties.random_pipelines import random_pipeline, run_lists, run_pieces
+from tests.properties.random_pipelines import random_pipeline, run_lists, run_stage_programs
 
 some = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
@@ -53,12 +54,12 @@ def random_case(name: str, rng: random.Random) -> tuple[Pipeline, Schedule]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @some
 @given(seeds)
-def test_lists_give_what_the_pieces_give(name: str, seed: int):
+def test_lists_give_what_the_stage_programs_give(name: str, seed: int):
     rng = random.Random(seed)
     pipeline, schedule = random_case(name, rng)
     programs = emit_programs(pipeline, schedule)
     check_programs(pipeline, programs)
-    assert run_lists(pipeline, programs, rng) == run_pieces(pipeline)
+    assert run_lists(pipeline, programs, rng) == run_stage_programs(pipeline)
 
 
 @pytest.mark.representatives("1f1b")
@@ -120,7 +121,7 @@ def free_twice(instructions: list[Instruction], rng: random.Random) -> bool:
 
 
 def receive_late(instructions: list[Instruction], rng: random.Random) -> bool:
-    """What was received goes to the piece that reads it first, in all lists of ours."""
+    """What was received goes to the stage program that reads it first, in all lists of ours."""
     pairs = [
         n
         for n in range(1, len(instructions))
@@ -186,7 +187,7 @@ def test_neighbours_that_may_be_swapped_change_nothing(name: str, seed: int):
     rng = random.Random(seed)
     pipeline, schedule = random_case(name, rng)
     programs = emit_programs(pipeline, schedule)
-    expected = run_pieces(pipeline)
+    expected = run_stage_programs(pipeline)
     places = [
         (mesh, n)
         for mesh, program in enumerate(programs.meshes)
@@ -206,12 +207,13 @@ def test_neighbours_that_may_be_swapped_change_nothing(name: str, seed: int):
 @some
 @given(st.sampled_from(SCHEDULES), seeds)
 def test_more_than_may_be_used_up_is_found(name: str, seed: int):
-    """`donated` is the most that can be: one position more is wrong, in some run of the piece."""
+    """`donated` is the most that can be: one position more is wrong, in some run of the stage
+    program."""
     rng = random.Random(seed)
     pipeline, schedule = random_case(name, rng)
     programs = emit_programs(pipeline, schedule)
-    for p, piece in enumerate(pipeline.pieces):
-        for position in set(range(len(piece.reads))) - set(programs.donated[p]):
+    for p, stage_program in enumerate(pipeline.stage_programs):
+        for position in set(range(len(stage_program.reads))) - set(programs.donated[p]):
             more = list(programs.donated)
             more[p] = (*more[p], position)
             with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Random pipelines on real devices give what their pieces give one after the other."""
+"""Random pipelines on real devices give what their stage programs give one after the other."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tests.unit.runtime.hand_pipeline import NamedPlan
 LENGTH = 4
 
 
-def piece_function(number: int, piece: StageProgram) -> Callable[..., list[Any]]:
+def stage_program_function(number: int, stage_program: StageProgram) -> Callable[..., list[Any]]:
     """Mixes all that is read into all that is written, in integers that wrap around. What is
     updated in place grows, as sums do, so that the order of micro-batches does not matter."""
-    in_place = set(piece.reads) & set(piece.writes)
+    in_place = set(stage_program.reads) & set(stage_program.writes)
 
     def run(*values: Any) -> list[Any]:
-        read = dict(zip(piece.reads, values, strict=True))
+        read = dict(zip(stage_program.reads, values, strict=True))
         mixed = jnp.arange(LENGTH, dtype=jnp.uint32) + np.uint32(number)
         for ref, value in read.items():
             if ref not in in_place:
                 mixed = (mixed * np.uint32(2654435761)) ^ jnp.roll(value, 1)
         zero = jnp.zeros(LENGTH, jnp.uint32)
         return [read.get(ref, zero) + mixed * np.uint32(2 * n + 3)
-                for n, ref in enumerate(piece.writes)]  # fmt: skip
+                for n, ref in enumerate(stage_program.writes)]  # fmt: skip
 
     return run
 
@@ -48,16 +48,16 @@ def arguments(pipeline: Pipeline) -> list[np.ndarray]:
     return [np.arange(LENGTH, dtype=np.uint32) + 100 * n for n in range(len(pipeline.inputs))]
 
 
-def run_pieces(pipeline: Pipeline) -> list[np.ndarray]:
+def run_stage_programs(pipeline: Pipeline) -> list[np.ndarray]:
     places = zip(pipeline.inputs, arguments(pipeline), strict=True)
     memory: dict[Ref, Any] = {Ref(place.value, None): value for place, value in places}
 
     def run(phase: Phase, micro_batch: int | None) -> None:
-        for number, piece in enumerate(pipeline.pieces):
-            if piece.phase is phase:
-                values = [memory[ref.of(micro_batch)] for ref in piece.reads]
-                results = piece_function(number, piece)(*values)
-                for ref, value in zip(piece.writes, results, strict=True):
+        for number, stage_program in enumerate(pipeline.stage_programs):
+            if stage_program.phase is phase:
+                values = [memory[ref.of(micro_batch)] for ref in stage_program.reads]
+                results = stage_program_function(number, stage_program)(*values)
+                for ref, value in zip(stage_program.writes, results, strict=True):
                     memory[ref.of(micro_batch)] = value
 
     run(Phase.PREPARE, None)
@@ -74,7 +74,7 @@ def make_executable(pipeline: Pipeline, schedule: str, rng: random.Random) -> Pi
         size = rng.choice([n for n in (1, 2, 4) if n <= len(rest) - left + 1])
         meshes.append(Mesh(np.array(rest[:size]), ("x",)))
         rest = rest[size:]
-    refs = {(p.stage, ref.value) for p in pipeline.pieces for ref in (*p.reads, *p.writes)}
+    refs = {(p.stage, ref.value) for p in pipeline.stage_programs for ref in (*p.reads, *p.writes)}
     refs |= {(stage, t.ref.value) for t in pipeline.transfers for stage in (t.source, t.target)}
     refs |= {(place.stage, place.value) for place in (*pipeline.inputs, *pipeline.outputs)}
     buffers = {
@@ -96,7 +96,10 @@ def make_executable(pipeline: Pipeline, schedule: str, rng: random.Random) -> Pi
         plan,
         pipeline,
         emit_programs(pipeline, made),
-        [piece_function(number, piece) for number, piece in enumerate(pipeline.pieces)],
+        [
+            stage_program_function(number, stage_program)
+            for number, stage_program in enumerate(pipeline.stage_programs)
+        ],
         meshes,
         buffers,
         [buffers[place.stage, place.value] for place in pipeline.inputs],
@@ -107,7 +110,7 @@ def make_executable(pipeline: Pipeline, schedule: str, rng: random.Random) -> Pi
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(deadline=None, max_examples=2)
 @given(st.integers(0, 2**32 - 1))
-def test_a_pipeline_gives_what_its_pieces_give(schedule: str, seed: int) -> None:
+def test_a_pipeline_gives_what_its_stage_programs_give(schedule: str, seed: int) -> None:
     rng = random.Random(seed)
     num_meshes = rng.randint(1, 3)
     num_stages = num_meshes * (2 if schedule == "interleaved_1f1b" else 1)
@@ -115,7 +118,7 @@ def test_a_pipeline_gives_what_its_pieces_give(schedule: str, seed: int) -> None
     phases = 1 if schedule == "inference" else 3 if schedule == "zero_bubble" else 2
     pipeline = random_pipeline(rng, rng.randint(1, 3), stage_mesh, PER_MICRO_BATCH[:phases])
     executable = make_executable(pipeline, schedule, rng)
-    expected = run_pieces(pipeline)
+    expected = run_stage_programs(pipeline)
 
     leaves = executable.place(arguments(pipeline))
     results, stats = executable.run_tracked(leaves)

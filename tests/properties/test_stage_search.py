@@ -93,10 +93,10 @@ def stage_figures(table: LayerTable, first: int, end: int, setting: Setting):
                 hosts = -(-size // setting.cluster.devices_per_host)
                 alpha, bandwidth = 0.05, min(size * 100.0, hosts * 30.0)
             waits += alpha + setting.boundary_bytes[cut - 1] / bandwidth
-    pieces = {"inference": 1, "zero_bubble": 3}.get(setting.schedule, 2)
+    stage_programs = {"inference": 1, "zero_bubble": 3}.get(setting.schedule, 2)
     layers = slice(first, end)
     cost = sum(table.latency_s[layers]) + sum(table.once_s[layers]) / n + waits
-    cost += pieces * setting.launch_s
+    cost += stage_programs * setting.launch_s
     fixed = sum(table.held_bytes[layers]) + max(table.working_bytes[layers])
     return cost, fixed, sum(table.in_flight_bytes[layers])
 

@@ -157,7 +157,7 @@ def test_the_executable_tells_as_much_as_that_of_one_mesh(trained: Any, tmp_path
     assert "HloModule" in (tmp_path / "stage1_backward.optimized.hlo.txt").read_text()
 
 
-def test_every_piece_is_compiled(trained: Any, plan: ParallelPlan) -> None:
+def test_every_stage_program_is_compiled(trained: Any, plan: ParallelPlan) -> None:
     programs = autopar.compile(step, STATE, BATCH, plan=plan)
     phases = ("prepare", "forward", "backward", "update")
     assert set(programs) == {f"stage{s}_{phase}" for s in (0, 1) for phase in phases}

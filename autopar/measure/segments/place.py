@@ -42,14 +42,14 @@ def _with_ends_apart(program: Program, layers: Sequence[Layer]) -> tuple[Layer, 
     keys = [[_key(program, i) for i in layer.equations] for layer in layers]
     found: list[Layer] = []
     for number, (layer, own) in enumerate(zip(layers, keys, strict=True)):
-        pieces = [layer]
+        stage_programs = [layer]
         after = keys[number + 1] if number + 1 < len(keys) else []
         before = keys[number - 1] if number else []
         if after and len(own) > len(after) and own[-len(after) :] == after:
-            pieces = _cut(layer, len(own) - len(after), ("before ", ""))
+            stage_programs = _cut(layer, len(own) - len(after), ("before ", ""))
         elif before and len(own) > len(before) and own[: len(before)] == before:
-            pieces = _cut(layer, len(before), ("", "after "))
-        found += pieces
+            stage_programs = _cut(layer, len(before), ("", "after "))
+        found += stage_programs
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from autopar import _jax
 from autopar.measure.verify.jobs import CompileJob
 from autopar.runtime.hlo import read_collectives, read_dot_flops
-from autopar.runtime.remote.exporting import compile_piece
+from autopar.runtime.remote.exporting import compile_stage_program
 
 _LOOK_EVERY_S = 1.0
 
@@ -46,7 +46,7 @@ def compiled_figures(job: CompileJob) -> dict[str, Any]:
     started = time.perf_counter()
     num_hosts, devices_per_host = job.topology
     devices = _jax.gpu_topology_devices(num_hosts, devices_per_host, job.target_config)
-    compiled = compile_piece(job.name, job.spec, job.program, devices)
+    compiled = compile_stage_program(job.name, job.spec, job.program, devices)
     seconds = time.perf_counter() - started
     text = compiled.as_text() or ""
     if job.hlo_file:

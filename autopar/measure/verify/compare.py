@@ -1,8 +1,8 @@
 """XLA's figures of a step's programs beside the plan's: from `ProgramCosts` to `VerifiedProgram`s
 and `VerifiedMesh`es.
 
-The memory of a mesh is that which the runtime would find: while a piece runs, XLA's figure of it
-and all other buffers that the lists of instructions have live.
+The memory of a mesh is that which the runtime would find: while a stage program runs, XLA's figure
+of it and all other buffers that the lists of instructions have live.
 """
 
 from __future__ import annotations
@@ -33,49 +33,51 @@ _XLA_KIND = {"shift": "collective-permute"}
 def verified_programs(
     lowered: LoweredStep,
     jobs: Sequence[CompileJob],
-    job_of_piece: Sequence[int],
+    job_of_stage_program: Sequence[int],
     figures: Sequence[ProgramCosts],
 ) -> tuple[VerifiedProgram, ...]:
     runs = _runs(lowered)
     found = []
     for number, (job, own) in enumerate(zip(jobs, figures, strict=True)):
-        pieces = [p for p, j in enumerate(job_of_piece) if j == number]
-        names = tuple(lowered.pieces[p].name for p in pieces)
-        found.append(VerifiedProgram(names, tuple(runs[p] for p in pieces), job.topology, own))
+        stage_programs = [p for p, j in enumerate(job_of_stage_program) if j == number]
+        names = tuple(lowered.stage_programs[p].name for p in stage_programs)
+        found.append(
+            VerifiedProgram(names, tuple(runs[p] for p in stage_programs), job.topology, own)
+        )
     return tuple(found)
 
 
 def _runs(lowered: LoweredStep) -> Counter[int]:
-    """How often each piece runs in a step."""
+    """How often each stage program runs in a step."""
     lists = (mesh.instructions for mesh in lowered.programs.meshes)
-    return Counter(i.piece for own in lists for i in own if isinstance(i, Run))
+    return Counter(i.stage_program for own in lists for i in own if isinstance(i, Run))
 
 
 def verified_meshes(
     plan: ParallelPlan,
     lowered: LoweredStep,
     jobs: Sequence[CompileJob],
-    job_of_piece: Sequence[int],
+    job_of_stage_program: Sequence[int],
     figures: Sequence[ProgramCosts],
     limit_bytes: float,
 ) -> tuple[VerifiedMesh, ...]:
     programs, runs = lowered.programs, _runs(lowered)
     size_of = _buffer_sizes(lowered).__getitem__
     order = interleave(programs)
-    own_bytes = [figures[job].peak_bytes for job in job_of_piece]
+    own_bytes = [figures[job].peak_bytes for job in job_of_stage_program]
     peaks = peak_bytes(order, programs, size_of, own_bytes)
     between = peak_live_bytes(order, programs, size_of)
     found = []
     for mesh in range(len(lowered.meshes)):
         stages = tuple(s for s, own in enumerate(lowered.stage_mesh) if own == mesh)
-        pieces = [p for p, own in enumerate(lowered.piece_mesh) if own == mesh]
+        stage_programs = [p for p, own in enumerate(lowered.stage_program_mesh) if own == mesh]
         plans = [plan.stages[s].plan or plan for s in stages]
         budget = min(own.memory_budget_bytes for own in plans)
         found.append(
             VerifiedMesh(
                 mesh=mesh,
                 stages=stages,
-                topology=jobs[job_of_piece[pieces[0]]].topology,
+                topology=jobs[job_of_stage_program[stage_programs[0]]].topology,
                 mesh_shape=plans[0].mesh_shape,
                 # Stages that share a mesh hold what they hold at the same time.
                 peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
@@ -83,14 +85,16 @@ def verified_meshes(
                 limit_bytes=limit_bytes,
                 budget_bytes=budget if budget < inf else None,
                 dot_flops=Compared(
-                    sum(runs[p] * figures[job_of_piece[p]].dot_flops for p in pieces),
+                    sum(
+                        runs[p] * figures[job_of_stage_program[p]].dot_flops for p in stage_programs
+                    ),
                     _predicted_flops(plans),
                 ),
                 collectives=compared_collectives(
                     _added(
                         Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
-                        for p in pieces
-                        for one in figures[job_of_piece[p]].collectives
+                        for p in stage_programs
+                        for one in figures[job_of_stage_program[p]].collectives
                     ),
                     _predicted_collectives(plans),
                 ),
@@ -107,7 +111,7 @@ def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
     for mesh, program in enumerate(lowered.programs.meshes):
         for instruction in program.instructions:
             if isinstance(instruction, Run):
-                writes = lowered.pieces[instruction.piece].writes
+                writes = lowered.stage_programs[instruction.stage_program].writes
                 held.update(zip(((mesh, b) for b in instruction.writes), writes, strict=True))
             elif isinstance(instruction, Recv):
                 targets = [lowered.crossings[t].target for t in instruction.transfers]

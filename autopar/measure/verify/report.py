@@ -21,8 +21,8 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class VerifiedProgram:
-    """A compiled program: the pieces of the step that it is (equal ones are compiled once), and
-    how often each of them runs in a step."""
+    """A compiled program: the stage programs of the step that it is (equal ones are compiled once),
+    and how often each of them runs in a step."""
 
     pieces: tuple[str, ...]
     runs: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 Every program of the plan is lowered for GPUs that need not exist and compiled by XLA's GPU compiler
 in processes of their own (`proof/`). What XLA says of memory, collectives and flops is put beside
-what the plan predicted. Pieces of a pipeline with the same text are compiled once.
+what the plan predicted. Stage programs of a pipeline with the same text are compiled once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.measure.verify.jobs import CompileJob
 from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.targets import GpuTarget, cuda_version, load_target, target_of
 from autopar.progress import Progress
-from autopar.runtime.remote.exporting import CallsBackError, exported_piece
+from autopar.runtime.remote.exporting import CallsBackError, exported_stage_program
 from autopar.sharding.memory_budget import RESERVE_SHARE
 
 _LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
@@ -81,7 +81,7 @@ def verify(
     folder = None if hlo_folder is None else Path(hlo_folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    jobs, job_of_piece = _jobs(lowered, cluster, gpu, folder)
+    jobs, job_of_stage_program = _jobs(lowered, cluster, gpu, folder)
     with Progress(f"compiling for {gpu.name}", len(jobs)) as progress:
         figures = compile_all(jobs, time_limit_s, lambda _: progress.step())
     limit = _limit_bytes(plan, gpu, given=target is not None)
@@ -92,8 +92,8 @@ def verify(
         versions=(*_versions(), ("CUDA", str(cuda))),
         is_pipeline=plan.is_pipeline,
         num_micro_batches=plan.num_micro_batches,
-        programs=verified_programs(lowered, jobs, job_of_piece, figures),
-        meshes=verified_meshes(plan, lowered, jobs, job_of_piece, figures, limit),
+        programs=verified_programs(lowered, jobs, job_of_stage_program, figures),
+        meshes=verified_meshes(plan, lowered, jobs, job_of_stage_program, figures, limit),
         seconds=time.perf_counter() - started,
     )
 
@@ -151,30 +151,37 @@ def _versions() -> list[tuple[str, str]]:
 def _jobs(
     lowered: LoweredStep, cluster: ClusterSpec, target: GpuTarget, hlo_folder: Path | None
 ) -> tuple[list[CompileJob], list[int]]:
-    """The distinct programs to compile, and which of them each piece is."""
+    """The distinct programs to compile, and which of them each stage program is."""
     jobs: list[CompileJob] = []
     known: dict[str, int] = {}
-    job_of_piece = []
-    for piece, mesh in zip(lowered.pieces, lowered.piece_mesh, strict=True):
+    job_of_stage_program = []
+    for stage_program, mesh in zip(lowered.stage_programs, lowered.stage_program_mesh, strict=True):
         topology = _topology(lowered.meshes[mesh], cluster)
-        with Progress(f"lowering {piece.name}"):
-            exported = _exported(lowered.name, piece)
-        key = _digest(exported.mlir_module(), piece, topology)
+        with Progress(f"lowering {stage_program.name}"):
+            exported = _exported(lowered.name, stage_program)
+        key = _digest(exported.mlir_module(), stage_program, topology)
         if key not in known:
             known[key] = len(jobs)
-            name = f"{lowered.name}_{piece.name}"
-            spec = ProgramSpec(piece.name, piece.stage, piece.reads, piece.writes, piece.donated)
+            name = f"{lowered.name}_{stage_program.name}"
+            spec = ProgramSpec(
+                stage_program.name,
+                stage_program.stage,
+                stage_program.reads,
+                stage_program.writes,
+                stage_program.donated,
+            )
             hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
             program = _serialized(exported)
             jobs.append(CompileJob(name, spec, program, topology, target.config, hlo))
-        job_of_piece.append(known[key])
-    return jobs, job_of_piece
+        job_of_stage_program.append(known[key])
+    return jobs, job_of_stage_program
 
 
-def _exported(step_name: str, piece: LoweredProgram) -> Any:
-    """The piece's program, by a name that is the same for all, so that equal ones are equal."""
+def _exported(step_name: str, stage_program: LoweredProgram) -> Any:
+    """The stage program's program, by a name that is the same for all, so that equal ones are
+    equal."""
     try:
-        return exported_piece(step_name, piece, "gpu", function_name="piece")
+        return exported_stage_program(step_name, stage_program, "gpu", function_name="piece")
     except CallsBackError as error:
         raise CompileError(
             f"verify: {error} A compiler in another process cannot take it: verify the step "
@@ -192,10 +199,10 @@ def _serialized(exported: Any) -> bytes:
         ) from error
 
 
-def _digest(text: str, piece: LoweredProgram, topology: tuple[int, int]) -> str:
+def _digest(text: str, stage_program: LoweredProgram, topology: tuple[int, int]) -> str:
     """Equal for programs that are the same but for the lines of code they come from."""
     text = _LOCATION.sub("", _LOCATION_LINE.sub("", text))
-    places = repr((piece.reads, piece.writes, piece.donated, topology))
+    places = repr((stage_program.reads, stage_program.writes, stage_program.donated, topology))
     return hashlib.sha256((text + places).encode()).hexdigest()
 
 

@@ -14,10 +14,10 @@ def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[i
     if not 0 <= place < len(instructions):
         return None, ""
     match instructions[place]:
-        case Run(piece=number, micro_batch=micro_batch):
-            piece = lowered.pieces[number]
+        case Run(stage_program=number, micro_batch=micro_batch):
+            stage_program = lowered.stage_programs[number]
             of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-            return piece.stage, f"running {piece.name}{of}"
+            return stage_program.stage, f"running {stage_program.name}{of}"
         case Send(buffers=buffers, to_mesh=other, micro_batch=micro_batch):
             of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
             return _stage_on(lowered, mesh), f"sending {len(buffers)} arrays{of} to mesh {other}"

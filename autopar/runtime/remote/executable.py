@@ -49,7 +49,7 @@ from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.order import interleave, peak_bytes, peak_live_bytes
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import Put, StepCall
-from autopar.runtime.remote.exporting import export_piece, exported_piece
+from autopar.runtime.remote.exporting import export_stage_program, exported_stage_program
 from autopar.runtime.remote.move import move
 from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_place
@@ -95,7 +95,7 @@ class RemoteExecutable:
         self._weak_types = [aval.weak_type for aval in self.avals]
         self._order = interleave(lowered.programs)
         self._ahead: deque[list[Any]] = deque()
-        self._piece_bytes: dict[int, int] = {}
+        self._stage_program_bytes: dict[int, int] = {}
         self.describe: Describe = describe_nothing
         num_meshes = len(lowered.meshes)
         self._arguments: list[list[Bound]] = [
@@ -120,7 +120,10 @@ class RemoteExecutable:
         platform = session.cluster.platform
         with ThreadPoolExecutor(1, thread_name_prefix="autopar-start") as starter:
             starting = starter.submit(session.meshes, lowered.meshes)
-            exported = [export_piece(lowered.name, piece, platform) for piece in lowered.pieces]
+            exported = [
+                export_stage_program(lowered.name, stage_program, platform)
+                for stage_program in lowered.stage_programs
+            ]
             self.meshes: list[RemoteMesh] = starting.result()
         self.number = session.new_task()
         weakref.finalize(self, session.end_task, self.number, self.meshes).atexit = False
@@ -133,10 +136,10 @@ class RemoteExecutable:
         ends = {number: mesh.ends for number, mesh in enumerate(self.meshes)}
         tasks = []
         for mesh, program in enumerate(lowered.programs.meshes):
-            pieces = {
+            stage_programs = {
                 number: ProgramSpec(p.name, p.stage, p.reads, p.writes, p.donated)
-                for number, p in enumerate(lowered.pieces)
-                if lowered.piece_mesh[number] == mesh
+                for number, p in enumerate(lowered.stage_programs)
+                if lowered.stage_program_mesh[number] == mesh
             }
             moves = [i for i in program.instructions if isinstance(i, Send | Recv)]
             near = {mesh} | {i.to_mesh if isinstance(i, Send) else i.from_mesh for i in moves}
@@ -145,7 +148,7 @@ class RemoteExecutable:
                     self.number,
                     lowered.name,
                     mesh,
-                    pieces,
+                    stage_programs,
                     program,
                     {t: lowered.crossings[t] for i in moves for t in i.transfers},
                     recv_order(lowered.programs, mesh),
@@ -166,7 +169,7 @@ class RemoteExecutable:
         waiting: list[tuple[int, Any]] = []
         announced: list[Any] = []
         for mesh, task in zip(self.meshes, tasks, strict=True):
-            programs = [np.frombuffer(exported[number], np.uint8) for number in task.pieces]
+            programs = [np.frombuffer(exported[number], np.uint8) for number in task.stage_programs]
             args = []
             for channel in mesh.channels:
                 key = session.new_key()
@@ -174,7 +177,7 @@ class RemoteExecutable:
                     channel.send(key, programs)
                 args.append((task, key))
             announced += mesh.group.submit("announce", args)
-            for number in task.pieces:
+            for number in task.stage_programs:
                 replies = mesh.submit("compiled", self.number, number)
                 waiting += [(number, reply) for reply in replies]
         for reply in announced:
@@ -182,7 +185,7 @@ class RemoteExecutable:
         what = f"compiling {lowered.name} on workers"
         with Progress(what, len(waiting)) as progress, logged(what):
             for number, reply in waiting:
-                self._piece_bytes[number] = reply.result(_COMPILE_LIMIT_S)
+                self._stage_program_bytes[number] = reply.result(_COMPILE_LIMIT_S)
                 progress.step()
         loaded = [mesh.submit("load", self.number) for mesh in self.meshes]
         session.prepare_links(self.meshes, [reply for own in loaded for reply in own])
@@ -367,8 +370,8 @@ class RemoteExecutable:
         for mesh, program in enumerate(self.programs.meshes):
             for instruction in program.instructions:
                 if isinstance(instruction, Run):
-                    piece = self._lowered.pieces[instruction.piece]
-                    for buffer, held in zip(instruction.writes, piece.writes, strict=True):
+                    stage_program = self._lowered.stage_programs[instruction.stage_program]
+                    for buffer, held in zip(instruction.writes, stage_program.writes, strict=True):
                         found[mesh, buffer] = _bytes_on_one_device(held)
                 elif isinstance(instruction, Recv):
                     for buffer, number in zip(
@@ -395,17 +398,21 @@ class RemoteExecutable:
             sizes_over_time(program, lambda b, m=mesh: bytes_of[m, b])
             for mesh, program in enumerate(self.programs.meshes)
         )
-        pieces = tuple((piece.name, piece.stage) for piece in lowered.pieces)
-        return StepDescription(self.plan, self.programs, pieces, transfers, live)
+        stage_programs = tuple(
+            (stage_program.name, stage_program.stage) for stage_program in lowered.stage_programs
+        )
+        return StepDescription(self.plan, self.programs, stage_programs, transfers, live)
 
     def live_bytes(self) -> tuple[int, ...]:
         """The most bytes that lie in buffers of each mesh between instructions, per device."""
         return peak_live_bytes(self._order, self.programs, self._buffer_bytes.__getitem__)
 
     def mesh_memory_bytes(self) -> tuple[int, ...]:
-        """Peak bytes per device, by mesh: while a piece runs, XLA's own figure of it, and what else
-        lies in buffers."""
-        own = [self._piece_bytes[number] for number in range(len(self._lowered.pieces))]
+        """Peak bytes per device, by mesh: while a stage program runs, XLA's own figure of it, and
+        what else lies in buffers."""
+        own = [
+            self._stage_program_bytes[number] for number in range(len(self._lowered.stage_programs))
+        ]
         return peak_bytes(self._order, self.programs, self._buffer_bytes.__getitem__, own)
 
     def memory_bytes(self) -> int:
@@ -418,22 +425,24 @@ class RemoteExecutable:
         return dict(Counter(kinds))
 
     def hlo_texts(self) -> dict[str, str]:
-        """XLA's optimized HLO of every piece, by name."""
+        """XLA's optimized HLO of every stage program, by name."""
         texts: dict[int, str] = {}
         for mesh in self.meshes:
             first = [(self.number,)] + [None] * (len(mesh.places) - 1)
             texts |= mesh.group.submit("hlo_texts", first)[0].result(_COMPILE_LIMIT_S)
-        return {self._lowered.pieces[n].name: texts[n] for n in sorted(texts)}
+        return {self._lowered.stage_programs[n].name: texts[n] for n in sorted(texts)}
 
     def hlo_text(self) -> str:
-        """XLA's optimized HLO of every piece, each under its name."""
+        """XLA's optimized HLO of every stage program, each under its name."""
         return "\n\n".join(f"// {name}\n\n{text}" for name, text in self.hlo_texts().items())
 
     def collectives(self) -> tuple[CollectiveOp, ...]:
         """Every collective that XLA will run in a step, with bytes and group sizes. Transfers from
         mesh to mesh are none."""
-        runs = Counter(o.instruction.piece for o in self._order if isinstance(o.instruction, Run))
-        names = [piece.name for piece in self._lowered.pieces]
+        runs = Counter(
+            o.instruction.stage_program for o in self._order if isinstance(o.instruction, Run)
+        )
+        names = [stage_program.name for stage_program in self._lowered.stage_programs]
         return tuple(
             replace(op, trips=op.trips * runs[names.index(name)])
             for name, text in self.hlo_texts().items()
@@ -456,17 +465,19 @@ class RemoteExecutable:
         lowered, platform = self._lowered, self._session.cluster.platform
         optimized: dict[str, str] = {}
 
-        def annotated(piece: LoweredProgram) -> str:
-            return str(exported_piece(lowered.name, piece, platform).mlir_module())
+        def annotated(stage_program: LoweredProgram) -> str:
+            return str(exported_stage_program(lowered.name, stage_program, platform).mlir_module())
 
         def compiled(name: str) -> str:
             if not optimized:
                 optimized.update(self.hlo_texts())
             return optimized[name]
 
-        for piece in lowered.pieces:
+        for stage_program in lowered.stage_programs:
             yield from program_files(
-                piece.name, partial(annotated, piece), partial(compiled, piece.name)
+                stage_program.name,
+                partial(annotated, stage_program),
+                partial(compiled, stage_program.name),
             )
 
     @property

@@ -24,7 +24,7 @@ from autopar.runtime.checkpoints.write import snapshot, write_parts
 from autopar.runtime.recording import clock
 from autopar.runtime.remote.channel import ChannelServer
 from autopar.runtime.remote.commands import Put, StepCall, StepDone
-from autopar.runtime.remote.exporting import compile_piece, sharding_of, struct_of
+from autopar.runtime.remote.exporting import compile_stage_program, sharding_of, struct_of
 from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.remote.recording import WorkerRecord
 from autopar.runtime.remote.task import WorkerTask, here
@@ -63,7 +63,8 @@ class Executor:
         self._transport: Transport | None = None
         mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
         self._runs_alone = isinstance(mesh, jax.sharding.Mesh) and must_run_alone(mesh)
-        # A buffer that a piece may use up is freed by that, even if no result can lie in it.
+        # A buffer that a stage program may use up is freed by that, even if no result can lie in
+        # it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         threads = max(1, min(_MAX_COMPILE_THREADS, os.cpu_count() or 1))
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="compile")
@@ -88,27 +89,36 @@ class Executor:
     # -- programs
 
     def announce(self, task: MeshTask, key: int) -> None:
-        """A step's lists; the programs of its pieces are sent under `key`."""
+        """A step's lists; the programs of its stage programs are sent under `key`."""
         programs = self._channel.take(key, _DATA_LIMIT_S)
         self._announced[task.number] = task
         self._compiling[task.number] = {
             number: self._compilers.submit(
-                compile_piece, f"{task.name}_{spec.name}", spec, program.tobytes(), self._devices
+                compile_stage_program,
+                f"{task.name}_{spec.name}",
+                spec,
+                program.tobytes(),
+                self._devices,
             )
-            for (number, spec), program in zip(task.pieces.items(), programs, strict=True)
+            for (number, spec), program in zip(task.stage_programs.items(), programs, strict=True)
         }
 
-    def compiled(self, task: int, piece: int) -> Later:
-        """Answers when a piece is compiled, with its peak bytes per device."""
-        future = self._compiling[task][piece]
+    def compiled(self, task: int, stage_program: int) -> Later:
+        """Answers when a stage program is compiled, with its peak bytes per device."""
+        future = self._compiling[task][stage_program]
         return Later(lambda: program_bytes(future.result()))
 
     def load(self, task: int) -> list[Link]:
         """Make a step ready to run; answers what it will send and receive."""
-        pieces = {n: future.result() for n, future in self._compiling.pop(task).items()}
+        stage_programs = {n: future.result() for n, future in self._compiling.pop(task).items()}
         announced = self._announced.pop(task)
         loaded = WorkerTask(
-            announced, pieces, self._devices, self._place.worker, self._transport, self._runs_alone
+            announced,
+            stage_programs,
+            self._devices,
+            self._place.worker,
+            self._transport,
+            self._runs_alone,
         )
         self._tasks[task] = loaded
         return loaded.links()
@@ -125,8 +135,11 @@ class Executor:
             self._compiling.pop(task, None)
 
     def hlo_texts(self, task: int) -> dict[int, str]:
-        """XLA's optimized HLO of this mesh's pieces, by number."""
-        return {n: piece.as_text() for n, piece in self._tasks[task].pieces.items()}
+        """XLA's optimized HLO of this mesh's stage programs, by number."""
+        return {
+            n: stage_program.as_text()
+            for n, stage_program in self._tasks[task].stage_programs.items()
+        }
 
     # -- steps
 

@@ -40,10 +40,10 @@ def struct_of(held: ShardedType, devices: list[Any] | None = None) -> jax.ShapeD
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding_of(held, devices))
 
 
-def export_piece(step_name: str, piece: LoweredProgram, platform: str) -> bytes:
-    """The piece's program as bytes, with what it says of shardings."""
+def export_stage_program(step_name: str, stage_program: LoweredProgram, platform: str) -> bytes:
+    """The stage program's program as bytes, with what it says of shardings."""
     try:
-        return bytes(exported_piece(step_name, piece, platform).serialize())
+        return bytes(exported_stage_program(step_name, stage_program, platform).serialize())
     except ImportError as error:
         raise ClusterError(
             "programs cannot be sent to workers, because the package flatbuffers is not installed. "
@@ -51,24 +51,29 @@ def export_piece(step_name: str, piece: LoweredProgram, platform: str) -> bytes:
         ) from error
 
 
-def exported_piece(
-    step_name: str, piece: LoweredProgram, platform: str, function_name: str = ""
+def exported_stage_program(
+    step_name: str, stage_program: LoweredProgram, platform: str, function_name: str = ""
 ) -> export.Exported:
-    """The piece's program, lowered for devices that need not be here. Its module is called after
-    step and piece, or as is said."""
+    """The stage program's program, lowered for devices that need not be here. Its module is called
+    after step and stage program, or as is said."""
 
     def run(*values: Any) -> tuple[Any, ...]:
-        return tuple(piece.function(*values))
+        return tuple(stage_program.function(*values))
 
-    run.__name__ = run.__qualname__ = function_name or f"{step_name}_{piece.name}"
-    reads, writes = list(map(struct_of, piece.reads)), list(map(struct_of, piece.writes))
+    run.__name__ = run.__qualname__ = function_name or f"{step_name}_{stage_program.name}"
+    reads, writes = (
+        list(map(struct_of, stage_program.reads)),
+        list(map(struct_of, stage_program.writes)),
+    )
     jitted = jax.jit(
         run,
         in_shardings=tuple(read.sharding for read in reads),
         out_shardings=tuple(write.sharding for write in writes),
         keep_unused=True,
     )
-    return _exported(jitted, reads, _EXPORT_PLATFORM[platform], f"{piece.name} of {step_name}")
+    return _exported(
+        jitted, reads, _EXPORT_PLATFORM[platform], f"{stage_program.name} of {step_name}"
+    )
 
 
 def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export.Exported:
@@ -114,7 +119,7 @@ def _partitions_itself(name: str, primitives: set[str]) -> CallsBackError:
     )
 
 
-def compile_piece(name: str, spec: ProgramSpec, program: bytes, devices: list[Any]) -> Any:
+def compile_stage_program(name: str, spec: ProgramSpec, program: bytes, devices: list[Any]) -> Any:
     """The program compiled for the mesh's devices, those of other processes among them."""
     exported = export.deserialize(bytearray(program))
     reads = [struct_of(held, devices) for held in spec.reads]

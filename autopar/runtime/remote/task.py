@@ -1,7 +1,7 @@
-"""A worker's part of a step: from a `MeshTask` and compiled pieces to operations on slots.
+"""A worker's part of a step: from a `MeshTask` and compiled stage programs to operations on slots.
 
-Slots are the buffers of the mesh's list. What is received is put together only when a piece reads
-it, or when it is sent on: until then tiles arrive while the mesh computes.
+Slots are the buffers of the mesh's list. What is received is put together only when a stage program
+reads it, or when it is sent on: until then tiles arrive while the mesh computes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def here(slots: Slots, slot: int) -> Any:
 class WorkerTask:
     """The operations of a step, one per instruction.
 
-    pieces:    compiled, by number.
+    stage programs:    compiled, by number.
     devices:   of the mesh, those of other processes too.
     transport: None if nothing crosses.
     """
@@ -70,14 +70,14 @@ class WorkerTask:
     def __init__(
         self,
         task: MeshTask,
-        pieces: Mapping[int, Any],
+        stage_programs: Mapping[int, Any],
         devices: list[Any],
         worker: int,
         transport: Transport | None,
         runs_alone: bool,
     ) -> None:
         self.task = task
-        self.pieces = pieces
+        self.stage_programs = stage_programs
         self._devices = devices
         self._worker = worker
         self._transport = transport
@@ -86,7 +86,9 @@ class WorkerTask:
         self._coming: dict[int, Coming] = {}
         self._posted: dict[int, _Arriving] = {}  # by place of the Recv, while a step runs
         self._copied: dict[int, list[Any]] = {}  # by tag, between stages of this mesh
-        donated = {number: piece.donated for number, piece in task.pieces.items()}
+        donated = {
+            number: stage_program.donated for number, stage_program in task.stage_programs.items()
+        }
         self._used_up = may_be_used_up(task.program, donated)
         self.operations = [
             self._operation(place, instruction)
@@ -159,7 +161,10 @@ class WorkerTask:
                 return self._free(instruction)
 
     def _run(self, run: Run) -> Operation:
-        program, spec = self.pieces[run.piece], self.task.pieces[run.piece]
+        program, spec = (
+            self.stage_programs[run.stage_program],
+            self.task.stage_programs[run.stage_program],
+        )
         used_up = [run.reads[position] for position in spec.donated]
         local, runs_alone = self._local, self._runs_alone
 
@@ -186,7 +191,7 @@ class WorkerTask:
             run.reads[position]
             for run in later
             if isinstance(run, Run)
-            for position in self.task.pieces[run.piece].donated
+            for position in self.task.stage_programs[run.stage_program].donated
         }
         return Leaving(
             self._crossings(send.transfers),

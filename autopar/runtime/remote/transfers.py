@@ -77,8 +77,8 @@ def target_places(crossing: RemoteTransfer, ends: Sequence[End]) -> list[tuple[i
 
 
 class Leaving:
-    """What a worker sends of the buffers of one `Send`. `kept` tells of each buffer that no piece
-    will use it up; what may be used up while it is still on its way is copied first."""
+    """What a worker sends of the buffers of one `Send`. `kept` tells of each buffer that no stage
+    program will use it up; what may be used up while it is still on its way is copied first."""
 
     def __init__(
         self,

@@ -29,16 +29,16 @@ def test_stages_work_side_by_side_on_paper() -> None:
     seconds = {Phase.FORWARD: [1.0, 1.0], Phase.BACKWARD: [2.0, 2.0], Phase.UPDATE: [0.75, 0.0]}
     pipeline, programs = neighbours("1f1b", 2, seconds)
     timed = [
-        (piece, None, seconds[piece.phase][piece.stage])
-        for piece in pipeline.pieces
-        for _ in range(1 if piece.phase is Phase.UPDATE else 2)
+        (stage_program, None, seconds[stage_program.phase][stage_program.stage])
+        for stage_program in pipeline.stage_programs
+        for _ in range(1 if stage_program.phase is Phase.UPDATE else 2)
     ]
     assert in_schedule_order(timed, pipeline, programs) == pytest.approx(9.75)
 
 
 def test_one_slow_run_does_not_count() -> None:
     pipeline, programs = neighbours("1f1b", 3, {Phase.FORWARD: [1.0], Phase.BACKWARD: [1.0]})
-    forward, backward = pipeline.pieces
+    forward, backward = pipeline.stage_programs
     timed = [(forward, n, 1.0) for n in range(3)]
     timed += ((backward, n, s) for n, s in enumerate((1.0, 1.0, 50.0)))
     assert in_schedule_order(timed, pipeline, programs) == pytest.approx(6.0)

@@ -59,7 +59,7 @@ def check_pipeline(line: Timeline, executable: Any) -> None:
         runs = [e for e in own if e.kind == "run"]
         expected = [i for i in program.instructions if isinstance(i, Run)]
         assert [(e.name, e.micro_batch) for e in runs] == [
-            (names[i.piece], i.micro_batch) for i in expected
+            (names[i.stage_program], i.micro_batch) for i in expected
         ]
         assert all(one.end_s <= two.start_s for one, two in pairwise(runs))
         for kind, which in (("send", Send), ("recv", Recv)):
@@ -109,7 +109,7 @@ def test_predicted_events_are_those_of_the_lists(pipelined: Model) -> None:
     for mesh, program in enumerate(executable.programs.meshes):
         runs = [e.name for e in line.events if (e.mesh, e.kind) == (mesh, "run")]
         assert runs == [
-            executable.names[i.piece] for i in program.instructions if isinstance(i, Run)
+            executable.names[i.stage_program] for i in program.instructions if isinstance(i, Run)
         ]
         sends = sorted(e.num_bytes for e in line.events if (e.mesh, e.kind) == (mesh, "send"))
         moved = [i for i in program.instructions if isinstance(i, Send)]

@@ -31,7 +31,7 @@ W, TOTAL, H, NEW = 0, 1, 2, 3
 PIPELINE = Pipeline(
     num_micro_batches=1,
     stage_mesh=(0, 1),
-    pieces=(
+    stage_programs=(
         StageProgram(0, Phase.FORWARD, (Ref(W, None),), (Ref(H, EACH),)),
         StageProgram(1, Phase.PREPARE, (), (Ref(TOTAL, None),)),
         StageProgram(1, Phase.FORWARD, (Ref(H, EACH), Ref(TOTAL, None)), (Ref(TOTAL, None),)),
@@ -98,8 +98,10 @@ def test_a_right_program_passes():
 
 WRONG = {
     # what is run
-    "mesh 1, instruction 1, Run.*: runs before piece 2": programs(second=(SECOND[0], *SECOND[4:])),
-    "runs before piece 1": programs(second=(*SECOND[1:3], SECOND[0], *SECOND[3:])),
+    "mesh 1, instruction 1, Run.*: runs before stage program 2": programs(
+        second=(SECOND[0], *SECOND[4:])
+    ),
+    "runs before stage program 1": programs(second=(*SECOND[1:3], SECOND[0], *SECOND[3:])),
     "runs a second time": programs(first=(FIRST[0], *FIRST)),
     "on another mesh": programs(first=(SECOND[0], *FIRST)),
     "no micro-batch 1 of": programs(first=edited(FIRST, at(0, Run(0, 1, (0,), (1,))))),
@@ -115,7 +117,7 @@ WRONG = {
     "instruction 2, Send.*needs .* but has buffer 1 .*freed": programs(
         first=edited(FIRST, at(1), at(1, FIRST[2], FIRST[1]))
     ),
-    "Run.piece=3.*needs .* but has buffer 0 .*freed": programs(
+    "Run.stage_program=3.*needs .* but has buffer 0 .*freed": programs(
         second=edited(SECOND, at(3, Free((0, 1))))
     ),
     # what is written
@@ -155,7 +157,7 @@ WRONG = {
     ),
     "outputs at .1., not each once": programs(outputs=()),
     "inputs at .0, 0., not each once": programs(inputs=((0, 0), (0, 1))),
-    "an entry per piece": programs(donated=DONATED[:2]),
+    "an entry per stage program": programs(donated=DONATED[:2]),
     "one list per mesh": replace(programs(), meshes=programs().meshes[:1]),
 }
 
@@ -166,10 +168,10 @@ def test_a_wrong_program_is_found(message: str, wrong: PipelinePrograms):
         check_programs(PIPELINE, wrong)
 
 
-def test_a_piece_that_is_never_run_is_found():
+def test_a_stage_program_that_is_never_run_is_found():
     idle = StageProgram(0, Phase.BACKWARD, (Ref(W, None),), ())
-    pipeline = replace(PIPELINE, pieces=(*PIPELINE.pieces, idle))
-    with pytest.raises(AssertionError, match="piece 4 is never run for micro-batch 0"):
+    pipeline = replace(PIPELINE, stage_programs=(*PIPELINE.stage_programs, idle))
+    with pytest.raises(AssertionError, match="stage program 4 is never run for micro-batch 0"):
         check_programs(pipeline, programs(donated=(*DONATED, ())))
 
 
@@ -185,12 +187,12 @@ def test_a_result_that_was_used_up_is_found():
 
 
 def test_a_sum_that_is_sent_before_it_is_complete_is_found():
-    pieces = (
+    stage_programs = (
         StageProgram(0, Phase.PREPARE, (), (Ref(TOTAL, None),)),
         StageProgram(0, Phase.FORWARD, (Ref(TOTAL, None),), (Ref(TOTAL, None),)),
     )
     transfers = (Transfer(Ref(TOTAL, None), 0, 1),)
-    pipeline = Pipeline(1, (0, 1), pieces, transfers, (), (Place(TOTAL, 1),))
+    pipeline = Pipeline(1, (0, 1), stage_programs, transfers, (), (Place(TOTAL, 1),))
     zeros, add = Run(0, None, (), (0,)), Run(1, 0, (0,), (0,))
     send, free = Send((0,), (0,), None, 1, 0), Free((0,))
     second = MeshProgram((Recv((0,), (0,), None, 0, 0),), (), ((0, 0),), 1)
@@ -205,12 +207,12 @@ def test_a_sum_that_is_sent_before_it_is_complete_is_found():
 
 
 def test_parts_run_in_order():
-    pieces = (
+    stage_programs = (
         StageProgram(0, Phase.UPDATE, (Ref(W, None),), (Ref(1, None),), part=0),
         StageProgram(0, Phase.UPDATE, (Ref(W, None),), (Ref(2, None),), part=1),
     )
     outputs = (Place(1, 0), Place(2, 0))
-    pipeline = Pipeline(1, (0,), pieces, (), (Place(W, 0),), outputs)
+    pipeline = Pipeline(1, (0,), stage_programs, (), (Place(W, 0),), outputs)
     runs = Run(0, None, (0,), (1,)), Run(1, None, (0,), (2,))
 
     def check(*order: Instruction) -> None:
@@ -218,5 +220,5 @@ def test_parts_run_in_order():
         check_programs(pipeline, PipelinePrograms((mesh,), ((), ())))
 
     check(*runs)
-    with pytest.raises(AssertionError, match="runs before piece 0 for micro-batch None"):
+    with pytest.raises(AssertionError, match="runs before stage program 0 for micro-batch None"):
         check(*reversed(runs))

@@ -42,7 +42,7 @@ def each(*values: int) -> tuple[Ref, ...]:
 
 def two_stages(stage_mesh: tuple[int, ...] = (0, 1), donated: tuple[int, ...] = (0,)) -> Pipeline:
     """Two micro-batches. Stage 0 holds w0 and the batch, stage 1 holds w1, which is handed on."""
-    pieces = (
+    stage_programs = (
         StageProgram(0, Phase.PREPARE, once(BATCH), (Ref(X, 0), Ref(X, 1), *once(G0))),
         StageProgram(1, Phase.PREPARE, (), once(G1)),
         StageProgram(0, Phase.FORWARD, (*once(W0), *each(X)), each(H)),
@@ -58,7 +58,7 @@ def two_stages(stage_mesh: tuple[int, ...] = (0, 1), donated: tuple[int, ...] = 
     )
     inputs = Place(W0, 0), Place(W1, 1), Place(BATCH, 0)
     outputs = Place(NEW_W0, 0), Place(W1, 1)
-    return Pipeline(2, stage_mesh, pieces, transfers, inputs, outputs, frozenset(donated))
+    return Pipeline(2, stage_mesh, stage_programs, transfers, inputs, outputs, frozenset(donated))
 
 
 def emitted(pipeline: Pipeline, name: str = "1f1b") -> PipelinePrograms:
@@ -71,7 +71,8 @@ def emitted(pipeline: Pipeline, name: str = "1f1b") -> PipelinePrograms:
 
 
 def written(pipeline: Pipeline, programs: PipelinePrograms, mesh: int) -> list[str]:
-    """A mesh's list in words: `run` with the piece, and names of values with their micro-batch."""
+    """A mesh's list in words: `run` with the stage program, and names of values with their
+    micro-batch."""
     program = programs.meshes[mesh]
     slots = buffer_slots(pipeline, program)
 
@@ -87,7 +88,7 @@ def written(pipeline: Pipeline, programs: PipelinePrograms, mesh: int) -> list[s
         match instruction:
             case Run():
                 reads, writes = named(instruction.reads), named(instruction.writes)
-                lines.append(f"run {instruction.piece}: {reads} -> {writes}")
+                lines.append(f"run {instruction.stage_program}: {reads} -> {writes}")
             case Send():
                 lines.append(f"send {named(instruction.buffers)}")
             case Recv():
@@ -139,7 +140,7 @@ def test_lists_of_two_stages():
     assert [position for position, _ in programs.meshes[1].outputs] == [1]
 
 
-def test_what_a_piece_may_use_up():
+def test_what_a_stage_program_may_use_up():
     programs = emitted(two_stages())
     assert programs.donated == (
         (),  # the batch is the caller's
@@ -177,7 +178,11 @@ def test_eager_receives_after_the_clock_in_which_it_was_sent():
     pipeline = replace(two_stages(), num_micro_batches=3)
     parts = (Ref(X, 0), Ref(X, 1), Ref(X, 2), *once(G0))
     pipeline = replace(
-        pipeline, pieces=(replace(pipeline.pieces[0], writes=parts), *pipeline.pieces[1:])
+        pipeline,
+        stage_programs=(
+            replace(pipeline.stage_programs[0], writes=parts),
+            *pipeline.stage_programs[1:],
+        ),
     )
 
     def until_first_backward(name: str) -> list[str]:
@@ -207,12 +212,12 @@ def test_stages_on_one_mesh_send_to_themselves():
 def test_what_is_sent_and_received_together_is_grouped():
     pipeline = two_stages()
     more = 13, 14  # two more activations, of which one is read by stage 1 only later
-    pieces = list(pipeline.pieces)
-    pieces[2] = replace(pieces[2], writes=each(H, *more))
-    pieces[3] = replace(pieces[3], reads=(*pieces[3].reads, *each(13)))
-    pieces.append(StageProgram(1, Phase.BACKWARD, each(14), ()))
+    stage_programs = list(pipeline.stage_programs)
+    stage_programs[2] = replace(stage_programs[2], writes=each(H, *more))
+    stage_programs[3] = replace(stage_programs[3], reads=(*stage_programs[3].reads, *each(13)))
+    stage_programs.append(StageProgram(1, Phase.BACKWARD, each(14), ()))
     transfers = (*pipeline.transfers, *(Transfer(Ref(v, EACH), 0, 1) for v in more))
-    pipeline = replace(pipeline, pieces=tuple(pieces), transfers=transfers)
+    pipeline = replace(pipeline, stage_programs=tuple(stage_programs), transfers=transfers)
     programs = emitted(pipeline)
     sends = [i for i in programs.meshes[0].instructions if isinstance(i, Send)]
     assert [(send.transfers, send.micro_batch) for send in sends] == [
@@ -230,12 +235,12 @@ def test_copies_that_nothing_reads_are_not_made():
 def test_a_copy_that_is_sent_on_or_is_a_result():
     """w0 goes from stage 0 to 1, from there to 2, which reads it, and to 3, where it is a
     result."""
-    pieces = (StageProgram(2, Phase.FORWARD, once(W0), each(H)),)
+    stage_programs = (StageProgram(2, Phase.FORWARD, once(W0), each(H)),)
     hops = Transfer(Ref(W0, None), 1, 2), Transfer(Ref(W0, None), 0, 1)
     pipeline = Pipeline(
         1,
         (0, 1, 2, 3),
-        pieces,
+        stage_programs,
         (*hops, Transfer(Ref(W0, None), 1, 3)),
         (Place(W0, 0),),
         (Place(W0, 3),),
@@ -250,27 +255,29 @@ def test_a_copy_that_is_sent_on_or_is_a_result():
 
 def test_a_sum_is_sent_when_it_is_complete():
     pipeline = two_stages()
-    pieces = list(pipeline.pieces)
-    pieces[6] = replace(pieces[6], reads=once(W0, G0, G1))  # the gradient of a tied weight
-    del pieces[5]
+    stage_programs = list(pipeline.stage_programs)
+    stage_programs[6] = replace(
+        stage_programs[6], reads=once(W0, G0, G1)
+    )  # the gradient of a tied weight
+    del stage_programs[5]
     transfers = (*pipeline.transfers[:2], Transfer(Ref(G1, None), 1, 0))
-    pipeline = replace(pipeline, pieces=tuple(pieces), transfers=transfers)
+    pipeline = replace(pipeline, stage_programs=tuple(stage_programs), transfers=transfers)
     lines = written(pipeline, emitted(pipeline, "gpipe"), 1)
     assert [line for line in lines if "G1" in line][-2:] == ["send G1", "free G1"]
     assert lines.index("send G1") > lines.index("run 3: W1 H1 G1 -> DH1 G1")
 
 
 def test_weights_follow_the_backward_pass_unless_they_have_tasks():
-    pieces = (
+    stage_programs = (
         StageProgram(0, Phase.FORWARD, once(W0), each(H)),
         StageProgram(0, Phase.BACKWARD, each(H), each(DH)),
         StageProgram(0, Phase.WEIGHTS, each(H, DH), ()),
     )
-    pipeline = Pipeline(2, (0,), pieces, (), (Place(W0, 0),), (Place(W0, 0),))
+    pipeline = Pipeline(2, (0,), stage_programs, (), (Place(W0, 0),), (Place(W0, 0),))
 
     def order(name: str) -> list[int]:
         instructions = emitted(pipeline, name).meshes[0].instructions
-        return [i.piece for i in instructions if isinstance(i, Run)]
+        return [i.stage_program for i in instructions if isinstance(i, Run)]
 
     assert order("gpipe") == [0, 0, 1, 2, 1, 2]
     assert order("zero_bubble") == [0, 1, 2, 0, 1, 2]
@@ -278,15 +285,15 @@ def test_weights_follow_the_backward_pass_unless_they_have_tasks():
 
 def test_updates_wait_for_other_stages_not_for_their_numbers():
     """The second part of stage 0 gives a scalar to the first part of stage 1."""
-    pieces = (
+    stage_programs = (
         StageProgram(0, Phase.UPDATE, once(W0), once(20)),
         StageProgram(0, Phase.UPDATE, once(20), once(21), part=1),
         StageProgram(1, Phase.UPDATE, once(21), once(22)),
         StageProgram(0, Phase.UPDATE, once(22), once(23), part=2),
     )
     transfers = Transfer(Ref(21, None), 0, 1), Transfer(Ref(22, None), 1, 0)
-    pipeline = Pipeline(1, (0, 1), pieces, transfers, (Place(W0, 0),), (Place(23, 0),))
-    runs = [i.piece for i in emitted(pipeline).meshes[0].instructions if isinstance(i, Run)]
+    pipeline = Pipeline(1, (0, 1), stage_programs, transfers, (Place(W0, 0),), (Place(23, 0),))
+    runs = [i.stage_program for i in emitted(pipeline).meshes[0].instructions if isinstance(i, Run)]
     assert runs == [0, 1, 3]
 
 
@@ -296,20 +303,24 @@ def test_updates_wait_for_other_stages_not_for_their_numbers():
 def test_what_cannot_be_run_is_found():
     good = two_stages()
     schedule = make_schedule("1f1b", 2, 2)
-    pieces = list(good.pieces)
-    cyclic = [*pieces[:5], replace(pieces[5], reads=once(NEW_W0)), pieces[6]]
+    stage_programs = list(good.stage_programs)
+    cyclic = [
+        *stage_programs[:5],
+        replace(stage_programs[5], reads=once(NEW_W0)),
+        stage_programs[6],
+    ]
     wrong = {
         "are read, but nothing writes them": replace(good, transfers=good.transfers[:1]),
         "is sent twice": replace(good, transfers=(*good.transfers, good.transfers[0])),
         "is there already": replace(good, transfers=(*good.transfers, Transfer(Ref(DH, 0), 0, 1))),
         "is sent, but nothing writes it": replace(
             good,
-            pieces=(replace(pieces[0], reads=once(BATCH, 77)), *pieces[1:]),
+            stage_programs=(replace(stage_programs[0], reads=once(BATCH, 77)), *stage_programs[1:]),
             transfers=(*good.transfers, Transfer(Ref(77, None), 1, 0)),
         ),
         "is sent in a circle": replace(
             good,
-            pieces=(replace(pieces[0], reads=once(BATCH, 77)), *pieces[1:]),
+            stage_programs=(replace(stage_programs[0], reads=once(BATCH, 77)), *stage_programs[1:]),
             transfers=(
                 *good.transfers,
                 Transfer(Ref(77, None), 1, 0),
@@ -318,12 +329,16 @@ def test_what_cannot_be_run_is_found():
         ),
         "wait for each other": replace(
             good,
-            pieces=tuple(cyclic),
+            stage_programs=tuple(cyclic),
             transfers=(*good.transfers, Transfer(Ref(NEW_W0, None), 0, 1)),
         ),
         "is read in turn": replace(
             good,
-            pieces=(*pieces[:2], replace(pieces[2], reads=(*once(W0), *each(X, DH))), *pieces[3:]),
+            stage_programs=(
+                *stage_programs[:2],
+                replace(stage_programs[2], reads=(*once(W0), *each(X, DH))),
+                *stage_programs[3:],
+            ),
         ),
         "for other meshes": replace(good, stage_mesh=(0, 0)),
         "other micro-batches": replace(good, num_micro_batches=3),
@@ -331,7 +346,7 @@ def test_what_cannot_be_run_is_found():
     for message, pipeline in wrong.items():
         with pytest.raises(AssertionError, match=message):
             emit_programs(pipeline, schedule)
-    with pytest.raises(AssertionError, match=r"'inference' does not run pieces \[4\]"):
+    with pytest.raises(AssertionError, match=r"'inference' does not run stage programs \[4\]"):
         emit_programs(good, make_schedule("inference", 2, 2))
 
 
@@ -361,16 +376,20 @@ def test_live_bytes():
 def test_1f1b_holds_less_than_gpipe():
     """Each forward pass leaves one byte to the backward pass."""
     num_stages, m = 3, 6
-    pieces, transfers = [], []
+    stage_programs, transfers = [], []
     for stage in range(num_stages):
         came = each(100 + stage - 1) if stage else ()
-        pieces.append(StageProgram(stage, Phase.FORWARD, came, each(stage, 100 + stage)))
+        stage_programs.append(StageProgram(stage, Phase.FORWARD, came, each(stage, 100 + stage)))
         back = each(200 + stage + 1) if stage + 1 < num_stages else ()
-        pieces.append(StageProgram(stage, Phase.BACKWARD, (*each(stage), *back), each(200 + stage)))
+        stage_programs.append(
+            StageProgram(stage, Phase.BACKWARD, (*each(stage), *back), each(200 + stage))
+        )
         if stage:
             transfers.append(Transfer(Ref(100 + stage - 1, EACH), stage - 1, stage))
             transfers.append(Transfer(Ref(200 + stage, EACH), stage, stage - 1))
-    pipeline = Pipeline(m, tuple(range(num_stages)), tuple(pieces), tuple(transfers), (), ())
+    pipeline = Pipeline(
+        m, tuple(range(num_stages)), tuple(stage_programs), tuple(transfers), (), ()
+    )
 
     def residuals(stage: int, ref: Ref) -> int:
         return ref.value < num_stages

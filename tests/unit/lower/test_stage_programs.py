@@ -19,18 +19,18 @@ def staged_by(schedule: str, num_micro_batches: int = 2, num_stages: int = 3) ->
     return cut_step(step, attached.layers, stage_of, schedule)
 
 
-def pieces_of(staged: StagedStep, phase: Phase) -> list[StageProgram]:
-    return [p for p in staged.pipeline.pieces if p.phase is phase]
+def stage_programs_of(staged: StagedStep, phase: Phase) -> list[StageProgram]:
+    return [p for p in staged.pipeline.stage_programs if p.phase is phase]
 
 
-def sums(piece: StageProgram) -> set[int]:
-    """Values that a piece updates in place."""
-    return {ref.value for ref in set(piece.reads) & set(piece.writes)}
+def sums(stage_program: StageProgram) -> set[int]:
+    """Values that a stage program updates in place."""
+    return {ref.value for ref in set(stage_program.reads) & set(stage_program.writes)}
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_pieces_in_turn_give_what_the_step_gives(num_micro_batches: int) -> None:
+def test_stage_programs_in_turn_give_what_the_step_gives(num_micro_batches: int) -> None:
     args = ((parameters(), OPTIMIZER.init(parameters())), batch())
     want = jax.tree.leaves(jax.jit(trained_by(OPTIMIZER))(*args))
     staged = staged_by("zero_bubble", num_micro_batches)
@@ -42,43 +42,49 @@ def test_pieces_in_turn_give_what_the_step_gives(num_micro_batches: int) -> None
 def test_phases_of_every_stage() -> None:
     staged = staged_by("1f1b")
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        assert [p.stage for p in pieces_of(staged, phase)] == [0, 1, 2]
-    assert pieces_of(staged, Phase.WEIGHTS) == []
-    parts = [[p.part for p in pieces_of(staged, Phase.UPDATE) if p.stage == s] for s in range(3)]
+        assert [p.stage for p in stage_programs_of(staged, phase)] == [0, 1, 2]
+    assert stage_programs_of(staged, Phase.WEIGHTS) == []
+    parts = [
+        [p.part for p in stage_programs_of(staged, Phase.UPDATE) if p.stage == s] for s in range(3)
+    ]
     assert all(own == sorted(own) for own in parts)
     assert max(map(len, parts)) > 1  # the norm of all gradients comes between
 
 
 def test_gradients_are_added_in_place() -> None:
     staged = staged_by("1f1b")
-    shapes = staged.pieces.programs[0].avals
-    for piece in pieces_of(staged, Phase.BACKWARD):
-        own = sorted(shapes[v].shape for v in sums(piece))
+    shapes = staged.stage_programs.programs[0].avals
+    for stage_program in stage_programs_of(staged, Phase.BACKWARD):
+        own = sorted(shapes[v].shape for v in sums(stage_program))
         weight, bias = [s for s in own if len(s) == 2], [s for s in own if len(s) == 1]
         assert len(weight) == len(bias) == 1
-        assert all(ref.micro_batch is None for ref in piece.writes if ref.value in sums(piece))
+        assert all(
+            ref.micro_batch is None
+            for ref in stage_program.writes
+            if ref.value in sums(stage_program)
+        )
 
 
 def test_weight_gradients_apart() -> None:
     staged = staged_by("zero_bubble")
-    avals = staged.pieces.programs[0].avals
-    for piece in pieces_of(staged, Phase.BACKWARD):
-        assert not any(avals[v].ndim == 2 for v in sums(piece))
-    weights = pieces_of(staged, Phase.WEIGHTS)
+    avals = staged.stage_programs.programs[0].avals
+    for stage_program in stage_programs_of(staged, Phase.BACKWARD):
+        assert not any(avals[v].ndim == 2 for v in sums(stage_program))
+    weights = stage_programs_of(staged, Phase.WEIGHTS)
     assert [p.stage for p in weights] == [0, 1, 2]
-    for piece in weights:
-        assert any(avals[v].ndim == 2 for v in sums(piece))
+    for stage_program in weights:
+        assert any(avals[v].ndim == 2 for v in sums(stage_program))
     # Stage 0 sends nothing back, so all of its backward pass can wait.
     sent = {t.ref for t in staged.pipeline.transfers if t.ref.micro_batch == EACH}
-    for piece in weights:
-        assert sent.isdisjoint(piece.writes)
+    for stage_program in weights:
+        assert sent.isdisjoint(stage_program.writes)
 
 
 def test_batch_is_cut_where_it_lies() -> None:
     staged = staged_by("1f1b", num_micro_batches=2)
     cut = [
         {ref.micro_batch for ref in p.writes if ref.micro_batch is not None}
-        for p in pieces_of(staged, Phase.PREPARE)
+        for p in stage_programs_of(staged, Phase.PREPARE)
     ]
     assert cut == [{0, 1}, set(), {0, 1}]  # the middle stage has none of it
 

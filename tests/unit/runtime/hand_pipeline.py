@@ -65,7 +65,9 @@ OUTPUTS = (
 )  # fmt: skip
 
 
-def make_pieces(num_micro_batches: int) -> list[tuple[StageProgram, Callable[..., Sequence[Any]]]]:
+def make_stage_programs(
+    num_micro_batches: int,
+) -> list[tuple[StageProgram, Callable[..., Sequence[Any]]]]:
     def once(*values: int) -> tuple[Ref, ...]:
         return tuple(Ref(value, None) for value in values)
 
@@ -75,52 +77,54 @@ def make_pieces(num_micro_batches: int) -> list[tuple[StageProgram, Callable[...
     def parts(value: int) -> tuple[Ref, ...]:
         return tuple(Ref(value, number) for number in range(num_micro_batches))
 
-    def piece(
+    def stage_program(
         stage: int, phase: Phase, reads: tuple[Ref, ...], writes: tuple[Ref, ...], part: int = 0
     ) -> Callable[[Any], tuple[StageProgram, Any]]:
         return lambda fn: (StageProgram(stage, phase, reads, writes, part), fn)
 
-    @piece(0, Phase.PREPARE, once(X), (*parts(X_PART), *once(SUM0)))
+    @stage_program(0, Phase.PREPARE, once(X), (*parts(X_PART), *once(SUM0)))
     def prepare0(x):
         return [*jnp.split(x, num_micro_batches), jnp.zeros((WIDTH, HIDDEN))]
 
-    @piece(1, Phase.PREPARE, once(Y), (*parts(Y_PART), *once(SUM1, LOSS_SUM)))
+    @stage_program(1, Phase.PREPARE, once(Y), (*parts(Y_PART), *once(SUM1, LOSS_SUM)))
     def prepare1(y):
         return [*jnp.split(y, num_micro_batches), jnp.zeros((HIDDEN, OUT)), jnp.zeros(())]
 
-    @piece(0, Phase.FORWARD, (*once(W0), *each(X_PART)), each(H))
+    @stage_program(0, Phase.FORWARD, (*once(W0), *each(X_PART)), each(H))
     def forward0(w0, x):
         return [jnp.tanh(x @ w0)]
 
-    @piece(1, Phase.FORWARD, (*once(W1), *each(H, Y_PART), *once(LOSS_SUM)),
+    @stage_program(1, Phase.FORWARD, (*once(W1), *each(H, Y_PART), *once(LOSS_SUM)),
            (*each(ERROR), *once(LOSS_SUM)))  # fmt: skip
     def forward1(w1, h, y, loss_sum):
         error = h @ w1 - y
         return [error * (2 / (ROWS * OUT)), loss_sum + jnp.sum(error**2)]
 
-    @piece(1, Phase.BACKWARD, (*once(W1), *each(H, ERROR), *once(SUM1)), (*each(DH), *once(SUM1)))
+    @stage_program(
+        1, Phase.BACKWARD, (*once(W1), *each(H, ERROR), *once(SUM1)), (*each(DH), *once(SUM1))
+    )
     def backward1(w1, h, error, total):
         return [error @ w1.T, total + h.T @ error]
 
-    @piece(0, Phase.BACKWARD, (*each(X_PART, H, DH), *once(SUM0)), once(SUM0))
+    @stage_program(0, Phase.BACKWARD, (*each(X_PART, H, DH), *once(SUM0)), once(SUM0))
     def backward0(x, h, dh, total):
         return [total + x.T @ (dh * (1 - h**2))]
 
-    @piece(0, Phase.UPDATE, once(SUM0), once(NORM0))
+    @stage_program(0, Phase.UPDATE, once(SUM0), once(NORM0))
     def norm0(total):
         return [jnp.sum(total**2)]
 
-    @piece(1, Phase.UPDATE, once(SUM1), once(NORM1))
+    @stage_program(1, Phase.UPDATE, once(SUM1), once(NORM1))
     def norm1(total):
         return [jnp.sum(total**2)]
 
-    @piece(0, Phase.UPDATE, once(W0, MOMENTUM, COUNT, SUM0, NORM0, NORM1),
+    @stage_program(0, Phase.UPDATE, once(W0, MOMENTUM, COUNT, SUM0, NORM0, NORM1),
            once(NEW_W0, NEW_MOMENTUM, NEW_COUNT), 1)  # fmt: skip
     def update0(w0, momentum, count, total, norm0, norm1):
         momentum = 0.9 * momentum + _scale(norm0, norm1) * total
         return [w0 - RATE * momentum, momentum, count + 1]
 
-    @piece(1, Phase.UPDATE, once(W1, SUM1, LOSS_SUM, NORM0, NORM1), once(NEW_W1, LOSS), 1)
+    @stage_program(1, Phase.UPDATE, once(W1, SUM1, LOSS_SUM, NORM0, NORM1), once(NEW_W1, LOSS), 1)
     def update1(w1, total, loss_sum, norm0, norm1):
         return [w1 - RATE * _scale(norm0, norm1) * total, loss_sum / (ROWS * OUT)]
 
@@ -209,12 +213,12 @@ def make_executable(
     donated: frozenset[int] = frozenset((W0, MOMENTUM, COUNT, W1)),
     **options: Any,
 ) -> PipelineExecutable:
-    pieces = make_pieces(num_micro_batches)
+    stage_programs = make_stage_programs(num_micro_batches)
     avals = make_avals(num_micro_batches)
     pipeline = Pipeline(
         num_micro_batches,
         stage_mesh,
-        tuple(piece for piece, _ in pieces),
+        tuple(stage_program for stage_program, _ in stage_programs),
         TRANSFERS,
         INPUTS,
         OUTPUTS,
@@ -227,7 +231,7 @@ def make_executable(
         emit_programs(
             pipeline, make_schedule(schedule, 2, num_micro_batches, stage_mesh=stage_mesh)
         ),
-        [fn for _, fn in pieces],
+        [fn for _, fn in stage_programs],
         make_meshes(mesh_shapes),
         make_buffers(mesh_shapes, num_micro_batches, stage_mesh),
         [avals[place.value] for place in INPUTS],

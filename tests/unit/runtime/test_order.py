@@ -13,7 +13,7 @@ def programs(*lists: list[Instruction], donated: tuple[tuple[int, ...], ...] = (
     return PipelinePrograms(meshes, donated)
 
 
-def test_meshes_take_turns_piece_by_piece() -> None:
+def test_meshes_take_turns_stage_program_by_stage_program() -> None:
     order = interleave(
         programs(
             [Run(0, 0, (0,), (1,)), Free((1,)), Run(0, 1, (0,), (2,)), Run(0, 2, (0,), (3,))],
@@ -52,7 +52,8 @@ def test_lists_that_wait_for_each_other() -> None:
 
 
 def test_bytes_that_lie_on_meshes() -> None:
-    """Buffer b has 10**b bytes. Piece 0 uses up what it reads; what is sent lies there at once."""
+    """Buffer b has 10**b bytes. Stage program 0 uses up what it reads; what is sent lies there at
+    once."""
     lists = programs(
         [Run(0, 0, (0,), (1,)), Send((1,), (0,), 0, 1, 0), Free((1,))],
         [Run(1, 0, (0,), (0,)), Recv((2,), (0,), 0, 0, 0), Run(2, 0, (0, 2), (3,)), Free((2,))],

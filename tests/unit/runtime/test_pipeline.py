@@ -259,11 +259,15 @@ def test_statistics_of_a_step(executable: PipelineExecutable) -> None:
     assert counts["Free"] == stats.num_frees
 
 
-def test_time_of_pieces(executable: PipelineExecutable) -> None:
-    timed = executable.time_pieces(arguments())
+def test_time_of_stage_programs(executable: PipelineExecutable) -> None:
+    timed = executable.time_stage_programs(arguments())
     assert len(timed) == executable.num_instructions()["Run"]
     assert all(seconds > 0 for _, _, seconds in timed)
-    forward = [m for piece, m, _ in timed if (piece.stage, piece.phase) == (1, Phase.FORWARD)]
+    forward = [
+        m
+        for stage_program, m, _ in timed
+        if (stage_program.stage, stage_program.phase) == (1, Phase.FORWARD)
+    ]
     assert forward == [0, 1, 2, 3]
 
 

@@ -13,7 +13,7 @@ from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up
 from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, joined, offset_of
 from autopar.runtime.timestamps import InstructionMark, StepDescription, measured_timeline
 
-# Mesh 0 runs piece 0 and sends its result to mesh 1, which runs piece 1 on it.
+# Mesh 0 runs stage program 0 and sends its result to mesh 1, which runs stage program 1 on it.
 PROGRAMS = PipelinePrograms(
     (
         MeshProgram((Run(0, 3, (0,), (1,)), Send((1,), (7,), 3, 1, 0), Free((1,))), (), (), 2),
@@ -214,7 +214,7 @@ def test_a_worker_drops_the_oldest_steps_too() -> None:
 
 @pytest.mark.parametrize("mesh", [0, 1])
 def test_what_may_be_used_up(mesh: int) -> None:
-    expected = [{0}, {1}][mesh]  # what piece 0 is given; a result of the step
+    expected = [{0}, {1}][mesh]  # what stage program 0 is given; a result of the step
     assert may_be_used_up(PROGRAMS.meshes[mesh], PROGRAMS.donated) == expected
 
 

@@ -96,7 +96,8 @@ def test_few_rows_are_looked_at_where_plans_lack_memory(
 def test_what_recomputes_more_than_meant_is_tried_with_half_the_rows(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: float
 ) -> None:
-    """The faster of the two is kept: here twice as many micro-batches only start more pieces."""
+    """The faster of the two is kept: here twice as many micro-batches only start more stage
+    programs."""
     method = autopar.PipeshardParallel("auto")
     args = (step_needing(2), WEIGHTS, BATCH)
     plain = autopar.plan(*args, cluster=cluster(memory_bytes), method=method)

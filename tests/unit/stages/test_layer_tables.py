@@ -179,8 +179,9 @@ def test_memory_of_a_single_device_is_what_the_program_says() -> None:
     assert table.in_flight_bytes == pytest.approx([0, rows, 2 * rows], rel=0.01)
 
 
-def test_what_is_kept_is_what_the_backward_piece_reads() -> None:
-    """The values that pieces of a single stage hand on, each counted in one layer that reads it."""
+def test_what_is_kept_is_what_the_backward_stage_program_reads() -> None:
+    """The values that stage programs of a single stage hand on, each counted in one layer that
+    reads it."""
     own = gpt()
     (stage,) = slice_step(own.step, own.layers, [0] * len(own.layers.layers)).stages
     backward = [stage.body.equations[i] for i in stage.backward]

@@ -39,7 +39,7 @@ def step_s(n, launch_s):
 
 
 @pytest.mark.parametrize("launch_s", [0.001, 0.01, 0.1, 0.5, 5.0])
-def test_pipelines_are_filled_until_starting_pieces_costs_more(launch_s):
+def test_pipelines_are_filled_until_starting_stage_programs_costs_more(launch_s):
     numbers = candidate_micro_batches(64)
     found = choose_micro_batches(TABLES, setting(CLUSTER, 4, 4, launch_s=launch_s), numbers)
     expected = min(numbers, key=lambda n: step_s(n, launch_s))

@@ -83,14 +83,14 @@ def test_cuts_are_made_where_little_crosses():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "has_backward", "pieces"),
+    ("schedule", "has_backward", "stage_programs"),
     [("1f1b", True, 2), ("gpipe", True, 2), ("zero_bubble", True, 3), ("inference", False, 1)],
 )
-def test_every_piece_is_started(schedule, has_backward, pieces):
+def test_every_stage_program_is_started(schedule, has_backward, stage_programs):
     cluster = ClusterSpec(1, 1)
     where = setting(cluster, 2, 4, launch_s=0.5, schedule=schedule, has_backward=has_backward)
     choice, _ = search_stages([table((1, 1), [1.0, 1.0], once_s=0.25)], where)
-    assert choice.step_s == pytest.approx(4 * (2 + pieces * 0.5) + 0.5)
+    assert choice.step_s == pytest.approx(4 * (2 + stage_programs * 0.5) + 0.5)
 
 
 # -- memory

@@ -21,7 +21,7 @@ from autopar.inspect.report_page.page import SCRIPTS, embedded_json
 from autopar.ir.timeline import Event, Timeline
 from tests.report_plans import one_mesh, pipeline, timeline
 
-FOLDER = Path(autopar.__file__).parent / "inspect" / "report"
+FOLDER = Path(autopar.__file__).parent / "inspect" / "report_page"
 
 
 def data_of(page: str) -> Any:

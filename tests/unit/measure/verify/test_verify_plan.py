@@ -95,9 +95,9 @@ def test_the_memory_of_a_pipelines_meshes_is_that_of_the_runtime(jobs):
     report = autopar.verify(train_step, *args, plan=planned.plan)
     executable = make_executable(planned, jax.devices())
     own_bytes = []
-    for piece in executable.pipeline.pieces:
-        refs = (*piece.reads, *piece.writes)
-        arrays = [executable._buffers[piece.stage, ref.value] for ref in refs]
+    for stage_program in executable.pipeline.stage_programs:
+        refs = (*stage_program.reads, *stage_program.writes)
+        arrays = [executable._buffers[stage_program.stage, ref.value] for ref in refs]
         own_bytes.append(TEMP_BYTES + sum(map(_bytes_on_one_device, arrays)))
     order = interleave(executable.programs)
     expected = peak_bytes(order, executable.programs, executable._bytes_of, own_bytes)
@@ -118,13 +118,13 @@ def _bytes_on_one_device(array) -> int:
     return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def test_equal_pieces_are_compiled_once(jobs):
+def test_equal_stage_programs_are_compiled_once(jobs):
     args = arguments(4)
     method = PipeshardParallel(2, stages=UniformStages(4))
     plan = autopar.plan(train_step, *args, cluster=ClusterSpec(4, 2, "h100-sxm"), method=method)
     report = autopar.verify(train_step, *args, plan=plan)
-    pieces = [name for program in report.programs for name in program.pieces]
-    assert len(pieces) == len(set(pieces)) > len(jobs)
+    stage_programs = [name for program in report.programs for name in program.pieces]
+    assert len(stage_programs) == len(set(stage_programs)) > len(jobs)
     together = {program.pieces for program in report.programs if len(program.pieces) > 1}
     assert ("stage1_forward", "stage2_forward") in together
     assert all("stage0_forward" not in names for names in together)

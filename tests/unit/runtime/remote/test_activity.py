@@ -12,7 +12,7 @@ from autopar.runtime.remote.activity import describe_instruction
 
 INSTRUCTIONS = (
     Recv(buffers=(3,), transfers=(0,), micro_batch=2, from_mesh=0, tag=0),
-    Run(piece=0, micro_batch=2, reads=(3,), writes=(4, 5)),
+    Run(stage_program=0, micro_batch=2, reads=(3,), writes=(4, 5)),
     Send(buffers=(4, 5), transfers=(1, 2), micro_batch=None, to_mesh=0, tag=1),
     Free((3,)),
 )
@@ -30,7 +30,7 @@ WORDS = {
 def test_every_instruction_has_words(place: int) -> None:
     lowered: Any = SimpleNamespace(
         programs=SimpleNamespace(meshes=[None, SimpleNamespace(instructions=INSTRUCTIONS)]),
-        pieces=[SimpleNamespace(name="stage7_forward", stage=7)],
+        stage_programs=[SimpleNamespace(name="stage7_forward", stage=7)],
         stage_mesh=(0, 1),
     )
     assert describe_instruction(lowered, 1, place) == WORDS[place]

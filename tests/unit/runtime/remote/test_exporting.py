@@ -14,21 +14,21 @@ from autopar.compiler import AbstractDevices, plan_step
 from autopar.errors import CompileError
 from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
 from autopar.lower.remote_step import lower_for_workers
-from autopar.runtime.remote.exporting import compile_piece, export_piece
+from autopar.runtime.remote.exporting import compile_stage_program, export_stage_program
 
 HELD = ShardedType((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (0, 1), (0, 1, 2, 3))
 WHOLE = ShardedType((8, 4), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, -1), (0, 1, 2, 3))
 
 
-def piece_of(function: Any, **options: Any) -> LoweredProgram:
+def stage_program_of(function: Any, **options: Any) -> LoweredProgram:
     return LoweredProgram("step", 0, function, (HELD,), (HELD,), (), **options)
 
 
 def test_what_is_exported_on_no_devices_runs_on_devices() -> None:
-    piece = LoweredProgram("step", 0, lambda x: [2 * x, x], (HELD,), (HELD, WHOLE), (0,))
-    program = export_piece("train", piece, "cpu")
-    spec = ProgramSpec("step", 0, piece.reads, piece.writes, piece.donated)
-    compiled = compile_piece("train_step", spec, program, jax.devices()[:4])
+    stage_program = LoweredProgram("step", 0, lambda x: [2 * x, x], (HELD,), (HELD, WHOLE), (0,))
+    program = export_stage_program("train", stage_program, "cpu")
+    spec = ProgramSpec("step", 0, stage_program.reads, stage_program.writes, stage_program.donated)
+    compiled = compile_stage_program("train_step", spec, program, jax.devices()[:4])
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     doubled, same = compiled(jax.device_put(x, compiled.input_shardings[0][0]))
     np.testing.assert_array_equal(doubled, 2 * x)
@@ -42,7 +42,7 @@ def test_custom_calls_without_guarantees_are_let_through() -> None:
         first = jax.ffi.ffi_call("one_of_mine", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
         return [jax.ffi.ffi_call("another", jax.ShapeDtypeStruct(x.shape, x.dtype))(first)]
 
-    program = export_piece("train", piece_of(function), "cpu")
+    program = export_stage_program("train", stage_program_of(function), "cpu")
     text = export.deserialize(bytearray(program)).mlir_module()
     assert "one_of_mine" in text and "another" in text
 
@@ -60,7 +60,7 @@ def test_callbacks_are_refused(call: Any) -> None:
         return [x if called is None else x + called]
 
     with pytest.raises(CompileError, match="step of train calls back into Python"):
-        export_piece("train", piece_of(function), "cpu")
+        export_stage_program("train", stage_program_of(function), "cpu")
 
 
 def test_fused_attention_is_lowered_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,10 @@ def test_fused_attention_is_lowered_without_devices(monkeypatch: pytest.MonkeyPa
             (2, 2), ("data", "heads"), (P("heads"), P("data", None, "heads")), P("heads")
         ),
     )
-    (piece,) = lower_for_workers(planned, AbstractDevices(4, "gpu")).pieces
-    text = export.deserialize(bytearray(export_piece("train", piece, "gpu"))).mlir_module()
+    (stage_program,) = lower_for_workers(planned, AbstractDevices(4, "gpu")).stage_programs
+    text = export.deserialize(
+        bytearray(export_stage_program("train", stage_program, "gpu"))
+    ).mlir_module()
     kernels = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
     assert len(kernels) == 2
     assert all("2x128x4x64xbf16" in line for line in kernels)
@@ -111,4 +113,4 @@ def test_operators_that_split_themselves_are_refused() -> None:
         sharding_rule="i j -> i j",
     )
     with pytest.raises(CompileError, match=r"only where their devices are.*custom_partitioning"):
-        export_piece("train", piece_of(lambda x: [double(x)]), "cpu")
+        export_stage_program("train", stage_program_of(lambda x: [double(x)]), "cpu")
