@@ -13,25 +13,14 @@ import jax
 from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
-from autopar.compiler import (
-    AbstractDevices,
-    PlannedStep,
-    StepOptions,
-    annotate,
-    check_devices,
-    flatten_call,
-    is_array_leaf,
-    last_search,
-    lower_pipeline,
-    plan_step,
-)
+from autopar.compiler import StepOptions, plan_step
 from autopar.errors import ArgumentError, MeshError
-from autopar.inspect.dump import describing
+from autopar.executables import Executable, make_executable, make_remote_executable
 from autopar.ir import objects
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
-from autopar.lower.remote_step import lower_for_workers
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.rerank import plan_fastest
 from autopar.methods import (
     CreateStateParallel,
@@ -40,15 +29,12 @@ from autopar.methods import (
     ShardingOptions,
     ShardParallel,
 )
+from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.local import LocalExecutable, SignatureChanged
-from autopar.runtime.multi_controller import compile_together, is_multi_controller, plan_together
-from autopar.runtime.per_stage import PartsExecutable
-from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.arrays import DistributedArray
-from autopar.runtime.remote.executable import RemoteExecutable
 from autopar.session import checked_devices
-
-Executable = LocalExecutable | PipelineExecutable | PartsExecutable | RemoteExecutable
+from autopar.stages.stage_search import last_search
+from autopar.tracer.flatten import flatten_call, is_array_leaf
 
 
 def local_devices() -> tuple[Any, ...]:
@@ -235,19 +221,7 @@ class ParallelFunction:
                 assert isinstance(executable, LocalExecutable)  # as plan_together sees to
                 compile_together(planned.plan.name, lambda: executable.compiled)
             return planned, executable
-        spec = remote.cluster.spec
-        devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
-        traced = planned.traced
-        executable = RemoteExecutable(
-            planned.plan,
-            lower_for_workers(planned, devices),
-            remote,
-            traced.avals,
-            traced.out_avals,
-            whole=traced.flat_fn,
-        )
-        executable.describe = describing(planned)
-        return planned, executable
+        return planned, make_remote_executable(planned, remote)
 
 
 def _check_rerank(num: int, is_remote: bool) -> None:
@@ -292,41 +266,6 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
                     "step returned, or keep the old one with parallelize(…, donate_argnums=())."
                 ) from error
         raise
-
-
-def make_executable(
-    planned: PlannedStep, devices: Sequence[Any]
-) -> LocalExecutable | PipelineExecutable | PartsExecutable:
-    if planned.made:
-        check_devices(planned.plan, devices)
-        parts = [
-            _on_one_mesh(part, [devices[d] for d in stage.devices])
-            for part, stage in zip(planned.made, planned.plan.stages, strict=True)
-        ]
-        executable = PartsExecutable(planned.plan, parts, whole=planned.traced.flat_fn)
-    elif planned.plan.is_pipeline:
-        lowered = lower_pipeline(planned, devices)
-        executable = PipelineExecutable(
-            planned.plan,
-            lowered.pipeline,
-            lowered.programs,
-            lowered.functions,
-            lowered.meshes,
-            lowered.buffers,
-            planned.traced.avals,
-            lowered.tile_plans,
-            whole=planned.traced.flat_fn,
-        )
-    else:
-        executable = _on_one_mesh(planned, devices)
-    executable.describe = describing(planned)
-    return executable
-
-
-def _on_one_mesh(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
-    flat_fn, mesh = annotate(planned, devices)
-    traced = planned.traced
-    return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
 
 
 def parallelize(

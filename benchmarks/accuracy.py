@@ -34,7 +34,7 @@ import jax
 
 import autopar
 from autopar.api import make_executable
-from autopar.compiler import PlannedStep
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import repriced
 from autopar.measure.enumerate_plans import strategies_in_words
 from autopar.measure.time_step import made_up

@@ -19,8 +19,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.compiler import PlannedStep, plan_step
+from autopar.compiler import plan_step
 from autopar.cost.report import parallelism
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import decisions
 from autopar.measure.enumerate_plans import covering_plans, strategies_in_words
 from autopar.sharding.kbest import k_best, sharding_of

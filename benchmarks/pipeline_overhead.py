@@ -133,8 +133,8 @@ def show(name: str, row: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(row["num_instructions"].items()))
     return (
         f"{name:40s} step {row['step_ms']:.0f} ms, sum of stage programs {row['sum_ms']:.0f} ms, "
-        f"ratio {row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}; fastest over "
-        f"fastest {row['quiet_ratio']:.3f}); in schedule order {row['schedule_ms']:.0f} ms; a "
+        f"ratio {row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f}; fastest "
+        f"over fastest {row['quiet_ratio']:.3f}); in schedule order {row['schedule_ms']:.0f} ms; a "
         f"stage program {row['piece_ms']:.1f} ms; {counts}; "
         f"{row['num_arrays_sent']} arrays sent, {row['sent_bytes'] / 2**20:.1f} MiB"
     )

@@ -53,8 +53,8 @@ from autopar.cost.simulator import program_work, simulate
 from autopar.ir.pipeline import EACH
 from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 from autopar.lower.instructions import emit_programs
+from autopar.lower.schedules import make_schedule
 from autopar.runtime.pipeline import PipelineExecutable
-from autopar.stages.schedules import make_schedule
 from benchmarks.pipeline_overhead import in_schedule_order
 from benchmarks.pipeline_rows import machine
 from examples.models import build

@@ -18,19 +18,19 @@ from typing import Any
 
 import jax
 
+from autopar.cli.devices import parse_mesh
 from autopar.cli.factories import load_step, parse_options
 from autopar.cli.plan import check_target
-from autopar.cli.segments import parse_mesh
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import find_profile
 from autopar.ir.ranking import rank_correlation, ranks
 from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.database import default_database
 from autopar.measure.enumerate_plans import TimedPlan, covering_plans, timed_plans
 from autopar.measure.time_step import StepTiming
 from autopar.session import check_profile_here, cluster_of_devices
-from autopar.sharding.plan_mesh import PlannedStep
 
 OK = 0
 NOT_FITTING = 1

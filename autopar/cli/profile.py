@@ -9,14 +9,12 @@ autopar profile --database | --forget    what was timed before
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 
-from autopar._jax import has_devices
+from autopar.cli.devices import use_devices
 from autopar.errors import ArgumentError
 
 OK = 0
-VIRTUAL_DEVICES = 8
 
 _MACHINE = ("output", "quick", "only", "time", "restart", "address", "hosts", "devices")
 _MODEL = ("set", "mesh", "profile", "json")
@@ -94,17 +92,3 @@ _NAMES = {
     "segments": "--model …",
     "machine": "a measurement of the machine",
 }
-
-
-def use_devices(platform: str) -> None:
-    """`platform`: "cpu", "gpu", or "auto" for the GPUs found, else virtual CPU devices. To be
-    called before JAX has opened its devices; later it changes nothing."""
-    import jax
-
-    if has_devices():
-        return
-    counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if platform != "gpu" and not counted:
-        jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
-    if platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")

@@ -20,9 +20,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from autopar.api import ParallelFunction, make_executable
+from autopar.api import ParallelFunction
+from autopar.cli.devices import parse_mesh, use_devices
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
+from autopar.executables import make_executable
 from autopar.measure.segments import PASSES, PreparedStep, TimingTask, prepare_step, run_passes
 from autopar.measure.segments.combine import TOP
 from autopar.progress import Progress
@@ -93,20 +95,8 @@ def default_jobs() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
-def parse_mesh(text: str | None) -> tuple[int, ...] | None:
-    """`8` or `2x4`."""
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > 2:
-        raise ArgumentError(f"--mesh {text}: needs one or two sizes, such as 8 or 2x4.")
-    return tuple(map(int, parts))
-
-
 def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[PreparedStep, Any]:
     """The step with its segments, and the devices that it is for."""
-    from autopar.cli.profile import use_devices
-
     use_devices(request.platform)
     import jax
 

@@ -30,14 +30,14 @@ from autopar.ir.spec import num_shards
 from autopar.ir.text import format_bytes, format_seconds, rows_of
 from autopar.ir.tiles import TilePlan
 from autopar.lower.annotate import annotated_function
+from autopar.lower.planned_step import PlannedStep
+from autopar.lower.schedules import make_schedule
 from autopar.lower.tiles import plan_transfers
 from autopar.runtime.debug import DebugFile, Describe
 from autopar.sharding.assemble import untouched
 from autopar.sharding.lp_file import lp_text
 from autopar.sharding.origin import Origin
-from autopar.sharding.plan_mesh import PlannedStep
 from autopar.sharding.solve import GraphSharding
-from autopar.stages.schedules import make_schedule
 from autopar.tracer.flatten import TracedStep
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "pulp", "flax", "optax", "ray")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.views import views
+from autopar.ir.late_methods import late_method
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Blocks:
 
     def text(self) -> str:
         """Segments, their blocks, what was chosen and what it costs, as tables."""
-        return views().blocks_text(self)
+        return late_method("blocks_text")(self)
 
     def __str__(self) -> str:
         return self.text()

@@ -21,12 +21,12 @@ from autopar.errors import PlanError
 from autopar.ir.blocks import Blocks
 from autopar.ir.decode import decode, json_key
 from autopar.ir.details import PlanDetails
+from autopar.ir.late_methods import late_method
 from autopar.ir.mesh import ClusterSpec, decode_cluster
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, fits, spec_from_text, to_partition_spec
 from autopar.ir.stages import SearchReport, decode_search
 from autopar.ir.timeline import PipelineTimes, Timeline
-from autopar.ir.views import views
 
 FORMAT = "autopar-plan"
 FORMAT_VERSION = 4
@@ -277,25 +277,29 @@ class ParallelPlan:
     def explain(self, path: str | None = None, *, depth: int | None = None) -> str:
         """The plan in words, in the names of the user's own modules, down to `depth` levels of
         them. With a path (of an input, an output or a named value): why that is sharded so."""
-        return views().explain(self, path, depth)
+        return late_method("explain")(self, path, depth)
 
     def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
         """Write the plan as one HTML page that needs no network; `measured` is drawn beside the
         predicted timeline."""
-        views().report(self, target, measured)
+        late_method("report")(self, target, measured)
 
     def timeline(self) -> Timeline:
         """When what is predicted to run in a step, on each mesh."""
-        return views().timeline(self)
+        return late_method("timeline")(self)
 
     def blocks(self, stage: int = 0) -> Blocks:
         """The step as parallel blocks, with the strategies of their entry operators, what was
         chosen and what it costs: `print(plan.blocks())`. Of a pipeline, one stage's."""
-        return views().blocks(self, stage)
+        return late_method("blocks")(self, stage)
+
+    def strategies(self) -> str:
+        """How every operator is sharded, as a table."""
+        return late_method("strategies")(self)
 
     def with_pins(self, pins: Mapping[str, Any]) -> ParallelPlan:
         """The best plan with these arrays pinned to specs, on the same meshes and stages."""
-        return views().with_pins(self, pins)
+        return late_method("with_pins")(self, pins)
 
     # -- files
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.compiler import AbstractDevices, annotate, check_devices, lower_pipeline
 from autopar.ir.live import buffer_slots
 from autopar.ir.pipeline import (
     Free,
@@ -24,9 +23,10 @@ from autopar.ir.pipeline import (
 )
 from autopar.ir.remote import Bound, LoweredProgram, LoweredStep, RemoteTransfer, ShardedType
 from autopar.ir.spec import from_partition_spec
+from autopar.lower.lower_step import AbstractDevices, annotate, check_devices, lower_pipeline
+from autopar.lower.planned_step import PlannedStep
 from autopar.lower.raw_keys import on_raw_keys, raw_type
 from autopar.lower.tiles import plan_transfers
-from autopar.sharding.plan_mesh import PlannedStep
 
 
 def lower_for_workers(planned: PlannedStep, devices: AbstractDevices) -> LoweredStep:

@@ -26,6 +26,7 @@ from autopar.errors import MeshError, SolverError, SpecError
 from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import Layout
+from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ParallelMethod, ShardParallel
 from autopar.sharding.blocks import is_entry
 from autopar.sharding.constraints import candidate_meshes
@@ -40,7 +41,7 @@ from autopar.sharding.kbest import (
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.origin import Origin
-from autopar.sharding.plan_mesh import Considered, PlannedStep, planned_as
+from autopar.sharding.plan_mesh import Considered, planned_as
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import PairwiseProblem
 from autopar.sharding.solve import DoesNotFit, GraphSharding, SolveStats, fit_into_memory

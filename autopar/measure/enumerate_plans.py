@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from autopar.api import make_executable
 from autopar.compiler import StepOptions, plan_step
 from autopar.errors import ArgumentError, MeshError, SolverError, SpecError
+from autopar.executables import make_executable
 from autopar.ir.graph import HEAVY
 from autopar.ir.identity import plan_digest
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import Timing
 from autopar.ir.text import name_pattern, name_skeleton
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import covering_on_mesh, on_mesh
 from autopar.measure.time_collectives import CollectiveTimes
 from autopar.measure.time_step import StepTiming, time_executable
@@ -35,7 +36,6 @@ from autopar.progress import Progress
 from autopar.session import cluster_of_devices
 from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.origin import Origin
-from autopar.sharding.plan_mesh import PlannedStep
 
 
 @dataclass(frozen=True, eq=False)

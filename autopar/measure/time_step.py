@@ -62,8 +62,8 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], ja
 def time_executable(
     executable: Any, *, state: Sequence[tuple[int, int]] = (), limit_s: float = 5.0, **how: Any
 ) -> StepTiming:
-    """`executable`: as `api.make_executable` gives it. `state`: (input, output) of what a call
-    hands to the next."""
+    """`executable`: as `executables.make_executable` gives it. `state`: (input, output) of what a
+    call hands to the next."""
     started = time.perf_counter()
     try:
         memory = float(executable.memory_bytes())  # compiles

@@ -23,9 +23,9 @@ from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.assign import assign_layouts
+from autopar.lower.planned_step import PlannedStep
 from autopar.methods import ParallelMethod, PlacedParallel, ShardParallel
 from autopar.progress import Progress, logged
-from autopar.rewrite.stage_slices import SlicedStep
 from autopar.sharding.assemble import bind_plan, make_plan, replicated_plan
 from autopar.sharding.budget import GOOD_GAP
 from autopar.sharding.constraints import (
@@ -88,14 +88,6 @@ class PassTimer:
             yield
         spent = time.perf_counter() - started
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    traced: TracedStep
-    plan: ParallelPlan
-    sliced: SlicedStep | None = None  # of a pipeline
-    made: tuple[PlannedStep, ...] = ()  # of stages that make results of their own
 
 
 def plan_traced(

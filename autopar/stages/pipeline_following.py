@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, Tensor
+from autopar.lower.planned_step import PlannedStep
 from autopar.methods import PlacedParallel
 from autopar.rewrite.layers_by_input import layers_by_arguments
 from autopar.rewrite.stage_placement import find_homes
 from autopar.sharding.assemble import bind_plan, made_plan
 from autopar.sharding.origin import bound_origin
-from autopar.sharding.plan_mesh import PassTimer, PlannedStep, plan_traced
+from autopar.sharding.plan_mesh import PassTimer, plan_traced
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import Loop, LoopedStep, StageSpec, find_looped, layers_of
 from autopar.stages.plan_pipeline import ExistingPlacement, plan_following

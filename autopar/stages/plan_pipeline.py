@@ -23,6 +23,8 @@ from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.stages import SearchReport
+from autopar.lower.planned_step import PlannedStep
+from autopar.lower.schedules import in_flight_bound, make_schedule
 from autopar.methods import (
     AutoLayers,
     AutoStages,
@@ -39,7 +41,7 @@ from autopar.rewrite.stage_slices import SlicedStep
 from autopar.sharding.assemble import bind_plan, pipeline_plan
 from autopar.sharding.constraints import asked_by
 from autopar.sharding.origin import Pins, bound_origin, pins_of
-from autopar.sharding.plan_mesh import PassTimer, PlannedStep
+from autopar.sharding.plan_mesh import PassTimer
 from autopar.stages.choose_stages import StageChooser
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import (
@@ -56,7 +58,6 @@ from autopar.stages.looped import (
     slice_into,
 )
 from autopar.stages.manual_stages import check_layer_ids
-from autopar.stages.schedules import in_flight_bound, make_schedule
 from autopar.stages.simulate import mesh_hosts, predicted_s, stage_times
 from autopar.stages.stage_plans import (
     SolvedStage,

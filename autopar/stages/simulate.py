@@ -30,10 +30,10 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.spec import WHOLE
 from autopar.ir.timeline import Event, PipelineTimes, StageProgramTime, Timeline
 from autopar.lower.instructions import emit_programs
+from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import lane_axes, with_lanes
-from autopar.stages.schedules import make_schedule
 
 # Tiles of larger meshes take seconds to plan; what crosses between them is priced in closed form.
 MOST_TILED = 256

@@ -33,8 +33,8 @@ import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice, Submesh
 from autopar.ir.text import format_bytes
+from autopar.lower.schedules import in_flight_bound
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
-from autopar.stages.schedules import in_flight_bound
 from autopar.stages.stage_dp import SAME, StageDP, StageRange
 from autopar.stages.submeshes import candidate_submeshes, tiles
 

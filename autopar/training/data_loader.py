@@ -21,8 +21,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar.api import ParallelFunction
-from autopar.compiler import PlannedStep, argument_names, is_array_leaf
+from autopar.compiler import argument_names
 from autopar.errors import ArgumentError, DataError
+from autopar.lower.planned_step import PlannedStep
+from autopar.tracer.flatten import is_array_leaf
 
 Argument = int | str
 Arguments = Argument | tuple[Argument, ...] | None

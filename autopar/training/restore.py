@@ -19,10 +19,10 @@ from jax.tree_util import SequenceKey
 
 from autopar import _jax, session
 from autopar.api import ParallelFunction, local_devices
-from autopar.compiler import check_devices
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.ir import objects
 from autopar.ir.plan import ParallelPlan
+from autopar.lower.lower_step import check_devices
 from autopar.runtime.checkpoints.find import find_checkpoint
 from autopar.runtime.checkpoints.orbax import OrbaxSource
 from autopar.runtime.checkpoints.restore import (

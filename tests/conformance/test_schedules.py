@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.pipeline import Phase
 from autopar.ir.schedule import Schedule
-from autopar.stages.schedules import in_flight, in_flight_bound, make_schedule
+from autopar.lower.schedules import in_flight, in_flight_bound, make_schedule
 from autopar.stages.simulate import predicted_s
 from tests.properties.clock_by_clock import chain_times
 

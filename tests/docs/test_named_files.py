@@ -186,8 +186,8 @@ def test_what_is_gone_is_found() -> None:
         "`python -m benchmarks.gone --json`, python -m benchmarks.kills, python -m benchmarks.NAME"
     )
     assert missing_modules(said) == ["benchmarks.gone"]
-    assert missing_references("(rewrite.layers, attach) `plan.stages`", {("plan", "stages")}) == [
-        "rewrite.layers"
+    assert missing_references("(gone.layers, attach) `plan.stages`", {("plan", "stages")}) == [
+        "gone.layers"
     ]
-    assert not missing_references("(rewrite.layers, attach), `autopar.tracer`", set())
+    assert not missing_references("(gone.layers, attach), `autopar.tracer`", set())
     assert list(commands_in({"rows": [{"command": "a"}], "command": "b"})) == ["b", "a"]

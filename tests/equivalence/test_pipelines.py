@@ -18,9 +18,9 @@ import autopar
 from autopar.api import local_devices, make_executable
 from autopar.ir.pipeline import EACH
 from autopar.ir.schedule import SCHEDULES
+from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.attach_layers import boundary_bytes
 from autopar.rewrite.layers import find_layers
-from autopar.sharding.plan_mesh import PlannedStep
 from autopar.tracer.costs import aval_bytes
 from examples.models import build
 from tests.equivalence.pipelines import assert_equal, own_buffers

@@ -23,7 +23,7 @@ from autopar.cost.simulator import (
 from autopar.ir.pipeline import EACH, Phase, Pipeline, PipelinePrograms, Run
 from autopar.ir.schedule import SCHEDULES, Schedule
 from autopar.lower.instructions import emit_programs
-from autopar.stages.schedules import make_schedule
+from autopar.lower.schedules import make_schedule
 from autopar.stages.simulate import predicted_s
 from tests.properties.clock_by_clock import chain_times, step_by_clocks
 from tests.properties.test_pipeline_programs import random_case

@@ -26,7 +26,7 @@ from autopar.ir.pipeline import (
 )
 from autopar.ir.schedule import SCHEDULES, Schedule
 from autopar.lower.instructions import emit_programs
-from autopar.stages.schedules import check_schedule, in_flight, in_flight_bound, make_schedule
+from autopar.lower.schedules import check_schedule, in_flight, in_flight_bound, make_schedule
 from tests.properties.random_pipelines import random_pipeline, run_lists, run_stage_programs
 
 some = settings(deadline=None, max_examples=60)

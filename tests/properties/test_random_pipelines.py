@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Pipeline, Ref, StageProgram
 from autopar.ir.schedule import SCHEDULES
 from autopar.lower.instructions import emit_programs
+from autopar.lower.schedules import make_schedule
 from autopar.runtime.pipeline import PipelineExecutable
-from autopar.stages.schedules import make_schedule
 from tests.properties.random_pipelines import random_pipeline
 from tests.unit.runtime.hand_pipeline import NamedPlan
 

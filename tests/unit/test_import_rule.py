@@ -3,6 +3,7 @@
 A room is a file or folder of `autopar/`. It imports only from rooms before it in `ORDER`, and
 `runtime` from none of the planner's. Every import counts, wherever it stands: inside a function,
 under `TYPE_CHECKING`, relative, or by a literal `import_module`. No files import each other.
+(`ir/late_methods.py` alone imports by a name: `plan.explain()` is a method of data.)
 """
 
 import ast

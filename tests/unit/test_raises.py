@@ -23,7 +23,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("__init__.py", "AttributeError"): ATTRIBUTE,
     ("ir/objects/nodes.py", "AttributeError"): ATTRIBUTE,
     ("ir/objects/nodes.py", "KeyError"): "Python's protocol of __getitem__",
-    ("loading.py", "StopIteration"): "Python's protocol of __next__",
+    ("training/data_loader.py", "StopIteration"): "Python's protocol of __next__",
     ("runtime/ray/worker.py", "AttributeError"): "the driver raises a WorkerError with its text",
     ("runtime/remote/frames.py", "MemoryError"): "as NumPy's, for arrays that are a bit smaller",
     ("runtime/checkpoints/format.py", "ValueError"): READER,

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar import session
-from autopar.api import constrain, mark_layer_boundary, parallelize
+from autopar import _jax, session
+from autopar.compiler import StepOptions, plan_step
 from autopar.errors import ProfileError
+from autopar.executables import make_remote_executable
 from autopar.ir.profile import CollectiveTime, CrossingSample, MachineProfile, Timing
 from autopar.measure.profile.hardware import Hardware, abilities
 from autopar.measure.profile.profile_machine import ProfileRun, Report, checked_limit, checked_parts
@@ -204,10 +205,20 @@ class RayMachine:
 
 def time_pipeline(hardware: Hardware, num_bytes: float, num_micro: int, quick: bool) -> Timing:
     step, method, batch = crossing_step(hardware, num_bytes, num_micro)
-    run = parallelize(step, method=method, batch_argnums=(0,))
+    remote = session.current().remote
+    assert remote is not None
+    planned = plan_step(
+        step,
+        (batch,),
+        {},
+        cluster=session.current().cluster(),
+        method=method,
+        options=StepOptions(batch_argnums=(0,)),
+    )
+    run = make_remote_executable(planned, remote)
 
     def call() -> Any:
-        return np.asarray(run(batch))
+        return np.asarray(run([batch])[0])
 
     return time_calls(call, limit_s=0.5 if quick else 2.0, min_samples=5, max_samples=30)
 
@@ -224,8 +235,8 @@ def crossing_step(
     name = "crossing"
 
     def step(batch: jax.Array) -> jax.Array:
-        sent = constrain(batch * jnp.arange(1, features + 1, dtype=jnp.float32), name)
-        mark_layer_boundary()
+        sent = _jax.named(batch * jnp.arange(1, features + 1, dtype=jnp.float32), name)
+        _jax.mark_boundary()
         return jnp.max(sent, axis=1)
 
     method = PipeshardParallel(

@@ -18,6 +18,7 @@ from typing import Any
 from autopar.compiler import StepOptions, trace
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import ClusterSpec
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.rerank import fastest
 from autopar.measure.segments import text
 from autopar.measure.segments.analyse import PreparedStep, analyse
@@ -39,7 +40,6 @@ from autopar.measure.segments.run import compilation_cache_in
 from autopar.measure.segments.search_segments import SearchResult, search
 from autopar.methods import ShardParallel
 from autopar.progress import Progress
-from autopar.sharding.plan_mesh import PlannedStep
 
 PASSES = ("analysis", "profile", "search")
 ANALYSIS, PROFILE, PLAN, CACHE = "analysis.json", "profile.json", "plan.json", "compiled"

@@ -27,6 +27,7 @@ from autopar.errors import MemoryBudgetError, ProfileError, SolverError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.text import format_bytes, format_seconds
+from autopar.lower.planned_step import PlannedStep
 from autopar.measure.segments.analyse import PreparedStep
 from autopar.measure.segments.boundaries import SegmentBoundary, crossings
 from autopar.measure.segments.cut import CutStep
@@ -35,7 +36,7 @@ from autopar.measure.segments.profile import ONE_ARRAY, segment_layouts
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.kbest import Solution as Ranked
 from autopar.sharding.kbest import k_best, sharding_of
-from autopar.sharding.plan_mesh import PlannedStep, plan_traced, planned_as
+from autopar.sharding.plan_mesh import plan_traced, planned_as
 from autopar.sharding.problem import FoldedGraph, problem_on_mesh
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph

@@ -17,12 +17,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from autopar.api import ParallelFunction
-from autopar.compiler import AbstractDevices, StepOptions, plan_step
+from autopar.compiler import StepOptions, plan_step
 from autopar.errors import ArgumentError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.remote import LoweredProgram, LoweredStep, ProgramSpec
+from autopar.lower.lower_step import AbstractDevices
 from autopar.lower.remote_step import lower_for_workers
 from autopar.measure.verify.compare import verified_meshes, verified_programs
 from autopar.measure.verify.compile import compile_all
@@ -109,8 +109,8 @@ def check_compiler(cluster: ClusterSpec, target: str | Path | None = None) -> No
 def _unwrap(
     fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
 ) -> tuple[Callable[..., Any], StepOptions]:
-    if isinstance(fn, ParallelFunction):
-        return fn.__wrapped__, fn.options  # type: ignore[attr-defined]
+    if isinstance(options := getattr(fn, "options", None), StepOptions):  # parallelized already
+        return fn.__wrapped__, options
     if not callable(fn):
         raise ArgumentError(f"verify({fn!r}): the first argument is the train step, a function.")
 

@@ -7,8 +7,8 @@ import pytest
 from autopar.cost.pipeline_times import pipeline_of_times
 from autopar.ir.pipeline import Phase
 from autopar.lower.instructions import emit_programs
+from autopar.lower.schedules import make_schedule
 from autopar.runtime.hlo import CollectiveOp
-from autopar.stages.schedules import make_schedule
 from benchmarks import pipeline_compile
 from benchmarks.pipeline_overhead import in_schedule_order
 from tests.properties.clock_by_clock import chain_times

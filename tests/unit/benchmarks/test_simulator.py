@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.stages.schedules import make_schedule
+from autopar.lower.schedules import make_schedule
 from autopar.stages.simulate import predicted_s
 from benchmarks.simulator import chain, speed
 

@@ -21,7 +21,7 @@ from autopar.ir.pipeline import (
     Transfer,
 )
 from autopar.lower.instructions import emit_programs
-from autopar.stages.schedules import make_schedule
+from autopar.lower.schedules import make_schedule
 
 # Values: arguments, then what is there for each micro-batch, then once per step.
 W0, W1, BATCH = 0, 1, 2

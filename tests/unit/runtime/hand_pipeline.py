@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
 from autopar.lower.instructions import emit_programs
+from autopar.lower.schedules import make_schedule
 from autopar.runtime.pipeline import PipelineExecutable
-from autopar.stages.schedules import make_schedule
 
 ROWS, WIDTH, HIDDEN, OUT = 16, 8, 16, 4
 RATE, CLIP = 0.1, 0.5

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar import compiler
 from autopar.ir.stages import SearchReport
-from autopar.sharding.plan_mesh import PlannedStep
+from autopar.lower.planned_step import PlannedStep
 from autopar.stages import auto
 
 WEIGHTS = [jnp.ones((16, 16))] * 4

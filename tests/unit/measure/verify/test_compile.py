@@ -63,7 +63,7 @@ def test_the_environment_is_that_of_a_machine_without_a_gpu(compiler, monkeypatc
         'found="$JAX_PLATFORMS$JAX_SKIP_CUDA_CONSTRAINTS_CHECK$CUDA_VISIBLE_DEVICES"\n'
         'test "$found" = cpu1 || exit 7\n'
         'case "$PYTHONPATH" in *:/users/own) ;; *) exit 8;; esac\n'
-        'test -d "${PYTHONPATH%%:*}/autopar/proof" || exit 9\n' + gives(RESULT)
+        'test -d "${PYTHONPATH%%:*}/autopar/measure/verify" || exit 9\n' + gives(RESULT)
     )
     assert compile_all([job()], 60)
     assert os.environ["JAX_PLATFORMS"] == "cuda"

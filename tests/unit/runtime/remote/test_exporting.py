@@ -10,9 +10,10 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 from autopar import ClusterSpec, ManualParallel
-from autopar.compiler import AbstractDevices, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import CompileError
 from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
+from autopar.lower.lower_step import AbstractDevices
 from autopar.lower.remote_step import lower_for_workers
 from autopar.runtime.remote.exporting import compile_stage_program, export_stage_program
 

@@ -8,7 +8,7 @@ import pytest
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.pipeline import Phase
 from autopar.ir.schedule import SCHEDULES, Schedule, Task
-from autopar.stages.schedules import check_schedule, in_flight_bound, make_schedule
+from autopar.lower.schedules import check_schedule, in_flight_bound, make_schedule
 
 F, B, W, U = "F", "B", "W", "U"
 LETTERS = {Phase.FORWARD: F, Phase.BACKWARD: B, Phase.WEIGHTS: W, Phase.UPDATE: U}

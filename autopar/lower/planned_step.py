@@ -1,0 +1,20 @@
+"""What planning hands to lowering: a traced step with its plan, `PlannedStep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.plan import ParallelPlan
+from autopar.rewrite.stage_slices import SlicedStep
+from autopar.tracer.flatten import TracedStep
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """`sliced`: the stages of a pipeline; `made`: a planned step per stage, where each stage makes
+    some of the results by itself."""
+
+    traced: TracedStep
+    plan: ParallelPlan
+    sliced: SlicedStep | None = None
+    made: tuple[PlannedStep, ...] = ()
