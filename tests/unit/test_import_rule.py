@@ -8,10 +8,11 @@ under `TYPE_CHECKING`, relative, or by a literal `import_module`. No files impor
 
 import ast
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from benchmarks.structure import circles, import_graph, imported_names, read_folder
 
 PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
@@ -38,7 +39,7 @@ def find_violations(package_dir: Path) -> list[str]:
             continue
         forbidden = {*ORDER[ORDER.index(room) + 1 :], *(PLANNER if room == "runtime" else ())}
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        imported = sorted(set(_imported_names(tree, package=module[:-1])))
+        imported = sorted(set(imported_names(tree, package=module[:-1])))
         for line, name in imported:
             if (target := _room(name)) in forbidden:
                 found.append(f"{where}:{line}: {room!r} may not import {target!r}")
@@ -50,25 +51,6 @@ def find_violations(package_dir: Path) -> list[str]:
                 if internal
             ]
     return found
-
-
-def _imported_names(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of all that a module of the given package imports."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import():
-                for alias in node.names:
-                    yield node.lineno, alias.name
-            case ast.ImportFrom():
-                parents = package[: len(package) - node.level + 1] if node.level else ()
-                base = ".".join((*parents, *([node.module] if node.module else [])))
-                for alias in node.names:
-                    yield node.lineno, f"{base}.{alias.name}"
-            case ast.Call(
-                func=ast.Name(id=call) | ast.Attribute(attr=call),
-                args=[ast.Constant(value=str(name)), *_],
-            ) if call in {"import_module", "__import__"}:
-                yield node.lineno, name
 
 
 def _dotted_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -102,22 +84,8 @@ def test_package_keeps_the_import_rule():
     assert not violations, "\n".join(violations)
 
 
-def test_no_file_imports_itself_through_others():
-    """Raises CycleError with the circle."""
-    files = {
-        ".".join(path.relative_to(PACKAGE_DIR.parent).with_suffix("").parts): path
-        for path in PACKAGE_DIR.rglob("*.py")
-    }
-    imports = {
-        name: {
-            target
-            for _, imported in _imported_names(ast.parse(path.read_text()), ())
-            for target in (imported, imported.rpartition(".")[0])
-            if target in files and target != name
-        }
-        for name, path in files.items()
-    }
-    assert list(TopologicalSorter(imports).static_order())
+def test_no_files_import_each_other():
+    assert circles(import_graph(read_folder(PACKAGE_DIR.parent, "autopar"))) == []
 
 
 BREACHES = {
