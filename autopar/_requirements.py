@@ -1,5 +1,4 @@
-"""What autopar needs of the packages around it: from what is installed to an error that says what
-is missing and what to install.
+"""From the packages that are installed to an error that names what is missing and what to install.
 
 JAX's internals come without a promise: any release may drop one. `INTERNALS` names all that
 autopar uses, so that a release without one of them is refused by name before anything is planned,

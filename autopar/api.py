@@ -1,5 +1,4 @@
-"""What users call: `parallelize`, `constrain`, `mark_layer_boundary`, `plan`, `solve_sharding`,
-`compile`, `init`, `shutdown`."""
+"""What users call: from a function to a `ParallelFunction`, a plan or an executable."""
 
 from __future__ import annotations
 

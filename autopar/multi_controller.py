@@ -1,5 +1,6 @@
-"""One step in many processes, each started by the user (`jax.distributed.initialize`): from the
-same function and arguments in every process to one plan, which all of them have.
+"""One step in many processes that the user starts: from the same call in each to one common plan.
+
+The processes are those of `jax.distributed.initialize`.
 
 Process 0 plans; the others receive its plan as text, and every process, process 0 too, binds that
 text to its own trace. In between all tell what they have (versions, devices, shapes, program,

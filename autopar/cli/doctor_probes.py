@@ -1,5 +1,7 @@
-"""The processes of `autopar doctor`, a probe each: `python -m autopar.cli.doctor_probes NAME FILE`
-writes what it finds as JSON, an error as `{"error": …}`.
+"""The processes of `autopar doctor`: from the name of a probe to JSON.
+
+`python -m autopar.cli.doctor_probes NAME FILE` writes what the probe finds; an error is
+`{"error": …}`.
 
 A driver that hangs, or a library that crashes, takes its own process down and nothing else.
 """

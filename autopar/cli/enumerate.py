@@ -1,5 +1,6 @@
-"""`autopar profile --model F --enumerate`: ways to shard a step, run and compared; and
-`autopar profile --database` and `--forget`: what was timed before.
+"""`autopar profile --model F --enumerate`: runs and compares several ways to shard a step.
+
+`autopar profile --database` and `--forget` show and drop what was timed before.
 
     TimedPlan … → lines as they come, a table, where predictions mislead        (`comparison`)
 """

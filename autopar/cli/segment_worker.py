@@ -1,5 +1,7 @@
-"""A process that compiles programs of segments: a request and tasks come in as lines of JSON, a
-line goes out for each. Compiled programs are left in the cache of the request's folder."""
+"""A process that compiles programs of segments: from lines of JSON to lines of JSON.
+
+A request and tasks come in, a line goes out for each. Compiled programs stay in the cache of the
+request's folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`autopar sweep`: one step planned for several numbers of devices, batches, micro-batches or
-budgets, one or two of them varied; the table, plots and page say what each would give.
+"""`autopar sweep`: plans one step for several sizes, from `PlanRequest`s to a `Sweep`.
+
+One or two of devices, batch, micro-batches and budget vary; a table, plots and a page compare the
+predictions.
 
 Points are planned in processes of their own, which know nothing of each other. A point that does
 not fit is a result, not an error.

@@ -1,5 +1,4 @@
-"""The user's modules as a tree with what each costs and how it is parallel: from a plan's details
-to lines of text.
+"""The user's modules as a tree, with costs and parallelism: from `PlanDetails` to lines of text.
 
 Modules are nested as their names are (`GPT/layer_0/ffn/up`). Siblings whose names differ in a
 number alone, and that are alike all the way down (words, specs, names), are one line with their

@@ -1,5 +1,6 @@
-"""Timelines as a trace file: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and
-from which measured timelines can be read again.
+"""Timelines as a trace file for Perfetto: from `Timeline`s to JSON, and from JSON back.
+
+Perfetto (ui.perfetto.dev) and chrome://tracing open the file.
 
 Two processes, "measured" and "predicted". In each a thread per mesh has its runs; what it sends and
 receives is on threads of their own, as many as are needed for nothing on a thread to overlap, with

@@ -1,5 +1,7 @@
-"""Plots as inline SVG: from series of points to text. Colours are the page's CSS variables, so that
-they follow its light or dark scheme; a point tells its figures when pointed at.
+"""Plots as inline SVG: from series of points to text.
+
+Colours are the page's CSS variables, so plots follow its light or dark scheme. Pointing at a point
+shows its figures.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What is live while pipeline programs run: from lists of instructions to buffers and bytes over
-time.
+"""From lists of instructions to the buffers and bytes that are live over time.
 
 Bytes are of buffers between stage programs. What a stage program needs inside comes on top while it
 runs.

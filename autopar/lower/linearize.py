@@ -1,5 +1,4 @@
-"""Turns: from a `Pipeline` and a `Schedule` to one order in which all stage programs could run by
-turns.
+"""From a `Pipeline` and a `Schedule` to one order in which all stage programs could run.
 
 First PREPARE stage programs, then the tasks of the schedule clock by clock, then UPDATE stage
 programs. Stage programs that run once come after those that they wait for, on whatever stage these

@@ -1,5 +1,4 @@
-"""How the processes of `jax.distributed` agree: from what each of them did to one verdict that all
-of them have.
+"""How the processes of `jax.distributed` agree: from what each did to one common verdict.
 
 Process 0 collects what all tell and publishes what comes of it, so that a process reads one message
 however many there are. Messages go through the store of JAX's coordination service, not through

@@ -1,5 +1,4 @@
-"""A function of which each stage's mesh makes some of the results: one program per stage, side by
-side, with nothing sent between them."""
+"""A function whose results are made by several stages: one program per stage, and no transfers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""When what runs, before anything has run: from stage plans to `PipelineTimes`, and from a plan to
-its predicted `Timeline`.
+"""The predicted timeline of a pipeline: from stage plans to `PipelineTimes` and a `Timeline`.
 
 What crosses between stages is priced from the layouts that the stages' plans give it. The timeline
 needs nothing but the plan, so it can be drawn from a plan file.

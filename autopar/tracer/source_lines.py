@@ -1,5 +1,6 @@
-"""Where the user's code made each equation, and which equations repeat others: from `Program` to
-`EquationLines`, by the numbers that nodes of the graph know equations by."""
+"""Source lines and repeats of equations: from `Program` to `EquationLines`.
+
+Equations have the numbers by which nodes of the graph know them."""
 
 from __future__ import annotations
 

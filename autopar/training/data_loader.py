@@ -1,5 +1,4 @@
-"""`autopar.data_loader`: from any iterable of batches and a parallelized step to the same batches,
-each already where the step wants it.
+"""`autopar.data_loader`: from batches and a parallelized step to the same batches, placed for it.
 
 A thread takes batches from the iterable and puts them in place while the step computes, at most
 `prefetch` ahead. It keeps no reference to the `DataLoader`, so that one that is dropped ends its

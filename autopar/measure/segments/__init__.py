@@ -1,4 +1,6 @@
-"""Segments of a model: cut out of its step, compiled and timed in their leading combinations of
+"""Segments of a model: from a step to a plan made of measured parts.
+
+Segments are cut out of the step, compiled and timed under their leading combinations of
 strategies, and put together by an exact search over what was measured.
 
     prepare_step, run_passes   the three passes, by their files (`passes`)

@@ -1,6 +1,7 @@
-"""The process that compiles one program for GPUs which are not there: from a folder with `job.bin`
-to `result.json` beside it. It is started by `compiling.py` with the environment that this takes,
-and its last words are always in the result, unless it was killed."""
+"""The process that compiles one program for absent GPUs: from `job.bin` to `result.json`.
+
+`compile.py` starts it with the environment it needs. Unless the process was killed, its last words
+are in the result."""
 
 from __future__ import annotations
 

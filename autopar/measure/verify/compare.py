@@ -1,5 +1,4 @@
-"""XLA's figures of a step's programs beside the plan's: from `ProgramCosts` to `VerifiedProgram`s
-and `VerifiedMesh`es.
+"""XLA's figures beside the plan's: from `ProgramCosts` to `VerifiedProgram`s and `VerifiedMesh`es.
 
 The memory of a mesh is that which the runtime would find: while a stage program runs, XLA's figure
 of it and all other buffers that the lists of instructions have live.

@@ -1,5 +1,4 @@
-"""The folders of checkpoints: which are there, how a new one appears whole or not at all, and how
-old ones and the leftovers of crashes go.
+"""The folders of checkpoints: which exist, how one appears whole, and how old ones go.
 
     step_00000012             a whole checkpoint: it got this name, by one rename, when it was whole
     .step_00000012.tmp-ID     one that is being written, or that a crash left

@@ -1,5 +1,4 @@
-"""One per node: holds the node's devices, the session's folder, and knows processes by their
-numbers.
+"""One agent per Ray node: holds its devices and the session's folder, and watches its processes.
 
 It answers while the workers beside it are dead or hang, so it does as little as possible. It is
 sent to its node by value and imports nothing of autopar: a process without JAX starts faster and

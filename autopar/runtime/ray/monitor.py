@@ -1,5 +1,4 @@
-"""One thread of the driver that watches workers and, when one fails, ends the session with its
-reason.
+"""The driver's thread that watches workers and ends the session, with a reason, when one fails.
 
 Every `heartbeat_s` each worker and each node's agent is asked for a sign of life. Trouble also
 comes in through replies: a call whose actor died, a step that raised. Then, within stated limits,

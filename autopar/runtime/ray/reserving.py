@@ -1,5 +1,4 @@
-"""A session without nodes → the same with a placement group, an agent on each node, and its hosts;
-and back."""
+"""Reserves and releases a session's nodes: a placement group, an agent per node, its hosts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The process of one host in one mesh, as a Ray actor: JAX's process group, commands in order, and
-heartbeats that are answered while a command runs.
+"""The process of one host in one mesh, as a Ray actor.
+
+It joins JAX's process group, carries out commands in order, and answers heartbeats meanwhile.
 
 The actor's event loop does nothing but hand commands to the executor's thread and wait for answers.
 """

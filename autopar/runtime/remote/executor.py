@@ -1,5 +1,6 @@
-"""What a worker process does: it compiles programs, holds arrays by number, and carries out its
-mesh's lists. Every public method is a command of the driver; they come in order, on one thread.
+"""What a worker process does: compiles programs, holds arrays by number, runs its mesh's lists.
+
+Every public method is a command of the driver; they come in order, on one thread.
 
 Arrays are numbered by the driver, which says when to let them go.
 """

@@ -1,5 +1,6 @@
-"""Programs on their way to workers: a `LoweredProgram` as bytes on the driver, and compiled on the
-worker. Both have the same version of JAX, which is checked when workers start."""
+"""Programs on their way to workers: from a `LoweredProgram` to bytes, and from bytes to compiled.
+
+Driver and workers have the same version of JAX, which is checked when workers start."""
 
 from __future__ import annotations
 

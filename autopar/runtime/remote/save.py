@@ -1,5 +1,6 @@
-"""Checkpoints of arrays that lie on workers: every worker writes its own shards, and reads those
-that its devices are to hold. The folder must be one that all hosts see.
+"""Checkpoints of arrays on workers: every worker writes its shards and reads those it will hold.
+
+The folder must be one that all hosts see.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Sockets of the data channel: from an address and the session's token to a connection whose other
-side knows the token too.
+"""Sockets of the data channel: from an address and the session's token to a proven connection.
+
+Both sides prove that they know the token before anything else is read.
 
 Three frames are exchanged before anything else is read: the worker's challenge, the driver's hello
 and the worker's welcome. Each side proves the token by a hash over the other's random bytes, so

@@ -1,5 +1,4 @@
-"""A worker's part of what crosses from mesh to mesh: tiles of its own devices that leave, and
-arrays put together from tiles that arrive.
+"""A worker's part of a transfer between meshes: tiles that leave, arrays made of tiles that arrive.
 
 Where several devices of the target mesh get the same part and it cannot be cut among them, it
 crosses once per worker, and the worker copies it to its other devices.

@@ -1,5 +1,4 @@
-"""What every transport does: tiles of a transfer from devices of this process to other processes,
-and theirs to devices of this one.
+"""The interface of all transports: tiles from devices of this process to others, and back.
 
 A *transfer* is all that one `Send` moves to one `Recv`, between two meshes; each process sends and
 receives its own part of it. Workers are numbered once per session. Tiles are dense arrays on one

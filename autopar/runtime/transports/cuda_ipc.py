@@ -1,5 +1,6 @@
-"""Tiles between processes of one host by memory that both map (CUDA IPC), through CuPy. The way
-between processes that share a GPU, which NCCL refuses.
+"""Tiles between processes of one host by memory that both map (CUDA IPC), through CuPy.
+
+Processes that share a GPU need this way, since NCCL refuses them.
 
     sender                                       receiver
     tile ─copy─▶ slot of staging memory          │

@@ -1,6 +1,7 @@
-"""Small messages between workers, for transports whose data goes another way: a `MessagePort`
-accepts connections, `dial` makes one. Both sides prove that they know the session's token before
-anything else is read. Messages are frames without arrays: JSON, nothing that is executed.
+"""Small messages between workers, for transports whose data goes another way.
+
+A `MessagePort` accepts connections, `dial` makes one. Both sides prove that they know the session's
+token before anything else is read. Messages are frames without arrays: JSON, never executed.
 """
 
 from __future__ import annotations
