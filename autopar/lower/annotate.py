@@ -3,7 +3,8 @@
 Every equation is bound again as it was traced, under the user's own names and source lines, with
 public `with_sharding_constraint`s on operands that change layout and on every result. Custom
 calls, callbacks and custom partitioning therefore keep working, and the partitioner is left no
-freedom to wander.
+freedom to wander: with constraints on products and gathers alone, XLA's propagation chose the rest,
+and an early experiment with a GPT took 3.7 times as long.
 """
 
 from __future__ import annotations

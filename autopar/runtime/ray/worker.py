@@ -160,7 +160,9 @@ class MeshWorker:
 def num_cpu_threads(num_devices: int) -> int:
     """How many threads JAX's CPU devices share. A collective holds one for each device while it
     waits for other processes; some must be left for what these wait for, the sending of tiles.
-    Otherwise meshes that send to each other can wait for each other for ever."""
+    Otherwise meshes that send to each other can wait for each other for ever: with as many threads
+    as cores, a pipeline of meshes of two processes each hung now and then (the cause is inferred
+    from stacks, not proven)."""
     return max(os.cpu_count() or 1, 2 * num_devices + 4)
 
 
