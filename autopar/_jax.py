@@ -39,6 +39,11 @@ from jax.interpreters import mlir as _mlir
 from autopar.errors import ClusterError
 
 Literal = _core.Literal
+JaxprEqn = _core.JaxprEqn
+EquationContext = _core.JaxprEqnContext
+NameStack = _source_info.NameStack
+Primitive = _Primitive
+SourceInfo = _source_info.SourceInfo
 _T = TypeVar("_T")
 
 # Call-like primitives that are inlined, and the parameter that holds their body. Names differ

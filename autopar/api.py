@@ -33,7 +33,7 @@ from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
 from autopar.stages.stage_search import last_search
-from autopar.tracer.flatten import flatten_call, is_array_leaf
+from autopar.tracer.flat_call import flatten_call, is_array_leaf
 
 
 def local_devices() -> tuple[Any, ...]:

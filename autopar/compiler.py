@@ -1,6 +1,6 @@
 """The whole compiler, as a list of passes.
 
-    trace      function, arguments           → TracedStep      (tracer.flatten, tracer.program)
+    trace      function, arguments           → TracedStep      (tracer.trace_step, tracer.flatten)
     remat      TracedStep, option            → TracedStep      (rewrite.layers, rewrite.remat)
     accumulate TracedStep, one micro-batch's → TracedStep      (rewrite.accumulate)
     graph      TracedStep                    → Graph           (tracer.build, tracer.rules)
@@ -26,6 +26,7 @@ from jax.tree_util import tree_flatten
 from autopar.errors import ArgumentError, TraceError, shortened
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import MADE, ParallelPlan
+from autopar.ir.traced_step import FlatCall, TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoParallel,
@@ -54,13 +55,8 @@ from autopar.stages.following import (
 from autopar.stages.looped import Loop
 from autopar.stages.pipeline_following import bind_made, follow_pipeline, make_on_stages
 from autopar.stages.plan_pipeline import bind_pipeline, plan_pipeline
-from autopar.tracer.flatten import (
-    FlatCall,
-    TracedStep,
-    argument_names,
-    flatten_call,
-    trace_step,
-)
+from autopar.tracer.flat_call import argument_names, flatten_call
+from autopar.tracer.trace_step import trace_step
 
 
 @dataclass(frozen=True)

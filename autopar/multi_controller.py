@@ -28,6 +28,7 @@ from autopar.compiler import StepOptions, plan_step, trace
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.program import Constant, Program
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -38,8 +39,7 @@ from autopar.methods import (
 from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
 from autopar.sharding.assemble import program_fingerprint
 from autopar.stages.following import state_of_training
-from autopar.tracer.flatten import flatten_call
-from autopar.tracer.program import Constant, Program
+from autopar.tracer.flat_call import flatten_call
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -35,7 +35,7 @@ from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.sharding.strategies import enumerate_strategies
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
 ONE_HOST, EIGHT_HOSTS = ClusterSpec(1, 8, "h100-sxm"), ClusterSpec(8, 8, "h100-sxm")

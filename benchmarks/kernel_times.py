@@ -27,7 +27,7 @@ from autopar.ir.graph import Node
 from autopar.ir.mesh import mesh_of_cluster
 from autopar.runtime.hlo_text import HloModule, Instruction
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from benchmarks.one_gpu_cases import allow_fused_attention
 from examples.models import build
 

@@ -20,8 +20,9 @@ import jax
 
 from autopar import _jax
 from autopar.cost.report import edge_weight
+from autopar.inspect.layouts_text import layout_text, step_name
+from autopar.inspect.resharding import reshard_steps
 from autopar.inspect.strategies_text import strategy_text
-from autopar.inspect.why import layout_text, step_name, way
 from autopar.ir.details import MEMORY_CATEGORIES
 from autopar.ir.graph import NodeKind
 from autopar.ir.pipeline import Send
@@ -29,6 +30,7 @@ from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.spec import num_shards
 from autopar.ir.text import format_bytes, format_seconds, rows_of
 from autopar.ir.tiles import TilePlan
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import make_schedule
@@ -38,7 +40,6 @@ from autopar.sharding.assemble import untouched
 from autopar.sharding.lp_file import lp_text
 from autopar.sharding.origin import Origin
 from autopar.sharding.solve import GraphSharding
-from autopar.tracer.flatten import TracedStep
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "pulp", "flax", "optax", "ray")
 
@@ -289,7 +290,7 @@ def _resharding(sharding: GraphSharding) -> str:
             if source == target:
                 continue
             info, producer = graph.values[value], graph.nodes[u]
-            seconds, steps = way(mesh, graph, value, source, target)
+            seconds, steps = reshard_steps(mesh, graph, value, source, target)
             times = edge_weight(producer, node)
             ndim = len(info.shape)
             local = info.num_bytes / num_shards(source, mesh.shape)

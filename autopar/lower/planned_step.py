@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.stage_slices import SlicedStep
-from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True)

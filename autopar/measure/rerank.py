@@ -21,6 +21,7 @@ from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import plan_candidates
 from autopar.measure.database import Database, default_database, key_of, where_and_with
@@ -28,7 +29,6 @@ from autopar.measure.time_step import StepTiming, time_executable
 from autopar.methods import ParallelMethod
 from autopar.progress import Progress, debugs, tell
 from autopar.sharding.assemble import program_fingerprint
-from autopar.tracer.flatten import TracedStep
 
 MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
 

@@ -28,6 +28,8 @@ import numpy as np
 
 from autopar import _jax
 from autopar.errors import MeshError, TraceError
+from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite import micro_batch_rows
 from autopar.rewrite.additive import (
     COMBINED_BY,
@@ -46,8 +48,6 @@ from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope, add
 from autopar.rewrite.micro_batch_placement import Pair, Placement
 from autopar.rewrite.program_writer import Env, ProgramWriter
 from autopar.rewrite.remat import rematerialise, with_remat
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Operand, Program
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:

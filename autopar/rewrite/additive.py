@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar import _jax
 from autopar.errors import TraceError
-from autopar.tracer.program import Constant, Equation, Operand, Program
+from autopar.ir.program import Constant, Equation, Operand, Program
 
 
 class Makeup(Enum):

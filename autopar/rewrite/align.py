@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import TraceError
-from autopar.tracer.program import Constant, Equation, Operand, Program
+from autopar.ir.program import Constant, Equation, Operand, Program
 
 
 def align(full: Program, micro: Program, name: str) -> Program:

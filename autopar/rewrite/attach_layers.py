@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar import _jax
+from autopar.ir.program import Equation, Program
 from autopar.rewrite.layers import Layer
 from autopar.tracer.costs import UNFUSED, aval_bytes
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, equation_regions
 
 ANYWHERE = -1

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from autopar.tracer.program import Equation, Program
+from autopar.ir.program import Equation, Program
 
 
 def with_turned_products(program: Program) -> Program:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autopar.errors import TraceError
+from autopar.ir.program import Program
 from autopar.rewrite.layers import Flow, Layer
-from autopar.tracer.program import Program
 
 
 def layers_by_marks(program: Program, batch: Collection[int] | None = None) -> tuple[Layer, ...]:

@@ -23,11 +23,11 @@ from math import prod
 from typing import Any
 
 from autopar import _jax
+from autopar.ir.program import Equation, Program
 from autopar.rewrite.layer_cuts import LayerSpan, choose_cuts
 from autopar.rewrite.residuals import is_cheap
 from autopar.rewrite.scan_remat import find_scan_pair
 from autopar.tracer.costs import aval_bytes, equation_flops
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE, equation_regions, module_name
 from autopar.tracer.rules import equation_key
 

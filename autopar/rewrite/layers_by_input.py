@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from autopar.ir.program import Equation, Operand
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Layer
 from autopar.tracer.costs import equation_flops
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Operand
 from autopar.tracer.regions import BACKWARD, equation_regions
 
 Stages = frozenset[int]

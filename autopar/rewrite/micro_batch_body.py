@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
 from autopar.rewrite import micro_batch_rows
 from autopar.rewrite.additive import (
     AFFINE,
@@ -37,7 +38,6 @@ from autopar.rewrite.additive import (
     results_of,
 )
 from autopar.rewrite.program_writer import Env, ProgramWriter
-from autopar.tracer.program import Equation, Operand, Program
 from autopar.tracer.regions import BACKWARD, region_by_name
 
 # Ops that move data along a dimension, and the parameter that names it.

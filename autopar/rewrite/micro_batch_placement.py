@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import TraceError
+from autopar.ir.program import Equation, Program
 from autopar.rewrite.additive import (
     OWN,
     ROWS,
@@ -27,7 +28,6 @@ from autopar.rewrite.additive import (
     results_of,
 )
 from autopar.rewrite.micro_batch_body import MicroBatches
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, region_by_name
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY
 

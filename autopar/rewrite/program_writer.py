@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from autopar.tracer.program import Constant, Equation, Operand, Program, flatten_jaxpr
+from autopar.ir.program import Constant, Equation, Operand, Program
+from autopar.tracer.flatten import flatten_jaxpr
 
 Env = dict[int, Operand]  # value of the program that is copied -> operand of the one written
 

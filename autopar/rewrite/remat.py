@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.scan_remat import ScanRewriter, find_scan_pair
 from autopar.tracer.copy_equations import Copier, needed_equations, rename
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, FORWARD, equation_regions
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from autopar.ir.program import Equation
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.program import Equation
 
 # One pass over the result's elements, from elements at the same or fewer places: XLA fuses it into
 # whatever reads it. Products, reductions, gathers, sorts and random bits are not among them.

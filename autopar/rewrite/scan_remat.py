@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import _jax
+from autopar.ir.program import Equation, Program
 from autopar.tracer.copy_equations import Copier, needed_equations, rename
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD
 
 

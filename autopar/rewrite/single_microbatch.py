@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from autopar import _jax
 from autopar.errors import TraceError
+from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.program_writer import Env, ProgramWriter
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Operand, Program
 from autopar.tracer.regions import UPDATE, equation_regions
 
 

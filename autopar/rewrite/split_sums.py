@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
 from autopar.rewrite.program_writer import ProgramWriter
-from autopar.tracer.program import Equation, Operand, Program
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, is_zero, zeros_made
 
 

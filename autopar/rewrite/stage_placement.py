@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.program import Equation, Operand, Program
 
 SMALL_BYTES = 16  # scalars and keys: what every stage can have of its own
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
 from autopar.rewrite.residuals import thin_residuals
 from autopar.rewrite.split_sums import part_sums
 from autopar.rewrite.stage_placement import StagePlacement, find_homes
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Operand, Program
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from typing import Any
 from jax import lax
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Flow, products
 from autopar.rewrite.program_writer import Env, ProgramWriter
 from autopar.rewrite.residuals import is_cheap
 from autopar.rewrite.scan_remat import live_equations, scan_parts
 from autopar.tracer.copy_equations import Copier
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Operand, Program
 from autopar.tracer.regions import BACKWARD, UPDATE
 
 

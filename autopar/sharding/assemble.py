@@ -1,18 +1,21 @@
-"""From the results of all passes to a plan, and from a plan made elsewhere to this program."""
+"""The one place where a `ParallelPlan` is put together, and where one made elsewhere is bound.
+
+mesh_plan         what planning decided for one mesh → a plan
+one_device_plan   a step on a single device → a plan without a search
+stages_plan       plans of stages → the plan of a pipeline
+bind_plan         a plan from a file or another process → the same for this program
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields, replace
-from enum import Enum
-from math import inf, prod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from math import inf
 from typing import Any
 
 import jax
-import numpy as np
 
-from autopar.cost.memory import memory_profile
+from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.cost.plan_details import plan_details, whole_on_one_device
 from autopar.cost.report import CostReport, cost_report
 from autopar.errors import PlanError
@@ -20,7 +23,6 @@ from autopar.ir.details import PlanDetails
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import (
-    MADE,
     EquationSharding,
     Fingerprint,
     ParallelPlan,
@@ -29,381 +31,185 @@ from autopar.ir.plan import (
     StagePlan,
     Tensor,
 )
+from autopar.ir.program import Program
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
-from autopar.ir.text import format_bytes
-from autopar.methods import PlacedParallel, ShardingOptions
-from autopar.rewrite.stage_slices import SlicedStep
+from autopar.ir.timeline import PipelineTimes
+from autopar.ir.traced_step import FlatCall, TracedStep
+from autopar.methods import AnyMethod, PlacedParallel, ShardingOptions
 from autopar.sharding.solve import GraphSharding
-from autopar.tracer.flatten import FlatCall, TracedStep
-from autopar.tracer.program import Program
+from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.source_lines import equation_lines
 
-
-def program_fingerprint(program: Program) -> str:
-    """A hash of every equation with its parameters and shapes: equal programs can share a plan.
-    The values of constants do not matter, so that a learning rate may change, nor do the numbers of
-    values, so that equal parts of one program are found."""
-    digest = hashlib.sha256()
-    numbers: dict[int, int] = {}
-
-    def number(value: int) -> int:
-        return numbers.setdefault(value, len(numbers))
-
-    def visit(part: Program) -> None:
-        for equation in part.equations:
-            types = [_type_text(part.avals[r]) for r in equation.results]
-            operands = [number(o) if isinstance(o, int) else "c" for o in equation.operands]
-            params = _plain(equation.params)
-            types.append(repr([number(r) for r in equation.results]))
-            digest.update(repr((equation.name, params, operands, types)).encode())
-            for body in equation.bodies:
-                visit(body)
-        outputs = [number(o) if isinstance(o, int) else "c" for o in part.outputs]
-        digest.update(repr((tuple(map(number, part.inputs)), outputs)).encode())
-
-    visit(program)
-    digest.update(repr([_type_text(program.avals[v]) for v in program.inputs]).encode())
-    return digest.hexdigest()
+# -- one mesh
 
 
-def _type_text(aval: Any) -> str:
-    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
+@dataclass(frozen=True)
+class MeshDecision:
+    """What a plan on one mesh says of the program: layouts, costs and memory."""
+
+    mesh: LogicalMesh
+    program: ProgramSharding
+    out_layouts: Sequence[Layout]
+    named_layout: Callable[[int], Layout]
+    report: CostReport
+    memory: MemoryProfile
+    details: PlanDetails
+    solver: SolverReport
+    warnings: Sequence[str]
+    budget_bytes: float | None = None
 
 
-def _plain(value: Any) -> Any:
-    """A parameter as data that prints alike in every process; functions and the like by type."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return [(name, _plain(v)) for name, v in sorted(value.items())]
-    return str(value) if isinstance(value, (np.dtype, Enum)) else type(value).__name__
-
-
-def _in_tree(traced: TracedStep) -> Any:
-    def build(call: FlatCall, leaves: list[Any]) -> Any:
-        args, kwargs = call.rebuild(leaves)
-        return (args, kwargs) if kwargs else args
-
-    return build, traced.call
-
-
-def _out_tree(traced: TracedStep) -> Any:
-    return lambda step, leaves: step.rebuild_output(leaves), traced
-
-
-def make_plan(
-    traced: TracedStep,
-    graph: Graph,
-    sharding: GraphSharding,
-    program: ProgramSharding,
-    report: CostReport,
-    method: Any,
-    cluster: ClusterSpec,
-    seconds: dict[str, float],
-    budget_bytes: float | None = None,
+def mesh_plan(
+    step: TracedStep, method: AnyMethod, cluster: ClusterSpec, decision: MeshDecision
 ) -> ParallelPlan:
-    mesh = sharding.mesh
-    stats = sharding.stats
-    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
-    out_roles = {o: "state" for _, o in traced.state}
-    out_layouts = []
-    for index, (out, chain) in enumerate(zip(traced.program.outputs, program.outputs, strict=True)):
-        whole = (WHOLE,) * len(mesh.shape)
-        layout = chain[-1] if chain else whole
-        if not chain and isinstance(out, int):
-            value = graph.outputs[index]
-            assert value is not None
-            layout = tuple(max(e, WHOLE) for e in _made_in(graph, sharding, value))
-        out_layouts.append(layout)
-    objective = report.compute_s + report.communication_s
+    mesh, report, program = decision.mesh, decision.report, decision.program
+    roles = {i: "state" for i, _ in step.state} | {i: "batch" for i in step.batch}
+    out_roles = {o: "state" for _, o in step.state}
+    whole = (WHOLE,) * len(mesh.shape)
+    in_layouts = [whole if layout is None else layout for layout in program.inputs]
+    budget = decision.budget_bytes
     return ParallelPlan(
-        name=traced.name,
-        method=_describe(method),
+        name=step.name,
+        method=method_text(method),
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
         device=mesh.device.name if mesh.device else "communication only",
-        inputs=_tensors(traced.call.paths, traced.avals, program.inputs, roles),
-        outputs=_tensors(traced.out_paths, traced.out_avals, out_layouts, out_roles),
+        inputs=_tensors(step.call.paths, step.avals, in_layouts, roles),
+        outputs=_tensors(step.out_paths, step.out_avals, decision.out_layouts, out_roles),
         program=program,
-        stages=(_one_stage(mesh, cluster, objective),),
-        num_micro_batches=traced.num_micro_batches,
-        memory_budget_bytes=inf if budget_bytes is None else budget_bytes,
-        remat=traced.remat,
-        estimated_step_s=objective + _dispatch_s(mesh),
-        estimated_peak_bytes=sharding.memory.peak_bytes,
+        stages=(_one_stage(mesh, cluster, decision.solver.objective),),
+        num_micro_batches=step.num_micro_batches,
+        memory_budget_bytes=inf if budget is None else budget,
+        remat=step.remat,
+        estimated_step_s=decision.solver.objective + _dispatch_s(mesh),
+        estimated_peak_bytes=decision.memory.peak_bytes,
         communication_bytes=report.communication_bytes,
         modules=report.modules,
-        solver=SolverReport(
-            objective=objective,
-            lower_bound=objective * (1 - sharding.gap),
-            gap=sharding.gap,
-            sizes={
-                "equations": traced.program.num_equations(),
-                "nodes": stats.num_nodes,
-                "classes": stats.num_classes,
-                "strategies": stats.num_strategies,
-                "core_nodes": stats.num_core_nodes,
-                "variables": stats.num_variables,
-                "constraints": stats.num_constraints,
-                "relaxation_integral": int(stats.relaxation_integral),
-                "memory_rows": stats.num_memory_rows,
-                "solves": stats.num_solves,
-            },
-            seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
-            unbounded=sharding.unbounded or (),
-        ),
-        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
-        warnings=(*_warnings(graph, mesh, sharding.memory.peak_bytes), *traced.notes),
-        named=_named(traced, lambda value: _made_in(graph, sharding, value)),
+        solver=decision.solver,
+        fingerprint=Fingerprint(program_fingerprint(step.program), jax.__version__),
+        warnings=(*decision.warnings, *step.notes),
+        named=_named(step, decision.named_layout),
         cluster=cluster,
-        details=_details(traced, graph, sharding),
-        in_tree=_in_tree(traced),
-        out_tree=_out_tree(traced),
-    )
-
-
-def _details(traced: TracedStep, graph: Graph, sharding: GraphSharding) -> PlanDetails:
-    lines = equation_lines(traced.program)
-    factors = [strategy.factors for strategy in sharding.strategies]
-    return plan_details(
-        graph,
-        sharding.mesh,
-        sharding.layouts,
-        factors,
-        sharding.memory,
-        lines.sources,
-        lines.recomputed,
-        sharding.problem.classes,
-    )
-
-
-def pipeline_plan(
-    whole: TracedStep,
-    step: TracedStep,
-    sliced: SlicedStep,
-    stages: tuple[StagePlan, ...],
-    *,
-    method: Any,
-    layers: tuple[str, ...],
-    layering: str,
-    schedule: str,
-    step_s: float,
-    sent_bytes: float,
-    seconds: dict[str, float],
-    search: SearchReport | None,
-    cluster: ClusterSpec,
-) -> ParallelPlan:
-    """The plan of a pipeline, its stages' plans put together. `whole` is the step as it was before
-    layers were recomputed, `sent_bytes` what goes from stage to stage."""
-    plans = [stage.plan for stage in stages if stage.plan is not None]
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    received = [{value for value, _ in cut.received} for cut in sliced.stages]
-    for number, (cut, own) in enumerate(zip(sliced.stages, plans, strict=True)):
-        values = cut.step.program.inputs
-        for position, value, tensor in zip(cut.inputs, values, own.inputs, strict=False):
-            copies = [n for n, got in enumerate(received) if value in got]
-            inputs[position] = replace(tensor, stages=(number, *copies))
-        for position, tensor in zip(cut.outputs, own.outputs, strict=False):
-            outputs[position] = replace(tensor, stages=(number,))
-    num_devices = 1 + max(device for stage in stages for device in stage.devices)
-    gaps = [own.solver.gap for own in plans]
-    return ParallelPlan(
-        name=step.name,
-        method=_describe(method),
-        mesh_shape=(num_devices,),
-        axis_names=("x",),
-        device=plans[0].device,
-        inputs=tuple(inputs[i] for i in range(len(inputs))),
-        outputs=tuple(outputs[o] for o in range(len(outputs))),
-        program=ProgramSharding((), (), ()),
-        stages=stages,
-        num_micro_batches=step.num_micro_batches,
-        estimated_step_s=step_s,
-        estimated_peak_bytes=max(own.estimated_peak_bytes for own in plans),
-        communication_bytes=max(own.communication_bytes for own in plans) + sent_bytes,
-        modules=tuple(cost for own in plans for cost in own.modules),
-        solver=SolverReport(
-            objective=step_s,
-            lower_bound=step_s * (1 - max(gaps)),
-            gap=max(gaps),
-            sizes={"stages": len(stages), "equations": step.program.num_equations()},
-            seconds=seconds,
-        ),
-        fingerprint=Fingerprint(program_fingerprint(whole.program), jax.__version__),
-        warnings=tuple(
-            dict.fromkeys(
-                [*(w for own in plans for w in own.warnings), *step.notes, *_copied_state(sliced)]
-            )
-        ),
-        named=tuple(
-            replace(tensor, stages=(number,))
-            for number, own in enumerate(plans)
-            for tensor in own.named
-        ),
-        memory_budget_bytes=min(own.memory_budget_bytes for own in plans),
-        remat=step.remat,
-        layers=layers,
-        layering=layering,
-        schedule=schedule,
-        search=search,
-        cluster=cluster,
+        details=decision.details,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
     )
 
 
-def made_plan(
-    traced: TracedStep,
-    plans: Sequence[ParallelPlan],
-    stages: Sequence[StagePlan],
-    owners: Sequence[int],
-    seconds: dict[str, float],
-    cluster: ClusterSpec,
-) -> ParallelPlan:
-    """The plan of a function of which each stage makes its own results, given the stages' plans and
-    the stage of every result. `stages` are those of the pipeline that wants them."""
-    meshes = list(dict.fromkeys(stage.mesh for stage in stages))
-    own_stages = tuple(
-        StagePlan(
-            layers=(number, number + 1),
-            submesh=stage.submesh,
-            mesh_shape=own.mesh_shape,
-            cost=own.estimated_step_s,
-            plan=own,
-            devices=stage.devices,
-            mesh=meshes.index(stage.mesh),
-        )
-        for number, (own, stage) in enumerate(zip(plans, stages, strict=True))
-    )
-    outputs = [iter(own.outputs) for own in plans]
-    everywhere = tuple(range(len(plans)))
-    step_s = max(own.estimated_step_s for own in plans)
-    return ParallelPlan(
-        name=traced.name,
-        method=plans[0].method,
-        mesh_shape=(1 + max(device for stage in stages for device in stage.devices),),
-        axis_names=("x",),
-        device=plans[0].device,
-        inputs=tuple(replace(tensor, stages=everywhere) for tensor in plans[0].inputs),
-        outputs=tuple(replace(next(outputs[s]), stages=(s,)) for s in owners),
-        program=ProgramSharding((), (), ()),
-        stages=own_stages,
-        num_micro_batches=1,
-        estimated_step_s=step_s,
-        estimated_peak_bytes=max(own.estimated_peak_bytes for own in plans),
-        communication_bytes=max(own.communication_bytes for own in plans),
-        modules=tuple(cost for own in plans for cost in own.modules),
-        solver=SolverReport(
-            objective=step_s,
-            lower_bound=min(own.solver.lower_bound for own in plans),
-            gap=max(own.solver.gap for own in plans),
-            sizes={"stages": len(plans), "equations": traced.program.num_equations()},
-            seconds=seconds,
+def sharded_decision(
+    step: TracedStep,
+    sharding: GraphSharding,
+    program: ProgramSharding,
+    budget_bytes: float | None,
+    seconds: Mapping[str, float],
+) -> MeshDecision:
+    """What the solver chose."""
+    graph, mesh = sharding.graph, sharding.mesh
+    report = cost_report(graph, mesh, sharding.layouts)
+    lines = equation_lines(step.program)
+    unruled = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
+    return MeshDecision(
+        mesh=mesh,
+        program=program,
+        out_layouts=_out_layouts(step, sharding, program),
+        named_layout=lambda value: _layout_made(sharding, value),
+        report=report,
+        memory=sharding.memory,
+        details=plan_details(
+            graph,
+            mesh,
+            sharding.layouts,
+            [strategy.factors for strategy in sharding.strategies],
+            sharding.memory,
+            lines.sources,
+            lines.recomputed,
+            sharding.problem.classes,
         ),
-        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
-        warnings=tuple(dict.fromkeys(w for own in plans for w in own.warnings)),
-        layers=tuple(f"results of stage {number}" for number in range(len(plans))),
-        layering=MADE,
-        cluster=cluster,
-        in_tree=_in_tree(traced),
-        out_tree=_out_tree(traced),
+        solver=_solver_report(step, sharding, report, seconds),
+        warnings=(*unruled, *_too_large(mesh, sharding.memory.peak_bytes)),
+        budget_bytes=budget_bytes,
     )
 
 
-_MUCH_COPIED = 2**20  # bytes that a stage may get of others' parameters without a warning
+def _solver_report(
+    step: TracedStep, sharding: GraphSharding, report: CostReport, seconds: Mapping[str, float]
+) -> SolverReport:
+    stats, objective = sharding.stats, report.compute_s + report.communication_s
+    return SolverReport(
+        objective=objective,
+        lower_bound=objective * (1 - sharding.gap),
+        gap=sharding.gap,
+        sizes={
+            "equations": step.program.num_equations(),
+            "nodes": stats.num_nodes,
+            "classes": stats.num_classes,
+            "strategies": stats.num_strategies,
+            "core_nodes": stats.num_core_nodes,
+            "variables": stats.num_variables,
+            "constraints": stats.num_constraints,
+            "relaxation_integral": int(stats.relaxation_integral),
+            "memory_rows": stats.num_memory_rows,
+            "solves": stats.num_solves,
+        },
+        seconds={**seconds, **{f"shard.{k}": v for k, v in stats.seconds.items()}},
+        unbounded=sharding.unbounded or (),
+    )
 
 
-def _copied_state(sliced: SlicedStep) -> list[str]:
-    """Stages that get much of others' parameters in every step: those of a scan over layers."""
-    found = []
-    for number, stage in enumerate(sliced.stages):
-        program = stage.step.program
-        assert stage.step.loop is not None
-        before = program.equations[: stage.step.loop + 1]
-        read = {o for e in before for o in e.operands if isinstance(o, int)}
-        sizes: dict[int, int] = {}
-        for value, source in stage.received:
-            if value in read:
-                aval = program.avals[value]
-                size = prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-                sizes[source] = sizes.get(source, 0) + size
-        found += [
-            f"stage {number} gets {format_bytes(size)} of parameters from stage {source} in every "
-            "step: they are shared by both, or stacked over layers, and then stay with one stage"
-            for source, size in sizes.items()
-            if size > _MUCH_COPIED
-        ]
-    return found
+def _out_layouts(
+    step: TracedStep, sharding: GraphSharding, program: ProgramSharding
+) -> list[Layout]:
+    """Layouts of the step's outputs: where the last reshard leaves them, or as they were made."""
+    layouts: list[Layout] = []
+    for index, (out, chain) in enumerate(zip(step.program.outputs, program.outputs, strict=True)):
+        layout = chain[-1] if chain else (WHOLE,) * len(sharding.mesh.shape)
+        if not chain and isinstance(out, int):
+            value = sharding.graph.outputs[index]
+            assert value is not None
+            layout = tuple(max(entry, WHOLE) for entry in _layout_made(sharding, value))
+        layouts.append(layout)
+    return layouts
 
 
-def _made_in(graph: Graph, sharding: GraphSharding, value: int) -> Layout:
-    node, position = graph.producer[value]
+def _layout_made(sharding: GraphSharding, value: int) -> Layout:
+    node, position = sharding.graph.producer[value]
     return sharding.layouts[node][1][position]
 
 
-def _named(traced: TracedStep, layout_of: Callable[[int], Layout]) -> tuple[Tensor, ...]:
-    named = list(traced.program.named_values())
-    avals = [traced.program.avals[n.value] for n in named]
-    return _tensors([n.name for n in named], avals, [layout_of(n.value) for n in named], {})
-
-
-def _describe(method: Any) -> str:
-    """The method as the user would write it, defaults and specs left out."""
-    if isinstance(method, PlacedParallel):
-        return f"{method.name}()"
-    parts = []
-    for own in fields(method):
-        value = getattr(method, own.name)
-        default = own.default_factory() if own.default_factory is not MISSING else own.default
-        if own.name in ("in_specs", "out_specs") or value == default:
-            continue
-        if isinstance(value, ShardingOptions):
-            text = _describe(value)
-        else:
-            text = repr(value.shape if isinstance(value, LogicalMesh) else value)
-        parts.append(f"{own.name}={text}")
-    return f"{type(method).__name__}({', '.join(parts)})"
-
-
-def _one_stage(mesh: LogicalMesh, cluster: ClusterSpec, cost: float) -> StagePlan:
-    per_host = min(mesh.num_devices, cluster.devices_per_host)
-    return StagePlan((0, 1), (max(1, mesh.num_devices // per_host), per_host), mesh.shape, cost)
-
-
-def _tensors(paths: Any, avals: Any, layouts: Any, roles: dict[int, str]) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(path, tuple(aval.shape), str(aval.dtype), layout, roles.get(index, ""))
-        for index, (path, aval, layout) in enumerate(zip(paths, avals, layouts, strict=True))
+def one_device_decision(
+    step: TracedStep, graph: Graph, mesh: LogicalMesh, seconds: Mapping[str, float]
+) -> MeshDecision:
+    """Nothing to search and nothing to annotate, but costs and memory are still of interest."""
+    layouts, factors = whole_on_one_device(graph, len(mesh.shape))
+    memory = memory_profile(graph, mesh, layouts)
+    lines = equation_lines(step.program)
+    report = cost_report(graph, mesh, layouts)
+    whole = (WHOLE,) * len(mesh.shape)
+    return MeshDecision(
+        mesh=mesh,
+        program=unsharded(step.program),
+        out_layouts=[whole] * len(step.out_avals),
+        named_layout=lambda _: whole,
+        report=report,
+        memory=memory,
+        details=plan_details(
+            graph, mesh, layouts, factors, memory, lines.sources, lines.recomputed
+        ),
+        solver=SolverReport(report.compute_s, report.compute_s, 0.0, {}, dict(seconds)),
+        warnings=_too_large(mesh, memory.peak_bytes),
     )
 
 
-def _warnings(graph: Graph, mesh: LogicalMesh, peak_bytes: float) -> tuple[str, ...]:
-    found = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
-    return (*found, *_too_large(mesh, peak_bytes))
-
-
-def _too_large(mesh: LogicalMesh, peak_bytes: float) -> list[str]:
-    if mesh.memory_bytes is not None and peak_bytes > mesh.memory_bytes:
-        return [
-            f"the estimated peak of {peak_bytes / 2**30:.1f} GiB per device is more than the "
-            f"device's {mesh.memory_bytes / 2**30:.1f} GiB"
-        ]
-    return []
-
-
-def untouched(program: Program) -> ProgramSharding:
-    """A program of which nothing is said."""
+def unsharded(program: Program) -> ProgramSharding:
+    """A program without annotations."""
     return ProgramSharding(
         (None,) * len(program.inputs),
         tuple(
             EquationSharding(
                 ((),) * len(e.operands),
                 ((),) * len(e.results),
-                tuple(untouched(b) for b in e.bodies),
+                tuple(unsharded(b) for b in e.bodies),
             )
             for e in program.equations
         ),
@@ -411,79 +217,160 @@ def untouched(program: Program) -> ProgramSharding:
     )
 
 
-def replicated_plan(
-    traced: TracedStep,
-    mesh: LogicalMesh,
-    method: Any,
-    seconds: dict[str, float],
-    graph: Graph | None = None,
-    cluster: ClusterSpec | None = None,
-) -> ParallelPlan:
-    """One device: nothing to search, nothing to annotate. Times, memory and details are told if
-    the graph is given."""
-    whole = (WHOLE,) * len(mesh.shape)
-
-    roles = {i: "state" for i, _ in traced.state} | {i: "batch" for i in traced.batch}
-    out_roles = {o: "state" for _, o in traced.state}
-    plan = ParallelPlan(
-        name=traced.name,
-        method=_describe(method),
-        mesh_shape=mesh.shape,
-        axis_names=mesh.axis_names,
-        device=mesh.device.name if mesh.device else "communication only",
-        inputs=_tensors(traced.call.paths, traced.avals, [whole] * len(traced.avals), roles),
-        outputs=_tensors(
-            traced.out_paths, traced.out_avals, [whole] * len(traced.out_avals), out_roles
-        ),
-        program=untouched(traced.program),
-        stages=(StagePlan((0, 1), (1, 1), mesh.shape, 0.0),),
-        num_micro_batches=traced.num_micro_batches,
-        remat=traced.remat,
-        estimated_step_s=0.0,
-        estimated_peak_bytes=float(
-            sum(prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in traced.avals)
-        ),
-        communication_bytes=0.0,
-        modules=(),
-        solver=SolverReport(0.0, 0.0, 0.0, {}, dict(seconds)),
-        fingerprint=Fingerprint(program_fingerprint(traced.program), jax.__version__),
-        warnings=traced.notes,
-        named=_named(traced, lambda _: whole),
-        cluster=cluster,
-        in_tree=_in_tree(traced),
-        out_tree=_out_tree(traced),
-    )
-    return plan if graph is None else _with_figures(plan, traced, graph, mesh)
+def _one_stage(mesh: LogicalMesh, cluster: ClusterSpec, cost: float) -> StagePlan:
+    per_host = min(mesh.num_devices, cluster.devices_per_host)
+    return StagePlan((0, 1), (max(1, mesh.num_devices // per_host), per_host), mesh.shape, cost)
 
 
 def _dispatch_s(mesh: LogicalMesh) -> float:
-    """What starting the program takes, if it was measured."""
+    """Measured time to start the program; 0 without a profile."""
     if mesh.profile is None or mesh.profile.dispatch_s is None:
         return 0.0
     return mesh.profile.dispatch_s.seconds
 
 
-def _with_figures(
-    plan: ParallelPlan, traced: TracedStep, graph: Graph, mesh: LogicalMesh
+def _too_large(mesh: LogicalMesh, peak_bytes: float) -> list[str]:
+    if mesh.memory_bytes is None or peak_bytes <= mesh.memory_bytes:
+        return []
+    return [
+        f"the estimated peak of {peak_bytes / 2**30:.1f} GiB per device is more than the "
+        f"device's {mesh.memory_bytes / 2**30:.1f} GiB"
+    ]
+
+
+# -- a pipeline
+
+
+@dataclass(frozen=True)
+class PipelineDecision:
+    """What a pipeline's plan says beside its stages.
+
+    inputs, outputs: all arguments and results, with the stages that hold them.
+    layering:        how the layers were found.
+    sent_bytes:      what goes from stage to stage in a step.
+    lower_bound:     of the step's seconds; the largest gap of a stage tells it, if None.
+    """
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    layers: tuple[str, ...]
+    layering: str
+    step_s: float
+    schedule: str = ""
+    sent_bytes: float = 0.0
+    lower_bound: float | None = None
+    warnings: Sequence[str] = ()
+    search: SearchReport | None = None
+    times: PipelineTimes | None = None
+
+
+def stages_plan(
+    step: TracedStep,
+    stages: Sequence[StagePlan],
+    method: str,
+    cluster: ClusterSpec,
+    decision: PipelineDecision,
+    *,
+    fingerprint_of: Program,
+    seconds: Mapping[str, float],
 ) -> ParallelPlan:
-    """A plan for one device with what the program costs there."""
-    layouts, factors = whole_on_one_device(graph, len(mesh.shape))
-    memory = memory_profile(graph, mesh, layouts)
-    lines = equation_lines(traced.program)
-    report = cost_report(graph, mesh, layouts)
-    step_s = report.compute_s
-    return replace(
-        plan,
-        stages=(replace(plan.stages[0], cost=step_s),),
-        estimated_step_s=step_s + _dispatch_s(mesh),
-        estimated_peak_bytes=memory.peak_bytes,
-        modules=report.modules,
-        solver=replace(plan.solver, objective=step_s, lower_bound=step_s),
-        warnings=(*_too_large(mesh, memory.peak_bytes), *plan.warnings),
-        details=plan_details(
-            graph, mesh, layouts, factors, memory, lines.sources, lines.recomputed
+    """The plan of a pipeline, its stages' plans put together. `fingerprint_of`: the program as it
+    was before layers were recomputed."""
+    plans = [stage.plan for stage in stages if stage.plan is not None]
+    gap, step_s = max(plan.solver.gap for plan in plans), decision.step_s
+    lower_bound = step_s * (1 - gap) if decision.lower_bound is None else decision.lower_bound
+    warnings = [*(w for plan in plans for w in plan.warnings), *decision.warnings]
+    return ParallelPlan(
+        name=step.name,
+        method=method,
+        mesh_shape=(1 + max(device for stage in stages for device in stage.devices),),
+        axis_names=("x",),
+        device=plans[0].device,
+        inputs=tuple(decision.inputs),
+        outputs=tuple(decision.outputs),
+        program=ProgramSharding((), (), ()),
+        stages=tuple(stages),
+        num_micro_batches=step.num_micro_batches,
+        memory_budget_bytes=min(plan.memory_budget_bytes for plan in plans),
+        remat=step.remat,
+        estimated_step_s=step_s,
+        estimated_peak_bytes=max(plan.estimated_peak_bytes for plan in plans),
+        communication_bytes=max(p.communication_bytes for p in plans) + decision.sent_bytes,
+        modules=tuple(cost for plan in plans for cost in plan.modules),
+        solver=SolverReport(
+            objective=step_s,
+            lower_bound=lower_bound,
+            gap=gap,
+            sizes={"stages": len(stages), "equations": step.program.num_equations()},
+            seconds=dict(seconds),
         ),
+        fingerprint=Fingerprint(program_fingerprint(fingerprint_of), jax.__version__),
+        warnings=tuple(dict.fromkeys(warnings)),
+        named=tuple(
+            replace(tensor, stages=(number,))
+            for number, plan in enumerate(plans)
+            for tensor in plan.named
+        ),
+        layers=decision.layers,
+        layering=decision.layering,
+        schedule=decision.schedule,
+        search=decision.search,
+        cluster=cluster,
+        times=decision.times,
+        in_tree=_in_tree(step),
+        out_tree=_out_tree(step),
     )
+
+
+# -- what both have
+
+
+def method_text(method: AnyMethod | ShardingOptions) -> str:
+    """The method as the user would write it, without defaults and specs."""
+    if isinstance(method, PlacedParallel):
+        return f"{method.name}()"
+    parts = []
+    for field in fields(method):
+        value = getattr(method, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name in ("in_specs", "out_specs") or value == default:
+            continue
+        if isinstance(value, ShardingOptions):
+            text = method_text(value)
+        else:
+            text = repr(value.shape if isinstance(value, LogicalMesh) else value)
+        parts.append(f"{field.name}={text}")
+    return f"{type(method).__name__}({', '.join(parts)})"
+
+
+def _tensors(
+    paths: Sequence[str], avals: Sequence[Any], layouts: Sequence[Layout], roles: Mapping[int, str]
+) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(path, tuple(aval.shape), str(aval.dtype), layout, roles.get(index, ""))
+        for index, (path, aval, layout) in enumerate(zip(paths, avals, layouts, strict=True))
+    )
+
+
+def _named(step: TracedStep, layout_of: Callable[[int], Layout]) -> tuple[Tensor, ...]:
+    named = list(step.program.named_values())
+    avals = [step.program.avals[n.value] for n in named]
+    return _tensors([n.name for n in named], avals, [layout_of(n.value) for n in named], {})
+
+
+def _in_tree(step: TracedStep) -> Any:
+    def build(call: FlatCall, leaves: list[Any]) -> Any:
+        args, kwargs = call.rebuild(leaves)
+        return (args, kwargs) if kwargs else args
+
+    return build, step.call
+
+
+def _out_tree(step: TracedStep) -> Any:
+    return lambda traced, leaves: traced.rebuild_output(leaves), step
+
+
+# -- plans made elsewhere
 
 
 def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
@@ -504,6 +391,7 @@ def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
 
 
 def check_same_inputs(plan: ParallelPlan, traced: TracedStep) -> None:
+    """Raise a `PlanError` that names the first input whose shape or type is another."""
     here = [
         (p, tuple(a.shape), str(a.dtype))
         for p, a in zip(traced.call.paths, traced.avals, strict=True)

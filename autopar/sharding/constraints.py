@@ -24,25 +24,26 @@ from autopar.errors import ArgumentError, MeshError, SpecError, shortened
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import WHOLE, Layout, all_layouts
+from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
     DataParallel,
     ManualParallel,
+    OneMeshMethod,
     PlacedParallel,
-    ShardingOptions,
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
+    options_of,
 )
 from autopar.sharding.layout_constraints import LayoutConstraints, allowed_layouts, ask
 from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
-from autopar.tracer.flatten import TracedStep
 from autopar.tracer.regions import UPDATE
 
 # -- meshes
 
 
-def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
+def candidate_meshes(cluster: ClusterSpec, method: OneMeshMethod) -> list[LogicalMesh]:
     """The meshes a method may use on a cluster."""
     meshes = _meshes(cluster, method)
     options = options_of(method)
@@ -57,11 +58,7 @@ def candidate_meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
     return [replace(mesh, forbidden=mesh.forbidden | forbidden) for mesh in meshes]
 
 
-def options_of(method: Any) -> ShardingOptions:
-    return getattr(method, "options", None) or ShardingOptions()
-
-
-def _meshes(cluster: ClusterSpec, method: Any) -> list[LogicalMesh]:
+def _meshes(cluster: ClusterSpec, method: OneMeshMethod) -> list[LogicalMesh]:
     devices = cluster.num_devices
     if isinstance(method, LogicalMesh):
         return [method]
@@ -98,7 +95,7 @@ def _shapes(num_devices: int) -> list[tuple[int, ...]]:
 
 
 def divisible_meshes(
-    graph: Graph, meshes: list[LogicalMesh], method: Any, cluster: ClusterSpec
+    graph: Graph, meshes: list[LogicalMesh], method: OneMeshMethod, cluster: ClusterSpec
 ) -> list[LogicalMesh]:
     """Meshes of which every axis divides something. If none is left and the mesh is ours to
     choose, those of fewer devices, as many as possible; else an error."""
@@ -128,7 +125,7 @@ def divisible_meshes(
 # -- constraints
 
 
-def asked_by(traced: TracedStep, method: Any) -> LayoutConstraints:
+def asked_by(traced: TracedStep, method: OneMeshMethod) -> LayoutConstraints:
     """What a method asks of inputs, outputs and named values."""
     if isinstance(method, PlacedParallel):
         return ask(traced, method.in_specs, method.out_specs)
@@ -138,7 +135,7 @@ def asked_by(traced: TracedStep, method: Any) -> LayoutConstraints:
 
 
 def solver_constraints(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: Any, asked: LayoutConstraints
+    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: OneMeshMethod, asked: LayoutConstraints
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
     own = allowed_layouts(graph, traced, mesh, asked, options_of(method))

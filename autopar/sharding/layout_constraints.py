@@ -21,8 +21,8 @@ from autopar.errors import ArgumentError, MeshError, SpecError
 from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import WHOLE, Layout, all_layouts, from_partition_spec
+from autopar.ir.traced_step import TracedStep
 from autopar.methods import ShardingOptions
-from autopar.tracer.flatten import TracedStep
 from autopar.tracer.rules import identity_rule
 
 Specs = Sequence[PartitionSpec | None]

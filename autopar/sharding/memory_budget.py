@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
 
 from autopar.cost.memory import Holding
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.text import format_bytes, name_pattern, name_skeleton
-from autopar.methods import DataParallel, ManualParallel, ShardingOptions
+from autopar.ir.traced_step import TracedStep
+from autopar.methods import (
+    AnyMethod,
+    DataParallel,
+    ManualParallel,
+    ShardingOptions,
+    options_of,
+)
 from autopar.sharding.solve import GraphSharding
-from autopar.tracer.flatten import TracedStep
 
 RESERVE_SHARE = 0.10
 _NUM_SHOWN = 6
@@ -31,10 +36,11 @@ def device_budget(mesh: LogicalMesh) -> float | None:
     return None if mesh.memory_bytes is None else mesh.memory_bytes * (1 - RESERVE_SHARE)
 
 
-def memory_budget(mesh: LogicalMesh, method: Any, options: ShardingOptions) -> float | None:
+def memory_budget(mesh: LogicalMesh, method: AnyMethod) -> float | None:
     """Bytes per device that the solver must stay within; None for no limit."""
-    if options.memory_budget_bytes is not None:
-        return float(options.memory_budget_bytes)
+    given = options_of(method).memory_budget_bytes
+    if given is not None:
+        return float(given)
     if isinstance(method, (DataParallel, ManualParallel)):
         return None
     return device_budget(mesh)
@@ -43,13 +49,13 @@ def memory_budget(mesh: LogicalMesh, method: Any, options: ShardingOptions) -> f
 def out_of_memory(
     traced: TracedStep,
     misses: Sequence[GraphSharding],
-    method: Any,
-    options: ShardingOptions,
+    method: AnyMethod,
 ) -> MemoryBudgetError:
     """The error for a step that fits on none of the meshes; `misses` are what came nearest."""
     nearest = min(misses, key=lambda s: s.memory.peak_bytes)
     peak = nearest.memory.peak_bytes
-    budget = memory_budget(nearest.mesh, method, options)
+    options = options_of(method)
+    budget = memory_budget(nearest.mesh, method)
     assert budget is not None
     held = nearest.memory.at(nearest.memory.peak_time)
     tried = f"the best of {len(misses)} meshes" if len(misses) > 1 else "the only mesh tried"

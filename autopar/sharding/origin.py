@@ -24,15 +24,18 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import Layout, spec_from_text
+from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
     DataParallel,
     ShardingOptions,
+    OneMeshMethod,
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
+    options_of,
 )
 from autopar.sharding.blocks import find_blocks
-from autopar.sharding.constraints import asked_by, options_of, solver_constraints
+from autopar.sharding.constraints import asked_by, solver_constraints
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
     ask,
@@ -51,9 +54,9 @@ from autopar.sharding.solve import (
     solve_graph,
 )
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep
 
 Pins = Mapping[str, PartitionSpec]
+GraphChange = Callable[[Graph], Graph]
 
 
 @dataclass(eq=False)
@@ -73,7 +76,7 @@ class Origin:
     traced: TracedStep
     mesh: LogicalMesh
     cluster: ClusterSpec
-    method: Any
+    method: OneMeshMethod
     asked: LayoutConstraints
     choice: Mapping[int, int] | None
     refetch: bool
@@ -81,7 +84,7 @@ class Origin:
     pins: Pins
     price: float = 0.0
     built: Graph | None = None
-    change: Callable[[Graph], Graph] | None = None
+    change: GraphChange | None = None
     layouts: Mapping[str, Layout] | None = None
     notes: tuple[str, ...] = ()
 
@@ -180,7 +183,7 @@ def _is_choice(problem: ShardingProblem, choice: Mapping[int, int]) -> bool:
     )
 
 
-def asked_with_pins(traced: TracedStep, method: Any, pins: Pins) -> LayoutConstraints:
+def constraints_with_pins(traced: TracedStep, method: OneMeshMethod, pins: Pins) -> LayoutConstraints:
     """What a method asks for, and pins that come before it."""
     asked = asked_by(traced, method)
     if not pins:
@@ -200,7 +203,7 @@ def bound_origin(
     plan: ParallelPlan,
     traced: TracedStep,
     cluster: ClusterSpec,
-    change: Callable[[Graph], Graph] | None = None,
+    change: GraphChange | None = None,
     pins: Pins | None = None,
 ) -> Origin | None:
     """The origin of a plan that was made elsewhere and fits this step; None if the plan does not
@@ -212,7 +215,7 @@ def bound_origin(
         return None
     name = plan.method.partition("(")[0]
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
-    method: Any = ShardParallel(options=ShardingOptions(memory_budget_bytes=budget, remat="none"))
+    method: OneMeshMethod = ShardParallel(options=ShardingOptions(memory_budget_bytes=budget, remat="none"))
     notes: tuple[str, ...] = ()
     if name in _METHODS:
         method = _METHODS[name](plan.num_micro_batches)
@@ -233,10 +236,10 @@ def bound_origin(
         mesh=mesh,
         cluster=own,
         method=method,
-        asked=asked_with_pins(traced, method, pins),
+        asked=constraints_with_pins(traced, method, pins),
         choice=None,
         refetch=False,
-        budget=budget if name in _METHODS else memory_budget(mesh, method, options_of(method)),
+        budget=budget if name in _METHODS else memory_budget(mesh, method),
         pins=pins,
         change=change,
         layouts={t.path: t.layout for t in (*plan.inputs, *plan.named)},

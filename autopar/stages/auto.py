@@ -16,6 +16,7 @@ from autopar.cost.measured import least_work_s
 from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
 from autopar.rewrite.layers import find_layers
@@ -24,7 +25,6 @@ from autopar.sharding.plan_mesh import PassTimer
 from autopar.stages.looped import Loop, batch_rows, first_micro_batches, launch_s
 from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.tracer.costs import aval_bytes, program_flops
-from autopar.tracer.flatten import TracedStep
 
 # Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6

@@ -23,8 +23,8 @@ from autopar.errors import ArgumentError, shortened
 from autopar.ir import objects
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, Tensor
+from autopar.ir.traced_step import FlatCall, TracedStep
 from autopar.methods import CreateStateParallel, FollowParallel, PlacedParallel
-from autopar.tracer.flatten import FlatCall, TracedStep
 
 
 def placed_like_training(

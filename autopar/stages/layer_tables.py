@@ -29,8 +29,10 @@ from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.program import Equation
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
+from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
@@ -46,8 +48,6 @@ from autopar.sharding.problem import (
 )
 from autopar.sharding.reduce import PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_graph
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation
 
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]

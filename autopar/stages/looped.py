@@ -17,7 +17,9 @@ import numpy as np
 
 from autopar.errors import TraceError
 from autopar.ir.mesh import ClusterSpec
+from autopar.ir.program import Program
 from autopar.ir.stages import Submesh
+from autopar.ir.traced_step import TracedStep
 from autopar.methods import AutoLayers, ManualLayers
 from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch, moved_to
 from autopar.rewrite.layer_boundaries import layers_by_marks
@@ -25,8 +27,6 @@ from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.remat import rematerialise
 from autopar.rewrite.stage_slices import SlicedStep, slice_step
 from autopar.tracer.costs import program_flops
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Program
 
 # Time to start one stage program: Python, argument handling and the launch itself.
 LAUNCH_S = {"cpu": 300e-6}

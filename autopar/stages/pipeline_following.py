@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, Tensor
+from autopar.ir.program import Operand
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import PlacedParallel
 from autopar.rewrite.layers_by_input import layers_by_arguments
@@ -25,8 +27,6 @@ from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import Loop, LoopedStep, StageSpec, find_looped, layers_of
 from autopar.stages.plan_pipeline import ExistingPlacement, plan_following
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Operand
 
 # -- evaluations
 

@@ -23,6 +23,7 @@ from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan
 from autopar.ir.stages import SearchReport
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import in_flight_bound, make_schedule
 from autopar.methods import (
@@ -69,7 +70,6 @@ from autopar.stages.stage_plans import (
 )
 from autopar.stages.stage_search import remember_search
 from autopar.stages.submeshes import place, uniform_submesh
-from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True)

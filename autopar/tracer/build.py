@@ -23,6 +23,8 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Traffic, Unruled, Value
+from autopar.ir.program import LOOPS, Equation, Operand, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
 from autopar.tracer.costs import (
     batch_factors,
@@ -30,11 +32,9 @@ from autopar.tracer.costs import (
     equation_flops,
     touched_bytes,
 )
-from autopar.tracer.flatten import TracedStep
 from autopar.tracer.kernels import node_traffic
 from autopar.tracer.liveness import find_lives
 from autopar.tracer.op_sizes import equation_work
-from autopar.tracer.program import LOOPS, Equation, Operand, Program
 from autopar.tracer.regions import UPDATE, equation_regions, module_name, region_by_name
 from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made

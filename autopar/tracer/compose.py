@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar import _jax
 from autopar.ir.graph import Rule
-from autopar.tracer.program import Constant, Equation
+from autopar.ir.program import Constant, Equation
 
 _SOURCES = ("stablehlo.constant", "stablehlo.iota", "stablehlo.create_token")
 _TIED_OPS = ("stablehlo.optimization_barrier",)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar import _jax
-from autopar.tracer.program import Equation, Operand, Program
+from autopar.ir.program import Equation, Operand, Program
 
 MARK = "rematted_computation"  # JAX writes it too, for `jax.checkpoint`
 

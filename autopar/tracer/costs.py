@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.graph import Node, NodeKind, Value
-from autopar.tracer.program import Constant, Equation, Program
+from autopar.ir.program import Constant, Equation, Program
 from autopar.tracer.regions import UPDATE
 
 # Ops whose result is its operand's memory.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.ir.graph import Halo, Rule
-from autopar.tracer.program import Equation
+from autopar.ir.program import Equation
 
 _NO_FACTOR = -1
 _POOLS = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.graph import OpSize
-from autopar.tracer.program import Equation
+from autopar.ir.program import Equation
 
 _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from autopar.tracer.program import Equation, Program
+from autopar.ir.program import Equation, Program
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 

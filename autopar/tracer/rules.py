@@ -20,9 +20,9 @@ import jax
 
 from autopar import _jax
 from autopar.ir.graph import Rule
+from autopar.ir.program import Constant, Equation
 from autopar.tracer.compose import RuledEquation, compose_rule, replicated_rule
 from autopar.tracer.halo import has_windows, with_halos
-from autopar.tracer.program import Constant, Equation
 from autopar.tracer.user_rules import fit_rule, user_rule_of
 
 # Distinct equations that are lowered together.

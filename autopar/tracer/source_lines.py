@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import _jax
+from autopar.ir.program import Program
 from autopar.tracer.copy_equations import MARK
-from autopar.tracer.program import Program
 
 
 @dataclass(frozen=True)

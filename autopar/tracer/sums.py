@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar import _jax
-from autopar.tracer.program import Constant, Equation, Operand, Program
+from autopar.ir.program import Constant, Equation, Operand, Program
 
 ADDITIONS = ("add", "add_any")
 # Linear ops of one operand, through which partial sums may flow.

@@ -20,7 +20,7 @@ import jax
 from autopar import _jax
 from autopar.errors import ArgumentError, shortened
 from autopar.ir.graph import Rule
-from autopar.tracer.program import Constant, Equation
+from autopar.ir.program import Constant, Equation
 
 _DIMENSION = re.compile(r"\((?P<group>[^()]*)\)|(?P<one>[^\s()]+)")
 _LETTER = re.compile(r"[A-Za-z][A-Za-z0-9]*")

@@ -23,7 +23,7 @@ from autopar.api import ParallelFunction
 from autopar.compiler import argument_names
 from autopar.errors import ArgumentError, DataError
 from autopar.lower.planned_step import PlannedStep
-from autopar.tracer.flatten import is_array_leaf
+from autopar.tracer.flat_call import is_array_leaf
 
 Argument = int | str
 Arguments = Argument | tuple[Argument, ...] | None

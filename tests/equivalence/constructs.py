@@ -15,7 +15,7 @@ import autopar
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.plan import EquationSharding, ParallelPlan, ProgramSharding
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 MESH = autopar.LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
 _RNG = np.random.default_rng(0)

@@ -17,6 +17,7 @@ from autopar import _jax
 from autopar.compiler import rewritten
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
 from autopar.rewrite.accumulate import micro_batch_leaves
@@ -24,7 +25,7 @@ from autopar.rewrite.layers import find_layers, worth_recomputing
 from autopar.rewrite.unroll_scans import unrolled
 from autopar.sharding.assemble import replicated_plan
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep, trace_step
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 from tests.equivalence.test_models import WITHOUT_GRADIENT
 

@@ -18,6 +18,8 @@ from autopar import _jax
 from autopar.compiler import StepOptions, trace, trace_micro_batch
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, Run, Send
+from autopar.ir.program import Program
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.instructions import emit_programs
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import (
@@ -34,8 +36,6 @@ from autopar.rewrite.stage_slices import SlicedStep, slice_step
 from autopar.rewrite.unroll_scans import unrolled
 from autopar.runtime.order import interleave
 from autopar.sharding.assemble import replicated_plan
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Program
 from autopar.tracer.regions import BACKWARD, equation_regions
 
 

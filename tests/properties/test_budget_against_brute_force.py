@@ -19,7 +19,7 @@ from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.problem import build_problem
 from autopar.sharding.reduce import PairwiseProblem
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,7 @@ from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
 from autopar.sharding.strategies import enumerate_strategies
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 RNG = np.random.default_rng(0)
 

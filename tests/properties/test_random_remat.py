@@ -21,7 +21,7 @@ from autopar.rewrite.layers import find_layers
 from autopar.rewrite.remat import with_remat
 from autopar.sharding.assemble import replicated_plan
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from tests.properties.random_programs import RandomProgram, programs
 
 FEW = settings(

@@ -25,7 +25,7 @@ from autopar.sharding.problem import build_problem
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 MOST_COMBINATIONS = 2_000_000
 

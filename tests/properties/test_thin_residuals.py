@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from autopar.ir.program import Equation
 from autopar.rewrite.residuals import is_cheap, thin_residuals
-from autopar.tracer.program import Equation
 
 NUM_INPUTS = 2
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, database=None)

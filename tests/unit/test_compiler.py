@@ -16,7 +16,7 @@ from autopar.lower.lower_step import annotate
 from autopar.methods import DataParallel, ManualParallel, ShardParallel
 from autopar.sharding.assemble import program_fingerprint
 from autopar.sharding.constraints import candidate_meshes
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from jax import lax
 from autopar import _jax, _requirements
 from autopar._requirements import INTERNALS, JAX_BOUNDS, REQUIRED
 from autopar.errors import AutoparError, DependencyError
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "autopar"

@@ -20,6 +20,7 @@ from autopar.cost.report import cost_report
 from autopar.errors import ProfileError
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.traced_step import TracedStep
 from autopar.measure.segments.combine import TOP, segment_space
 from autopar.measure.segments.cut import CutStep, cut_step
 from autopar.measure.segments.files import Analysis, MeshSpace, SegmentSpace
@@ -28,11 +29,10 @@ from autopar.progress import Progress
 from autopar.sharding.assemble import program_fingerprint
 from autopar.sharding.constraints import candidate_meshes, divisible_meshes
 from autopar.sharding.memory_budget import memory_budget
-from autopar.sharding.origin import Origin, asked_with_pins
+from autopar.sharding.origin import Origin, constraints_with_pins
 from autopar.sharding.plan_mesh import paused_garbage_collector
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +78,10 @@ class PreparedStep:
             mesh=mesh,
             cluster=self.cluster,
             method=self.method,
-            asked=asked_with_pins(self.traced, self.method, {}),
+            asked=constraints_with_pins(self.traced, self.method, {}),
             choice=None,
             refetch=False,
-            budget=memory_budget(mesh, self.method, self.method.options),
+            budget=memory_budget(mesh, self.method),
             pins={},
             built=self.graph,
         )

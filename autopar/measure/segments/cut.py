@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from autopar import _jax
 from autopar.ir.graph import Graph, Liveness, Node, NodeKind
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.measure.segments.place import place_equations, values_of
 from autopar.sharding.assemble import program_fingerprint
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.rules import identity_rule
 
 PORT = "port"

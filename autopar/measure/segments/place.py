@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, attach
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import UPDATE, equation_regions
 from autopar.tracer.rules import equation_key
 

@@ -8,7 +8,7 @@ from autopar.cost.compute import compute_s, tie_break_s
 from autopar.ir.mesh import DEVICES, ClusterSpec, DeviceSpec, LogicalMesh, mesh_of_cluster
 from autopar.sharding.solve import solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 DEVICE = DeviceSpec("d", 200.0, 100.0, 1e9, 10.0, 1.0, 1.0, efficiency=0.5)
 

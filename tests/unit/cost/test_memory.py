@@ -9,7 +9,7 @@ from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import WHOLE
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

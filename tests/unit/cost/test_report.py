@@ -19,7 +19,7 @@ from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import PARTIAL, WHOLE, num_shards
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 MESHES = [
     LogicalMesh((4,), alpha=(3.0,), beta=(0.1,)),

@@ -16,7 +16,7 @@ import autopar
 from autopar import _jax
 from autopar.ir.plan import EquationSharding, ProgramSharding
 from autopar.lower.annotate import annotated_function
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 AXES = ("x", "y")
 ROWS, NONE = (0, -1), (-1, -1)

@@ -15,11 +15,12 @@ from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import EquationSharding, ProgramSharding
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.assign import assign_layouts
 from autopar.sharding.solve import solve_graph
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep, trace_step
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
 MESH = LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))

@@ -13,7 +13,7 @@ from autopar import _jax
 from autopar.ir.plan import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.lower.unreduced import bind_in_lanes, empty_lanes, with_lanes
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 RNG = np.random.default_rng(0)
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from autopar.ir.program import Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch
 from autopar.rewrite.layers import find_layers
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Program
 from tests.properties.staged_steps import body_of, loop_of
 
 WIDTHS = (4, 5, 6, 7)  # of the input and of three layers

@@ -14,8 +14,9 @@ import autopar
 from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
 from autopar.errors import MeshError, PlanError, TraceError
 from autopar.ir.plan import _digest
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import batch_size
-from autopar.tracer.flatten import TracedStep, trace_step
+from autopar.tracer.trace_step import trace_step
 
 NUM = 4
 RNG = np.random.default_rng(0)

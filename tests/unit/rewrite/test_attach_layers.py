@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from autopar import _jax
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, boundary_bytes
-from autopar.tracer.flatten import TracedStep
 from tests.properties.staged_steps import body_of
 from tests.unit.rewrite.staged_models import WIDTHS, in_layers, looped, makers, reads
 

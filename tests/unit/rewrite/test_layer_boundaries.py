@@ -17,12 +17,13 @@ import autopar
 from autopar import _jax
 from autopar.compiler import rewritten
 from autopar.errors import TraceError
+from autopar.ir.program import Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import micro_batch_leaves
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import find_layers, worth_recomputing
 from autopar.sharding.assemble import program_fingerprint
-from autopar.tracer.flatten import TracedStep, trace_step
-from autopar.tracer.program import Program
+from autopar.tracer.trace_step import trace_step
 
 SHAPE = jax.ShapeDtypeStruct
 BATCH = SHAPE((8, 8), jnp.float32)

@@ -12,13 +12,14 @@ import pytest
 from jax import lax
 
 from autopar.errors import ArgumentError
+from autopar.ir.program import Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
 from autopar.rewrite.attach_layers import loop_batch
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.unroll_scans import unrolled
-from autopar.tracer.flatten import TracedStep, trace_step
-from autopar.tracer.program import Program
 from autopar.tracer.regions import FORWARD, equation_regions
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 from examples.models.gpt import GPTConfig, example
 

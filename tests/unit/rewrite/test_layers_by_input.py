@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.rewrite.layers_by_input import layers_by_arguments
 from autopar.rewrite.single_microbatch import looped_once
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 X = np.ones((4, 8), np.float32)
 W = np.ones((8, 8), np.float32)

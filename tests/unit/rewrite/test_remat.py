@@ -16,6 +16,8 @@ from jax.experimental import io_callback
 from autopar import _jax
 from autopar.ir.graph import check_graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
 from autopar.rewrite.layers import find_layers, worth_recomputing
@@ -23,9 +25,8 @@ from autopar.rewrite.remat import rematerialise, with_remat
 from autopar.sharding.assemble import replicated_plan
 from autopar.tracer.build import build_graph
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.flatten import TracedStep, trace_step
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, equation_regions, module_name
+from autopar.tracer.trace_step import trace_step
 from examples.models.gpt import GPTConfig, example
 
 RNG = np.random.default_rng(0)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from autopar import _jax
+from autopar.ir.program import Equation, Program
 from autopar.rewrite.residuals import CHEAP, Thinned, thin_residuals
 from autopar.tracer.costs import aval_bytes
-from autopar.tracer.flatten import trace_step
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import BACKWARD, equation_regions
+from autopar.tracer.trace_step import trace_step
 
 RNG = np.random.default_rng(0)
 

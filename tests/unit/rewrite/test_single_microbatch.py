@@ -15,7 +15,7 @@ from autopar.lower.annotate import annotated_function
 from autopar.methods import ShardParallel
 from autopar.rewrite.single_microbatch import looped_once
 from autopar.sharding.assemble import replicated_plan
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from tests.unit.rewrite.staged_models import batch, loss_fn, parameters, reads, trained_by
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.stage_placement import StagePlacement, find_homes
 from autopar.rewrite.stage_slices import slice_step
-from autopar.tracer.flatten import TracedStep
 from tests.unit.rewrite.staged_models import in_layers, looped, loss_fn
 
 NUM_STAGES = 3

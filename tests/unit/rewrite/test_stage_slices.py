@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from autopar.ir.program import Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.stage_slices import SlicedStep, slice_step
-from autopar.tracer.flatten import TracedStep
-from autopar.tracer.program import Program
 from tests.properties.staged_steps import body_of
 from tests.unit.rewrite.staged_models import WIDTHS, in_layers, looped, reads
 

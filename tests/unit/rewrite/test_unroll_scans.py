@@ -12,12 +12,13 @@ from jax import lax
 
 import autopar
 from autopar.errors import TraceError
+from autopar.ir.program import Equation, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.unroll_scans import unrolled
-from autopar.tracer.flatten import TracedStep, trace_step
-from autopar.tracer.program import Equation, Program
 from autopar.tracer.regions import equation_regions, module_name
+from autopar.tracer.trace_step import trace_step
 from examples.models.gpt import GPTConfig, example
 
 SHAPE = jax.ShapeDtypeStruct

@@ -14,7 +14,7 @@ from autopar.sharding.blocks import find_blocks, is_entry
 from autopar.sharding.problem import ShardingProblem, problem_on_mesh
 from autopar.sharding.solve import fold_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
 MODELS = [

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import LogicalMesh, ShardingOptions
 from autopar.errors import ArgumentError
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 X = jnp.arange(32.0).reshape(4, 8) / 32
 

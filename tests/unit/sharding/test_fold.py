@@ -13,7 +13,7 @@ from autopar.rewrite.accumulate import accumulate
 from autopar.sharding.fold import MIN_REPEATS, fold_repeated_layers
 from autopar.sharding.solve import solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

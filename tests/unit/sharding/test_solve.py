@@ -10,7 +10,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 MESH = LogicalMesh((4,))
 

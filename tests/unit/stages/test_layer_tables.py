@@ -19,6 +19,7 @@ from autopar.errors import SolverError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import mesh_of_cluster
 from autopar.ir.stages import LayerTable
+from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.stage_slices import slice_step
@@ -32,7 +33,6 @@ from autopar.stages.layer_tables import (
     undominated,
 )
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep
 from examples.models import build
 
 CLUSTER = autopar.ClusterSpec(2, 4, "h100-sxm")

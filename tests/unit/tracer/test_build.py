@@ -12,8 +12,8 @@ from jax import lax
 
 from autopar.ir.graph import Graph, Node, NodeKind, check_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
 from autopar.tracer.regions import BACKWARD, FORWARD, UPDATE
+from autopar.tracer.trace_step import trace_step
 from examples.models import build
 
 X = np.ones((8, 16), np.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.tracer.costs import equation_flops
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.ir.graph import Graph, Node
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 X = np.zeros((512, 1024), np.float32)
 W = np.zeros((1024, 1024), np.float32)

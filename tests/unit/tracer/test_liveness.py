@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.graph import Graph, NodeKind
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -12,8 +12,7 @@ import optax
 import pytest
 from flax.training import train_state
 
-from autopar.tracer.flatten import trace_step
-from autopar.tracer.program import Equation
+from autopar.ir.program import Equation
 from autopar.tracer.regions import (
     BACKWARD,
     FORWARD,
@@ -22,6 +21,7 @@ from autopar.tracer.regions import (
     module_name,
     region_by_name,
 )
+from autopar.tracer.trace_step import trace_step
 
 BATCH = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)}
 PARAMS = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}

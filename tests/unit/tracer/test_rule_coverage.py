@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from autopar.tracer.build import stablehlo_ops
-from autopar.tracer.flatten import trace_step
+from autopar.tracer.trace_step import trace_step
 from examples.models import MODELS, build
 
 TINY = [name for name in MODELS if "-tiny" in name]

@@ -15,9 +15,8 @@ import pytest
 from jax import lax
 
 from autopar._jax import CONSTRAIN
+from autopar.ir.program import Constant, Equation
 from autopar.tracer.costs import equation_flops
-from autopar.tracer.flatten import trace_step
-from autopar.tracer.program import Constant, Equation
 from autopar.tracer.rules import (
     PRIMITIVE_RULES,
     equation_key,
@@ -25,6 +24,7 @@ from autopar.tracer.rules import (
     replicated_rule,
     rules_of_equations,
 )
+from autopar.tracer.trace_step import trace_step
 
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.tracer.flatten import trace_step
 from autopar.tracer.sums import loop_sums, zeros_made
+from autopar.tracer.trace_step import trace_step
 
 W = np.ones((4, 4), np.float32)
 XS = np.ones((3, 8, 4), np.float32)

@@ -13,8 +13,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 import autopar
-from autopar.tracer.flatten import trace_step
 from autopar.tracer.rules import rules_of_equations
+from autopar.tracer.trace_step import trace_step
 from autopar.tracer.user_rules import parse_rule
 
 

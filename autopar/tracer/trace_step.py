@@ -1,0 +1,147 @@
+"""From a user's function and arguments to a `TracedStep`: a flat program of arrays.
+
+JAX traces the function on array leaves (`flat_call`), `flatten` flattens the jaxpr, and
+`input_roles` finds out which inputs are state, batch, or donated. Outputs are named by their path
+in the result, `result[0].params['w']`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.errors import JAXTypeError
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from autopar import _jax
+from autopar.errors import TraceError
+from autopar.ir import objects
+from autopar.ir.program import Program
+from autopar.ir.traced_step import FlatCall, KeyPath, StaticLeaf, StaticLeaves, TracedStep
+from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
+from autopar.tracer.flatten import flatten_jaxpr
+from autopar.tracer.input_roles import batch_inputs, donated_inputs, match_state
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] | str = "auto",
+    batch_argnums: Sequence[int] = (1,),
+) -> TracedStep:
+    call = flatten_call(fn, args, kwargs or {}, static_argnums)
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    if not call.leaves:
+        raise TraceError(
+            f"{name}: none of its arguments holds an array, so there is nothing to shard. Pass the "
+            "train state and the batch as arguments instead of closing over them."
+        )
+    program, flat_fn, result = _trace(fn, call, name)
+    _check_pure(program, name)
+    avals = tuple(program.avals[v] for v in program.inputs)
+    out_avals = tuple(program.avals[o] if isinstance(o, int) else o.aval for o in program.outputs)
+    if not out_avals:
+        raise TraceError(
+            f"{name}: it returns no array. Return the new state and the loss so that the parallel "
+            "step has something to give back."
+        )
+    state = match_state(
+        program,
+        call,
+        out_avals,
+        out_key_paths=result.key_paths,
+        batch_argnums=batch_argnums,
+        donate_argnums=() if isinstance(donate_argnums, str) else tuple(donate_argnums),
+    )
+    return TracedStep(
+        program=program,
+        call=call,
+        avals=avals,
+        out_paths=tuple("result" + keystr(path) for path in result.key_paths),
+        out_avals=out_avals,
+        out_tree=result.treedef,
+        out_static=result.static,
+        state=state,
+        batch=batch_inputs(call, avals, argument_names(fn), state, batch_argnums, name),
+        donated=donated_inputs(call, program, len(args), state, donate_argnums),
+        name=name,
+        flat_fn=flat_fn,
+    )
+
+
+@dataclass(frozen=True)
+class _ResultTree:
+    """The structure of a step's result, without its array leaves."""
+
+    treedef: Any  # jax.tree_util.PyTreeDef
+    key_paths: tuple[KeyPath, ...]  # of the array leaves
+    static: StaticLeaves
+
+
+def _trace(
+    fn: Callable[..., Any], call: FlatCall, name: str
+) -> tuple[Program, Callable[..., list[Any]], _ResultTree]:
+    """The program, the function on array leaves that it was traced from, and its result's tree."""
+    result: _ResultTree | None = None
+
+    def flat_fn(*leaves: Any) -> list[Any]:
+        nonlocal result
+        arrays, result = _call_on_leaves(fn, call, leaves)
+        return arrays
+
+    flat_fn.__name__ = flat_fn.__qualname__ = name
+    try:
+        traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
+    except JAXTypeError as error:
+        _name_leaves(error, call.paths)
+        raise
+    assert result is not None
+    return flatten_jaxpr(traced.jaxpr), flat_fn, result
+
+
+def _call_on_leaves(
+    fn: Callable[..., Any], call: FlatCall, leaves: Sequence[Any]
+) -> tuple[list[Any], _ResultTree]:
+    args, kwargs = call.rebuild(leaves)
+    result = _jax.call_step(objects.run_pure, fn, args, kwargs)
+    flat, treedef = tree_flatten_with_path(result)
+    is_filtered = objects.is_filtered((args, kwargs, result))
+    is_output = objects.is_array if is_filtered else is_array_leaf
+    outputs = [(tuple(path), leaf) for path, leaf in flat if is_output(leaf)]
+    static = tuple((i, StaticLeaf(leaf)) for i, (_, leaf) in enumerate(flat) if not is_output(leaf))
+    key_paths = tuple(path for path, _ in outputs)
+    return [leaf for _, leaf in outputs], _ResultTree(treedef, key_paths, static)
+
+
+def _shape_of(leaf: Any) -> Any:
+    """A leaf without its devices: the program does not depend on them, and the arrays of a pipeline
+    are on different ones."""
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    is_weak = getattr(leaf, "weak_type", False)  # keys have none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)
+
+
+def _name_leaves(error: Exception, paths: Sequence[str]) -> None:
+    """Adds the user's names to an error in which JAX names our parameters, `leaves[3]`."""
+    indices = dict.fromkeys(re.findall(r"\bleaves\[(\d+)\]", str(error)))
+    names = [f"leaves[{i}] is {paths[int(i)]}" for i in indices if int(i) < len(paths)]
+    if names:
+        error.add_note(f"In your call, {', '.join(names)}.")
+
+
+def _check_pure(program: Program, name: str) -> None:
+    if not any(map(_jax.is_mutable, program.avals)):
+        return
+    for equation in program.all_equations():
+        if any(_jax.is_mutable(program.avals[r]) for r in equation.results):
+            raise TraceError(
+                f"{name}: {equation.source_line} makes a mutable array (jax.new_ref), which cannot "
+                "be sharded. Keep the value in a plain array and return the updated one."
+            )
