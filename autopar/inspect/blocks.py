@@ -17,7 +17,7 @@ from autopar.cost.plan_details import rounded, spec_text
 from autopar.cost.report import moves, node_compute_s
 from autopar.cost.roles import find_roles
 from autopar.errors import ArgumentError, PlanError
-from autopar.inspect.why import origin_of
+from autopar.inspect.plan_origin import origin_of
 from autopar.ir.blocks import Block, Blocks, Occurrence
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import name_pattern, name_skeleton

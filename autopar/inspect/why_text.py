@@ -1,10 +1,11 @@
-"""Why an array lies as it does, and what pins cost, as text: from `Why` and a plan to lines."""
+"""Why an array is sharded as it is, and what pins cost: from a `Why` or a plan to text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
 
+from autopar.inspect.breakdown import is_timed
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import (
     format_bytes,
@@ -25,16 +26,16 @@ def explain_why(why: Why) -> str:
     count = f" ({len(why.paths)} arrays)" if len(why.paths) > 1 else ""
     lines = [
         f"{names}{count}: {why.kind}, {why.array}",
-        f"  lies as {why.spec}: {why.words} (mesh {why.mesh}{where})",
+        f"  sharded as {why.spec}: {why.words} (mesh {why.mesh}{where})",
     ]
     if why.reason:
         lines.append(f"  used as {why.reason}")
     if why.pinned:
-        lines.append(f"  pinned: {why.pinned}; below, as if that were not asked")
-    if why.alike:
+        lines.append(f"  pinned: {why.pinned}; the costs below ignore this")
+    if why.equivalent_paths:
         lines.append(
-            f"  equal layers are treated alike: {', '.join(_patterns(why.alike))} "
-            f"({len(why.alike)} more) would lie alike, and are counted below"
+            f"  equal layers share one decision: {len(why.equivalent_paths)} more arrays move with "
+            f"it and are counted below: {', '.join(_patterns(why.equivalent_paths))}"
         )
     if why.neighbours:
         lines += ["", *_neighbour_lines(why)]
@@ -45,26 +46,22 @@ def explain_why(why: Why) -> str:
 
 
 def pin_lines(plan: ParallelPlan) -> list[str]:
-    """What the pins of `with_pins` cost; nothing for a plan without."""
+    """The pins of `with_pins` and what they cost."""
     if not plan.pinned:
         return []
     lines = [f"pinned by with_pins: {pattern} as {spec}" for pattern, spec in plan.pinned]
     before_s = plan.unpinned_step_s
     if before_s is not None:
-        lines.append(f"pins cost {_difference(plan.estimated_step_s, before_s, _timed(plan))}")
+        lines.append(f"pins cost {_difference(plan.estimated_step_s, before_s, is_timed(plan))}")
     return lines
 
 
-def _timed(plan: ParallelPlan) -> bool:
-    return plan.device != "communication only"
-
-
 def _patterns(paths: Sequence[str]) -> list[str]:
-    """Paths that differ in numbers alone as one."""
+    """Paths that differ only in numbers are one pattern."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(name_skeleton(path), []).append(path)
-    return [name_pattern(own) for own in groups.values()]
+    return [name_pattern(group) for group in groups.values()]
 
 
 def _seconds(value: float, is_timed: bool) -> str:
@@ -85,7 +82,7 @@ def _difference(value: float, base: float, is_timed: bool) -> str:
 def _neighbour_lines(why: Why) -> list[str]:
     shown = why.neighbours[:_MOST_NEIGHBOURS]
     rows = [_neighbour_row(n, why.is_timed) for n in shown]
-    header = ("what binds it", "module", "as", "moved by", "cost", "strategy")
+    header = ("neighbour", "module", "layout", "resharded by", "cost", "strategy")
     lines = ["neighbours:", *rows_of(header, rows)]
     if len(why.neighbours) > len(shown):
         lines.append(f"  … and {len(why.neighbours) - len(shown)} more")
@@ -107,18 +104,18 @@ def _alternative_lines(why: Why) -> list[str]:
     chosen = next((a for a in why.alternatives if a.is_chosen), None)
     base_s = why.step_s if chosen is None or chosen.step_s == inf else chosen.step_s
     what = "stage" if why.stage is not None else "step"
-    header = ("layout", "itself", "moving it", what, "difference", "peak", "what changes")
+    header = ("layout", "producer", "resharding", what, "difference", "peak", "changes")
     rows = [_alternative_row(a, base_s, why) for a in why.alternatives]
     lines = [
-        f"layouts it could have, with the best whole {what} for each:",
+        f"alternative layouts, each with the best {what} that has it:",
         *rows_of(header, rows),
     ]
     if any(a.is_bound for a in why.alternatives):
-        lines.append("  ≥: not solved; no plan with this layout takes less")
+        lines.append("  ≥: lower bound; not solved")
     if chosen is not None and chosen.step_s < why.step_s * (1 - 1e-6):
         lines.append(
-            f"  the plan at hand takes {_seconds(why.step_s, why.is_timed)}: it was made with "
-            "other constraints, or the solver's time was up"
+            f"  the plan takes {_seconds(why.step_s, why.is_timed)}: it was solved with other "
+            "constraints, or the solver hit its time limit"
         )
     return lines
 
@@ -126,7 +123,7 @@ def _alternative_lines(why: Why) -> list[str]:
 def _alternative_row(a: Alternative, base_s: float, why: Why) -> tuple[str, ...]:
     mark = "→ " if a.is_chosen else "  "
     if a.step_s == inf:
-        return (mark + a.spec, "", "", "none", "", "", "no plan has it")
+        return (mark + a.spec, "", "", "none", "", "", "infeasible")
     timed = why.is_timed
     if a.is_bound:
         least = _seconds(a.step_s, timed)
@@ -134,13 +131,13 @@ def _alternative_row(a: Alternative, base_s: float, why: Why) -> tuple[str, ...]
     gap = "" if a.is_chosen else _difference(a.step_s, base_s, timed)
     changes = ", ".join(f"{n:+d} {kind}" for kind, n in a.changes)
     if not a.fits:
-        changes = f"breaks the budget of {format_bytes(why.budget_bytes)}; {changes}"
+        changes = f"exceeds the budget of {format_bytes(why.budget_bytes)}; {changes}"
     return (
         mark + a.spec,
-        _seconds(a.own_s, timed),
-        _seconds(a.moving_s, timed),
+        _seconds(a.producer_s, timed),
+        _seconds(a.reshard_s, timed),
         _seconds(a.step_s, timed) + (f" (gap {a.gap:.1%})" if a.gap > _GOOD_GAP else ""),
-        "chosen" if a.is_chosen else "as good" if gap == "nothing" else gap,
+        "chosen" if a.is_chosen else "equal" if gap == "nothing" else gap,
         format_bytes(a.peak_bytes),
         changes,
     )

@@ -71,7 +71,7 @@ def test_explain_counts_ops_blocks_and_segments(plan, blocks) -> None:
 
 
 def test_a_plan_without_its_program_says_what_to_do(plan) -> None:
-    with pytest.raises(PlanError, match=r"plan\.blocks\(\): needs the program"):
+    with pytest.raises(PlanError, match=r"plan\.blocks\(\): needs the traced program"):
         ParallelPlan.from_json(plan.to_json()).blocks()
 
 

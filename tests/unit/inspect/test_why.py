@@ -21,7 +21,8 @@ from autopar import (
     UniformStages,
 )
 from autopar.errors import ArgumentError, MeshError, PlanError, SpecError
-from autopar.inspect.why import layout_text, layout_words, why
+from autopar.inspect.layouts_text import layout_sentence, layout_text
+from autopar.inspect.why import why
 from autopar.inspect.why_text import explain_why, pin_lines
 
 RNG = np.random.default_rng(0)
@@ -74,24 +75,24 @@ def spec_at(plan: ParallelPlan, path: str) -> P:
     "path", [UP, "batch", "hidden", "result[1]['x']", "state['layer_*']['up']"]
 )
 def test_alternatives_are_the_best_plans_with_a_pin(plan: ParallelPlan, path: str) -> None:
-    told = why(plan, path)
-    assert len(told.alternatives) == 9  # no, x, y on two dimensions; every size is divisible
-    (chosen,) = [a for a in told.alternatives if a.is_chosen]
-    assert chosen.spec == told.spec and not chosen.changes
+    answer = why(plan, path)
+    assert len(answer.alternatives) == 9  # no, x, y on two dimensions; every size is divisible
+    (chosen,) = [a for a in answer.alternatives if a.is_chosen]
+    assert chosen.spec == answer.spec and not chosen.changes
     assert chosen.step_s == pytest.approx(plan.estimated_step_s, rel=1e-5)
-    assert told.alternatives[0].step_s == pytest.approx(plan.estimated_step_s, rel=1e-5)
-    for other in (told.alternatives[1], told.alternatives[-1]):
+    assert answer.alternatives[0].step_s == pytest.approx(plan.estimated_step_s, rel=1e-5)
+    for other in (answer.alternatives[1], answer.alternatives[-1]):
         pinned = plan.with_pins({path: eval(other.spec, {"P": P})})
         assert other.step_s == pytest.approx(pinned.estimated_step_s, rel=1e-4)
         gained = pinned.communication_bytes - plan.communication_bytes
         if not path.startswith("result"):  # there a pin adds a node, which a free output has not
-            assert other.more_bytes == pytest.approx(gained, rel=1e-6, abs=1.0)
+            assert other.extra_bytes == pytest.approx(gained, rel=1e-6, abs=1.0)
             assert other.peak_bytes == pytest.approx(pinned.estimated_peak_bytes, rel=1e-6)
 
 
 def test_neighbours_say_who_binds_it(plan: ParallelPlan) -> None:
-    told = why(plan, UP)
-    roles = {(n.role, n.operator, n.region) for n in told.neighbours}
+    answer = why(plan, UP)
+    roles = {(n.role, n.operator, n.region) for n in answer.neighbours}
     assert ("its next value is made by", "sub", "update") in roles
     assert any(o == "dot_general" and r == "forward" for _, o, r in roles)
     assert any(o == "dot_general" and r == "backward" for _, o, r in roles)
@@ -99,31 +100,31 @@ def test_neighbours_say_who_binds_it(plan: ParallelPlan) -> None:
     assert hidden.neighbours[0].role == "made by"
     assert len(hidden.paths) == 2 and hidden.kind == "named value"
     # A pin that does not suit its readers is moved to them, and the edge says what that costs.
-    worst = eval(told.alternatives[-1].spec, {"P": P})
+    worst = eval(answer.alternatives[-1].spec, {"P": P})
     moved = why(plan.with_pins({UP: worst}), UP)
     assert any(n.seconds > 0 and n.steps for n in moved.neighbours)
 
 
 def test_text(plan: ParallelPlan) -> None:
     text = plan.explain(UP)
-    assert text.startswith(f"{UP}: input (state), float32[16, 64]\n  lies as ")
-    assert "neighbours:" in text and "the best whole step for each:" in text
+    assert text.startswith(f"{UP}: input (state), float32[16, 64]\n  sharded as ")
+    assert "neighbours:" in text and "the best step that has it:" in text
     assert text.count("→ P(") >= 1 and "chosen" in text
     unsolved = why(plan, UP, most=2)
     assert sum(a.is_bound for a in unsolved.alternatives) == 7
     assert "≥ " in explain_why(unsolved)
-    assert "no plan has it" in explain_why(
+    assert "infeasible" in explain_why(
         replace(unsolved, alternatives=(replace(unsolved.alternatives[0], step_s=inf),))
     )
 
 
 def test_pins_are_said_and_set_aside(plan: ParallelPlan) -> None:
     pinned = plan.with_pins({"state['layer_*']['up']": P("x")})
-    told = why(pinned, UP)
-    assert "P('x')" in told.pinned
-    best = told.alternatives[0]
+    answer = why(pinned, UP)
+    assert "P('x')" in answer.pinned
+    best = answer.alternatives[0]
     assert not best.is_chosen and best.step_s < pinned.estimated_step_s
-    assert "as if that were not asked" in explain_why(told)
+    assert "the costs below ignore this" in explain_why(answer)
 
 
 def test_a_budget_is_kept_to(plan: ParallelPlan) -> None:
@@ -131,35 +132,37 @@ def test_a_budget_is_kept_to(plan: ParallelPlan) -> None:
     options = ShardingOptions(memory_budget_bytes=budget, remat="none")
     method = ShardParallel((2, 2), options=options)
     tight = autopar.plan(step, STATE, BATCH, cluster=CLUSTER, method=method)
-    told = why(tight, UP, most=4)
-    assert told.budget_bytes == budget
-    for one in told.alternatives:
+    answer = why(tight, UP, most=4)
+    assert answer.budget_bytes == budget
+    for one in answer.alternatives:
         if not one.is_bound:
             assert one.fits == (one.peak_bytes <= budget)
-    assert any(not one.fits for one in told.alternatives) == ("breaks" in explain_why(told))
+    assert any(not one.fits for one in answer.alternatives) == (
+        "exceeds the budget" in explain_why(answer)
+    )
 
 
 def test_of_a_stage(pipeline: ParallelPlan) -> None:
-    told = why(pipeline, UP)
-    assert told.stage == 1
+    answer = why(pipeline, UP)
+    assert answer.stage == 1
     own = pipeline.stages[1].plan
     assert own is not None
-    (chosen,) = [a for a in told.alternatives if a.is_chosen]
+    (chosen,) = [a for a in answer.alternatives if a.is_chosen]
     assert chosen.step_s == pytest.approx(own.estimated_step_s, rel=1e-5)
     assert "in stage 1" in pipeline.explain(UP)
-    assert "this is about stage 0" in pipeline.explain("state['layer_*']['up']")
+    assert "this is stage 0" in pipeline.explain("state['layer_*']['up']")
     assert why(pipeline, "batch").stage == 0
 
 
 def test_single_numbers_and_single_devices(plan: ParallelPlan) -> None:
-    assert "single number" in plan.explain("result[1]['loss']")
+    assert "a scalar" in plan.explain("result[1]['loss']")
     alone = autopar.plan(step, STATE, BATCH, cluster=ClusterSpec(1, 1, "cpu"))
     assert "one device" in alone.explain("batch")
 
 
 def test_other_methods() -> None:
     plan = autopar.plan(step, STATE, BATCH, cluster=CLUSTER, method=autopar.DataParallel())
-    assert "leaves it no other layout" in plan.explain(UP)
+    assert "allows no other layout" in plan.explain(UP)
     pinned = plan.with_pins({UP: P("x")})
     assert spec_at(pinned, UP) == P("x")
     assert spec_at(pinned, "state['layer_0']['up']") == P()
@@ -171,7 +174,7 @@ def test_plans_from_files(plan: ParallelPlan, pipeline: ParallelPlan) -> None:
         pinned = made.with_pins({UP: P()})
         read = ParallelPlan.from_json(pinned.to_json())
         for call in (lambda p: p.explain(UP), lambda p: p.with_pins({UP: P()})):
-            with pytest.raises(PlanError, match="Bind it to its function first"):
+            with pytest.raises(PlanError, match="Bind the plan to its function"):
                 call(read)
         with autopar_devices(4):
             bound = autopar.parallelize(step, method=read).plan(STATE, BATCH)
@@ -194,9 +197,9 @@ class autopar_devices:
 
 
 def test_mistakes(plan: ParallelPlan) -> None:
-    with pytest.raises(ArgumentError, match=r"matches no input.*Near it are: state\['layer_1'\]"):
+    with pytest.raises(ArgumentError, match=r"matches no input.*Closest paths: state\['layer_1'\]"):
         plan.explain("state['layer_1']['upp']")
-    with pytest.raises(ArgumentError, match="not alike"):
+    with pytest.raises(ArgumentError, match="different shapes or layouts"):
         plan.explain("state*")
     with pytest.raises(ArgumentError, match="needs the path"):
         plan.explain("")
@@ -268,7 +271,7 @@ def test_only_stages_that_pins_speak_of_are_solved(pipeline: ParallelPlan) -> No
 
 def test_wrong_pins(plan: ParallelPlan, pipeline: ParallelPlan) -> None:
     for made in (plan, pipeline):
-        with pytest.raises(SpecError, match=r"matches no input.*Near it are"):
+        with pytest.raises(SpecError, match=r"matches no input.*Closest paths"):
             made.with_pins({"state['layer_9']['up']": P()})
         with pytest.raises(SpecError, match="names the mesh axis 'z'"):
             made.with_pins({UP: P("z")})
@@ -293,15 +296,17 @@ def test_layouts_as_text() -> None:
     assert layout_text((0, 0), 2, ("x", "y")) == "P(('x', 'y'))"
     assert layout_text((-1, 1), 2, ("x", "y")) == "P(None, 'y')"
     assert layout_text((-2, -1), 2, ("x", "y")) == "P() partial along x"
-    assert layout_words((-1, 1), (2, 4), ("x", "y")) == ("dimension 1 in 4 parts over y, 2 copies")
-    assert layout_words((-1, -1), (2, 4), ("x", "y")) == "whole on each of 8 devices"
+    assert (
+        layout_sentence((-1, 1), (2, 4), ("x", "y")) == "dimension 1 split 4 ways over y, 2 copies"
+    )
+    assert layout_sentence((-1, -1), (2, 4), ("x", "y")) == "replicated on 8 devices"
 
 
 def test_what_only_a_mesh_knows() -> None:
     """Costs without a device are in the mesh's own units."""
     found = autopar.solve_sharding(step, STATE, BATCH, mesh=autopar.LogicalMesh((4,)))
-    told = why(found.plan, UP)
-    assert not told.is_timed and "ms" not in explain_why(told)
+    answer = why(found.plan, UP)
+    assert not answer.is_timed and "ms" not in explain_why(answer)
     with pytest.raises((SpecError, MeshError)):
         found.plan.with_pins({UP: P("y")})
     read = ParallelPlan.from_json(found.plan.to_json())
