@@ -1,0 +1,60 @@
+"""The user's step in every form that planning asks for: a function and its trace → `TracedStep`s.
+
+    whole                        as the user called it
+    as_loop(n)                   as a loop over n micro-batches, scans over layers written out
+    with_recomputation(layers)   with these layers computed again in the backward pass
+
+A micro-batch is traced, not sliced out of the whole batch's trace, so each number of micro-batches
+costs one more trace, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.traced_step import TracedStep
+from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
+from autopar.rewrite.layers import Layer
+from autopar.rewrite.remat import with_remat
+from autopar.rewrite.single_microbatch import looped_once
+from autopar.rewrite.unroll_scans import unrolled
+from autopar.tracer.trace import StepOptions, trace
+
+
+@dataclass
+class StepSource:
+    fn: Callable[..., Any]
+    options: StepOptions
+    whole: TracedStep
+    _micro: dict[int, TracedStep] = field(default_factory=dict)
+    _loops: dict[int, TracedStep] = field(default_factory=dict)
+
+    def micro_batch(self, num_micro_batches: int) -> TracedStep:
+        """The step traced with one micro-batch."""
+        if num_micro_batches not in self._micro:
+            args, kwargs = self.whole.call.rebuild(
+                micro_batch_leaves(self.whole, num_micro_batches)
+            )
+            self._micro[num_micro_batches] = trace(self.fn, args, kwargs, self.options)
+        return self._micro[num_micro_batches]
+
+    def as_loop(self, num_micro_batches: int) -> TracedStep:
+        if num_micro_batches not in self._loops:
+            whole = unrolled(self.whole)
+            if num_micro_batches == 1:
+                loop = looped_once(whole)
+            else:
+                micro = unrolled(self.micro_batch(num_micro_batches))
+                loop = accumulate(whole, micro, num_micro_batches)
+            self._loops[num_micro_batches] = loop
+        return self._loops[num_micro_batches]
+
+    def with_recomputation(self, layers: Sequence[Layer], num_micro_batches: int = 1) -> TracedStep:
+        """As one program; with more than one micro-batch, it loops over them."""
+        if num_micro_batches == 1:
+            return with_remat(self.whole, layers)
+        return accumulate(
+            self.whole, self.micro_batch(num_micro_batches), num_micro_batches, layers
+        )

@@ -1,0 +1,68 @@
+"""What planning did, beside the plan: seconds per pass, other plans it made, its stage search."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from autopar.ir.stages import SearchReport
+from autopar.lower.planned_step import PlannedStep
+from autopar.progress import Progress, logged
+
+# What a pass is called on the terminal, where its name does not say it.
+_SHOWN = {
+    "trace": "tracing",
+    "remat": "recomputation",
+    "graph": "reading the program",
+    "shard": "solving",
+    "assign": "layouts",
+    "tables": "tables of layers on submeshes",
+    "search": "searching stages",
+    "slice": "cutting stages",
+}
+
+
+@dataclass
+class PlanningLog:
+    """One per planned step; the passes write to it.
+
+    seconds:         pass -> seconds, in the order of the passes.
+    num_alternatives: how many plans, chosen or not, the caller wants to see in `alternatives`.
+    alternatives:    plans of the whole step that were made on the way.
+    search:          what the last stage search considered.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_alternatives: int = 0
+    alternatives: list[PlannedStep] = field(default_factory=list)
+    search: SearchReport | None = None
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time a pass, log it and show it on a terminal."""
+        started = time.perf_counter()
+        with Progress(_SHOWN.get(name, name)), logged(name), paused_garbage_collector():
+            yield
+        spent = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def note(self, planned: PlannedStep) -> PlannedStep:
+        """Keep a plan as an alternative if the caller wants any; returns it."""
+        if self.num_alternatives:
+            self.alternatives.append(planned)
+        return planned
+
+
+@contextmanager
+def paused_garbage_collector() -> Iterator[None]:
+    """Passes make many small objects and no cycles; collecting amid them only costs time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,92 @@
+"""Tracing with errors that name arguments as the user does: a call → `TracedStep`.
+
+What the user's own function raises goes through unchanged, at most with a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten
+
+from autopar.errors import TraceError, shortened
+from autopar.ir.traced_step import FlatCall, TracedStep
+from autopar.tracer.flat_call import argument_names, flatten_call
+from autopar.tracer.trace_step import trace_step
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How the user's function is called: arguments of `parallelize`."""
+
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] | str = "auto"
+    batch_argnums: tuple[int, ...] = (1,)
+
+
+def trace(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions
+) -> TracedStep:
+    call = flatten_call(fn, args, kwargs, options.static_argnums)
+    _check_batch(fn, args, kwargs, call, options)
+    try:
+        return trace_step(
+            fn,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+        )
+    except TypeError as error:
+        _explain(error, call)
+        raise
+
+
+def _explain(error: TypeError, call: FlatCall) -> None:
+    """Raise a `TraceError` if an argument is no array; else note the user's names of arguments,
+    which JAX counts as leaves."""
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        try:
+            jax.eval_shape(lambda x: x, leaf)
+        except TypeError:
+            raise TraceError(
+                f"{path}: a {type(leaf).__name__} of {leaf.dtype} is no array that JAX can "
+                "trace. Convert it with numpy.asarray to numbers or booleans first."
+            ) from error
+    named = {int(n) for n in re.findall(r"\bleaves\[(\d+)\]", str(error))}
+    for n in sorted(named & set(range(len(call.paths)))):
+        error.add_note(f"autopar: leaves[{n}] is {call.paths[n]}")
+
+
+def _check_batch(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: FlatCall,
+    options: StepOptions,
+) -> None:
+    """Refuse a batch argument that holds text or another object before the model trips over it.
+    Functions pass (optimizers consist of them). Without an explicit `batch_argnums` so does
+    anything, if a third argument has arrays: that may be the batch."""
+    owners = set(call.argument)
+    if len(owners) != 1 and options.batch_argnums == StepOptions.batch_argnums:
+        return
+    names = argument_names(fn)
+    for position in options.batch_argnums:
+        name = names[position] if position < len(names) else f"args[{position}]"
+        if position in options.static_argnums or owners & {position, name}:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(name)
+        odd = [leaf for leaf in tree_flatten(given)[0] if not callable(leaf)]
+        if odd:
+            raise TraceError(
+                f"{name}: the batch argument holds no array, but a {type(odd[0]).__name__}: "
+                f"{shortened(odd[0])}. Pass arrays with a leading batch dimension; or say with "
+                "batch_argnums which arguments have them, and with static_argnums which are part "
+                "of the program."
+            )
