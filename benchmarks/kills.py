@@ -7,7 +7,7 @@ Rounds of 60 steps of a small MLP, in turn as a pipeline on two meshes of two pr
 mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this machine.
 Training goes through `autopar.run_training` with a checkpoint every 5 steps. The kinds of kills are
 in `tests/ray/kills.py`. `exact` says that all losses and the last state have the bits of a run
-without kills; `within_stated` that the error came within the time that docs/architecture.md states.
+without kills; `within_stated` that the error came within the time that docs/ray.md states.
 """
 
 from __future__ import annotations
