@@ -83,6 +83,12 @@ class Equation:
         """
         return source_line(self.source_info, self.callers)
 
+    def with_bodies(self) -> Iterator[Equation]:
+        """The equation itself, then all equations of its bodies, in program order."""
+        yield self
+        for body in self.bodies:
+            yield from body.all_equations()
+
 
 def source_line(source_info: _jax.SourceInfo, callers: tuple[_jax.SourceInfo, ...]) -> str:
     lines = (_jax.source_line(source) for source in (source_info, *callers))
@@ -117,6 +123,14 @@ class Program:
         """{value: index of the equation that computes it}, without bodies."""
         return {value: i for i, e in enumerate(self.equations) for value in e.results}
 
+    def readers(self) -> dict[int, list[int]]:
+        """{value: indices of the equations that read it}, without bodies."""
+        readers: dict[int, list[int]] = {}
+        for index, equation in enumerate(self.equations):
+            for value in equation.inputs:
+                readers.setdefault(value, []).append(index)
+        return readers
+
     def num_reads(self) -> Counter[int]:
         """How often equations and outputs read each value, without bodies."""
         reads = Counter(self.output_values)
@@ -127,9 +141,7 @@ class Program:
     def all_equations(self) -> Iterator[Equation]:
         """The equations in program order, each followed by those of its bodies."""
         for equation in self.equations:
-            yield equation
-            for body in equation.bodies:
-                yield from body.all_equations()
+            yield from equation.with_bodies()
 
     def named_values(self) -> Iterator[NamedValue]:
         """The values named with `autopar.constrain`, bodies included, in program order."""

@@ -16,7 +16,13 @@ from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch, UnreducedAxes
+from autopar.ir.program_sharding import (
+    Chain,
+    EquationSharding,
+    ProgramSharding,
+    Refetch,
+    UnreducedAxes,
+)
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, is_slice, num_shards
 
 BACKWARD = "backward"  # the region of the graph's nodes
@@ -191,7 +197,7 @@ class _Assigner:
         )
         if all(is_slice(a, b) for a, b in pairwise(layouts)):
             return []
-        beside = [o for o in equation.operands if isinstance(o, int) and o in self.made_backward]
+        beside = [v for v in equation.inputs if v in self.made_backward]
         after = (beside or [next(reversed(self.made_backward), None)])[-1]
         return [] if after is None else [Refetch(position, num_shared, after)]
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from autopar import _jax
 from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding
+from autopar.ir.program import values_in
+from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import Layout
 from autopar.lower.annotate import Writer
 from autopar.lower.unreduced import AnyMesh
@@ -271,14 +272,14 @@ class _StageCutter:
         epilogue, by other stages, or as results."""
         needs = {ref.value for ref in self.body_refs.values()}
         for index in range(self.position + 1, len(self.program.equations)):
-            needs.update(_values(self.program.equations[index].operands))
+            needs.update(self.program.equations[index].inputs)
         outputs = self.program.outputs[: len(self.program.outputs) - self.num_departures]
-        return needs | set(_values(outputs))
+        return needs | set(values_in(outputs))
 
     def cut_prologue(self, made_in: dict[int, int]) -> None:
         received = {v for v, _ in self.stage.received}
         exits = self.loop_exits()
-        read_by_loop = {v for e in exits for v in _values([e.operand])}
+        read_by_loop = {v for e in exits for v in values_in([e.operand])}
         own = self.prologue_parts()
         waits = [made_in[v] + 1 for v in read_by_loop if v in received and v in made_in]
         last = max([0, *own.values(), *waits])
@@ -291,7 +292,7 @@ class _StageCutter:
         for part, indices in enumerate(groups):
             later = set(self.outer_needs)
             for other in groups[part + 1 :]:
-                later.update(v for i in other for v in _values(self.program.equations[i].operands))
+                later.update(v for i in other for v in self.program.equations[i].inputs)
             if part < last:
                 later |= read_by_loop
             own_exits = [self.plain_exit(v) for v, p in made.items() if p == part and v in later]
@@ -312,8 +313,8 @@ class _StageCutter:
         """What prepares the loop: parameters in the layout they have in it, the batch in
         micro-batches, sums at zero (not those that the body writes without reading them)."""
         exits = []
-        read = {v for e in self.body.equations for v in _values(e.operands)}
-        read.update(_values(self.body.outputs))
+        read = {v for e in self.body.equations for v in e.inputs}
+        read.update(self.body.output_values)
         operands = self.loop.operands[: len(self.loop.operands) - self.num_arrivals]
         for position, operand in enumerate(operands):
             value, chain = self.body.inputs[position], self.own_loop.operands[position]
@@ -359,8 +360,8 @@ class _StageCutter:
     ) -> None:
         """A stage program of these equations; what they read and do not make comes from buffers."""
         made = {r for e in equations for r in e.results} | {e.value for e in entries}
-        read = [*_values(o for e in equations for o in e.operands)]
-        read += _values(e.operand for e in exits)
+        read = [v for e in equations for v in e.inputs]
+        read += values_in(e.operand for e in exits)
         own = list(entries)
         captured: dict[int, Any] = {}
         for value in dict.fromkeys(read):
@@ -408,7 +409,7 @@ class _StageCutter:
             {r for i in indices for r in self.body.equations[i].results} for _, indices in groups
         ]
         reads: list[set[int]] = [
-            {v for i in indices for v in _values(self.body.equations[i].operands)} - own
+            {v for i in indices for v in self.body.equations[i].inputs} - own
             for (_, indices), own in zip(groups, made, strict=True)
         ]
         outs = self.body.outputs
@@ -451,7 +452,7 @@ class _StageCutter:
             index = left.pop()
             if index not in found:
                 found.add(index)
-                operands = _values(self.body.equations[index].operands)
+                operands = self.body.equations[index].inputs
                 left += (maker[v] for v in operands if v in maker)
         return found
 
@@ -459,7 +460,7 @@ class _StageCutter:
         """The other backward equations, with the cheap forward ones that they repeat."""
         forward = set(self.stage.forward)
         own = [i for i in backward if i not in set(taken) and i not in forward]
-        read = [v for i in own for v in _values(self.body.equations[i].operands)]
+        read = [v for i in own for v in self.body.equations[i].inputs]
         return sorted({*own, *self.above(read, [i for i in backward if i in forward])})
 
     def micro_exit(self, value: int) -> Exit:
@@ -496,14 +497,11 @@ class _StageCutter:
         """Results of the loop are finished in the first part that reads them."""
         outside = range(self.position + 1, len(self.program.equations))
         num_outputs = len(self.program.outputs) - self.num_departures
-        results = set(_values(self.program.outputs[:num_outputs]))
+        results = set(values_in(self.program.outputs[:num_outputs]))
         loop_results = self.loop.results[: len(self.loop.results) - self.num_departures]
         last = max([0, *(self.stage.parts[i] for i in outside)])
         groups = [[i for i in outside if self.stage.parts[i] == part] for part in range(last + 1)]
-        reads = [
-            {v for i in group for v in _values(self.program.equations[i].operands)}
-            for group in groups
-        ]
+        reads = [{v for i in group for v in self.program.equations[i].inputs} for group in groups]
         sent = set(self.stage.sent)
         finished_in: dict[int, int] = {}
         for value in loop_results:
@@ -544,7 +542,3 @@ class _StageCutter:
                 self.buffers[value] = layout
                 return Exit((Ref(value, None),), value, chain, layout)
         return self.plain_exit(value)
-
-
-def _values(operands: Iterable[Any]) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]

@@ -53,7 +53,7 @@ def boundary_bytes(body: Program, attached: LoopLayers) -> list[int]:
         if is_backward or layer == ANYWHERE:
             continue
         maker.update((r, layer) for r in equation.results)
-        for value in _values(equation):
+        for value in equation.inputs:
             if value in maker:
                 last[value] = max(last.get(value, 0), layer)
     for value, layer in last.items():
@@ -83,12 +83,12 @@ class _Attacher:
         self.regions = equation_regions(body)
         self.layer_of: list[int] = [ANYWHERE] * len(body.equations)
         self.is_backward = [False] * len(body.equations)
-        self.maker: dict[int, int] = {r: i for i, e in enumerate(body.equations) for r in e.results}
+        self.maker = body.producers()
 
     def attached(self) -> LoopLayers:
         floating: set[int] = set()
         for index, equation in enumerate(self.body.equations):
-            reads = _values(equation)
+            reads = equation.inputs
             if not equation.has_effect and equation.results and floating.issuperset(reads):
                 floating.update(equation.results)
                 continue
@@ -111,7 +111,7 @@ class _Attacher:
         for index, equation in enumerate(self.body.equations):
             if self.is_backward[index] or self.layer_of[index] == ANYWHERE:
                 continue
-            for value in (*_values(equation), *equation.results):
+            for value in (*equation.inputs, *equation.results):
                 if value not in floating:
                     homes.setdefault(value, set()).add(self.layer_of[index])
         return homes
@@ -127,7 +127,7 @@ class _Attacher:
         that is made again) belong where they are first read."""
         alone: set[int] = set()
         for index, equation in enumerate(self.body.equations):
-            reads = _values(equation)
+            reads = equation.inputs
             makers = {self.maker[v] for v in reads if v in self.maker}
             is_alone = alone.issuperset(m for m in makers if self.is_backward[m])
             if self.is_backward[index] and is_alone and not any(v in homes for v in reads):
@@ -137,7 +137,7 @@ class _Attacher:
             if not self.is_backward[index]:
                 continue
             own = latest.get(index, 0) if index in alone else self.layer_of[index]
-            for value in _values(self.body.equations[index]):
+            for value in self.body.equations[index].inputs:
                 maker = self.maker.get(value)
                 if maker in alone:
                     latest[maker] = max(latest.get(maker, 0), own)
@@ -148,7 +148,7 @@ class _Attacher:
         cotangent: the gradient of a bias, which reads nothing else, and that of a weight if what
         it reads besides is at home in several layers."""
         readers = self.readers()
-        outputs = {o for o in self.body.outputs if isinstance(o, int)}
+        outputs = set(self.body.output_values)
         ends: dict[int, None] = {}  # equations with which a cotangent only goes into sums
         weights: dict[int, None] = {}  # those that lead there and read forward values too
         for index in range(len(self.body.equations) - 1, -1, -1):
@@ -158,12 +158,12 @@ class _Attacher:
                 all(r in ends for r in after) if after else (outputs.issuperset(equation.results))
             )
             if self.is_backward[index] and is_summed:
-                reads_forward = any(v in homes for v in _values(equation))
+                reads_forward = any(v in homes for v in equation.inputs)
                 (weights if reads_forward else ends)[index] = None
         found: dict[int, int] = {}
         for index in (*weights, *ends):
             others = ends if index in ends else {**ends, **weights}
-            values = _values(self.body.equations[index])
+            values = self.body.equations[index].inputs
             cotangents = [v for v in values if v in self.maker and v not in homes]
             siblings = {
                 found.get(r, self.layer_of[r])
@@ -185,7 +185,7 @@ class _Attacher:
         readers = self.readers()
         for index in range(len(self.body.equations) - 1, -1, -1):
             equation = self.body.equations[index]
-            own, reads = self.layer_of[index], set(_values(equation))
+            own, reads = self.layer_of[index], set(equation.inputs)
             is_cheap = not equation.bodies and equation.name not in UNFUSED
             if not self.is_backward[index] or equation.has_effect or not is_cheap:
                 continue
@@ -204,14 +204,14 @@ class _Attacher:
         """Value -> the equations that read it."""
         found: dict[int, list[int]] = {}
         for index, equation in enumerate(self.body.equations):
-            for value in _values(equation):
+            for value in equation.inputs:
                 found.setdefault(value, []).append(index)
         return found
 
     def backward_layer(self, equation: Equation, homes: dict[int, set[int]]) -> int:
         latest = len(self.layers) - 1
         at_home: list[set[int]] = []
-        for value in _values(equation):
+        for value in equation.inputs:
             maker = self.maker.get(value)
             if maker is not None and self.is_backward[maker]:
                 latest = min(latest, self.layer_of[maker])
@@ -224,10 +224,6 @@ class _Attacher:
             return max(common)
         near = [x for x in set.union(*at_home) if x <= latest]
         return max(near, default=latest)
-
-
-def _values(equation: Equation) -> list[int]:
-    return [o for o in equation.operands if isinstance(o, int)]
 
 
 __all__ = ["ANYWHERE", "LoopLayers", "attach", "boundary_bytes", "loop_batch", "moved_to"]

@@ -10,7 +10,6 @@ the loop is made.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from autopar.ir.program import Equation, Program
 def with_turned_products(program: Program) -> Program:
     """The same program, where a transpose that is the only reader of a product and does no more
     than swap its operands' dimensions is part of it. Bodies of loops stay as they are."""
-    count = Counter(o for e in program.equations for o in e.operands if isinstance(o, int))
-    count.update(o for o in program.outputs if isinstance(o, int))
+    count = program.num_reads()
     products = {
         e.results[0]: e for e in program.equations if e.name == "dot_general" and not e.has_effect
     }

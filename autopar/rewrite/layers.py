@@ -97,11 +97,8 @@ class Flow:
     def __init__(self, program: Program, batch: Collection[int] | None) -> None:
         self.program = program
         self.regions = equation_regions(program)
-        self.readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(program.equations):
-            for operand in _values(equation):
-                self.readers.setdefault(operand, []).append(index)
-        self.outputs = {o for o in program.outputs if isinstance(o, int)}
+        self.readers = program.readers()
+        self.outputs = set(program.output_values)
         if batch is None:
             batch = [
                 position
@@ -121,7 +118,7 @@ class Flow:
         persistent.update(value for value, _ in program.captured)
         free: set[int] = set()
         for equation in program.equations:
-            operands = _values(equation)
+            operands = equation.inputs
             if not operands or all(o in free for o in operands):
                 free.update(equation.results)
             elif all(o in persistent or o in free for o in operands):
@@ -234,7 +231,7 @@ class Flow:
         inputs = dict.fromkeys(
             o
             for e in equations
-            for o in _values(e)
+            for o in e.inputs
             if o not in made and o not in self.persistent and o not in self.free
         )
         residuals = set()
@@ -287,10 +284,6 @@ class Flow:
         return False
 
 
-def _values(equation: Equation) -> list[int]:
-    return [o for o in equation.operands if isinstance(o, int)]
-
-
 def products(equation: Equation) -> list[Equation]:
     """The equation itself if it is a product; those in it if it is a loop."""
     if equation.name in _PRODUCTS:
@@ -310,7 +303,7 @@ def _signature(equation: Equation, avals: Sequence[Any]) -> Any:
     if not equation.bodies:
         return equation_key(equation, avals)
     inner = tuple(e.name for b in equation.bodies for e in b.equations)
-    types = tuple(str(avals[o]) for o in _values(equation))
+    types = tuple(str(avals[o]) for o in equation.inputs)
     return equation.name, equation.params.get("length"), inner, types
 
 

@@ -7,9 +7,9 @@ reads. So no layer has to be found: each stage's equations are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from autopar.ir.program import Equation, Operand
+from autopar.ir.program import Equation
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Layer
 from autopar.tracer.costs import equation_flops
@@ -28,7 +28,7 @@ def layers_by_arguments(
     (body,) = loop.bodies
     held: dict[int, Stages] = {program.inputs[i]: frozenset(s) for i, s in holders.items()}
     for equation in program.equations[: step.loop]:
-        stages = _common([held[v] for v in _values(equation.operands) if v in held])
+        stages = _common([held[v] for v in equation.inputs if v in held])
         if stages:
             held.update(dict.fromkeys(equation.results, stages))
     inside = {
@@ -67,7 +67,7 @@ def _forward_equations(equations: Sequence[Equation], regions: Sequence[str]) ->
     backward: set[int] = set()
     found = []
     for index, (equation, region) in enumerate(zip(equations, regions, strict=True)):
-        if region == BACKWARD or not backward.isdisjoint(_values(equation.operands)):
+        if region == BACKWARD or not backward.isdisjoint(equation.inputs):
             backward.update(equation.results)
         else:
             found.append(index)
@@ -82,7 +82,7 @@ def _placed(
     made_at: dict[int, int] = {}
     found: dict[int, int] = {}
     for index in forward:
-        values = _values(equations[index].operands)
+        values = equations[index].inputs
         stages = [made_at[v] for v in values if v in made_at]
         sets = [held[v] for v in values if v in held]
         if not stages and not sets:
@@ -100,10 +100,6 @@ def _placed(
             if not readers:
                 continue
             found[index] = min(readers)
-        for value in _values(equation.operands):
+        for value in equation.inputs:
             wanted[value] = min(wanted.get(value, found[index]), found[index])
     return found
-
-
-def _values(operands: Iterable[Operand]) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]

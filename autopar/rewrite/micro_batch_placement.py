@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import TraceError
-from autopar.ir.program import Equation, Program
+from autopar.ir.program import Equation, Program, values_in
 from autopar.rewrite.additive import (
     OWN,
     ROWS,
@@ -51,7 +51,7 @@ class Pair:
 
     @property
     def reads(self) -> list[int]:
-        return [o for o in self.part.operands if isinstance(o, int)]
+        return self.part.inputs
 
 
 class Placement:
@@ -179,7 +179,7 @@ class Placement:
         factors); and sums that are only added, as the gradients of a weight that is used twice
         (one carry in the place of two)."""
         num_reads = Counter(v for p in self.pairs for v in p.reads)
-        num_reads.update(o for o in self.part.outputs if isinstance(o, int))
+        num_reads.update(self.part.output_values)
         found: set[int] = set()
         for index, pair in enumerate(self.pairs):
             is_sum = all(self.makeup[r] is SUM for r in pair.results) and not pair.part.bodies
@@ -265,7 +265,7 @@ class Placement:
                 self.accumulated[value] = None
                 self.need_pair_in_loop(index)
                 if self.adds_to(pair, 0):
-                    left += [o for o in pair.part.operands[:1] if isinstance(o, int)]
+                    left += values_in(pair.part.operands[:1])
             elif index not in self.after:
                 self.after.add(index)
                 left += pair.reads
@@ -324,11 +324,11 @@ class Placement:
 
 def _live_pairs(full: Program, part: Program) -> list[Pair]:
     """Equations that a result or an effect needs."""
-    live = {o for o in part.outputs if isinstance(o, int)}
+    live = set(part.output_values)
     found: list[Pair] = []
     for whole, own in zip(reversed(full.equations), reversed(part.equations), strict=True):
         if own.has_effect or not live.isdisjoint(own.results):
-            live.update(o for o in own.operands if isinstance(o, int))
+            live.update(own.inputs)
             found.append(Pair(whole, own))
     return found[::-1]
 

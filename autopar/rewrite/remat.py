@@ -47,14 +47,9 @@ class _Rematerialiser:
         self.program = program
         self.copier = Copier(list(program.avals))
         self.regions = equation_regions(program)
-        self.outputs = {o for o in program.outputs if isinstance(o, int)}
-        self.readers: dict[int, list[int]] = {}
-        self.maker: dict[int, int] = {}
-        for index, equation in enumerate(program.equations):
-            for operand in equation.operands:
-                if isinstance(operand, int):
-                    self.readers.setdefault(operand, []).append(index)
-            self.maker.update((r, index) for r in equation.results)
+        self.outputs = set(program.output_values)
+        self.readers = program.readers()
+        self.maker = program.producers()
 
     def run(self, layers: Sequence[Layer]) -> Program:
         again: dict[int, list[tuple[Layer, set[int], set[int]]]] = {}
@@ -132,7 +127,7 @@ class _Rematerialiser:
         shielded = {v for v in read if v in inside or v in layer.inputs}
         behind = set(shielded)
         for equation in chosen:
-            operands = {o for o in equation.operands if isinstance(o, int)}
+            operands = set(equation.inputs)
             if behind.isdisjoint(operands):
                 shielded.update(operands & read)
                 behind.update(operands & read)
@@ -172,7 +167,7 @@ class _Rematerialiser:
             if may_go and not equation.has_effect and needed.isdisjoint(equation.results):
                 continue
             live.append(equation)
-            needed.update(o for o in equation.operands if isinstance(o, int))
+            needed.update(equation.inputs)
         return live[::-1]
 
 

@@ -76,9 +76,9 @@ def thin_residuals(
             continue
         nodes[value] = len(nodes)
         if value in maker:
-            stack.extend(_values(forward[maker[value]]))
+            stack.extend(forward[maker[value]].inputs)
     sources = [v for v in nodes if v not in maker]
-    edges = [(o, v) for v in nodes if v in maker for o in _values(forward[maker[v]]) if o in nodes]
+    edges = [(o, v) for v in nodes if v in maker for o in forward[maker[v]].inputs if o in nodes]
     kept = _smallest_cut(nodes, {v: aval_bytes(avals[v]) for v in nodes}, sources, edges, wanted)
     repeated: set[int] = set()
     stack = [v for v in wanted if v not in kept]
@@ -86,12 +86,8 @@ def thin_residuals(
         position = maker[stack.pop()]
         if position not in repeated:
             repeated.add(position)
-            stack.extend(o for o in _values(forward[position]) if o in nodes and o not in kept)
+            stack.extend(o for o in forward[position].inputs if o in nodes and o not in kept)
     return Thinned(tuple(sorted(kept)), tuple(sorted(repeated)))
-
-
-def _values(equation: Equation) -> list[int]:
-    return [o for o in equation.operands if isinstance(o, int)]
 
 
 def _smallest_cut(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import _jax
-from autopar.ir.program import Equation, Program
+from autopar.ir.program import Equation, Program, values_in
 from autopar.tracer.copy_equations import Copier, needed_equations, rename
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.regions import BACKWARD
@@ -65,14 +65,14 @@ def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> Scan
     stacks = set(scan.results[num_carry:])
     readers: dict[int, set[int]] = {}
     for position, equation in enumerate(program.equations):
-        for operand in stacks.intersection(o for o in equation.operands if isinstance(o, int)):
+        for operand in stacks.intersection(equation.inputs):
             readers.setdefault(operand, set()).add(position)
     found = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
     backward = next((b for b in found if _reverses(program.equations[b], scan)), None)
     if backward is None:
         return None
     own = scan_parts(program.equations[backward], program.equations[backward].operands)
-    others = {o for o in (*own.consts, *own.carry, *program.outputs) if isinstance(o, int)}
+    others = set(values_in((*own.consts, *own.carry, *program.outputs)))
     (body,) = scan.bodies
     inputs = scan_parts(scan, body.inputs)
     candidates = [
@@ -176,7 +176,7 @@ class ScanRewriter:
         """What the copied equations read of the forward body and do not make."""
         (body,) = self.forward.bodies
         made = {r for e in self.pair.equations for r in e.results}
-        read = {o for e in self.pair.equations for o in e.operands if isinstance(o, int)}
+        read = {o for e in self.pair.equations for o in e.inputs}
         wanted = {o for p in self.pair.dropped if isinstance(o := body.outputs[p], int)}
         return (read | wanted) - made
 
@@ -252,10 +252,10 @@ def _params(scan: Equation) -> dict[str, Any]:
 
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equation, ...]:
     """The equations that the outputs need, or that have an effect."""
-    needed = {o for o in outputs if isinstance(o, int)}
+    needed = set(values_in(outputs))
     live = []
     for equation in reversed(equations):
         if equation.has_effect or not needed.isdisjoint(equation.results):
             live.append(equation)
-            needed.update(o for o in equation.operands if isinstance(o, int))
+            needed.update(equation.inputs)
     return tuple(reversed(live))

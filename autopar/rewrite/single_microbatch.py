@@ -55,7 +55,7 @@ class _Writer:
         moving = set(self.data)
         found = []
         for equation, region in zip(self.program.equations, self.regions, strict=True):
-            reads = _values(equation.operands)
+            reads = equation.inputs
             is_inside = region != UPDATE and (equation.has_effect or not moving.isdisjoint(reads))
             if is_inside:
                 moving.update(equation.results)
@@ -76,12 +76,12 @@ class _Writer:
         for equation, at in zip(program.equations, self.inside, strict=True):
             if at:
                 continue
-            if ready.issuperset(_values(equation.operands)):
+            if ready.issuperset(equation.inputs):
                 ready.update(equation.results)
                 outer.copy(equation, self.avals, env)
             else:
                 rest.append(equation)
-        read = {v for e in rest for v in _values(e.operands)} | set(_values(program.outputs))
+        read = {v for e in rest for v in e.inputs} | set(program.output_values)
         loop = self.write_loop(sorted(made & read))
         for equation in rest:
             outer.copy(equation, self.avals, env)
@@ -95,7 +95,7 @@ class _Writer:
         made = {r for e in own for r in e.results}
         consts: list[tuple[Operand, int]] = []
         xs: list[tuple[Operand, int]] = []
-        for value in dict.fromkeys(v for e in own for v in _values(e.operands)):
+        for value in dict.fromkeys(v for e in own for v in e.inputs):
             if value in made:
                 continue
             number = inner.new_value(self.avals[value])
@@ -137,7 +137,3 @@ class _Writer:
             )
         )
         return len(outer.equations) - 1
-
-
-def _values(operands: Sequence[Operand]) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]

@@ -7,7 +7,6 @@ of its own, and what they have summed up is added once, after the loop.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,9 +50,8 @@ class _SumSplitter:
         (self.body,) = self.loop.bodies
         self.stage_of = stage_of
         self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
-        self.maker = {r: i for i, e in enumerate(self.body.equations) for r in e.results}
-        reads = [o for e in self.body.equations for o in e.operands] + list(self.body.outputs)
-        self.num_reads = Counter(o for o in reads if isinstance(o, int))
+        self.maker = self.body.producers()
+        self.num_reads = self.body.num_reads()
 
     def parted(self) -> tuple[Program, int, tuple[int, ...]]:
         groups = self.groups()

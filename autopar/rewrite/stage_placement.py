@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import _jax
-from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.program import Equation, Program
 from autopar.tracer.costs import aval_bytes
 
 SMALL_BYTES = 16  # scalars and keys: what every stage can have of its own
@@ -74,17 +74,14 @@ class _PlacementFinder:
         self.owner: dict[int, int] = {}
         self.small: set[int] = set()  # values that every reader may make for itself
         self.at: dict[int, int] = {}  # equation -> its stage, if it has one
-        self.readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(program.equations):
-            for value in _values(equation.operands):
-                self.readers.setdefault(value, []).append(index)
+        self.readers = program.readers()
         self.body_maker: dict[int, int] = {}
         self.body_readers: dict[int, set[int]] = {}
         (body,) = program.equations[loop].bodies
         for equation, stage in zip(body.equations, stage_of, strict=True):
             self.body_maker.update((r, stage) for r in equation.results)
             if stage >= 0:
-                for value in _values(equation.operands):
+                for value in equation.inputs:
                     self.body_readers.setdefault(value, set()).add(stage)
         self.loop_needs = self.loop_reads()
         self.prologue_needs = self.through_prologue()
@@ -147,7 +144,7 @@ class _PlacementFinder:
         for index in range(self.loop - 1, -1, -1):
             equation = self.program.equations[index]
             stages: set[int] = set().union(*(needs.get(r, ()) for r in equation.results))
-            for value in _values(equation.operands):
+            for value in equation.inputs:
                 needs.setdefault(value, set()).update(stages)
         return needs
 
@@ -161,7 +158,7 @@ class _PlacementFinder:
         self.small.update(v for v in self.program.inputs if aval_bytes(avals[v]) <= SMALL_BYTES)
         self.small.update(v for v, _ in self.program.captured)
         for index, equation in enumerate(self.program.equations):
-            reads = _values(equation.operands)
+            reads = equation.inputs
             if index == self.loop or equation.has_effect or not equation.results:
                 continue
             if free.issuperset(reads) and not equation.bodies:
@@ -204,14 +201,14 @@ class _PlacementFinder:
         equation = self.program.equations[index]
         for value in equation.results:
             self.owner[value] = stage
-        for value in _values(equation.operands):
+        for value in equation.inputs:
             if value in self.inputs and value not in self.small:
                 self.owner.setdefault(value, stage)
         return True
 
     def by_operands(self, equation: Equation) -> int | None:
         weights: dict[int, int] = {}
-        for value in _values(equation.operands):
+        for value in equation.inputs:
             if value in self.owner and value not in self.small:
                 size = aval_bytes(self.program.avals[value])
                 weights[self.owner[value]] = weights.get(self.owner[value], 0) + size
@@ -273,7 +270,7 @@ class _PlacementFinder:
                 if not own and equation.has_effect:
                     own = {0}
             stages[index] = frozenset(own)
-            for value in _values(equation.operands):
+            for value in equation.inputs:
                 needs.setdefault(value, set()).update(own)
         kept = {self.program.inputs[i] for i in self.input_of.values()}
         for value in self.program.inputs:  # of the stages that read it, the first
@@ -304,7 +301,7 @@ class _PlacementFinder:
             equation = self.program.equations[index]
             for stage in stages[index]:
                 part = 0
-                for value in _values(equation.operands):
+                for value in equation.inputs:
                     if (value, stage) in made:
                         part = max(part, made[value, stage])
                     elif self.crosses(value, stage):
@@ -325,7 +322,7 @@ class _PlacementFinder:
             for stage in stages[index]:
                 own = max((needed.get((r, stage), 0) for r in equation.results), default=0)
                 after[index, stage] = own
-                for value in _values(equation.operands):
+                for value in equation.inputs:
                     crossing = self.crosses(value, stage)
                     key = (value, self.owner[value] if crossing else stage)
                     needed[key] = max(needed.get(key, 0), own + crossing)
@@ -333,7 +330,3 @@ class _PlacementFinder:
         finished = set(equations[self.loop].results)
         deepest = max([0, *after.values(), *(n for (v, _), n in needed.items() if v in finished)])
         return {key: deepest - own for key, own in after.items()}
-
-
-def _values(operands: Iterable[Operand]) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar import _jax
-from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
 from autopar.rewrite.residuals import thin_residuals
@@ -66,7 +65,7 @@ class StageSlice:
         given = {*self.body.inputs[: num_consts + num_carry], *(v for v, _ in self.body.captured)}
         equations = [self.body.equations[i] for i in self.backward]
         made = {r for e in equations for r in e.results}
-        read = {v for e in equations for v in _values(e.operands)}
+        read = {v for e in equations for v in e.inputs}
         return frozenset(read - made - given)
 
 
@@ -159,7 +158,7 @@ class _StageSlicer:
         self.stage_of = stage_of
         self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
         self.is_backward = self.find_backward(backward_results)
-        self.maker = {r: i for i, e in enumerate(self.body.equations) for r in e.results}
+        self.maker = self.body.producers()
         self.body_inputs = frozenset(self.body.inputs)
         self.body_captured = dict(self.body.captured)
         # What each stage gets from others inside the loop.
@@ -168,7 +167,7 @@ class _StageSlicer:
         for equation, stage in zip(self.body.equations, stage_of, strict=True):
             if stage < 0:
                 continue
-            for value in _values(equation.operands):
+            for value in equation.inputs:
                 source = self.made_at(value)
                 if source is not None and source != stage:
                     self.arrivals[stage][value] = source
@@ -187,7 +186,7 @@ class _StageSlicer:
         made = set(known)
         found = []
         for equation in self.body.equations:
-            is_backward = any(v in made for v in (*equation.results, *_values(equation.operands)))
+            is_backward = any(v in made for v in (*equation.results, *equation.inputs))
             if is_backward:
                 made.update(equation.results)
             found.append(is_backward)
@@ -227,7 +226,7 @@ class _StageSlicer:
             *departing,
         ]
         equations = (*before, loop, *after)
-        read = {v for e in equations for v in _values(e.operands)} | set(_values(outputs))
+        read = {v for e in equations for v in e.inputs} | set(values_in(outputs))
         program = Program(
             tuple(inputs),
             tuple(outputs),
@@ -263,17 +262,17 @@ class _StageSlicer:
         ]
         outs = [body.outputs[p] for p in (*carries, *rows)]
         # What belongs to no stage is made by those that read it.
-        left = [*needed, *(self.maker[o] for o in _values(outs) if o in self.maker)]
+        left = [*needed, *(self.maker[o] for o in values_in(outs) if o in self.maker)]
         while left:
             index = left.pop()
             needed.add(index)
-            for value in _values(body.equations[index].operands):
+            for value in body.equations[index].inputs:
                 maker = self.maker.get(value)
                 if maker is not None and self.stage_of[maker] == ANYWHERE and maker not in needed:
                     left.append(maker)
         positions = sorted(needed)
         equations = [body.equations[i] for i in positions]
-        read = {v for e in equations for v in _values(e.operands)} | set(_values(outs))
+        read = {v for e in equations for v in e.inputs} | set(values_in(outs))
         consts = [p for p in range(self.num_consts) if body.inputs[p] in read]
         first_x = self.num_consts + self.num_carry
         xs = [p for p in range(first_x, len(body.inputs)) if body.inputs[p] in read]
@@ -330,7 +329,7 @@ class _StageSlicer:
         paths = [step.call.paths[i] for i in own_inputs]
         paths += [self.name(v) for v in program.inputs[len(own_inputs) :]]
         out_paths = [step.out_paths[o] for o in own_outputs]
-        out_paths += [self.name(v) for v in _values(program.outputs[len(own_outputs) :])]
+        out_paths += [self.name(v) for v in values_in(program.outputs[len(own_outputs) :])]
         input_at = {i: n for n, i in enumerate(own_inputs)}
         output_at = {o: n for n, o in enumerate(own_outputs)}
         num_own = len(own_inputs) + len(received)
@@ -340,7 +339,7 @@ class _StageSlicer:
             call=replace(step.call, leaves=given, paths=tuple(paths)),
             avals=given,
             out_paths=tuple(out_paths),
-            out_avals=tuple(avals[v] for v in _values(program.outputs)),
+            out_avals=tuple(avals[v] for v in program.output_values),
             out_tree=None,
             out_static=(),
             state=tuple((input_at[i], output_at[o]) for i, o in step.state if i in input_at),
@@ -370,13 +369,9 @@ def _passes(loop: Equation, is_backward: Sequence[bool]) -> tuple[tuple[int, ...
     backward = [i for i, b in enumerate(is_backward) if b]
     forward = [i for i, b in enumerate(is_backward) if not b]
     made = {r for i in backward for r in equations[i].results}
-    read = {v for i in backward for v in _values(equations[i].operands)} - made
+    read = {v for i in backward for v in equations[i].inputs} - made
     num_consts, num_carry = _jax.scan_sizes(loop.params)
     given = (*body.inputs[: num_consts + num_carry], *(v for v, _ in body.captured))
     thinned = thin_residuals([equations[i] for i in forward], read, frozenset(given), body.avals)
     repeated = [forward[position] for position in thinned.repeated]
     return tuple(forward), tuple(sorted((*backward, *repeated)))
-
-
-def _values(operands: Any) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]

@@ -25,7 +25,7 @@ from typing import Any
 from jax import lax
 
 from autopar import _jax
-from autopar.ir.program import Equation, Operand, Program
+from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Flow, products
 from autopar.rewrite.program_writer import Env, ProgramWriter
@@ -76,7 +76,7 @@ def _scans_over_layers(program: Program, batch: Collection[int]) -> dict[int, _N
         length, region = equation.params["length"], flow.regions[index]
         if region == UPDATE or not products(equation):
             continue
-        values = [x for x in scan_parts(equation, equation.operands).xs if isinstance(x, int)]
+        values = values_in(scan_parts(equation, equation.operands).xs)
         names = next((stacks[x] for x in values if x in stacks), None)
         if names is None or region != BACKWARD:
             if not _is_over_layers(equation, flow.persistent):
@@ -110,7 +110,7 @@ def _is_over_layers(scan: Equation, persistent: Collection[int]) -> bool:
     shared.update(value for value, _ in body.captured)
     moving = set(inside.carry)
     for equation in body.equations:
-        read = [o for o in equation.operands if isinstance(o, int)]
+        read = equation.inputs
         if products(equation) and not moving.isdisjoint(read) and not weights.isdisjoint(read):
             return True
         if not moving.isdisjoint(read):
@@ -149,7 +149,7 @@ class _Unroller:
             e.results[0]: e for e in program.equations if is_cheap(e) and self.enlarges(e)
         }
         self.stacks = {stack for index in chosen for stack in _stacks(program.equations[index])}
-        self.read_whole = {o for o in program.outputs if isinstance(o, int)}
+        self.read_whole = set(program.output_values)
         for index, equation in enumerate(program.equations):
             if self.taken_apart(equation) is not None:
                 continue
@@ -157,7 +157,7 @@ class _Unroller:
             if index in chosen:
                 parts = scan_parts(equation, operands)
                 operands = (*parts.consts, *parts.carry)
-            self.read_whole.update(o for o in operands if isinstance(o, int))
+            self.read_whole.update(values_in(operands))
 
     def taken_apart(self, equation: Equation) -> int | None:
         """What a scan that is written out stacked, if the equation gives back its slices."""
@@ -172,7 +172,7 @@ class _Unroller:
         def size(values: Collection[int]) -> int:
             return sum(prod(self.program.avals[v].shape) for v in values)
 
-        read = [o for o in equation.operands if isinstance(o, int)]
+        read = equation.inputs
         return bool(read) and size(equation.results) > size(read)
 
     def run(self) -> Program:
@@ -243,7 +243,7 @@ class _Unroller:
             return self.outside(value)
         if (value, name) not in self.spread:
             source = self.broadcasts[value]
-            env: Env = {o: self.const(o, name, like) for o in source.operands if isinstance(o, int)}
+            env: Env = {o: self.const(o, name, like) for o in source.inputs}
             self.writer.copy(source, self.program.avals, env)
             made = self.writer.equations[-1]
             names = {"scope": like.scope, "name_stack": like.name_stack}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, Tensor
-from autopar.ir.program import Operand
+from autopar.ir.program import values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import PlacedParallel
@@ -123,16 +123,12 @@ def _moved_bytes(chosen: _Stages, matches: Mapping[int, Tensor]) -> int:
     stage_of_layer = [s for s, layers in enumerate(chosen.ranges) for _ in range(*layers)]
     stage_of = [-1 if x < 0 else stage_of_layer[x] for x in attached.layer_of]
     homes = find_homes(step.program, step.loop, stage_of, len(chosen.ranges), step.state)
-    read = {v for e in step.program.equations for v in _values(e.operands)}
+    read = {v for e in step.program.equations for v in e.inputs}
     return sum(
         aval_bytes(step.avals[i])
         for i, tensor in matches.items()
         if (value := step.program.inputs[i]) in read and homes.owner[value] not in tensor.stages
     )
-
-
-def _values(operands: Sequence[Operand]) -> list[int]:
-    return [o for o in operands if isinstance(o, int)]
 
 
 # -- initialisers
@@ -185,12 +181,12 @@ def only_results(traced: TracedStep, positions: Sequence[int]) -> TracedStep:
     first of all results."""
     program, flat_fn = traced.program, traced.flat_fn
     outputs = tuple(program.outputs[o] for o in positions)
-    needed = set(_values(outputs))
+    needed = set(values_in(outputs))
     kept = []
     for equation in reversed(program.equations):
         if (equation.has_effect and 0 in positions) or not needed.isdisjoint(equation.results):
             kept.append(equation)
-            needed.update(_values(equation.operands))
+            needed.update(equation.inputs)
     captured = tuple((v, array) for v, array in program.captured if v in needed)
     return replace(
         traced,

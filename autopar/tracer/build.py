@@ -23,7 +23,7 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Traffic, Unruled, Value
-from autopar.ir.program import LOOPS, Equation, Operand, Program
+from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
 from autopar.tracer.costs import (
@@ -241,11 +241,7 @@ class _Builder:
             self.unruled[equation.name, equation.source_line, signature.ruled.warning] += 1
         # The update reads parameters where they are kept, everything else where they are used.
         kept = self.kept if here.region == UPDATE else ()
-        operands = tuple(
-            o if o in kept else self.alias.get(o, o)
-            for o in equation.operands
-            if isinstance(o, int)
-        )
+        operands = tuple(v if v in kept else self.alias.get(v, v) for v in equation.inputs)
         rule = signature.rule
         self.zeros.update(zeros_made(equation, self.zeros))
         if not self.unfinished.isdisjoint(equation.results):
@@ -491,7 +487,7 @@ class _Builder:
             index = self.walk(branch, here, index)
         for position, result in enumerate(equation.results):
             outs = [branch.outputs[position] for branch in equation.bodies]
-            self.merge("branch", [self.read(o) for o in outs if isinstance(o, int)], result, here)
+            self.merge("branch", [self.read(v) for v in values_in(outs)], result, here)
         return index
 
 

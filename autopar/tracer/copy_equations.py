@@ -87,8 +87,8 @@ def needed_equations(
         if equation.has_effect or wanted.isdisjoint(equation.results):
             continue
         chosen.append(equation)
-        wanted.update(o for o in equation.operands if isinstance(o, int) and o not in known)
+        wanted.update(v for v in equation.inputs if v not in known)
     chosen.reverse()
     made = {r for e in chosen for r in e.results}
-    read = {o for e in chosen for o in e.operands if isinstance(o, int)}
+    read = {o for e in chosen for o in e.inputs}
     return chosen, read - made

@@ -75,8 +75,7 @@ def _attention(equation: Equation) -> OpSize:
 
 
 def _shapes(equation: Equation, avals: Sequence[Any]) -> list[tuple[int, ...]]:
-    own = (*equation.operands, *equation.results)
-    return [tuple(avals[v].shape) for v in own if isinstance(v, int)]
+    return [tuple(avals[v].shape) for v in (*equation.inputs, *equation.results)]
 
 
 def _of(position: int, dims: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -59,7 +59,7 @@ def equation_regions(program: Program) -> list[str]:
     for index, equation in enumerate(equations):
         if regions[index] == BACKWARD:
             after_gradient.update(equation.results)
-        elif any(o in after_gradient for o in equation.operands if isinstance(o, int)):
+        elif not after_gradient.isdisjoint(equation.inputs):
             after_gradient.update(equation.results)
             regions[index] = UPDATE
     # What is left feeds the update, or the passes, or goes straight to the result: then a module's
@@ -76,5 +76,5 @@ def equation_regions(program: Program) -> list[str]:
             region = UPDATE if kept and not feeds_passes else FORWARD
             regions[index] = region
         readers = read_by_update if region == UPDATE else read_by_passes
-        readers.update(o for o in equation.operands if isinstance(o, int))
+        readers.update(equation.inputs)
     return [region or FORWARD for region in regions]

@@ -316,7 +316,7 @@ def _lower_and_read(equations: Sequence[Equation], avals: Sequence[Any]) -> list
         compose_rule(
             equation,
             avals,
-            [next(arguments) for o in equation.operands if isinstance(o, int)],
+            [next(arguments) for _ in equation.inputs],
             [next(outputs) for _ in equation.results],
             functions,
         )
@@ -327,10 +327,9 @@ def _lower_and_read(equations: Sequence[Equation], avals: Sequence[Any]) -> list
 def _lower(equations: Sequence[Equation], avals: Sequence[Any]) -> Any:
     """A StableHLO module whose main function runs every equation on arguments of its own."""
     arguments = [
-        jax.ShapeDtypeStruct(avals[o].shape, avals[o].dtype)
+        jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype)
         for equation in equations
-        for o in equation.operands
-        if isinstance(o, int)
+        for v in equation.inputs
     ]
 
     def run_all(*flat: Any) -> list[list[Any]]:

@@ -8,7 +8,6 @@ alone, and what is added comes straight from reductions, by linear ops that noth
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -74,10 +73,7 @@ def _body_finder(scan: Equation, zeros: Collection[int]) -> _SumFinder:
 class _SumFinder:
     def __init__(self, body: Program, zeros: set[int]) -> None:
         self.made_by = {r: e for e in body.equations for r in e.results}
-        self.num_reads = Counter(
-            o for e in body.equations for o in e.operands if isinstance(o, int)
-        )
-        self.num_reads.update(o for o in body.outputs if isinstance(o, int))
+        self.num_reads = body.num_reads()
         self.zeros = set(zeros)
         for equation in body.equations:
             self.zeros.update(zeros_made(equation, self.zeros))

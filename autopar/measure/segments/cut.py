@@ -20,7 +20,7 @@ from autopar import _jax
 from autopar.ir.graph import Graph, Liveness, Node, NodeKind
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
-from autopar.measure.segments.place import place_equations, values_of
+from autopar.measure.segments.place import place_equations
 from autopar.sharding.assemble import program_fingerprint
 from autopar.tracer.rules import identity_rule
 
@@ -104,7 +104,7 @@ class _SegmentCutter:
         ]
         self.read_in: dict[int, set[int]] = {}  # program value -> segments that read it
         for equation, segment in zip(self.program.equations, placed, strict=True):
-            for value in values_of(equation):
+            for value in equation.inputs:
                 self.read_in.setdefault(value, set()).add(segment)
         self.segment = self.place_nodes()
 
@@ -148,7 +148,7 @@ class _SegmentCutter:
         captured = tuple((v, a) for v, a in program.captured if graph.producer[v][0] in own)
         made = {*(r for e in equations for r in e.results), *(v for v, _ in captured)}
         mine = [v for v in program.inputs if graph.producer[v][0] in own]
-        inputs = dict.fromkeys(v for e in equations for v in values_of(e) if v not in made)
+        inputs = dict.fromkeys(v for e in equations for v in e.inputs if v not in made)
         inputs.update(dict.fromkeys(mine))
         sources = self.sources(own, [v for v in inputs if v not in set(mine)], number_of)
         order = [graph.producer[v][0] if v not in sources else -1 for v in inputs]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ProfileError
-from autopar.ir.decode import decode
+from autopar.ir.codec import decode
 from autopar.ir.profile import Timing
 from autopar.ir.spec import Layout
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.program import Equation, Program
+from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, attach
 from autopar.rewrite.layers import Layer, find_layers
@@ -73,11 +73,8 @@ class _Placer:
         self.regions = equation_regions(program)
         self.layers = layers
         self.segment = [_NONE] * len(self.equations)
-        self.maker = {r: i for i, e in enumerate(self.equations) for r in e.results}
-        self.readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(self.equations):
-            for value in values_of(equation):
-                self.readers.setdefault(value, []).append(index)
+        self.maker = program.producers()
+        self.readers = program.readers()
         self.owner: dict[int, int] = {}  # of inputs
 
     def placed(self) -> list[int]:
@@ -101,8 +98,8 @@ class _Placer:
         place = {index: at for at, index in enumerate(kept)}
         made = {r for i in kept for r in self.equations[i].results}
         left = [e for i, e in enumerate(self.equations) if i not in place]
-        read = dict.fromkeys(v for e in left for v in values_of(e) if v in made)
-        read.update(dict.fromkeys(o for o in self.program.outputs if isinstance(o, int)))
+        read = dict.fromkeys(v for e in left for v in e.inputs if v in made)
+        read.update(dict.fromkeys(self.program.output_values))
         passes = replace(
             self.program,
             equations=tuple(self.equations[i] for i in kept),
@@ -115,7 +112,7 @@ class _Placer:
         attached = attach(passes, layers)
         rows = zip(kept, attached.layer_of, attached.is_backward, strict=True)
         for index, layer, is_backward in rows:
-            makers = [self.maker[v] for v in values_of(self.equations[index]) if v in self.maker]
+            makers = [self.maker[v] for v in self.equations[index].inputs if v in self.maker]
             follows = any(self.segment[m] != _NONE for m in makers)
             if layer != ANYWHERE and (index in in_layer or is_backward or follows):
                 self.segment[index] = layer
@@ -135,7 +132,7 @@ class _Placer:
             if self.segment[index] != _NONE:
                 continue
             sizes: dict[int, int] = {}
-            for value in values_of(equation):
+            for value in equation.inputs:
                 maker = self.maker.get(value)
                 home = self.owner.get(value, _NONE) if maker is None else self.segment[maker]
                 if home != _NONE:
@@ -148,7 +145,3 @@ class _Placer:
                 aval_bytes(self.program.avals[r]) <= _SCALAR_BYTES for r in equation.results
             ):
                 self.segment[index] = min(sizes)
-
-
-def values_of(equation: Equation) -> list[int]:
-    return [o for o in equation.operands if isinstance(o, int)]

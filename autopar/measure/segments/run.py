@@ -106,7 +106,7 @@ def segment_program(
         node, result = part.graph.producer[value]
         made = tuple(max(entry, WHOLE) for entry in layouts[node][1][result])
         outputs.append(chain[-1] if chain else made)
-    out_avals = [part.program.avals[v] for v in part.program.outputs if isinstance(v, int)]
+    out_avals = [part.program.avals[v] for v in part.program.output_values]
     return Runnable(
         f"{part.name} on {mesh.shape}",
         annotated_function(part.program, sharding, on),

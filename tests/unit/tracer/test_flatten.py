@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.ir.plan import EquationSharding, ProgramSharding
 from autopar.ir.program import Equation, Program
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.lower.annotate import annotated_function
 from autopar.tracer.flatten import flatten_jaxpr
 from autopar.tracer.trace_step import trace_step
