@@ -189,5 +189,5 @@ def test_what_is_gone_is_found() -> None:
     assert missing_references("(gone.layers, attach) `plan.stages`", {("plan", "stages")}) == [
         "gone.layers"
     ]
-    assert not missing_references("(gone.layers, attach), `autopar.tracer`", set())
+    assert not missing_references("(rewrite.layers, attach), `autopar.tracer`", set())
     assert list(commands_in({"rows": [{"command": "a"}], "command": "b"})) == ["b", "a"]
