@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from autopar.ir.decode import decode
+from autopar.ir.codec import decode
 
 
 def main(lines: TextIO, answers: TextIO) -> None:

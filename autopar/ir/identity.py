@@ -13,7 +13,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.ir.plan import EquationSharding, ParallelPlan, ProgramSharding
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
 
 

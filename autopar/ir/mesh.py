@@ -10,12 +10,12 @@ and its meshes carry what was measured; presets then price only what was not.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any
 
 from autopar.errors import ArgumentError, MeshError, ProfileError, near_names
-from autopar.ir.decode import decode
+from autopar.ir.codec import Stored
 from autopar.ir.profile import MachineProfile, ProfileSummary, find_profile, restored_profile
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
@@ -168,6 +168,13 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def _summary(profile: MachineProfile | ProfileSummary) -> ProfileSummary:
+    return profile.summary if isinstance(profile, MachineProfile) else profile
+
+
+_STORED_PROFILE = Stored(ProfileSummary, write=_summary, read=restored_profile)
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """`num_hosts` hosts of `devices_per_host` equal devices. Any figure of the preset can be
@@ -189,7 +196,9 @@ class ClusterSpec:
     memory_bytes: float | None = None
     intra_host_bandwidth: float | None = None
     host_bandwidth: float | None = None
-    profile: MachineProfile | ProfileSummary | str | None = None
+    profile: MachineProfile | ProfileSummary | str | None = field(
+        default=None, metadata={"stored": _STORED_PROFILE, "omit_none": True}
+    )
 
     def __post_init__(self) -> None:
         profile = self.profile
@@ -223,9 +232,8 @@ class ClusterSpec:
 
     @property
     def priced_by(self) -> ProfileSummary | None:
-        """What tells of the profile that costs come from; None for data sheets."""
-        profile = self.profile
-        return profile.summary if isinstance(profile, MachineProfile) else profile  # type: ignore
+        """Which profile the costs come from; None for data sheets."""
+        return None if self.profile is None else _summary(self.profile)  # type: ignore[arg-type]
 
     def _fits_hosts(self, group_size: int, stride: int, num_devices: int | None) -> bool:
         """Whether every group stays on one host."""
@@ -260,16 +268,6 @@ class ClusterSpec:
         rings = max(1, self.devices_per_host // ranks_per_host)
         beta = max(1 / device.intra_host_bandwidth, rings / device.host_bandwidth)
         return device.inter_host_alpha_s, beta
-
-
-def decode_cluster(body: dict[str, Any]) -> ClusterSpec:
-    """A cluster from a plan file; wrong figures are an `ArgumentError` or a ValueError."""
-    device = body.get("device")
-    own = device if isinstance(device, str) else decode(DeviceSpec, device)
-    rest = {name: value for name, value in body.items() if name not in ("device", "profile")}
-    profile = decode(ProfileSummary | None, body.get("profile"))
-    known = None if profile is None else restored_profile(profile)
-    return ClusterSpec(device=own, profile=known, **rest)
 
 
 @dataclass(frozen=True)
@@ -318,14 +316,14 @@ class LogicalMesh:
             )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axis_names", names)
-        for field in ("alpha", "beta"):
-            given = _as_tuple(getattr(self, field)) or (1.0,) * len(shape)
+        for name in ("alpha", "beta"):
+            given = _as_tuple(getattr(self, name)) or (1.0,) * len(shape)
             if len(given) != len(shape) or not all(_is_number(v) and 0 <= v < inf for v in given):
                 raise MeshError(
-                    f"LogicalMesh({field}={getattr(self, field)!r}): needs {len(shape)} numbers "
+                    f"LogicalMesh({name}={getattr(self, name)!r}): needs {len(shape)} numbers "
                     f"≥ 0, one per axis of the shape {shape}."
                 )
-            object.__setattr__(self, field, tuple(float(v) for v in given))
+            object.__setattr__(self, name, tuple(float(v) for v in given))
         if not isinstance(self.forbidden, (set, frozenset)) or self.forbidden - AVOIDABLE:
             raise MeshError(
                 f"LogicalMesh(forbidden={self.forbidden!r}): needs a set of some of "

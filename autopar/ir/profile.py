@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.errors import ArgumentError, ProfileError, near_names
-from autopar.ir.decode import decode
+from autopar.ir.codec import decode
 
 FORMAT = 1
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

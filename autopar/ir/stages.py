@@ -9,7 +9,6 @@ priced by a few tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -102,57 +101,3 @@ class SearchReport:
     intra_only_s: float | None = None  # predicted step time without a pipeline; None if none fits
     notes: tuple[str, ...] = ()
     tried: tuple[TriedPlan, ...] = ()  # those that were run, the best predicted first
-
-
-def decode_search(body: dict[str, Any]) -> SearchReport:
-    """A report from its JSON; what is malformed raises ValueError, TypeError or LookupError."""
-    best = tuple(
-        PipelineChoice(
-            tuple(
-                StageChoice(
-                    layers=(int(s["layers"][0]), int(s["layers"][1])),
-                    submesh=(int(s["submesh"][0]), int(s["submesh"][1])),
-                    mesh_shape=tuple(int(n) for n in s["mesh_shape"]),
-                    remat=bool(s["remat"]),
-                    table=int(s["table"]),
-                    latency_s=float(s["latency_s"]),
-                    once_s=float(s["once_s"]),
-                    peak_bytes=float(s["peak_bytes"]),
-                    transfer_s=float(s["transfer_s"]),
-                )
-                for s in choice["stages"]
-            ),
-            int(choice["num_micro_batches"]),
-            float(choice["step_s"]),
-        )
-        for choice in body["best"]
-    )
-    intra = body["intra_only_s"]
-    return SearchReport(
-        int(body["num_layers"]),
-        int(body["num_candidates"]),
-        int(body["num_pruned"]),
-        int(body["num_bounds"]),
-        {str(k): float(v) for k, v in body["seconds"].items()},
-        best,
-        tuple((float(a), float(b)) for a, b in body["checked"]),
-        None if intra is None else float(intra),
-        tuple(str(note) for note in body["notes"]),
-        tuple(_decode_tried(one) for one in body.get("tried", ())),
-    )
-
-
-def _decode_tried(body: dict[str, Any]) -> TriedPlan:
-    measured, compiled = body["measured_s"], body["compiled_s"]
-    return TriedPlan(
-        what=str(body["what"]),
-        predicted_s=float(body["predicted_s"]),
-        measured_s=None if measured is None else float(measured),
-        spread=float(body["spread"]),
-        predicted_bytes=float(body["predicted_bytes"]),
-        memory_bytes=float(body["memory_bytes"]),
-        failure=str(body["failure"]),
-        is_known=bool(body["is_known"]),
-        is_chosen=bool(body["is_chosen"]),
-        compiled_s=None if compiled is None else float(compiled),
-    )

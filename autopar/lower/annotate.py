@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
-from autopar.ir.plan import Chain, EquationSharding, ProgramSharding, Refetch
+from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
 from autopar.lower.philox import philox_bits

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autopar import _jax
-from autopar.ir.plan import UnreducedAxes
+from autopar.ir.program_sharding import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 
 AnyMesh = Mesh | AbstractMesh

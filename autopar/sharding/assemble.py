@@ -22,16 +22,9 @@ from autopar.errors import PlanError
 from autopar.ir.details import PlanDetails
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
-from autopar.ir.plan import (
-    EquationSharding,
-    Fingerprint,
-    ParallelPlan,
-    ProgramSharding,
-    SolverReport,
-    StagePlan,
-    Tensor,
-)
+from autopar.ir.plan import Fingerprint, ParallelPlan, SolverReport, StagePlan, Tensor
 from autopar.ir.program import Program
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
 from autopar.ir.timeline import PipelineTimes

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.ir.graph import Graph, Node, NodeKind
-from autopar.ir.plan import EquationSharding, ParallelPlan, ProgramSharding
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 

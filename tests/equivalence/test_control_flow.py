@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.ir.plan import EquationSharding, ParallelPlan
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.program_sharding import EquationSharding
 
 MESH = autopar.LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
 

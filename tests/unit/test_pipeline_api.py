@@ -264,9 +264,9 @@ def test_malformed_plans(plan: ParallelPlan, case: str) -> None:
 def test_malformed_search(searched: ParallelPlan) -> None:
     document = json.loads(searched.to_json())
     document["plan"]["search"]["best"][0]["stages"][0]["layers"] = "all"
-    from autopar.ir.plan import _digest
+    from autopar.ir.sealed import digest
 
-    document["sha256"] = _digest(document["plan"])
+    document["sha256"] = digest(document["plan"])
     with pytest.raises(PlanError, match="malformed plan"):
         ParallelPlan.from_json(json.dumps(document))
 

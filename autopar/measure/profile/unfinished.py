@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ProfileError
-from autopar.ir.decode import decode
+from autopar.ir.codec import decode
 from autopar.ir.profile import (
     AttentionTime,
     CollectiveTime,

@@ -22,12 +22,12 @@ from autopar.ir.plan import (
     Fingerprint,
     ModuleCost,
     ParallelPlan,
-    ProgramSharding,
     SolverReport,
     StagePlan,
     Tensor,
     check_plan,
 )
+from autopar.ir.program_sharding import ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
 from autopar.ir.text import format_bytes, format_seconds

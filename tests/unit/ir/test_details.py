@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from autopar.ir.decode import decode
+from autopar.ir.codec import decode
 from autopar.ir.details import OpRow, OpTable, op_table
 
 PLACE = ("Block_0", "forward", "f32[8,4]", "P('x')")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import _jax
-from autopar.ir.plan import EquationSharding, ProgramSharding
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.lower.annotate import annotated_function
 from autopar.tracer.trace_step import trace_step
 

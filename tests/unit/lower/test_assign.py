@@ -13,7 +13,7 @@ from jax import lax
 
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import EquationSharding, ProgramSharding
+from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.assign import assign_layouts

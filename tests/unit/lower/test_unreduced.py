@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar import _jax
-from autopar.ir.plan import UnreducedAxes
+from autopar.ir.program_sharding import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE
 from autopar.lower.unreduced import bind_in_lanes, empty_lanes, with_lanes
 from autopar.tracer.trace_step import trace_step

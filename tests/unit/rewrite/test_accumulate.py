@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
 from autopar.errors import MeshError, PlanError, TraceError
-from autopar.ir.plan import _digest
+from autopar.ir.sealed import digest
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import batch_size
 from autopar.tracer.trace_step import trace_step
@@ -503,7 +503,7 @@ def test_lanes_of_a_plan_are_checked():
 
     def refused(lanes: Any, match: str) -> None:
         laned[0]["lanes"] = lanes
-        sealed = {**document, "sha256": _digest(document["plan"])}
+        sealed = {**document, "sha256": digest(document["plan"])}
         with pytest.raises(PlanError, match=match):
             autopar.ParallelPlan.from_json(json.dumps(sealed))
 
