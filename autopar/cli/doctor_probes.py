@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar._requirements import internal_states
 from autopar.errors import AutoparError
+from autopar.ir.files import write_whole
 
 _ERROR_WIDTH = 500
 
@@ -153,9 +154,7 @@ def main(name: str, file: Path) -> None:
         found = PROBES[name]()
     except Exception as error:
         found = {"error": _one_line(error)}
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    partial.rename(file)
+    write_whole(file, json.dumps(found))
 
 
 if __name__ == "__main__":

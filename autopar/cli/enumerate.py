@@ -14,7 +14,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from autopar.cli.devices import parse_mesh
 from autopar.cli.factories import load_step, parse_options
 from autopar.cli.plan import check_target
 from autopar.errors import ArgumentError
+from autopar.ir.files import write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import find_profile
 from autopar.ir.ranking import rank_correlation, ranks
@@ -102,9 +102,7 @@ def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedP
         },
         indent=1,
     )
-    temporary = Path(path + ".tmp")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    write_whole(path, text + "\n")
 
 
 def _line(plan: ParallelPlan, timing: StepTiming) -> str:

@@ -12,6 +12,7 @@ import jax
 
 from autopar.errors import ArgumentError, TraceFileError
 from autopar.inspect.perfetto import ShownStep, TraceContent, read_timelines, trace_json
+from autopar.ir.files import temporary_path, write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 from autopar.runtime import recording
@@ -70,7 +71,7 @@ class Trace:
         for note in self.notes:
             warnings.warn(f"trace({str(self.path)!r}): {note}.", stacklevel=2)
         try:
-            _replace(self.path, trace_json(content))
+            write_whole(self.path, trace_json(content))
         except OSError as problem:
             raise TraceFileError(
                 f"trace({str(self.path)!r}): cannot be written ({problem}). The timelines are in "
@@ -177,7 +178,7 @@ def _check_target(path: Path) -> None:
         raise TraceFileError(f"{where}: is a folder; give the path of a file, such as trace.json.")
     if not path.parent.is_dir():
         raise TraceFileError(f"{where}: the folder {path.parent} does not exist; make it first.")
-    probe = _temporary(path)
+    probe = temporary_path(path)
     try:
         probe.write_text("")
     except OSError as error:
@@ -199,16 +200,3 @@ def _start_profile(folder: Path) -> None:
             f"trace(profile_dir={str(folder)!r}): no capture could be started there ({error}). "
             "Choose a folder that you may write to, and stop other captures."
         ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = _temporary(path)
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")

@@ -112,13 +112,13 @@ def _dataclass_codec(kind: Any) -> _Codec:
         return body
 
     def read(body: Json) -> Any:
-        known, body = members(), _expect(dict, body)
-        if unknown := body.keys() - known.keys():
+        known, given = members(), _expect(dict, body)
+        if unknown := given.keys() - known.keys():
             raise _MalformedError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-        if missing := [k for k, m in known.items() if m.is_required and k not in body]:
+        if missing := [k for k, m in known.items() if m.is_required and k not in given]:
             raise _MalformedError(f"{kind.__name__} without {', '.join(sorted(missing))}")
         values = {}
-        for key, value in body.items():
+        for key, value in given.items():
             try:
                 values[known[key].name] = known[key].codec.decode(value)
             except ValueError as error:
@@ -183,9 +183,10 @@ def _sequence_codec(inner: _Codec) -> _Codec:
 
 def _entries_codec(inner: list[_Codec]) -> _Codec:
     def read(body: Json) -> tuple[Any, ...]:
-        if len(_expect(list, body)) != len(inner):
-            raise _MalformedError(f"{len(inner)} entries wanted, got {len(body)}")
-        return tuple(codec.decode(entry) for codec, entry in zip(inner, body, strict=True))
+        entries = _expect(list, body)
+        if len(entries) != len(inner):
+            raise _MalformedError(f"{len(inner)} entries wanted, got {len(entries)}")
+        return tuple(codec.decode(entry) for codec, entry in zip(inner, entries, strict=True))
 
     def write(values: tuple[Any, ...]) -> Json:
         return [codec.encode(value) for codec, value in zip(inner, values, strict=True)]
@@ -210,13 +211,14 @@ def _write_float(value: float) -> Json:
 def _read_float(body: Json) -> float:
     if body is None:
         return inf
-    is_number = type(body) is float or (type(body) is int and abs(body) <= sys.float_info.max)
-    if not is_number or isnan(body):  # type: ignore[arg-type]
+    if isinstance(body, int) and not isinstance(body, bool) and abs(body) <= sys.float_info.max:
+        return float(body)
+    if not isinstance(body, float) or isnan(body):
         raise _MalformedError(f"{body!r:.60} is not a number")
-    return float(body)  # type: ignore[arg-type]
+    return body
 
 
-def _expect(kind: type, body: Json) -> Any:
+def _expect(kind: type[T], body: Json) -> T:
     if type(body) is not kind:
         raise _MalformedError(f"{body!r:.60} is not of type {kind.__name__}")
-    return body
+    return body  # type: ignore[return-value]

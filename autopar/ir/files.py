@@ -11,9 +11,14 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     the new. Text is UTF-8. It is not synced to the disk: after a power cut a file may be empty.
     Checkpoints, which must outlive that, sync files and folders (`runtime.checkpoints.files`)."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `write_whole` writes first: a hidden file in the same folder, one per process."""
+    return path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")

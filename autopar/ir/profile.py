@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.errors import ArgumentError, ProfileError, near_names
-from autopar.ir.codec import decode
+from autopar.ir.codec import decode, encode
+from autopar.ir.files import write_whole
 
 FORMAT = 1
+_KIND = "autopar machine profile"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # What is done to memory: read and write in order, the same with arithmetic of a few operands, sums
 # along the last and along the first dimension, a transposition, rows chosen by numbers.
@@ -195,11 +196,12 @@ class MachineProfile:
     collectives: tuple[CollectiveTime, ...] = ()
     crossings: tuple[CrossingSample, ...] = ()
     notes: tuple[str, ...] = ()
-    name: str = field(default="", compare=False)  # the file's, without its folder
+    # The file's, without its folder.
+    name: str = field(default="", compare=False, metadata={"key": None})
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(_body(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(_text(self).encode()).hexdigest()[:16]
 
     @cached_property
     def summary(self) -> ProfileSummary:
@@ -219,13 +221,9 @@ class MachineProfile:
 
     def save(self, path: str | Path) -> None:
         """Written whole or not at all."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            part.write_text(_body(self, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, path)
+            write_whole(path, _text(self, indent=1) + "\n")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ProfileError(f"{path}: the profile cannot be written: {error}") from error
 
 
@@ -296,7 +294,7 @@ def parse_profile(text: str, name: str) -> MachineProfile:
             f"profile {name}: is no JSON ({error}); it may be cut short. Measure again with "
             "`autopar profile`."
         ) from error
-    if not isinstance(body, dict) or body.pop("kind", None) != "autopar machine profile":
+    if not isinstance(body, dict) or body.pop("kind", None) != _KIND:
         raise ProfileError(f"profile {name}: is no machine profile of `autopar profile`.")
     if (given := body.pop("format", None)) != FORMAT:
         raise ProfileError(
@@ -304,11 +302,11 @@ def parse_profile(text: str, name: str) -> MachineProfile:
             "with `autopar profile`."
         )
     try:
-        profile: MachineProfile = decode(MachineProfile, {**body, "name": name})
-    except ValueError as error:
-        raise ProfileError(f"profile {name}: {error}. Measure again with `autopar profile`.") from (
-            error
-        )
+        profile = replace(decode(MachineProfile, body), name=name)
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(
+            f"profile {name}: {error}. Measure again with `autopar profile`."
+        ) from error
     check_profile(profile)
     return profile
 
@@ -349,8 +347,6 @@ def check_profile(profile: MachineProfile) -> None:
         refuse(f"usable_memory_bytes: {profile.usable_memory_bytes} cannot be")
 
 
-def _body(profile: MachineProfile, indent: int | None = None) -> str:
-    body: dict[str, Any] = asdict(profile)
-    del body["name"]
-    head = {"kind": "autopar machine profile", "format": FORMAT}
-    return json.dumps({**head, **body}, indent=indent)
+def _text(profile: MachineProfile, indent: int | None = None) -> str:
+    head = {"kind": _KIND, "format": FORMAT}
+    return json.dumps({**head, **encode(profile)}, indent=indent)

@@ -56,7 +56,7 @@ class SealedFormat:
         version = document.get("version")
         if version != self.version:
             is_newer = isinstance(version, int) and version > self.version
-            remedy = "Update autopar." if is_newer else self.remedy
+            remedy = "Update autopar to the release that wrote it." if is_newer else self.remedy
             return f"{self.key} format {version!r}, this autopar reads {self.version}. {remedy}"
         if self.key not in document or document.get("sha256") != digest(document[self.key]):
             return f"is damaged: the checksum does not match. {self.remedy}"

@@ -6,13 +6,13 @@ draw them in the browser. It asks the network for nothing, and forbids itself to
 
 from __future__ import annotations
 
-import os
 from math import inf
 from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanError
 from autopar.inspect.report_page.data import page_data
 from autopar.inspect.report_page.page import render
+from autopar.ir.files import write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 
@@ -37,7 +37,7 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
         raise PlanError(f"{where}: the folder {path.parent} does not exist; make it first.")
     content = render(page_data(plan, measured))
     try:
-        _replace(path, content)
+        write_whole(path, content)
     except OSError as error:
         raise PlanError(
             f"{where}: cannot be written ({error.strerror or error}). Choose a file in a folder "
@@ -63,12 +63,3 @@ def _check_measured(plan: ParallelPlan, measured: object, where: str) -> None:
             f"{where}: measured has events on no mesh of the plan, or that end before they start. "
             "Give a timeline as autopar.trace recorded it."
         )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import ProfileError
-from autopar.ir.codec import decode
+from autopar.ir.codec import decode, encode
 from autopar.ir.profile import (
     AttentionTime,
     CollectiveTime,
@@ -65,24 +65,24 @@ class UnfinishedProfile:
         if path.exists():
             self._read(path, hardware)
         else:
-            self._write({"kind": _KIND, **asdict(hardware)})
+            self._write({"kind": _KIND, **encode(hardware)})
 
     def add(self, taken: TakenSample) -> None:
         self.taken[taken.planned.sample] = taken
         planned = taken.planned
-        body = None if taken.sample is None else asdict(taken.sample)
+        body = None if taken.sample is None else encode(taken.sample)
         self._write(
             {
                 "round": planned.round,
                 "group": planned.group,
-                "planned": asdict(planned.sample),
+                "planned": encode(planned.sample),
                 "sample": body,
             }
         )
 
     def set(self, name: str, value: Any) -> None:
         self.scalars[name] = value
-        self._write({"name": name, "value": asdict(value) if isinstance(value, Timing) else value})
+        self._write({"name": name, "value": encode(value) if isinstance(value, Timing) else value})
 
     def remove(self) -> None:
         if self.path is not None:
@@ -107,7 +107,7 @@ class UnfinishedProfile:
             lines.pop()
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         if not lines:
-            self._write({"kind": _KIND, **asdict(hardware)})
+            self._write({"kind": _KIND, **encode(hardware)})
             return
         head = self._parsed(path, 1, lines[0], _head)
         check_same(str(path), hardware, head)

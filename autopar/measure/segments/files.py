@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import ProfileError
-from autopar.ir.codec import decode
+from autopar.ir.codec import decode, encode
+from autopar.ir.files import write_whole
 from autopar.ir.profile import Timing
 from autopar.ir.spec import Layout
 
@@ -151,13 +151,10 @@ class SegmentProfile:
 def save(found: Analysis | SegmentProfile, path: Path) -> None:
     """Written whole or not at all."""
     kind = _KINDS["analysis" if isinstance(found, Analysis) else "profile"]
-    text = json.dumps({"kind": kind, "format": FORMAT, **asdict(found)}, separators=(",", ":"))
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    text = json.dumps({"kind": kind, "format": FORMAT, **encode(found)}, separators=(",", ":"))
     try:
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ProfileError(f"{path}: cannot be written: {error}") from error
 
 

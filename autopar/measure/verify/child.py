@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import _jax
+from autopar.ir.files import write_whole
 from autopar.measure.verify.jobs import CompileJob
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from autopar.runtime.remote.exporting import compile_stage_program
@@ -30,9 +31,7 @@ def main(folder: Path, parent: int) -> None:
         result = compiled_figures(job)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}
-    partial = folder / "result.partial"
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.rename(folder / "result.json")
+    write_whole(folder / "result.json", json.dumps(result))
 
 
 def _end_with(parent: int) -> None:

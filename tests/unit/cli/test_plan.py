@@ -147,7 +147,7 @@ def test_a_plan_of_a_newer_version(tmp_path, capsys) -> None:
     path.write_text(json.dumps({"format": "autopar-plan", "version": 999}))
     for command in ("explain", "report"):
         code, _, err = run(capsys, command, str(path))
-        assert code == 2 and "Use the autopar that wrote it" in err
+        assert code == 2 and "Update autopar" in err
 
 
 def test_devices_lists_all_presets(capsys) -> None:

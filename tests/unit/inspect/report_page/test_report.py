@@ -186,5 +186,5 @@ def test_a_plan_of_a_newer_version_says_what_to_do(tmp_path: Path) -> None:
     document = json.loads(one_mesh().to_json())
     document["version"] += 1
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    with pytest.raises(PlanError, match="Use the autopar that wrote it, or a newer one"):
+    with pytest.raises(PlanError, match="Update autopar"):
         autopar.ParallelPlan.load(tmp_path / "plan.json")
