@@ -1,7 +1,7 @@
 """A call of the user's step, flattened (`FlatCall`), and the step traced for it (`TracedStep`).
 
-`tracer.flat_call` makes the first, `tracer.trace_step` the second; `rewrite` turns a traced step into
-another one.
+`tracer.flat_call` makes the first, `tracer.trace_step` the second; `rewrite` turns one traced step
+into another.
 """
 
 from __future__ import annotations

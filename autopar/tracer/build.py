@@ -1,15 +1,15 @@
-"""From a traced program to the graph that is sharded.
+"""From a `TracedStep` to the `Graph` that is sharded.
 
-One node per equation, with its Shardy rule, flops and bytes; loops are opened, their bodies' nodes
-weighted by the trip count and their carries tied by `MERGE` nodes, so that a scan over layers is
-solved like the layers themselves. Beside equations stand:
+Each equation becomes a node with its Shardy rule, flops and bytes. Loops are opened: the nodes of
+their bodies are weighted by the trip count and their carries tied by `MERGE` nodes, so that a scan
+over layers is solved like the layers themselves. The graph has two more kinds of nodes:
 
 - `USE` nodes after state inputs, so that a parameter gathered once serves forward and backward,
-  and in front of loops, so that what a loop only reads is resharded once and not every trip;
+  and in front of loops, so that a value that a loop only reads is resharded once, not every trip;
 - `FINISH` nodes after ops that can leave partial sums, where the solver chooses between all-reduce
   and reduce-scatter.
 
-Values keep the program's numbers; a value of the graph alone gets a number beyond them.
+Values keep the program's numbers; values that only the graph has get numbers beyond them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from jax.core import ShapedArray
+
 from autopar import _jax
-from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Traffic, Unruled, Value
+from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Unruled, Value
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.tracer.compose import RuledEquation, replicated_rule
@@ -47,7 +49,7 @@ def build_graph(step: TracedStep) -> Graph:
 
 
 def stablehlo_ops(step: TracedStep) -> dict[str, bool]:
-    """Every StableHLO op the step's equations lower to, and whether a rule was found."""
+    """{StableHLO op that some equation lowers to: whether it has a rule}."""
     ops: dict[str, bool] = {}
     for signature in _Builder(step).signatures:
         ruled = signature.ruled
@@ -62,14 +64,14 @@ class _Signature:
 
     number: int
     ruled: RuledEquation
-    rule: Rule  # of the operands that are not constant
+    rule: Rule  # without constant operands
     flops: float
     work: OpSize | None
 
 
 @dataclass(frozen=True)
-class _Surroundings:
-    """Where equations run: the region of the step, and how often."""
+class _Context:
+    """Where equations run: in which region of the step, and how often."""
 
     region: str
     weight: float
@@ -81,8 +83,8 @@ class _Builder:
         self.program = step.program
         self.values: list[Value] = [_value(*_type(aval)) for aval in self.program.avals]
         self.nodes: list[Node] = []
-        self.alias: dict[int, int] = {}  # program value -> graph value that stands for it
-        self.kept: set[int] = set()  # inputs that have a USE node
+        self.alias: dict[int, int] = {}  # program value -> graph value that replaces it
+        self.shared: set[int] = set()  # inputs that have a USE node
         self.product_sums: set[int] = set()  # FINISH results of products and of sums of them
         self.summed: set[int] = set()  # values that a sum of partial sums reads
         self.zeros: set[int] = set()  # values known to be zero
@@ -96,25 +98,19 @@ class _Builder:
     # -- rules
 
     def find_signatures(self) -> None:
-        distinct: dict[Any, int] = {}
-        first: list[Equation] = []
+        number_of: dict[Any, int] = {}
+        distinct: list[Equation] = []
         numbers: list[int | None] = []
-
-        def visit(program: Program) -> None:
-            for equation in program.equations:
-                number = None
-                if equation.name not in LOOPS:
-                    key = equation_key(equation, program.avals)
-                    number = distinct.setdefault(key, len(first))
-                    if number == len(first):
-                        first.append(equation)
-                numbers.append(number)
-                for body in equation.bodies:
-                    visit(body)
-
-        visit(self.program)
-        rules = rules_of_equations(first, self.program.avals)
-        for number, (equation, ruled) in enumerate(zip(first, rules, strict=True)):
+        for equation in self.program.all_equations():
+            number = None
+            if equation.name not in LOOPS:
+                key = equation_key(equation, self.program.avals)
+                number = number_of.setdefault(key, len(distinct))
+                if number == len(distinct):
+                    distinct.append(equation)
+            numbers.append(number)
+        rules = rules_of_equations(distinct, self.program.avals)
+        for number, (equation, ruled) in enumerate(zip(distinct, rules, strict=True)):
             flops = equation_flops(equation, self.program.avals) if equation.results else 0.0
             rule = _without_constants(equation, ruled.rule)
             work = equation_work(equation, self.program.avals)
@@ -131,21 +127,26 @@ class _Builder:
             self.add_input(value, shared=index in state_inputs)
         self.add_captured(program)
         regions = equation_regions(program)
-        self.walk(program, [_Surroundings(region, 1.0) for region in regions], 0)
+        self.walk(program, [_Context(region, 1.0) for region in regions], 0)
 
     def graph(self) -> Graph:
-        """The nodes with what only the whole graph tells."""
+        """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
         outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
         batch_inputs = [program.inputs[i] for i in step.batch]
         factors = batch_factors(self.nodes, self.values, batch_inputs)
-        self.nodes = [self.passing_partial_sums(node) for node in self.nodes]
+        self.nodes = [self.pass_partial_sums(node) for node in self.nodes]
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
         liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops)
         nodes = tuple(
-            _completed(node, touched_bytes(node, self.values, liveness.in_memory), factor, traffic)
+            replace(
+                node,
+                touched_bytes=touched_bytes(node, self.values, liveness.in_memory),
+                batch_factor=factor,
+                traffic=traffic,
+            )
             for node, factor, traffic in zip(
                 self.nodes,
                 factors,
@@ -165,16 +166,16 @@ class _Builder:
         }
         unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
         return Graph(
-            values,
-            nodes,
-            program.inputs,
-            outputs,
-            state,
-            step.batch,
-            unruled,
-            liveness,
-            producer,
-            frozenset(self.unfinished),
+            values=values,
+            nodes=nodes,
+            inputs=program.inputs,
+            outputs=outputs,
+            state=state,
+            batch=step.batch,
+            unruled=unruled,
+            liveness=liveness,
+            producer=producer,
+            unfinished=frozenset(self.unfinished),
         )
 
     def new_value(self, like: int) -> int:
@@ -182,7 +183,7 @@ class _Builder:
         return len(self.values) - 1
 
     def read(self, value: int) -> int:
-        """The graph value that stands for a program value."""
+        """The graph value for a program value."""
         return self.alias.get(value, value)
 
     def add_input(self, value: int, shared: bool) -> None:
@@ -190,10 +191,10 @@ class _Builder:
         self.nodes.append(Node(NodeKind.INPUT, "input", _identity(shape, 0), (), (value,)))
         if shared and shape:
             self.share(value)
-            self.kept.add(value)
+            self.shared.add(value)
 
     def share(self, value: int) -> None:
-        """Give a value made from state a second layout, for all its consumers together."""
+        """Give a value made from state a second layout, common to all its readers."""
         use = self.new_value(value)
         self.add_use(value, use, 1.0)
         self.alias[value] = use
@@ -210,15 +211,13 @@ class _Builder:
         for value, _ in program.captured:
             self.add_constant(value)
 
-    def walk(
-        self, program: Program, around: _Surroundings | Sequence[_Surroundings], index: int
-    ) -> int:
-        """Add the equations of a program, whose first has the given index; the index after the
-        last is returned. Bodies are numbered right after the loop they belong to."""
+    def walk(self, program: Program, around: _Context | Sequence[_Context], index: int) -> int:
+        """Add the equations of a program, numbered from `index`; returns the index after the last.
+        Bodies are numbered right after their loop."""
         for position, equation in enumerate(program.equations):
-            if isinstance(around, _Surroundings):
+            if isinstance(around, _Context):
                 region = region_by_name(equation.scope) or around.region
-                here = _Surroundings(region, around.weight)
+                here = _Context(region, around.weight)
             else:
                 here = around[position]
             index += 1
@@ -234,14 +233,14 @@ class _Builder:
                 self.operation(equation, here, index - 1)
         return index
 
-    def operation(self, equation: Equation, here: _Surroundings, index: int) -> None:
+    def operation(self, equation: Equation, here: _Context, index: int) -> None:
         signature = self.signature_of[index]
         assert signature is not None
         if signature.ruled.warning:
             self.unruled[equation.name, equation.source_line, signature.ruled.warning] += 1
-        # The update reads parameters where they are kept, everything else where they are used.
-        kept = self.kept if here.region == UPDATE else ()
-        operands = tuple(v if v in kept else self.alias.get(v, v) for v in equation.inputs)
+        # The update reads parameters in the layout they are stored in, all else in that of use.
+        stored = self.shared if here.region == UPDATE else ()
+        operands = tuple(v if v in stored else self.alias.get(v, v) for v in equation.inputs)
         rule = signature.rule
         self.zeros.update(zeros_made(equation, self.zeros))
         if not self.unfinished.isdisjoint(equation.results):
@@ -273,14 +272,14 @@ class _Builder:
             self.finish(node, equation.results)
         elif (
             equation.name == "convert_element_type"
-            and equation.operands[0] in self.kept
+            and equation.operands[0] in self.shared
             and here.region != UPDATE
             and self.values[results[0]].shape
-        ):  # a parameter in the precision of its use: gathered once, in that precision
+        ):  # a cast parameter: gathered once, in the precision of its use
             self.share(results[0])
 
-    def barrier(self, equation: Equation, here: _Surroundings, index: int) -> None:
-        """One node per operand: a barrier orders them and ties nothing else."""
+    def barrier(self, equation: Equation, here: _Context, index: int) -> None:
+        """One node per operand: a barrier orders its operands but does not tie their layouts."""
         signature = self.signature_of[index]
         assert signature is not None
         for operand, result in zip(equation.operands, equation.results, strict=True):
@@ -321,16 +320,15 @@ class _Builder:
                 )
             )
 
-    def passing_partial_sums(self, node: Node) -> Node:
-        """A product whose only reader adds it to another may leave its sum unfinished, and so may
-        all that a loop only adds up."""
+    def pass_partial_sums(self, node: Node) -> Node:
+        """Let FINISH nodes pass partial sums on to an addition, or to a loop that only adds up."""
         passes = node.results[0] in self.summed or node.results[0] in self.unfinished
         if node.kind is not NodeKind.FINISH or not passes:
             return node
         return replace(node, rule=replace(node.rule, linear=True))
 
     def sums_partial(self, rule: Rule, operands: tuple[int, ...]) -> bool:
-        """A sum of values that may all be partial sums: one reduction can serve them all."""
+        """Whether a sum adds values that may all be partial sums: one reduction serves them all."""
         if len(operands) != 2 or rule.operands[0] != rule.operands[1]:
             return False
         return all(o in self.product_sums for o in operands)
@@ -338,7 +336,7 @@ class _Builder:
     # -- loops
 
     def pass_into_loop(self, operand: Operand, value: int, weight: float) -> None:
-        """What a loop only reads has one layout in it, reached outside."""
+        """A value that a loop only reads has one layout in it, resharded outside."""
         if isinstance(operand, int) and operand in self.zeros:
             self.zeros.add(value)
         if not isinstance(operand, int):
@@ -348,11 +346,11 @@ class _Builder:
         else:
             self.alias[value] = self.read(operand)
 
-    def scan(self, equation: Equation, here: _Surroundings, index: int) -> int:
+    def scan(self, equation: Equation, here: _Context, index: int) -> int:
         (body,) = equation.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         first_x = num_consts + num_carry
-        inner = _Surroundings(here.region, here.weight * max(equation.params["length"], 1))
+        inner = _Context(here.region, here.weight * max(equation.params["length"], 1))
         operands, inputs = equation.operands, body.inputs
         for operand, value in zip(operands[:num_consts], inputs[:num_consts], strict=True):
             self.pass_into_loop(operand, value, here.weight)
@@ -395,9 +393,9 @@ class _Builder:
         self.loops[loop] = (self.loops[loop][0], len(self.nodes))
 
     def stacking(
-        self, name: str, rule: Rule, operand: int, result: int, scan: Equation, here: _Surroundings
+        self, name: str, rule: Rule, operand: int, result: int, scan: Equation, here: _Context
     ) -> None:
-        """A scan takes a slice of an operand, or adds one to a result, every trip."""
+        """A node for reading a slice of an operand, or writing one to a result, each trip."""
         module = module_name(scan.scope)
         self.nodes.append(
             Node(
@@ -413,9 +411,9 @@ class _Builder:
         )
 
     def open_carries(
-        self, inits: Sequence[Operand], carries: Sequence[int], here: _Surroundings
+        self, inits: Sequence[Operand], carries: Sequence[int], here: _Context
     ) -> list[int]:
-        """A MERGE node per carry; its last operand, the body's result, is put in later."""
+        """Add a MERGE node per carry; `close_carries` adds its last operand, the body's result."""
         first = len(self.nodes)
         for init, carry in zip(inits, carries, strict=True):
             self.merge("carry", [self.read(init)] if isinstance(init, int) else [], carry, here)
@@ -431,10 +429,8 @@ class _Builder:
                     rule = _linear(rule)
                 self.nodes[index] = replace(node, operands=operands, rule=rule)
 
-    def finish_carry(
-        self, carry: int, result: int, addition: Equation, here: _Surroundings
-    ) -> None:
-        """What a loop added up is reduced once, after it."""
+    def finish_carry(self, carry: int, result: int, addition: Equation, here: _Context) -> None:
+        """Reduce a sum that a loop added up, once, after the loop."""
         self.nodes.append(
             Node(
                 NodeKind.FINISH,
@@ -448,12 +444,12 @@ class _Builder:
             )
         )
 
-    def merge(self, name: str, operands: list[int], result: int, here: _Surroundings) -> None:
+    def merge(self, name: str, operands: list[int], result: int, here: _Context) -> None:
         rule = _identity(self.values[result].shape, len(operands))
         self.nodes.append(Node(NodeKind.MERGE, name, rule, tuple(operands), (result,), here.weight))
 
-    def while_loop(self, equation: Equation, here: _Surroundings, index: int) -> int:
-        """The number of trips is not known; one is counted."""
+    def while_loop(self, equation: Equation, here: _Context, index: int) -> int:
+        """The number of trips is unknown; it counts as one."""
         condition, body = equation.bodies
         cond_consts = equation.params["cond_nconsts"]
         num_consts = cond_consts + equation.params["body_nconsts"]
@@ -476,7 +472,7 @@ class _Builder:
         self.alias.update(zip(equation.results, carries, strict=True))
         return index
 
-    def cond(self, equation: Equation, here: _Surroundings, index: int) -> int:
+    def cond(self, equation: Equation, here: _Context, index: int) -> int:
         for branch in equation.bodies:
             for operand, value in zip(equation.operands[1:], branch.inputs, strict=True):
                 if isinstance(operand, int):
@@ -491,13 +487,13 @@ class _Builder:
         return index
 
 
-# -- parts that many values and nodes share, so that they are made once
+# -- rules and values that many nodes share, cached
 
 
 _identity = lru_cache(maxsize=4096)(identity_rule)
 
 
-def _type(aval: Any) -> tuple[tuple[int, ...], Any]:
+def _type(aval: ShapedArray) -> tuple[tuple[int, ...], Any]:
     return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
 
 
@@ -524,7 +520,8 @@ def _not_linear(rule: Rule) -> Rule:
 
 @lru_cache(maxsize=4096)
 def _stacking_rule(slice_shape: tuple[int, ...], stack: bool) -> Rule:
-    """A slice taken from, or put into, a stack along a new leading dimension."""
+    """The rule for reading a slice from, or writing it into, a stack along a new leading
+    dimension."""
     rule = identity_rule(slice_shape)
     (dims,) = rule.results
     ends = ((dims,), (((), *dims),))
@@ -538,28 +535,3 @@ def _without_constants(equation: Equation, rule: Rule) -> Rule:
         return rule
     operands = tuple(d for d, on in zip(rule.operands, present, strict=True) if on)
     return replace(rule, operands=operands, linear=False)
-
-
-def _completed(
-    node: Node,
-    touched: tuple[float, ...],
-    batch_factor: int | None,
-    traffic: Traffic | None,
-) -> Node:
-    return Node(
-        node.kind,
-        node.name,
-        node.rule,
-        node.operands,
-        node.results,
-        node.weight,
-        node.flops,
-        touched,
-        node.module,
-        node.region,
-        node.equation,
-        batch_factor,
-        node.signature,
-        node.work,
-        traffic,
-    )

@@ -5,9 +5,9 @@ that op's rule as it is. One that lowers to several takes their composition: a u
 dimensions of all values between, in which a dimension of an operand and one of a result share a
 factor if a chain of ops ties them.
 
-Ops without a rule of Shardy's are in the tables below: ops that make their result from nothing
-(constants, iota) and elementwise ops of the chlo dialect. Any other is reported, and its equation
-is replicated.
+Shardy has no rule for some ops. The tables below hold those we know: ops without operands
+(constants, iota) and elementwise ops of the chlo dialect. Any other op is reported, and its
+equation is replicated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.graph import Rule
@@ -25,7 +26,7 @@ from autopar.ir.program import Constant, Equation
 
 _SOURCES = ("stablehlo.constant", "stablehlo.iota", "stablehlo.create_token")
 _TIED_OPS = ("stablehlo.optimization_barrier",)
-# Elementwise although Shardy says nothing of them: operands of the result's shape split with it.
+# Elementwise, but without a rule in Shardy: operands of the result's shape are split with it.
 _ELEMENTWISE_DIALECT = "chlo."
 _NOT_ELEMENTWISE_CHLO = ("chlo.top_k", "chlo.scan", "chlo.ragged_dot")
 _RULE = "sdy.sharding_rule"
@@ -40,8 +41,8 @@ Dims = list[tuple[int, ...]]  # the factors of each dimension of a value
 
 @dataclass(frozen=True)
 class RuledEquation:
-    """A rule, and the StableHLO ops of the equation that had none (then nothing is split); or what
-    else the user should know of how it runs."""
+    """An equation's rule, and what the user should know about it: the StableHLO ops that have no
+    rule (then nothing is split), or a note on how it runs."""
 
     rule: Rule
     unruled_ops: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class RuledEquation:
 
     @property
     def warning(self) -> str:
-        """What the plan says of the equation, if anything."""
+        """The plan's warning about the equation, or an empty string."""
         if self.note or not self.unruled_ops:
             return self.note
         return (
@@ -60,15 +61,15 @@ class RuledEquation:
 
 def compose_rule(
     equation: Equation,
-    avals: Sequence[Any],
+    avals: Sequence[ShapedArray],
     arguments: Sequence[Any],
     outputs: Sequence[Any],
     functions: dict[str, Any],
 ) -> RuledEquation:
-    """The rule of an equation, of which `arguments` and `outputs` are the SSA values, constant
-    operands left out; `functions` are the module's, by name."""
+    """The rule of an equation whose SSA values are `arguments` (without constant operands) and
+    `outputs`; `functions` are the module's functions by name."""
     operand_avals = [o.aval if isinstance(o, Constant) else avals[o] for o in equation.operands]
-    # A reshape alone has operand dimensions of several factors, so its own rule is taken.
+    # The dimensions of a lone reshape's operand may have several factors, so its rule stays as is.
     single = _single_op(arguments, outputs)
     if single is not None and (parsed := _rule_of(single)) is not None:
         rule = _direct(equation, avals, parsed, operand_avals)
@@ -87,9 +88,9 @@ def compose_rule(
 
 
 def replicated_rule(operands: Sequence[Any], results: Sequence[Any]) -> Rule:
-    """The rule of an op nobody knows: nothing may be split."""
+    """The rule of an unknown op: nothing may be split."""
 
-    def whole(avals: Sequence[Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def whole(avals: Sequence[ShapedArray]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         return tuple(((),) * len(getattr(aval, "shape", ())) for aval in avals)
 
     return Rule(whole(operands), whole(results), ())
@@ -210,13 +211,13 @@ class _Composer:
             return tuple(factor_of[n] for n in names if parsed.sizes[n] > 1)
 
         for names_of_dims, dims in zip(parsed.operands, operands, strict=True):
-            for names, own in zip(names_of_dims, dims, strict=True):
-                self.tie(own, factors(names))
+            for names, dim in zip(names_of_dims, dims, strict=True):
+                self.tie(dim, factors(names))
         return [[factors(names) for names in names_of_dims] for names_of_dims in parsed.results]
 
 
 def _with_constants(equation: Equation, dims: Sequence[Any]) -> list[Any]:
-    """Dimensions of every operand, given those of the operands that are not constant."""
+    """The dimensions of every operand, from those of the operands that are not constant."""
     present = iter(dims)
     return [
         ((),) * np.ndim(o.value) if isinstance(o, Constant) else next(present)
@@ -229,12 +230,12 @@ def _finish_rule(
     composer: _Composer,
     operand_dims: list[Dims],
     result_dims: list[Dims],
-    operand_avals: Sequence[Any],
-    avals: Sequence[Any],
+    operand_avals: Sequence[ShapedArray],
+    avals: Sequence[ShapedArray],
 ) -> Rule:
     numbering: dict[int, int] = {}
 
-    def number(dims: Dims, aval: Any) -> tuple[tuple[int, ...], ...]:
+    def number(dims: Dims, aval: ShapedArray) -> tuple[tuple[int, ...], ...]:
         # Dimensions beyond the logical ones (the words of a PRNG key) are not the user's.
         shape = getattr(aval, "shape", ())
         return tuple(
@@ -273,7 +274,10 @@ def _single_op(arguments: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
 
 
 def _direct(
-    equation: Equation, avals: Sequence[Any], parsed: _ParsedRule, operand_avals: Sequence[Any]
+    equation: Equation,
+    avals: Sequence[ShapedArray],
+    parsed: _ParsedRule,
+    operand_avals: Sequence[ShapedArray],
 ) -> Rule:
     names = [n for n, size in parsed.sizes.items() if size > 1]
     index = {n: i for i, n in enumerate(names)}
@@ -288,12 +292,8 @@ def _direct(
         pairs = zip(values, avals, strict=True)
         return tuple(d[: len(getattr(aval, "shape", ()))] for d, aval in pairs)
 
-    taken, made = (
-        {n for dims in values for names in dims for n in names}
-        for values in (parsed.operands, parsed.results)
-    )
     # A factor that a result lost without being a reduction cannot be split (the rows of a solve).
-    fixed = parsed.fixed | (taken - made - parsed.reduction)
+    fixed = parsed.fixed | (parsed.in_operands - parsed.in_results - parsed.reduction)
     return Rule(
         trim(_with_constants(equation, dims(parsed.operands)), operand_avals),
         trim(dims(parsed.results), [avals[r] for r in equation.results]),
@@ -312,23 +312,27 @@ class _ParsedRule:
     reduction: frozenset[str]
     fixed: frozenset[str]
 
+    @property
+    def in_operands(self) -> set[str]:
+        return {n for dims in self.operands for names in dims for n in names}
+
+    @property
+    def in_results(self) -> set[str]:
+        return {n for dims in self.results for names in dims for n in names}
+
 
 def _rule_of(op: Any) -> _ParsedRule | None:
     """Shardy's rule of an op; None if it has none, or one that says nothing."""
     if _RULE not in op.operation.attributes:
         return None
     parsed = _parse_rule(str(op.operation.attributes[_RULE]))
-    taken, made = (
-        {n for dims in values for names in dims for n in names}
-        for values in (parsed.operands, parsed.results)
-    )
     if op.operation.name == "stablehlo.custom_call":
-        if not taken & made:
-            return None  # of a kernel Shardy does not know: nothing has to do with anything
-        parsed = replace(parsed, fixed=parsed.fixed | (made - taken))
+        if not parsed.in_operands & parsed.in_results:
+            return None  # a kernel that Shardy does not know: its rule ties nothing
+        parsed = replace(parsed, fixed=parsed.fixed | (parsed.in_results - parsed.in_operands))
     if op.operation.name == "stablehlo.dynamic_update_slice":
-        # Shardy lets the updated dimension be split, but XLA's partitioner forgets there that a
-        # start beyond the end is clamped: the update is lost (JAX 0.10.2 and 0.12).
+        # Shardy lets the updated dimension be split, but XLA's partitioner then does not clamp a
+        # start beyond the end, and the update is lost (JAX 0.10.2 and 0.12).
         target, update = ({n for names in dims for n in names} for dims in parsed.operands[:2])
         parsed = replace(parsed, fixed=parsed.fixed | (target - update))
     return parsed
@@ -347,8 +351,8 @@ def _parse_rule(text: str) -> _ParsedRule:
         ]
 
     def named(kind: str) -> list[str]:
-        found = re.search(kind + r"=\{(.*?)\}", rest)
-        return _FACTOR.findall(found[1]) if found else []
+        names = re.search(kind + r"=\{(.*?)\}", rest)
+        return _FACTOR.findall(names[1]) if names else []
 
     sizes = {n: int(v) for n, v in re.findall(r"([a-z](?:_\d+)?)=(\d+)", rest)}
     fixed = frozenset(named("need_replication") + named("permutation"))

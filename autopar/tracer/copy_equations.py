@@ -1,15 +1,16 @@
-"""Equations and bodies once more, under new value numbers, as code that is computed again.
+"""Copies of equations under new value numbers, for recomputation: `Equation` → `Equation`.
 
-A program numbers the values of all its bodies in one sequence, so a loop that is copied needs new
-numbers inside as well. Copies are marked in their scope: `regions.region_by_name` then takes them
-for backward equations, and `regions.module_name` still finds the module they belong to.
+A program numbers the values of all its bodies in one sequence, so a copied loop needs new numbers
+inside as well. The scope of a copy is marked: `regions.region_by_name` takes it for a backward
+equation, and `regions.module_name` still finds its module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program
@@ -18,17 +19,17 @@ MARK = "rematted_computation"  # JAX writes it too, for `jax.checkpoint`
 
 
 class Copier:
-    """Copies equations of a program whose values are in `avals`, to which new ones are added."""
+    """Copies equations of a program with the given `avals`, to which it appends new values."""
 
-    def __init__(self, avals: list[Any]) -> None:
+    def __init__(self, avals: list[ShapedArray]) -> None:
         self.avals = avals
 
-    def new_value(self, aval: Any) -> int:
+    def new_value(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def equation(self, equation: Equation, renamed: dict[int, int]) -> Equation:
-        """The equation with operands renamed and new results, which are added to `renamed`."""
+        """The equation with renamed operands and new results; adds the results to `renamed`."""
         operands = rename(equation.operands, renamed)
         bodies = tuple(self.body(body) for body in equation.bodies)
         results = tuple(self.new_value(self.avals[r]) for r in equation.results)
@@ -54,8 +55,8 @@ class Copier:
         return Program(inputs, rename(body.outputs, renamed), equations, self.avals, captured)
 
     def barrier(self, operands: Iterable[int], like: Equation, renamed: dict[int, int]) -> Equation:
-        """One barrier for all operands: what reads its results cannot be computed before all of
-        them are there, nor be merged with what reads the operands."""
+        """One barrier for all operands: readers of its results have to wait for all of them, and
+        the compiler cannot merge them with readers of the operands."""
         operands = tuple(operands)
         results = tuple(self.new_value(self.avals[o]) for o in operands)
         renamed.update(zip(operands, results, strict=True))
@@ -79,8 +80,8 @@ def rename(operands: Iterable[Operand], renamed: Mapping[int, int]) -> tuple[Ope
 def needed_equations(
     equations: Iterable[Equation], wanted: set[int], known: set[int]
 ) -> tuple[list[Equation], set[int]]:
-    """The equations, in their order, that make the wanted values; and the values they read that
-    none of them makes. `known` values are not made again, nor is what an effect gives."""
+    """The equations that compute the wanted values, in order, and the values that they read from
+    others. `known` values are not computed again, nor are results of equations with effects."""
     chosen: list[Equation] = []
     wanted = wanted - known
     for equation in reversed(list(equations)):

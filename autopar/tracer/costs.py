@@ -1,6 +1,6 @@
-"""What nodes cost and where the batch goes: flops, bytes touched, batch factors, deferred values.
+"""Costs of equations and nodes before sharding: flops, bytes, batch factors, deferred values.
 
-All of it is read off the graph before any sharding is known, and kept on nodes and values.
+From equations and the nodes of a graph to numbers that `build` stores on nodes and values.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
+from jax.core import ShapedArray
+
 from autopar import _jax
 from autopar.ir.graph import Node, NodeKind, Value
 from autopar.ir.program import Constant, Equation, Program
 from autopar.tracer.regions import UPDATE
 
-# Ops whose result is its operand's memory.
+# Ops whose result shares its operand's memory.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "copy_p",
     "random_wrap", "random_unwrap", "bitcast_convert_type", _jax.CONSTRAIN,
@@ -28,28 +30,28 @@ UNFUSED = {
     "pallas_call", "argsort", "scan_slice", "scan_stack", "dot_product_attention_fwd_wrapper",
     "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
-# Instructions per element of what is dear to compute; 1 for all else.
+# Instructions per element of expensive ops; all others take 1.
 INSTRUCTIONS = {
     "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,
     "log": 12.0, "log1p": 20.0, "expm1": 20.0, "logistic": 20.0, "sin": 20.0, "cos": 20.0,
     "div": 8.0, "sqrt": 8.0, "rsqrt": 8.0, "threefry2x32": 60.0, "random_bits": 60.0,
 }  # fmt: skip
-# The kernels of fused attention and how many products each is made of.
+# The kernels of fused attention, with the number of products in each.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 _READS_PART = ("gather", "dynamic_slice")  # of their first operand
-_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand has
-# A trip of a scan reads its slice where it lies in the stack, and its results are written to
-# theirs: who makes and who reads them pays, as in a loop that is written out.
+_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand holds
+# A trip of a scan reads its slice in place, and writes its results into the stack: the ops that
+# make and read them pay, as in an unrolled loop.
 _STACKS = ("scan_slice", "scan_stack")
 
 
-def aval_bytes(aval: Any) -> int:
+def aval_bytes(aval: ShapedArray) -> int:
     dtype = getattr(aval, "dtype", None)
     return prod(getattr(aval, "shape", ())) * (getattr(dtype, "itemsize", 0) or 0)
 
 
 def program_flops(program: Program) -> float:
-    """Of all equations, those of loops as often as they run, where that is known."""
+    """The flops of all equations; a loop's body counts once per trip if the trips are known."""
     total = 0.0
     for equation in program.equations:
         if equation.bodies:
@@ -60,7 +62,7 @@ def program_flops(program: Program) -> float:
     return total
 
 
-def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
+def equation_flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
     """Floating point operations: two per multiply-add of a product or convolution, one per
     element of the largest operand or result elsewhere."""
 
@@ -77,7 +79,7 @@ def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
         shape = shape_of(equation.operands[1])
         out_feature = equation.params["dimension_numbers"].rhs_spec[0]
         groups = equation.params["batch_group_count"]
-        # The gradient of a strided convolution reads its operand with zeros between: no work.
+        # The gradient of a strided convolution dilates its operand with zeros, which cost nothing.
         zeros = prod(equation.params["lhs_dilation"])
         return 2.0 * size * prod(shape) / shape[out_feature] / max(groups, 1) / zeros
     if equation.name in _FUSED_ATTENTION:
@@ -90,7 +92,7 @@ def equation_flops(equation: Equation, avals: Sequence[Any]) -> float:
 def touched_bytes(
     node: Node, values: Sequence[Value], in_memory: Collection[int]
 ) -> tuple[float, ...]:
-    """Bytes that a node moves to and from memory: per operand, then per result."""
+    """The bytes that a node moves to and from memory, per operand and then per result."""
     if node.kind is not NodeKind.OP or node.name in VIEWS or node.name in _STACKS:
         return (0.0,) * (len(node.operands) + len(node.results))
     touched = [
@@ -128,19 +130,19 @@ def batch_factors(
             if factor is None:
                 continue
             for value, dims in zip(node.results, node.rule.results, strict=True):
-                for dim, own in enumerate(dims):
-                    if own and own[0] == factor:
+                for dim, dim_factors in enumerate(dims):
+                    if dim_factors and dim_factors[0] == factor:
                         batch_dim[value] = dim
                         break
     return factors
 
 
 def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set[int]:
-    """Values that nothing of weight waits for: those that reach the update by light ops alone
-    (gradients), and those made from state alone (parameters on their way to their use)."""
+    """Values that no heavy op waits for: gradients, which reach the update through light ops alone,
+    and values made from state alone (parameters on their way to their use)."""
     from_state: set[int] = set()
     made: set[int] = set()
-    urgent: set[int] = set()  # read on the way to a product, or round a loop
+    urgent: set[int] = set()  # read on the way to a product, or carried around a loop
     for node in nodes:
         if node.kind is NodeKind.INPUT:
             from_state.update(v for v in node.results if v not in batch_inputs)
@@ -151,9 +153,9 @@ def deferred_values(nodes: Sequence[Node], batch_inputs: Collection[int]) -> set
         made.update(node.results)
     deferred: set[int] = set()
     for node in reversed(nodes):
-        own = [v for v in node.results if v not in urgent]
-        deferred.update(own)
-        waited_for = node.is_heavy or len(own) < len(node.results)
+        not_urgent = [v for v in node.results if v not in urgent]
+        deferred.update(not_urgent)
+        waited_for = node.is_heavy or len(not_urgent) < len(node.results)
         if node.region != UPDATE and waited_for:
             urgent.update(node.operands)
     return deferred | from_state

@@ -193,7 +193,7 @@ class _Flattener:
 
 def _read(env: dict[Any, Operand], atom: Any) -> Operand:
     if isinstance(atom, _jax.Literal):
-        aval: Any = atom.aval
+        aval: ShapedArray = atom.aval
         return Constant(atom.val, aval)
     return env[atom]
 

@@ -118,7 +118,7 @@ def _loop_edges(equation: Equation) -> Iterator[tuple[Operand, Operand]]:
 
 
 def _reaches(edges: dict[int, set[int]], start: int, target: Operand) -> bool:
-    """Whether elementwise updates, as an optimizer makes them, lead from the start to the target."""
+    """Whether elementwise updates, as an optimizer makes them, lead from start to target."""
     if not isinstance(target, int):
         return False
     reached, frontier = {start}, [start]

@@ -1,17 +1,16 @@
-"""What compiled kernels do: from a graph and the values it writes to the `Traffic` of every node.
+"""Memory traffic of compiled kernels: from the nodes of a graph to the `Traffic` of every node.
 
-Every value that is written ends a kernel (`liveness` says which are). The kernel holds the ops
-between it and the written values that it is made from, and reads each of these once, however many
-of its ops use it; an op that several kernels compute again is part of each. As XLA does on GPUs,
-kernels that go over the same large value and do not wait for each other are one: sums of the same
-values, what is kept of an activation beside its result, the updates of a parameter and of its
-moments. So is an elementwise kernel, or a sum over rows, with the one that makes what it reads;
-what only their own ops read is then not written at all.
+Every value written to memory (`liveness` says which) ends a kernel. The kernel consists of the ops
+between that value and the written values it is computed from. It reads each of these once, however
+many of its ops use it; an op that several kernels recompute belongs to each. As XLA does on GPUs,
+kernels merge if they go over the same large value and do not wait for each other: sums of the same
+values, a residual beside an activation's result, the updates of a parameter and of its moments. An
+elementwise kernel, or a sum over rows, also merges with the kernel that makes its operand; a value
+that only the merged kernel reads is then not written at all.
 
-What is read is charged to the first op of the kernel that reads it, what is written to the op that
-makes it, so that it is divided as that op's sharding divides it. Updated state is written although
-it takes no new memory. Products, convolutions and attention kernels have no traffic of their own:
-what they move is part of what they take.
+A read is charged to the first op of the kernel that does it, a write to the op that makes the
+value, so that op's sharding divides it. Updated state is written although it takes no new memory.
+Products, convolutions and attention kernels have no traffic here: their times include it.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from math import prod
 from autopar.ir.graph import Node, NodeKind, Traffic, Value
 from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
 
-_NOTHING = ("scan_slice", "scan_stack", "iota", "random_seed")
+_FREE = ("scan_slice", "scan_stack", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
 _GATHERS = ("gather", "dynamic_slice", "take")
-_LARGEST = 256  # ops of a kernel that are looked at
-_FARTHEST = 64  # kernels between two that might be one that are looked at
-_FEW = 2**16  # elements of values that do not decide what a kernel goes over
+_MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
+_MAX_BETWEEN = 64  # kernels between two that may merge, in the search for a dependence
+_SMALL = 2**16  # elements of a value that is too small to merge kernels
 
 
 @dataclass(eq=False)
 class _Kernel:
-    """`sources`: written values that it reads; `size`: elements of the largest it goes over."""
+    """sources: the written values it reads; size: elements of the largest value it goes over;
+    members: all its ops; roots: those that write."""
 
     first: int
     last: int
@@ -46,8 +46,8 @@ class _Kernel:
 
 
 @dataclass(eq=False)
-class _KernelPart:
-    """What kernels do in one op: bytes per operand and result, by kind of access."""
+class _OpTraffic:
+    """What kernels do in one op: bytes per operand and result, and by kind of access."""
 
     num_bytes: list[float]
     num_kernels: float = 0.0
@@ -62,7 +62,7 @@ def node_traffic(
     in_place: Collection[int | None],
     outputs: Collection[int | None],
 ) -> list[Traffic | None]:
-    """`in_place`: updated state, which is in memory without being new there."""
+    """`in_place`: updated state, which takes over the memory of the old one."""
     return _Kernels(nodes, values, in_memory, in_place, outputs).traffic()
 
 
@@ -85,7 +85,7 @@ class _Kernels:
         for index, node in enumerate(nodes):
             for operand in () if self.is_view(index) else node.operands:
                 self.users.setdefault(self.source(operand), []).append(index)
-        self.parts: dict[int, _KernelPart] = {}
+        self.parts: dict[int, _OpTraffic] = {}
         self.kernels: list[_Kernel] = []
         self.writer: dict[int, _Kernel] = {}  # a written value -> its kernel
         self.readers: dict[int, list[_Kernel]] = {}  # a large written value -> its kernels
@@ -95,7 +95,7 @@ class _Kernels:
         return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
 
     def source(self, value: int) -> int:
-        """What a view is a view of."""
+        """The value that a view is a view of."""
         index = self.producer[value]
         while self.is_view(index) and self.nodes[index].operands:
             value = self.nodes[index].operands[0]
@@ -145,16 +145,16 @@ class _Kernels:
             if value in self.written:
                 self.writer[value] = kernel
         for value in sources:
-            if fuses and self.elements(value) > _FEW:
-                own = self.readers.setdefault(value, [])
-                if kernel not in own:
-                    own.append(kernel)
+            if fuses and self.elements(value) > _SMALL:
+                readers = self.readers.setdefault(value, [])
+                if kernel not in readers:
+                    readers.append(kernel)
 
     def made_from(self, root: int) -> tuple[set[int], set[int]]:
-        """(written values that a root is made from, the ops between)."""
+        """(the written values that a root is computed from, the ops between)."""
         sources: set[int] = set()
         members, frontier = {root}, [root]
-        while frontier and len(members) < _LARGEST:
+        while frontier and len(members) < _MAX_MEMBERS:
             for operand in self.nodes[frontier.pop()].operands:
                 value = self.source(operand)
                 maker = self.producer[value]
@@ -166,19 +166,19 @@ class _Kernels:
         return sources, members
 
     def kernel_for(self, node: Node, sources: set[int], size: int) -> _Kernel | None:
-        """The kernel that computes a root too, if there is one."""
+        """An existing kernel that a root can join, if there is one."""
         joins = self.sums_rows(node) or not node.name.startswith(_REDUCTIONS)
-        tried: list[_Kernel] = []
+        candidates: list[_Kernel] = []
         for value in sources:
-            if self.elements(value) < size or size <= _FEW:
+            if self.elements(value) < size or size <= _SMALL:
                 continue
-            tried += self.readers.get(value, ())
+            candidates += self.readers.get(value, ())
             writer = self.writer.get(value)
             if joins and writer is not None and self.is_elementwise(value):
-                tried.append(writer)
-        for kernel in reversed(tried):
-            alike = kernel.may_grow and kernel.region == node.region and kernel.size == size
-            if alike and not self.waits(sources, kernel, joins):
+                candidates.append(writer)
+        for kernel in reversed(candidates):
+            matches = kernel.may_grow and kernel.region == node.region and kernel.size == size
+            if matches and not self.waits(sources, kernel, joins):
                 return kernel
         return None
 
@@ -187,7 +187,7 @@ class _Kernels:
         return name not in UNFUSED and not name.startswith(_REDUCTIONS)
 
     def waits(self, sources: set[int], kernel: _Kernel, joins: bool) -> bool:
-        """Whether what is made from the sources needs a kernel to have ended."""
+        """Whether a root with these sources has to wait for a kernel to end."""
         frontier = []
         for value in sources:
             writer = self.writer.get(value)
@@ -200,29 +200,29 @@ class _Kernels:
                 frontier.append(writer)
         seen = set(map(id, frontier))
         while frontier:
-            own = frontier.pop()
-            if own is kernel or len(seen) > _FARTHEST:
+            earlier = frontier.pop()
+            if earlier is kernel or len(seen) > _MAX_BETWEEN:
                 return True
-            if own.last < kernel.first:
+            if earlier.last < kernel.first:
                 continue
-            for value in own.sources:
+            for value in earlier.sources:
                 writer = self.writer.get(value)
                 if writer is not None and id(writer) not in seen:
                     seen.add(id(writer))
                     frontier.append(writer)
         return False
 
-    # -- who pays
+    # -- which op is charged
 
-    def part(self, index: int) -> _KernelPart:
+    def part(self, index: int) -> _OpTraffic:
         if index not in self.parts:
             node = self.nodes[index]
-            self.parts[index] = _KernelPart([0.0] * (len(node.operands) + len(node.results)))
+            self.parts[index] = _OpTraffic([0.0] * (len(node.operands) + len(node.results)))
         return self.parts[index]
 
     def charge(self, kernel: _Kernel) -> None:
         first = self.nodes[kernel.first]
-        if first.work is not None or first.name in _NOTHING:
+        if first.work is not None or first.name in _FREE:
             return
         stream = self.stream_of(kernel)
         made = {v for root in kernel.roots for v in self.nodes[root].results}
@@ -236,18 +236,18 @@ class _Kernels:
                     seen.add(value)
                     self.add(part, position, self.read_bytes(node, position, operand), stream)
             for position, value in enumerate(node.results):
-                if value in made and self.is_kept(value, kernel):
+                if value in made and self.is_stored(value, kernel):
                     size = self.written_bytes(node, value)
                     self.add(part, len(node.operands) + position, size, stream)
         self.part(kernel.first).num_kernels += 1.0
 
-    def is_kept(self, value: int, kernel: _Kernel) -> bool:
+    def is_stored(self, value: int, kernel: _Kernel) -> bool:
         if value not in self.written:
             return False
         users = self.users.get(value, ())
         return value in self.is_result or not users or not kernel.members.issuperset(users)
 
-    def add(self, part: _KernelPart, position: int, num_bytes: float, stream: str) -> None:
+    def add(self, part: _OpTraffic, position: int, num_bytes: float, stream: str) -> None:
         part.num_bytes[position] += num_bytes
         part.by_stream[stream] = part.by_stream.get(stream, 0.0) + num_bytes
 
@@ -260,7 +260,7 @@ class _Kernels:
     def written_bytes(self, node: Node, value: int) -> float:
         size = float(self.values[value].num_bytes)
         if _is_in_place(node):
-            # In place: the rest of the array is neither read nor written.
+            # In place: it neither reads nor writes the rest of the array.
             position = 1 if node.name == "dynamic_update_slice" else len(node.operands) - 1
             size = min(size, float(self.values[node.operands[position]].num_bytes))
         return size
@@ -294,9 +294,9 @@ class _Kernels:
         """A reduction that keeps the last dimension."""
         if not node.name.startswith(_REDUCTIONS) or not node.rule.operands:
             return False
-        kept = {f for own in node.rule.results for factors in own for f in factors}
+        in_results = {f for dims in node.rule.results for factors in dims for f in factors}
         last = next((factors for factors in reversed(node.rule.operands[0]) if factors), ())
-        return any(f in kept for f in last)
+        return any(f in in_results for f in last)
 
     def moves_last(self, node: Node) -> bool:
         return node.rule.operands[0][-1:] != node.rule.results[0][-1:]

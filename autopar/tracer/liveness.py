@@ -1,19 +1,19 @@
-"""Which values of a graph take memory, and from when to when: `Liveness`, before any sharding.
+"""Which values take memory, and when: from the nodes of a graph to its `Liveness`, before sharding.
 
-Time is the position of a node in the graph, except in the update, which the compiler interleaves
-with the backward pass: an update runs as soon as its operands are there, and so frees its
-gradient. Four things are modelled on how XLA compiles for GPUs:
+Time is the position of a node in the graph. The update is an exception: the compiler interleaves it
+with the backward pass, so an update runs as soon as its operands exist, and frees its gradient.
+The model follows how XLA compiles for GPUs:
 
 - *Fusion.* The result of a product, reduction or gather is written to memory; an elementwise value
-  is written if such an op reads it. Otherwise it is computed again by each of its readers, if that
-  moves fewer bytes than writing it once (`is_written`); then what it is made from must live until
-  its last reader runs, which is how few activations survive until the backward pass.
-- *Views.* A reshape, a barrier or a use is no memory of its own.
-- *Donation.* Updated state takes the place of the old one, and an elementwise result that of what
-  it is the last to read (`reuse_buffers`).
-- *Order.* Kernels of convolutions are kept in the order that the library wants (`turned_kernels`).
+  is written if such an op reads it. Otherwise each reader recomputes it, if that moves fewer bytes
+  than writing it once (`is_written`). Its sources then have to live until its last reader runs,
+  which is why few activations survive until the backward pass.
+- *Views.* A reshape, a barrier or a use has no memory of its own.
+- *Donation.* Updated state takes over the buffer of the old state, and an elementwise result that
+  of an operand it is the last to read (`reuse_buffers`).
+- *Order.* Convolution kernels stay in the order that the library wants (`transposed_kernels`).
 
-What a loop reads lives until its end, what it stacks lives from its start on.
+A value that a loop reads lives until the loop's end; a stack that it writes, from the loop's start.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
     "argmin", "reduce_xor", "reduce",
 }  # fmt: skip
-# Unfused by name, yet XLA takes the slice inside of its reader.
+# In `UNFUSED`, but XLA takes the slice inside its reader.
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
-# What is this dear and needed in both passes has at least so many readers: one forward, and in the
-# backward pass the slope and what it is multiplied with.
-_TOO_DEAR = 20.0
+# A value this expensive (in instructions per element) that both passes need has at least this many
+# readers: one forward, and backward the slope and its factors.
+_EXPENSIVE = 20.0
 _CROSSING_READERS = 4
-_FAR = 32
+_MAX_SEEN = 32  # values, in a search through elementwise readers
 
 
 def find_lives(
@@ -47,8 +47,8 @@ def find_lives(
     in_place: Collection[int | None],
     loops: Sequence[tuple[int, int]],
 ) -> Liveness:
-    """`in_place`: outputs that take over the buffer of an input; `loops`: half-open ranges of the
-    nodes of each loop, outer ones before the loops in them."""
+    """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
+    nodes of each loop, outer loops first."""
     return _Sweep(nodes, values, outputs, in_place, loops).lives()
 
 
@@ -78,9 +78,9 @@ class _Sweep:
         }
         self.times = self.schedule()
         self.readers: dict[int, list[_Reader]] = {}
-        self.made_from: dict[int, frozenset[int]] = {}  # written values that a written one reads
-        self.turned: set[int] = set()  # written elementwise, and transposed on the way
-        self.in_place -= self.transposed()
+        self.made_from: dict[int, frozenset[int]] = {}  # written value -> written ones it reads
+        self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
+        self.in_place -= self.transposed_state()
 
     def schedule(self) -> list[int]:
         times: list[int] = []
@@ -103,38 +103,40 @@ class _Sweep:
                 times[index] = first_read.get(node.results[0], index)
         return times
 
-    def transposed(self) -> set[int]:
+    def transposed_state(self) -> set[int]:
         """State that is not updated in place: its gradient comes from a batched product with its
         dimensions in another order, and XLA computes the whole update in that order."""
-        found: set[int] = set()
+        transposed: set[int] = set()
         for node in self.nodes:
-            turned = node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
-            if turned and node.region != UPDATE:
-                found.update(node.results)
+            if self.is_transpose(node) and node.region != UPDATE:
+                transposed.update(node.results)
                 continue
             passes = node.region == UPDATE or self.is_view(node)
             passes = passes or node.name == "convert_element_type"
-            if passes and any(v in found for v in node.operands):
-                found.update(node.results)
-        return {v for v in found if v in self.in_place and len(self.values[v].shape) > 2}
+            if passes and any(v in transposed for v in node.operands):
+                transposed.update(node.results)
+        return {v for v in transposed if v in self.in_place and len(self.values[v].shape) > 2}
+
+    def is_transpose(self, node: Node) -> bool:
+        return node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
 
     def finished(self, value: int) -> int:
-        """The value itself, or what its partial sums are finished to: one buffer."""
+        """The value itself, or the result of its partial sums, which shares its buffer."""
         return self.finish_of.get(value, value)
 
-    # -- what is in memory
+    # -- which values are in memory
 
     def find_readers(self) -> None:
-        """Readers of every value, those of its views among them."""
+        """The readers of every value, including those of its views."""
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             is_view = self.is_view(node)
             for value in node.operands:
-                found = self.readers.setdefault(value, [])
+                readers = self.readers.setdefault(value, [])
                 if is_view:
-                    found += (r for v in node.results for r in self.readers.get(v, ()))
+                    readers += (r for v in node.results for r in self.readers.get(v, ()))
                 else:
-                    found.append(_Reader(index, self.is_unfused(node)))
+                    readers.append(_Reader(index, self.is_unfused(node)))
 
     def is_view(self, node: Node) -> bool:
         return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
@@ -148,29 +150,28 @@ class _Sweep:
         written: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         work: dict[int, float] = {}  # instructions per element since the sources
-        turned: set[int] = set()  # fused values that are transposed on the way from the sources
+        transposed: set[int] = set()  # fused values with a transpose since the sources
         for node in self.nodes:
             made_from: frozenset[int] = frozenset()
             if node.kind is not NodeKind.INPUT:
                 made_from = frozenset().union(
                     *(sources.get(v, frozenset((v,))) for v in node.operands)
                 )
-            own = 0.0 if self.is_view(node) else INSTRUCTIONS.get(node.name, 1.0)
-            own += sum(work.get(v, 0.0) for v in node.operands)
-            turns = node.name == "transpose" and len(self.values[node.results[0]].shape) > 2
-            turns = turns or any(v in turned for v in node.operands)
+            instructions = 0.0 if self.is_view(node) else INSTRUCTIONS.get(node.name, 1.0)
+            instructions += sum(work.get(v, 0.0) for v in node.operands)
+            transposes = self.is_transpose(node) or any(v in transposed for v in node.operands)
             for value in node.results:
-                if self.is_written(node, value, made_from, own):
+                if self.is_written(node, value, made_from, instructions):
                     written.add(value)
                     sources[value] = frozenset((value,))
                     self.made_from[value] = made_from
-                    if turns and not self.is_unfused(node) and node.name not in _REDUCTIONS:
-                        self.turned.add(value)
+                    if transposes and not self.is_unfused(node) and node.name not in _REDUCTIONS:
+                        self.transposed.add(value)
                 else:
                     sources[value] = made_from
-                    work[value] = own
-                    if turns and node.name not in _REDUCTIONS:
-                        turned.add(value)
+                    work[value] = instructions
+                    if transposes and node.name not in _REDUCTIONS:
+                        transposed.add(value)
         return written
 
     def is_written(self, node: Node, value: int, made_from: frozenset[int], work: float) -> bool:
@@ -179,8 +180,8 @@ class _Sweep:
         if self.is_view(node):
             return False
         readers = self.readers.get(value, [])
-        held = self.finished(value)
-        if held in self.outputs and held not in self.in_place:
+        finished = self.finished(value)
+        if finished in self.outputs and finished not in self.in_place:
             return True
         if not readers or all(self.nodes[r.node].kind is NodeKind.INPUT for r in readers):
             return False
@@ -189,22 +190,21 @@ class _Sweep:
             return True
         if node.name in _REDUCTIONS:
             return True
-        # Compute it again in each reader, or write it once and read it back?
+        # Recompute it in each reader, or write it once and read it back?
         size = self.values[value].num_bytes
         source_bytes = sum(self.values[v].num_bytes for v in made_from)
         elements = prod(self.values[value].shape)
-        again = source_bytes + work * elements / INSTRUCTIONS_PER_BYTE
+        recompute = source_bytes + work * elements / INSTRUCTIONS_PER_BYTE
         count = len({r.node for r in fused})
-        if INSTRUCTIONS.get(node.name, 1.0) >= _TOO_DEAR and self.crosses(value):
+        if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self.crosses(value):
             count = max(count, _CROSSING_READERS)
-        return (count - 1) * again > (count + 1) * size
+        return (count - 1) * recompute > (count + 1) * size
 
     def crosses(self, value: int) -> bool:
-        """Whether a forward value is read by the backward pass, at once or through others that
-        are made from it elementwise."""
+        """Whether the backward pass reads a forward value, directly or through elementwise ops."""
         frontier, seen = [value], {value}
         region = self.nodes[self.producer[value]].region
-        while frontier and len(seen) < _FAR:
+        while frontier and len(seen) < _MAX_SEEN:
             for reader in self.readers.get(frontier.pop(), ()):
                 node = self.nodes[reader.node]
                 if node.region != region:
@@ -214,10 +214,10 @@ class _Sweep:
                     seen.update(node.results)
         return False
 
-    # -- how long
+    # -- how long they live
 
     def last_needed(self, written: set[int]) -> tuple[list[int], dict[int, int]]:
-        """(per node: until when what it reads is needed; per value: until when it is)."""
+        """(per node, until when its operands are needed; per value, until when it is needed)."""
         node_ends = [0] * len(self.nodes)
         ends: dict[int, int] = {}
         for index in range(len(self.nodes) - 1, -1, -1):
@@ -229,53 +229,53 @@ class _Sweep:
             for value in node.operands:
                 self.extend(ends, value, self.after_loops(value, index, end))
         for index, node in enumerate(self.nodes):
-            if node.kind is NodeKind.MERGE:  # a carry reads what its loop's body makes later
+            if node.kind is NodeKind.MERGE:  # a carry reads a later result of its loop's body
                 for value in node.operands:
                     if self.producer[value] > index:
                         loop = self.loop_of(index + 1) or (index, index + 1)
                         self.extend(ends, value, loop[1] - 1)
         return node_ends, ends
 
-    def made_again(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
-        """Lives in the backward pass of forward values that are not kept: where an elementwise
-        value is transposed on the way, each pass writes it in the order that its products want,
-        and only what it is made from is kept."""
-        found: list[Life] = []
-        for value in self.turned:
+    def recomputed_lives(self, node_ends: list[int], ends: dict[int, int]) -> list[Life]:
+        """Lives, in the backward pass, of forward values that are recomputed there: each pass
+        writes a transposed elementwise value in the order that its products want, and only its
+        sources survive in between."""
+        lives: list[Life] = []
+        for value in self.transposed:
             region = self.nodes[self.producer[value]].region
             readers = [r.node for r in self.readers.get(value, ())]
-            own = [i for i in readers if self.nodes[i].region == region]
-            others = [i for i in readers if self.nodes[i].region != region]
-            if not own or not others or self.finished(value) in self.outputs:
+            same_pass = [i for i in readers if self.nodes[i].region == region]
+            other_pass = [i for i in readers if self.nodes[i].region != region]
+            if not same_pass or not other_pass or self.finished(value) in self.outputs:
                 continue
-            start = min(self.times[i] for i in others)
-            found.append(Life(self.finished(value), start, max(node_ends[i] for i in others)))
-            ends[value] = max(node_ends[i] for i in own)
+            start = min(self.times[i] for i in other_pass)
+            lives.append(Life(self.finished(value), start, max(node_ends[i] for i in other_pass)))
+            ends[value] = max(node_ends[i] for i in same_pass)
             for source in self.made_from[value]:
                 self.extend(ends, source, start)
-        return found
+        return lives
 
     def reuse_buffers(self, ends: dict[int, int]) -> None:
-        """An elementwise result takes over the buffer of an operand of its size that it is the
-        last to read, unless its kernel also sums that up (`is_summed_with`)."""
+        """An elementwise result takes over the buffer of an operand of equal size if it is the last
+        to read it, unless its kernel also sums up that operand (`is_summed_with`)."""
         for value, made_from in self.made_from.items():
             node = self.nodes[self.producer[value]]
             if node.kind is not NodeKind.OP or node.name in UNFUSED or node.name in _REDUCTIONS:
                 continue
             time = self.times[self.producer[value]]
             for source in made_from:
-                is_kept = self.nodes[self.producer[source]].kind is NodeKind.INPUT
+                is_input = self.nodes[self.producer[source]].kind is NodeKind.INPUT
                 same_size = self.values[source].num_bytes == self.values[value].num_bytes
-                if not is_kept and same_size and ends.get(source) == time:
+                if not is_input and same_size and ends.get(source) == time:
                     if not self.is_summed_with(value, source):
                         ends[source] = time - 1
                     break
 
     def is_summed_with(self, value: int, source: int) -> bool:
-        """Whether what an elementwise value is made from is also summed up in the same kernel: by a
-        reduction that neither waits for the other. Then threads read what others write, and each
-        needs a buffer of its own. (The logits, their gradient and the pick of the target's logit.)
-        A value that is itself summed up is in one kernel with that sum instead."""
+        """Whether the same kernel also sums up a source of an elementwise value: the reduction and
+        the value do not wait for each other. Then threads would read what others overwrite, and
+        each needs its own buffer (the logits, their gradient and the pick of the target's logit).
+        A value that is itself summed up shares a kernel with that sum instead."""
         if any(self.nodes[index].name in _REDUCTIONS for index in self.fused_readers(value)):
             return False
         made = self.producer[value]
@@ -285,9 +285,9 @@ class _Sweep:
         )
 
     def fused_readers(self, value: int) -> Iterator[int]:
-        """Nodes that read a value, at once or through a few elementwise ones."""
+        """Nodes that read a value, directly or through a few elementwise ones."""
         frontier, seen = [value], {value}
-        while frontier and len(seen) < _FAR:
+        while frontier and len(seen) < _MAX_SEEN:
             for reader in self.readers.get(frontier.pop(), ()):
                 node = self.nodes[reader.node]
                 if reader.unfused:
@@ -298,7 +298,7 @@ class _Sweep:
                     seen.update(node.results)
 
     def waits_for(self, node: int, earlier: int) -> bool:
-        """Whether a node reads what another makes, through any others."""
+        """Whether a node depends on another."""
         frontier, seen = [earlier], {earlier}
         while frontier:
             for value in self.nodes[frontier.pop()].results:
@@ -310,33 +310,33 @@ class _Sweep:
                         frontier.append(reader.node)
         return False
 
-    def turned_kernels(self, ends: dict[int, int]) -> list[Life]:
-        """Copies of convolutions' kernels: XLA turns what is given as it is into the order that
-        its library wants, and keeps that for the backward pass. A kernel that is cast before is
-        cast into that order."""
-        found: dict[int, Life] = {}
+    def transposed_kernels(self, ends: dict[int, int]) -> list[Life]:
+        """Copies of convolution kernels: XLA transposes a kernel that is an input into the order
+        that its library wants, and keeps the copy for the backward pass. A cast writes its kernel
+        in that order anyway."""
+        copies: dict[int, Life] = {}
         for index, node in enumerate(self.nodes):
             if node.name != "conv_general_dilated" or node.region == UPDATE:
                 continue
             kernel = node.operands[1]
-            made = self.nodes[self.producer[kernel]]
-            while self.is_view(made):
-                made = self.nodes[self.producer[made.operands[0]]]
-            if made.kind is NodeKind.INPUT and kernel not in found:
+            source = self.nodes[self.producer[kernel]]
+            while self.is_view(source):
+                source = self.nodes[self.producer[source.operands[0]]]
+            if source.kind is NodeKind.INPUT and kernel not in copies:
                 start = self.times[index]
-                found[kernel] = Life(kernel, start, max(ends[kernel], start))
-        return list(found.values())
+                copies[kernel] = Life(kernel, start, max(ends[kernel], start))
+        return list(copies.values())
 
     def extend(self, ends: dict[int, int], value: int, end: int) -> None:
         ends[value] = max(ends.get(value, -1), end)
 
     def after_loops(self, value: int, reader: int, end: int) -> int:
-        """What comes from outside of a loop is read in every trip."""
-        made = self.producer[value]
+        """When a value was last read: a loop reads values from outside in every trip."""
+        producer = self.producer[value]
         if self.nodes[reader].kind is NodeKind.MERGE:  # a carry's first value: taken over
             return end
         for start, stop in self.loops:
-            if made < start <= reader < stop:
+            if producer < start <= reader < stop:
                 return max(end, stop - 1)
         return end
 
@@ -349,13 +349,13 @@ class _Sweep:
         self.find_readers()
         written = self.written_values()
         node_ends, ends = self.last_needed(written)
-        found = self.made_again(node_ends, ends) + self.turned_kernels(ends)
+        lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
         self.reuse_buffers(ends)
         last = len(self.nodes)
         for index, node in enumerate(self.nodes):
             for value in node.results:
                 if node.kind is NodeKind.INPUT:
-                    found.append(Life(value, 0, last))
+                    lives.append(Life(value, 0, last))
                     continue
                 if value not in written or self.finished(value) in self.in_place:
                     continue
@@ -367,13 +367,13 @@ class _Sweep:
                 elif node.kind is NodeKind.MERGE:
                     loop = self.loop_of(index + 1)
                     end = max(end, loop[1] - 1 if loop else end)
-                held = self.finished(value)
-                if held in self.outputs:
+                finished = self.finished(value)
+                if finished in self.outputs:
                     end = last
                 if end >= start:
-                    found.append(Life(held, start, end))
+                    lives.append(Life(finished, start, end))
         in_memory = set(written)
         for node in self.nodes:
             if self.is_view(node) and in_memory.issuperset(node.operands):
                 in_memory.update(node.results)
-        return Liveness(tuple(found), tuple(self.times), tuple(node_ends), frozenset(in_memory))
+        return Liveness(tuple(lives), tuple(self.times), tuple(node_ends), frozenset(in_memory))

@@ -1,13 +1,15 @@
-"""What a product, a convolution or an attention kernel is, as far as its time depends on it.
+"""Sizes of products, convolutions and attention kernels: from an `Equation` to an `OpSize`.
 
-From an equation to `OpSize`: which dimensions of its operands are which size.
+An `OpSize` says which dimensions of the operands and results are its rows, columns and so on: all
+that the time of such an op depends on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.graph import OpSize
@@ -16,8 +18,8 @@ from autopar.ir.program import Equation
 _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 
 
-def equation_work(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
-    """None for all other equations, and where one of the two operands is a constant."""
+def equation_work(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | None:
+    """None for any other equation, and if one of the first two operands is a constant."""
     if not all(isinstance(operand, int) for operand in equation.operands[:2]):
         return None
     if equation.name == "dot_general":
@@ -29,20 +31,20 @@ def equation_work(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
     return None
 
 
-def _product(equation: Equation, avals: Sequence[Any]) -> OpSize:
+def _product(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize:
     (contracting, right_contracting), (batch, right_batch) = equation.params["dimension_numbers"]
     ndims = [len(shape) for shape in _shapes(equation, avals)]
     rows = [d for d in range(ndims[0]) if d not in (*contracting, *batch)]
     columns = [d for d in range(ndims[1]) if d not in (*right_contracting, *right_batch)]
     return OpSize(
         "product",
-        (_of(0, batch), _of(0, rows), _of(1, columns), _of(0, contracting)),
+        (_dims_of(0, batch), _dims_of(0, rows), _dims_of(1, columns), _dims_of(0, contracting)),
     )
 
 
-def _convolution(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
-    """Gradients are convolutions as well: that of the kernel has the windows as its result, that of
-    a strided input has zeros between its rows."""
+def _convolution(equation: Equation, avals: Sequence[ShapedArray]) -> OpSize | None:
+    """Gradients are convolutions too: the kernel's gradient has windows as its result, the gradient
+    of a strided input has zeros between its rows."""
     params = equation.params
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return None
@@ -53,30 +55,49 @@ def _convolution(equation: Equation, avals: Sequence[Any]) -> OpSize | None:
     def size(position: int, spec: Sequence[int]) -> int:
         return prod(shapes[position][d] for d in spec[2:])
 
-    # images, positions of a result, in and out channels, the window
+    # dims: images, positions of a result, in and out channels, the window
     if size(1, right) > size(2, out):
-        dims = (_of(0, left[1:2]), _of(1, right[2:]), _of(0, left[:1]), _of(2, out[1:2]))
-        return OpSize("kernel-gradient", (*dims, _of(2, out[2:])))
+        dims = (
+            _dims_of(0, left[1:2]),
+            _dims_of(1, right[2:]),
+            _dims_of(0, left[:1]),
+            _dims_of(2, out[1:2]),
+        )
+        return OpSize("kernel-gradient", (*dims, _dims_of(2, out[2:])))
     if prod(params["lhs_dilation"]) > 1:
-        dims = (_of(0, left[:1]), _of(0, left[2:]), _of(2, out[1:2]), _of(0, left[1:2]))
-        return OpSize("input-gradient", (*dims, _of(1, right[2:])))
-    dims = (_of(2, out[:1]), _of(2, out[2:]), _of(0, left[1:2]), _of(2, out[1:2]))
-    return OpSize("forward", (*dims, _of(1, right[2:])))
+        dims = (
+            _dims_of(0, left[:1]),
+            _dims_of(0, left[2:]),
+            _dims_of(2, out[1:2]),
+            _dims_of(0, left[1:2]),
+        )
+        return OpSize("input-gradient", (*dims, _dims_of(1, right[2:])))
+    dims = (
+        _dims_of(2, out[:1]),
+        _dims_of(2, out[2:]),
+        _dims_of(0, left[1:2]),
+        _dims_of(2, out[1:2]),
+    )
+    return OpSize("forward", (*dims, _dims_of(1, right[2:])))
 
 
 def _attention(equation: Equation) -> OpSize:
-    """Queries and keys are (batch, length, heads, head size), or heads before length. Of constants
-    and operands that are not there, nothing is asked."""
+    """Queries and keys are (batch, length, heads, head size), or heads before length."""
     length, heads = (1, 2) if equation.params["layout"] == 0 else (2, 1)
     is_causal = getattr(equation.params["mask_type"], "name", "") in _CAUSAL
     kind = "attention" if equation.name == _jax.FUSED_ATTENTION[0] else "attention-gradient"
-    dims = (_of(0, (0, heads)), _of(0, (length,)), _of(1, (length,)), _of(0, (3,)))
+    dims = (
+        _dims_of(0, (0, heads)),
+        _dims_of(0, (length,)),
+        _dims_of(1, (length,)),
+        _dims_of(0, (3,)),
+    )
     return OpSize(kind, dims, is_causal)
 
 
-def _shapes(equation: Equation, avals: Sequence[Any]) -> list[tuple[int, ...]]:
+def _shapes(equation: Equation, avals: Sequence[ShapedArray]) -> list[tuple[int, ...]]:
     return [tuple(avals[v].shape) for v in (*equation.inputs, *equation.results)]
 
 
-def _of(position: int, dims: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _dims_of(position: int, dims: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((position, d) for d in dims)

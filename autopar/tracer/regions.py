@@ -1,9 +1,10 @@
-"""Which part of the step an equation belongs to, read from JAX's own name stacks.
+"""Regions of a step, forward, backward or update: from a `Program` to the region of each equation.
 
-`jvp(GPT)/Block_0/Dense_1` is the forward pass of a module, `transpose(jvp(GPT))/Block_0/Dense_1`
-its backward pass. Plain JAX code has the transformations in its stack too, only no module names.
-Equations without either go by data flow: what depends on a gradient is the optimizer's update, and
-so is what feeds the update alone (weight decay, schedules, step counters).
+JAX's name stacks tell most: `jvp(GPT)/Block_0/Dense_1` is the forward pass of a module,
+`transpose(jvp(GPT))/Block_0/Dense_1` its backward pass. Plain JAX code has the transformations in
+its stack too, only no module names. Equations without either go by data flow: what depends on a
+gradient is the optimizer's update, and so is what feeds only the update (weight decay, schedules,
+step counters).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NOISE = ("checkpoint", "rematted_computation")
 
 
 def region_by_name(scope: str) -> str | None:
-    """The region that the transformations in a scope tell; None if there are none."""
+    """The region according to the transformations in a scope; None without any."""
     if "transpose(" in scope:
         return BACKWARD
     return FORWARD if "jvp(" in scope else None
@@ -30,7 +31,7 @@ def region_by_name(scope: str) -> str | None:
 
 @lru_cache(maxsize=65536)
 def module_name(scope: str) -> str:
-    """The user's own module path: transformations stripped, `GPT/Block_0/Dense_1` left."""
+    """The user's module path, without transformations: `GPT/Block_0/Dense_1`."""
     previous = None
     while previous != scope:
         previous, scope = scope, _WRAPPER.sub(r"\1", scope)
@@ -41,9 +42,9 @@ def module_name(scope: str) -> str:
 def _has_backward(loop: Equation) -> bool:
     """A loop around a whole step (gradient accumulation) has backward passes in its body."""
     return any(
-        region_by_name(e.scope) == BACKWARD or _has_backward(e)
+        region_by_name(equation.scope) == BACKWARD
         for body in loop.bodies
-        for e in body.equations
+        for equation in body.all_equations()
     )
 
 
@@ -62,8 +63,8 @@ def equation_regions(program: Program) -> list[str]:
         elif not after_gradient.isdisjoint(equation.inputs):
             after_gradient.update(equation.results)
             regions[index] = UPDATE
-    # What is left feeds the update, or the passes, or goes straight to the result: then a module's
-    # name makes it a forward pass (metrics), and no name the keeping of state (counters, averages).
+    # The rest feeds the update or the passes, or goes straight to the result. In the last case it
+    # is forward if it has a module's name (metrics), else update (counters, averages).
     read_by_update: set[int] = set()
     read_by_passes: set[int] = set()
     for index in range(len(equations) - 1, -1, -1):
@@ -72,8 +73,8 @@ def equation_regions(program: Program) -> list[str]:
         if region is None:
             feeds_update = not read_by_update.isdisjoint(equation.results)
             feeds_passes = not read_by_passes.isdisjoint(equation.results)
-            kept = feeds_update or not equation.scope
-            region = UPDATE if kept and not feeds_passes else FORWARD
+            is_update = (feeds_update or not equation.scope) and not feeds_passes
+            region = UPDATE if is_update else FORWARD
             regions[index] = region
         readers = read_by_update if region == UPDATE else read_by_passes
         readers.update(equation.inputs)

@@ -1,11 +1,11 @@
-"""Sharding rules for equations, taken from Shardy rather than written by us.
+"""Sharding rules of equations, taken from Shardy: from distinct `Equation`s to `RuledEquation`s.
 
-Every *distinct* equation of the program (primitive, parameters, operand types) is lowered once,
-all of them in one StableHLO module, and Shardy's `sdy-populate-op-sharding-rules` pass writes on
-each op the very rule that the partitioner will follow; `autopar.tracer.compose` reads them. A model
-of a hundred equal layers therefore lowers no more than one of a single layer.
+Every *distinct* equation of the program (primitive, parameters, operand types) is lowered once, all
+in one StableHLO module. Shardy's `sdy-populate-op-sharding-rules` pass writes on each op the rule
+that the partitioner will follow, and `compose` reads it. A model of a hundred equal layers
+therefore lowers no more than one of a single layer.
 
-The exceptions are in `PRIMITIVE_RULES`: primitives whose lowering hides what they are. Random bits
+`PRIMITIVE_RULES` are the exceptions: primitives whose lowering hides their structure. Random bits
 are generated in a loop or a kernel, yet every element is independent.
 """
 
@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.graph import Rule
@@ -25,22 +26,24 @@ from autopar.tracer.compose import RuledEquation, compose_rule, replicated_rule
 from autopar.tracer.halo import has_windows, with_halos
 from autopar.tracer.user_rules import fit_rule, user_rule_of
 
-# Distinct equations that are lowered together.
+# Number of distinct equations lowered together.
 _CHUNK = 512
 
+Avals = list[ShapedArray]
 
-def equation_key(equation: Equation, avals: Sequence[Any]) -> Any:
+
+def equation_key(equation: Equation, avals: Sequence[ShapedArray]) -> Any:
     """Equal keys lower to equal ops. The values of scalar constants do not matter to sharding."""
     operands = tuple(
         (_aval_key(o.aval), "constant") if isinstance(o, Constant) else _aval_key(avals[o])
         for o in equation.operands
     )
-    # A name does not matter either, so that layers may give theirs different ones.
+    # Names do not matter either: layers may use different ones.
     params = {} if equation.name == _jax.CONSTRAIN else equation.params
     return equation.name, _params_key(params), operands
 
 
-def _aval_key(aval: Any) -> Any:
+def _aval_key(aval: ShapedArray) -> Any:
     return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
 
 
@@ -53,40 +56,43 @@ def _params_key(params: dict[str, Any]) -> Any:
     return key
 
 
-def rules_of_equations(equations: Sequence[Equation], avals: Sequence[Any]) -> list[RuledEquation]:
-    """Rules for distinct equations (loops excluded), by one lowering of all of them."""
-    found: dict[int, RuledEquation] = {}
+def rules_of_equations(
+    equations: Sequence[Equation], avals: Sequence[ShapedArray]
+) -> list[RuledEquation]:
+    """Rules of distinct equations (no loops), from one lowering of all of them."""
+    ruled: dict[int, RuledEquation] = {}
     to_lower = []
     for index, equation in enumerate(equations):
-        judge = PRIMITIVE_RULES.get(equation.name)
+        primitive_rule = PRIMITIVE_RULES.get(equation.name)
         operands, results = _avals_of(equation, avals)
-        given = user_rule_of(equation, operands, results) if results else None
-        if given is not None:
-            rule, note = fit_rule(given, equation, operands, results)
-            found[index] = RuledEquation(rule, note=note)
-        elif judge is not None:
-            found[index] = RuledEquation(judge(equation, operands, results))
+        user_rule = user_rule_of(equation, operands, results) if results else None
+        if user_rule is not None:
+            rule, note = fit_rule(user_rule, equation, operands, results)
+            ruled[index] = RuledEquation(rule, note=note)
+        elif primitive_rule is not None:
+            ruled[index] = RuledEquation(primitive_rule(equation, operands, results))
         elif equation.name == "shard_map":
-            # The user's own sharding, on the user's own mesh.
+            # The user's sharding on the user's mesh.
             note = "is entered and left replicated: autopar does not look into it"
-            found[index] = RuledEquation(replicated_rule(operands, results), note=note)
+            ruled[index] = RuledEquation(replicated_rule(operands, results), note=note)
         elif equation.has_effect or not results:
-            # Out of its place an effect cannot be lowered, nor may it be split.
+            # An effect can neither be lowered out of its context nor be split.
             unruled = (equation.name,) if results else ()
-            found[index] = RuledEquation(replicated_rule(operands, results), unruled)
+            ruled[index] = RuledEquation(replicated_rule(operands, results), unruled)
         else:
             to_lower.append(index)
     for start in range(0, len(to_lower), _CHUNK):
         indices = to_lower[start : start + _CHUNK]
-        ruled = _lower_and_read([equations[i] for i in indices], avals)
-        found.update(zip(indices, ruled, strict=True))
-    return [_within_what_xla_can(equations[i], found[i], avals) for i in range(len(equations))]
+        ruled.update(
+            zip(indices, _lower_and_read([equations[i] for i in indices], avals), strict=True)
+        )
+    return [_adjust_for_xla(equations[i], ruled[i], avals) for i in range(len(equations))]
 
 
-def _within_what_xla_can(
-    equation: Equation, ruled: RuledEquation, avals: Sequence[Any]
+def _adjust_for_xla(
+    equation: Equation, ruled: RuledEquation, avals: Sequence[ShapedArray]
 ) -> RuledEquation:
-    """The rule less what XLA is known to get wrong, and with the windows that it can split."""
+    """The rule without splits that XLA gets wrong, and with the windows that it can split."""
     if has_windows(equation) and ruled.rule.sizes:
         operands, results = _avals_of(equation, avals)
         return replace(ruled, rule=with_halos(equation, ruled.rule, operands, results[0]))
@@ -96,16 +102,16 @@ def _within_what_xla_can(
         return ruled
     aval = avals[equation.results[0]]
     if aval.ndim == 1 and str(aval.dtype) in ("int32", "uint32"):
-        # XLA's simplifier takes the product for the computation of an index: a slice of such a
-        # slice loses the factor (JAX 0.10.2 and 0.12).
+        # XLA's simplifier mistakes the product for an index computation: a slice of such a slice
+        # loses the factor (JAX 0.10.2 and 0.12).
         rule = replace(ruled.rule, fixed=frozenset(range(len(ruled.rule.sizes))))
         return replace(ruled, rule=rule)
     return ruled
 
 
-def _without_split_target(equation: Equation, rule: Rule, avals: Sequence[Any]) -> Rule:
-    """A scatter by a single index becomes an update of a slice; in parts of an array that was whole
-    before, those that do not have the index are updated too (JAX 0.10.2, not 0.12)."""
+def _without_split_target(equation: Equation, rule: Rule, avals: Sequence[ShapedArray]) -> Rule:
+    """XLA turns a scatter by a single index into an update of a slice. If the array was whole
+    before and is split here, shards without the index are updated too (JAX 0.10.2, not 0.12)."""
     _, indices, *_ = _avals_of(equation, avals)[0]
     dims = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     if prod(indices.shape[:-1]) != 1:
@@ -120,7 +126,7 @@ def identity_rule(shape: Sequence[int], num_operands: int = 1) -> Rule:
     return Rule((dims[0],) * num_operands, (dims[0],), sizes)
 
 
-def _avals_of(equation: Equation, avals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _avals_of(equation: Equation, avals: Sequence[ShapedArray]) -> tuple[Avals, Avals]:
     operands = [o.aval if isinstance(o, Constant) else avals[o] for o in equation.operands]
     return operands, [avals[r] for r in equation.results]
 
@@ -128,7 +134,7 @@ def _avals_of(equation: Equation, avals: Sequence[Any]) -> tuple[list[Any], list
 def _free_dims(
     shapes: Sequence[Sequence[int]],
 ) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], tuple[int, ...]]:
-    """A factor of its own for every dimension of every shape: (dimensions, factor sizes)."""
+    """A separate factor for every dimension of every shape: (dimensions, factor sizes)."""
     sizes: list[int] = []
     dims_of = []
     for shape in shapes:
@@ -140,22 +146,22 @@ def _free_dims(
     return tuple(dims_of), tuple(sizes)
 
 
-# -- primitives judged by their name
+# -- rules by primitive
 
 
-def _elementwise(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """Dimensions of the operands line up, from the right, with those of the results."""
+def _elementwise(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """The dimensions of the operands line up with those of the results, from the right."""
     del equation
     (dims,), sizes = _free_dims([results[0].shape])
 
     def line_up(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        own = dims[len(dims) - len(shape) :]
-        return tuple(d if size > 1 else () for d, size in zip(own, shape, strict=True))
+        aligned = dims[len(dims) - len(shape) :]
+        return tuple(d if size > 1 else () for d, size in zip(aligned, shape, strict=True))
 
     return Rule(tuple(line_up(a.shape) for a in operands), (dims,) * len(results), sizes)
 
 
-def _generate(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+def _generate(equation: Equation, operands: Avals, results: Avals) -> Rule:
     """The result's dimensions are free and the operands (keys) whole."""
     del equation
     dims, sizes = _free_dims([a.shape for a in results])
@@ -163,9 +169,10 @@ def _generate(equation: Equation, operands: list[Any], results: list[Any]) -> Ru
     return Rule(whole.operands, dims, sizes)
 
 
-def _random_bits(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """Free, as all that is generated. XLA would draw all bits of an rbg key on every device: those
-    are drawn part by part. A generator's count gives several elements of the last dimension."""
+def _random_bits(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """Free, like everything generated. XLA would draw all bits of an rbg key on every device; we
+    draw them shard by shard. One count of the generator gives several elements of the last
+    dimension."""
     rule = _generate(equation, operands, results)
     if operands[0].shape or not _jax.draws_bits_by_philox(operands[0].dtype):
         return rule
@@ -178,92 +185,92 @@ def _random_bits(equation: Equation, operands: list[Any], results: list[Any]) ->
     return Rule(rule.operands, (dims,), sizes, fixed=frozenset(dims[-1][-1:]), local=True)
 
 
-def _keys(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+def _keys(equation: Equation, operands: Avals, results: Avals) -> Rule:
     """Keys are small and stay whole."""
     del equation
     return replicated_rule(operands, results)
 
 
-def _tied(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+def _tied(equation: Equation, operands: Avals, results: Avals) -> Rule:
     """Result k is operand k; they are free of each other."""
     del equation, operands
     dims, sizes = _free_dims([getattr(a, "shape", ()) for a in results])
     return Rule(dims, dims, sizes)
 
 
-def _top_k(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """Every dimension is free but the one that is searched."""
+def _top_k(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """Every dimension is free except the one that is searched."""
     (operand,) = operands
     searched = equation.params.get("axis", -1) % len(operand.shape)
     (dims,), sizes = _free_dims([operand.shape])
-    kept = tuple(() if d == searched else own for d, own in enumerate(dims))
+    result_dims = tuple(() if d == searched else factors for d, factors in enumerate(dims))
     fixed = frozenset(dims[searched])
-    return Rule((dims,), (kept,) * len(results), sizes, fixed=fixed, local=True)
+    return Rule((dims,), (result_dims,) * len(results), sizes, fixed=fixed, local=True)
 
 
-def _fft(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """Dimensions in front of those transformed are free."""
+def _fft(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """The dimensions in front of the transformed ones are free."""
     return _batched(len(equation.params["fft_lengths"]), operands, results)
 
 
-def _factorised(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
+def _factorised(equation: Equation, operands: Avals, results: Avals) -> Rule:
     """A factorisation of matrices: the dimensions in front of rows and columns are free."""
     del equation
     return _batched(2, operands, results)
 
 
-def _batched(num_own: int, operands: list[Any], results: list[Any]) -> Rule:
-    """All have the same leading dimensions, which are all but the last of the first operand."""
-    batch = operands[0].shape[: len(operands[0].shape) - num_own]
+def _batched(num_inner: int, operands: Avals, results: Avals) -> Rule:
+    """All arrays share their leading dimensions: all but the last `num_inner` of the first one."""
+    batch = operands[0].shape[: len(operands[0].shape) - num_inner]
     (dims,), sizes = _free_dims([batch])
 
-    def with_rest(aval: Any) -> tuple[tuple[int, ...], ...]:
+    def with_rest(aval: ShapedArray) -> tuple[tuple[int, ...], ...]:
         return dims + ((),) * (len(aval.shape) - len(batch))
 
     return Rule(tuple(map(with_rest, operands)), tuple(map(with_rest, results)), sizes, local=True)
 
 
-def _elementwise_loop(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """A series that is summed until all elements have converged: on parts, no device waits for
-    the elements of another."""
+def _elementwise_loop(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """A series summed until all elements have converged: run on shards, no device waits for the
+    elements of another."""
     return replace(_elementwise(equation, operands, results), local=True)
 
 
-def _fused_attention(equation: Equation, operands: list[Any], results: list[Any]) -> Rule:
-    """cuDNN's attention, forward or backward: batch and heads are free. Where several query heads
-    share a key head, a split of the key heads splits the query heads with them."""
+def _fused_attention(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """cuDNN's attention, forward or backward: batch and heads are free. If several query heads
+    share a key head, a split of the key heads splits the query heads as well."""
     query, key = operands[0].shape, operands[1].shape
     heads_at = 2 if equation.params["layout"] == 0 else 1
     num_heads, num_groups = query[heads_at], key[heads_at]
     batch, group, member = 0, 1, 2
     sizes = (query[0], num_groups, num_heads // num_groups)
 
-    def dims(aval: Any, heads_at: int) -> tuple[tuple[int, ...], ...]:
-        found: list[tuple[int, ...]] = [()] * len(aval.shape)
+    def dims(aval: ShapedArray, heads_at: int) -> tuple[tuple[int, ...], ...]:
+        factors: list[tuple[int, ...]] = [()] * len(aval.shape)
         if aval.shape and aval.shape[0] == query[0]:
-            found[0] = (batch,)
+            factors[0] = (batch,)
         if len(aval.shape) > heads_at:
             if aval.shape[heads_at] == num_heads:
-                found[heads_at] = (group, member) if sizes[member] > 1 else (group,)
+                factors[heads_at] = (group, member) if sizes[member] > 1 else (group,)
             elif aval.shape[heads_at] == num_groups:
-                found[heads_at] = (group,)
-        return tuple(found)
+                factors[heads_at] = (group,)
+        return tuple(factors)
 
-    # Queries, keys and values, and what is of their shape, beside statistics (batch, heads, …),
-    # biases (batch or 1, heads or 1, …) and lengths (batch).
+    # Queries, keys, values and arrays of their shape, beside statistics (batch, heads, …), biases
+    # (batch or 1, heads or 1, …) and lengths (batch).
     like = {tuple(a.shape) for a in operands[:3]}
     of = [dims(a, heads_at if a.shape in like else 1) for a in (*operands, *results)]
     fixed = {member} | {f for f, size in enumerate(sizes) if size == 1}
     others = [a for a in results if a.shape not in like]
     if any(a.shape[:2] != (query[0], num_heads) for a in others):
-        # The gradient of a bias that batch or heads share is a sum over them; statistics of
-        # packed sequences have a batch of their own.
+        # The gradient of a bias shared by batch or heads is a sum over them; statistics of packed
+        # sequences have another batch dimension.
         fixed |= {batch, group}
     count = len(operands)
     return Rule(tuple(of[:count]), tuple(of[count:]), sizes, fixed=frozenset(fixed), local=True)
 
 
-PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
+PRIMITIVE_RULES: dict[str, Callable[[Equation, Avals, Avals], Rule]] = {
     _jax.CONSTRAIN: _elementwise,
     "random_bits": _random_bits,
     "threefry2x32": _elementwise,
@@ -287,15 +294,17 @@ PRIMITIVE_RULES: dict[str, Callable[[Equation, list[Any], list[Any]], Rule]] = {
 }
 
 
-# -- primitives judged by what they lower to
+# -- rules by lowering
 
 
-def _lower_and_read(equations: Sequence[Equation], avals: Sequence[Any]) -> list[RuledEquation]:
+def _lower_and_read(
+    equations: Sequence[Equation], avals: Sequence[ShapedArray]
+) -> list[RuledEquation]:
     try:
         module = _lower(equations, avals)
     except Exception:
-        # Some equation cannot be lowered here: it needs another platform, or its surroundings.
-        # Find it by halves and leave it unruled; the plan then names it in its warnings.
+        # Some equation cannot be lowered here: it needs another platform, or its context. Bisect
+        # to find it, and leave it without a rule; the plan's warnings name it.
         if len(equations) == 1:
             rule = replicated_rule(*_avals_of(equations[0], avals))
             return [RuledEquation(rule, (equations[0].name,))]
@@ -324,8 +333,8 @@ def _lower_and_read(equations: Sequence[Equation], avals: Sequence[Any]) -> list
     ]
 
 
-def _lower(equations: Sequence[Equation], avals: Sequence[Any]) -> Any:
-    """A StableHLO module whose main function runs every equation on arguments of its own."""
+def _lower(equations: Sequence[Equation], avals: Sequence[ShapedArray]) -> Any:
+    """A StableHLO module whose main function runs every equation on separate arguments."""
     arguments = [
         jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype)
         for equation in equations

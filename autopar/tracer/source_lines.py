@@ -1,6 +1,6 @@
-"""Source lines and repeats of equations: from `Program` to `EquationLines`.
+"""Source lines and recomputed equations of a program: from `Program` to `EquationLines`.
 
-Equations have the numbers by which nodes of the graph know them."""
+Equations are numbered as in the nodes of the graph: bodies right after their loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.tracer.copy_equations import MARK
 
 @dataclass(frozen=True)
 class EquationLines:
-    """sources: the user's line of every equation, bodies right after the loop they belong to.
-    recomputed: equations that compute a second time, in the backward pass, what the forward pass
-    had; those of `jax.checkpoint` too."""
+    """sources:    the line of the user's code for every equation.
+    recomputed: equations that repeat forward work in the backward pass, by autopar or by
+                `jax.checkpoint`."""
 
     sources: tuple[str, ...]
     recomputed: frozenset[int]
@@ -25,19 +25,13 @@ class EquationLines:
 def equation_lines(program: Program) -> EquationLines:
     sources: list[str] = []
     recomputed: set[int] = set()
-    known: dict[tuple[Any, ...], str] = {}
-
-    def visit(part: Program) -> None:
-        for equation in part.equations:
-            if MARK in equation.scope:
-                recomputed.add(len(sources))
-            around = (equation.source_info, *equation.callers)
-            tracebacks = tuple(source.traceback for source in around)
-            if tracebacks not in known:
-                known[tracebacks] = _jax.line_of_user(tracebacks)
-            sources.append(known[tracebacks])
-            for body in equation.bodies:
-                visit(body)
-
-    visit(program)
+    lines: dict[tuple[Any, ...], str] = {}
+    for index, equation in enumerate(program.all_equations()):
+        if MARK in equation.scope:
+            recomputed.add(index)
+        source_infos = (equation.source_info, *equation.callers)
+        tracebacks = tuple(source.traceback for source in source_infos)
+        if tracebacks not in lines:
+            lines[tracebacks] = _jax.line_of_user(tracebacks)
+        sources.append(lines[tracebacks])
     return EquationLines(tuple(sources), frozenset(recomputed))

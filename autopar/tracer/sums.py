@@ -1,9 +1,9 @@
-"""Sums that a loop may carry unfinished: which carries only add up, and what they add.
+"""Sums that a loop may carry as partial sums: from a scan `Equation` to its `LoopSums`.
 
 A loop that adds a value to its carry every trip (gradient accumulation, the gradient of a weight
-that all trips share) need not finish the value's partial sums: partial sums can be added up, and
-reduced once after the loop. That holds if the carry starts at zero, is read by its own addition
-alone, and what is added comes straight from reductions, by linear ops that nothing else reads.
+that all trips share) need not reduce the value's partial sums: it can add them up, and one
+reduction after the loop suffices. That holds if the carry starts at zero, only its own addition
+reads it, and the terms come from reductions through linear ops that nothing else reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCATTER_ADD = ("scatter-add", "scatter_add")
 
 @dataclass(frozen=True)
 class LoopSums:
-    """carries: position -> the last addition; values: all that may hold partial sums."""
+    """carries: position -> the last addition; values: those that may hold partial sums."""
 
     carries: dict[int, Equation]
     values: frozenset[int]
@@ -45,7 +45,7 @@ def zeros_made(equation: Equation, zeros: Collection[int]) -> tuple[int, ...]:
 
 
 def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
-    """The carries of a scan that only add up. `zeros` are values known to be zero outside."""
+    """The carries of a scan that only add up; `zeros` are values outside known to be zero."""
     (body,) = scan.bodies
     num_consts, num_carry = _jax.scan_sizes(scan.params)
     finder = _body_finder(scan, zeros)
@@ -56,18 +56,18 @@ def loop_sums(scan: Equation, zeros: Collection[int]) -> LoopSums:
         carry, out = body.inputs[num_consts + position], body.outputs[position]
         if not is_zero(init, zeros) or not isinstance(out, int):
             continue
-        found = finder.grown(out, carry) if finder.num_reads[carry] == 1 else None
-        if found is not None:
+        summed = finder.summed_into(out, carry) if finder.num_reads[carry] == 1 else None
+        if summed is not None:
             carries[position] = finder.made_by[out]
-            values |= {carry, *found}
+            values |= {carry, *summed}
     return LoopSums(carries, frozenset(values))
 
 
 def _body_finder(scan: Equation, zeros: Collection[int]) -> _SumFinder:
-    """A finder for the body of a scan, which knows the constants that are zero."""
+    """A finder for the body of a scan that knows which of its constants are zero."""
     num_consts, _ = _jax.scan_sizes(scan.params)
-    given = list(zip(scan.operands, scan.bodies[0].inputs, strict=True))[:num_consts]
-    return _SumFinder(scan.bodies[0], {v for o, v in given if isinstance(o, int) and o in zeros})
+    consts = list(zip(scan.operands, scan.bodies[0].inputs, strict=True))[:num_consts]
+    return _SumFinder(scan.bodies[0], {v for o, v in consts if isinstance(o, int) and o in zeros})
 
 
 class _SumFinder:
@@ -78,9 +78,9 @@ class _SumFinder:
         for equation in body.equations:
             self.zeros.update(zeros_made(equation, self.zeros))
 
-    def grown(self, value: Operand, carry: int) -> set[int] | None:
-        """The values between a carry and what it has become by additions alone, with those added
-        to it; None if anything else happened to it."""
+    def summed_into(self, value: Operand, carry: int) -> set[int] | None:
+        """The values on the way from a carry to its new value, if that takes additions alone, and
+        the terms added; None if anything else happens to it."""
         if value == carry:
             return set()
         if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
@@ -89,15 +89,14 @@ class _SumFinder:
         if addition.name not in ADDITIONS:
             return None
         for carried, term in (addition.operands, addition.operands[::-1]):
-            before = self.grown(carried, carry)
+            before = self.summed_into(carried, carry)
             added = None if before is None else self.unfinished(term)
             if before is not None and added is not None:
                 return {value, *before, *added}
         return None
 
     def unfinished(self, value: Operand) -> set[int] | None:
-        """The values between reductions and this one, itself included, if all of them may stay
-        partial sums."""
+        """The values from reductions up to this one, inclusive, if all may stay partial sums."""
         if not isinstance(value, int) or value not in self.made_by or self.num_reads[value] != 1:
             return None
         equation = self.made_by[value]
@@ -118,7 +117,7 @@ class _SumFinder:
         return None
 
     def of_inner_loop(self, scan: Equation, position: int) -> set[int] | None:
-        """A result of an inner scan: what it adds up itself, or a stack of partial sums."""
+        """A result of an inner scan: a sum of its own, or a stack of partial sums."""
         num_carry = _jax.scan_sizes(scan.params)[1]
         if position < num_carry:
             is_sum = position in loop_sums(scan, self.zeros).carries

@@ -1,10 +1,10 @@
-"""Rules that users give for operators nobody can look into: from text to a `Rule`.
+"""Rules that users register for opaque operators: from text to `UserRule` to `Rule`.
 
-`register_rule("my_kernel", "i k, k j -> i j", reduction="k")` is read here, and at plan time fitted
-to every equation of that name. XLA cannot split such an operator, so its rule is `local`: the
-operator is bound once on every device, on that device's parts. A letter whose parts the equation
-cannot be bound to (a Pallas kernel that has the whole dimension in one block) stays whole, and the
-plan's warnings say why.
+`register_rule("my_kernel", "i k, k j -> i j", reduction="k")` is parsed here, and fitted to every
+equation of that name at plan time. XLA cannot split such an operator, so its rule is `local`: every
+device binds the operator to its shards. A letter stays whole if the equation cannot be bound to
+shards along it (a Pallas kernel with the whole dimension in one block); the plan's warnings say
+why.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import gcd, prod
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.errors import ArgumentError, shortened
@@ -33,7 +34,7 @@ Dims = tuple[tuple[str, ...], ...]  # the letters of each dimension; none where 
 
 @dataclass(frozen=True)
 class UserRule:
-    """A rule as text, read."""
+    """A user's rule, parsed from its text."""
 
     name: str
     text: str
@@ -47,7 +48,7 @@ class UserRule:
         return tuple(tuple(map(len, values)) for values in (self.operands, self.results))
 
 
-# By name, and under it by the number of dimensions of each operand and result.
+# By name, then by the number of dimensions of each operand and result.
 _rules: dict[str, dict[Ranks, UserRule]] = {}
 
 
@@ -100,33 +101,33 @@ def parse_rule(name: str, text: str, reduction: str = "", replicated: str = "") 
             "such as 'i k, k j -> i j'."
         )
     left, right = text.split("->")
-    operands, results = _values(call, left), _values(call, right)
-    taken, made = _letters(operands), _letters(results)
-    summed, kept = (
-        _given(call, label, given, taken | made)
-        for label, given in (("reduction", reduction), ("replicated", replicated))
+    operands, results = _parse_side(call, left), _parse_side(call, right)
+    in_operands, in_results = _letters(operands), _letters(results)
+    summed, whole = (
+        _parse_letters(call, label, letters, in_operands | in_results)
+        for label, letters in (("reduction", reduction), ("replicated", replicated))
     )
     for letter in sorted(summed):
-        if letter in made or letter not in taken:
+        if letter in in_results or letter not in in_operands:
             raise ArgumentError(
                 f"{call}: the reduction {letter!r} must be in an operand and in no result; its "
                 "parts are added up. Take it out of `reduction` or out of the results."
             )
-    return UserRule(name, text, operands, results, summed, kept)
+    return UserRule(name, text, operands, results, summed, whole)
 
 
-def _values(call: str, side: str) -> tuple[Dims, ...]:
+def _parse_side(call: str, side: str) -> tuple[Dims, ...]:
     if not side.strip():
         return ()
-    return tuple(_dims(call, value) for value in side.split(","))
+    return tuple(_parse_dims(call, value) for value in side.split(","))
 
 
-def _dims(call: str, value: str) -> Dims:
-    found: list[tuple[str, ...]] = []
+def _parse_dims(call: str, value: str) -> Dims:
+    dims: list[tuple[str, ...]] = []
     for match in _DIMENSION.finditer(value):
         names = (match["group"] if match["one"] is None else match["one"]).split()
         if names in ([_WHOLE[0]], [_WHOLE[1]]):
-            found.append(())
+            dims.append(())
             continue
         odd = [n for n in names if not _LETTER.fullmatch(n)]
         if odd or not names:
@@ -134,29 +135,29 @@ def _dims(call: str, value: str) -> Dims:
                 f"{call}: {(odd or ['()'])[0]!r} is no dimension. Write letters between spaces, "
                 "'(i j)' for a dimension made of two, '_' for one that stays whole."
             )
-        found.append(tuple(names))
+        dims.append(tuple(names))
     if re.sub(_DIMENSION, "", value).strip():
         raise ArgumentError(f"{call}: the parentheses in {value.strip()!r} do not match.")
-    letters = [n for names in found for n in names]
+    letters = [n for names in dims for n in names]
     twice = sorted({n for n in letters if letters.count(n) > 1})
     if twice:
         raise ArgumentError(
             f"{call}: {twice[0]!r} occurs twice in {value.strip()!r}; an array can be split along "
             "a letter once. Use two letters, or '_'."
         )
-    return tuple(found)
+    return tuple(dims)
 
 
 def _letters(values: Sequence[Dims]) -> frozenset[str]:
     return frozenset(n for dims in values for names in dims for n in names)
 
 
-def _given(call: str, label: str, given: Any, known: frozenset[str]) -> frozenset[str]:
-    names = given.replace(",", " ").split() if isinstance(given, str) else [given]
+def _parse_letters(call: str, label: str, text: Any, known: frozenset[str]) -> frozenset[str]:
+    names = text.replace(",", " ").split() if isinstance(text, str) else [text]
     odd = [n for n in names if n not in known]
     if odd:
         raise ArgumentError(
-            f"{call}: {label}={given!r} names {odd[0]!r}, which the rule does not have. Give "
+            f"{call}: {label}={text!r} names {odd[0]!r}, which the rule does not have. Give "
             "letters of the rule, between spaces."
         )
     return frozenset(names)
@@ -166,9 +167,9 @@ def _given(call: str, label: str, given: Any, known: frozenset[str]) -> frozense
 
 
 def user_rule_of(
-    equation: Equation, operands: Sequence[Any], results: Sequence[Any]
+    equation: Equation, operands: Sequence[ShapedArray], results: Sequence[ShapedArray]
 ) -> UserRule | None:
-    """The registered rule of an equation; that of its own name before that of its primitive."""
+    """The rule registered for an equation, by the user's name for it or else by its primitive."""
     if not _rules:
         return None
     for name in (*_jax.given_names(equation.name, equation.params), equation.name):
@@ -189,9 +190,12 @@ def user_rule_of(
 
 
 def fit_rule(
-    given: UserRule, equation: Equation, operands: Sequence[Any], results: Sequence[Any]
+    given: UserRule,
+    equation: Equation,
+    operands: Sequence[ShapedArray],
+    results: Sequence[ShapedArray],
 ) -> tuple[Rule, str]:
-    """The rule for one equation, and what of it cannot be followed, as a warning says it."""
+    """The rule for one equation, and a warning about letters that cannot be split."""
     where = f"{given.name!r} at {equation.source_line}"
     shapes = [tuple(a.shape) for a in (*operands, *results)]
     dims = (*given.operands, *given.results)
@@ -219,12 +223,12 @@ def fit_rule(
 def _sizes(
     given: UserRule, where: str, dims: Sequence[Dims], shapes: Sequence[Shape]
 ) -> dict[str, int]:
-    """The size of every letter, those inside of a product by what the others leave."""
+    """The size of every letter; in a product of letters, the sizes of the others give it."""
     sizes: dict[str, int] = {}
     groups = [
         (names, size)
-        for own, shape in zip(dims, shapes, strict=True)
-        for names, size in zip(own, shape, strict=True)
+        for array_dims, shape in zip(dims, shapes, strict=True)
+        for names, size in zip(array_dims, shape, strict=True)
         if names
     ]
     groups.sort(key=lambda group: len(group[0]))
@@ -253,34 +257,36 @@ def _sizes(
 def _parts(
     given: UserRule,
     equation: Equation,
-    operands: Sequence[Any],
-    results: Sequence[Any],
+    operands: Sequence[ShapedArray],
+    results: Sequence[ShapedArray],
     letter: str,
     size: int,
 ) -> int:
-    """Into how many equal parts a letter can be cut; `CannotSplit` if it cannot."""
+    """The number of equal shards that a letter can be split into; `CannotSplit` if it cannot."""
     avals = (*operands, *results)
     dims = (*given.operands, *given.results)
     limits = _jax.part_limits(equation.name, equation.params, [tuple(a.shape) for a in avals])
     count = size
-    for own, aval, limit in zip(dims, avals, limits, strict=True):
-        for names, length, most in zip(own, aval.shape, limit, strict=True):
-            if letter in names and most < length:
-                # Only along the major letter are parts of a dimension runs of its blocks.
-                count = gcd(count, most if names[0] == letter else 1)
+    for array_dims, aval, limit in zip(dims, avals, limits, strict=True):
+        for names, length, max_parts in zip(array_dims, aval.shape, limit, strict=True):
+            if letter in names and max_parts < length:
+                # Shards of a dimension are runs of blocks only along its major letter.
+                count = gcd(count, max_parts if names[0] == letter else 1)
     if count <= 1:
         raise _jax.CannotSplit("its blocks do not run over that dimension, one per step")
     ways = next(n for n in range(2, count + 1) if count % n == 0)
     local = [
-        tuple(n // ways if letter in names else n for names, n in zip(own, a.shape, strict=True))
-        for own, a in zip(dims, avals, strict=True)
+        tuple(n // ways if letter in names else n for names, n in zip(d, a.shape, strict=True))
+        for d, a in zip(dims, avals, strict=True)
     ]
     _check_on_parts(equation, operands, local)
     return count
 
 
-def _check_on_parts(equation: Equation, operands: Sequence[Any], local: list[Shape]) -> None:
-    """The equation, bound to parts, must give parts."""
+def _check_on_parts(
+    equation: Equation, operands: Sequence[ShapedArray], local: list[Shape]
+) -> None:
+    """Check that the equation, bound to shards, gives shards."""
     count = len(operands)
     params = _jax.params_on_parts(equation.name, equation.params, local[:count], local[count:])
     structs = [
@@ -307,8 +313,8 @@ def _check_on_parts(equation: Equation, operands: Sequence[Any], local: list[Sha
 def _numbered(
     given: UserRule, sizes: dict[str, int], fixed: set[str], parts: dict[str, int]
 ) -> Rule:
-    """Letters as factors. One that can be cut into fewer parts than its size is two factors, the
-    minor one fixed."""
+    """The rule with numbered factors for letters. A letter that can be split into fewer shards than
+    its size becomes two factors, the minor one fixed."""
     numbers: dict[str, tuple[int, ...]] = {}
     factor_sizes: list[int] = []
     fixed_factors: set[int] = set()
@@ -317,15 +323,14 @@ def _numbered(
             numbers[letter] = ()
             continue
         count = parts.get(letter, size)
-        own = [len(factor_sizes)]
+        major, minor = len(factor_sizes), len(factor_sizes) + 1
         factor_sizes.append(count)
         if letter in fixed:
-            fixed_factors.add(own[0])
+            fixed_factors.add(major)
         if count < size:
-            own.append(len(factor_sizes))
-            fixed_factors.add(own[1])
+            fixed_factors.add(minor)
             factor_sizes.append(size // count)
-        numbers[letter] = tuple(own)
+        numbers[letter] = (major, minor) if count < size else (major,)
 
     def factors(values: tuple[Dims, ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         return tuple(
