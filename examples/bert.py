@@ -1,11 +1,11 @@
-"""BERT on masked tokens, with dropout, trained on all devices by a step that was written for one.
+"""BERT on masked tokens, with dropout, trained on all devices by a step written for one.
 
     python examples/bert.py
     python examples/bert.py --size large --batch 256 --cluster ray --address auto
     autopar plan examples/bert.py:make_step --cluster 1x8:h100-sxm
 
-Dropout draws the same bits on eight devices as on one, and the loss is a mean over masked tokens,
-of which each device has another number. Model and step are in examples/models/bert.py.
+Dropout draws the same bits on eight devices as on one. The loss is a mean over masked tokens, whose
+number differs between devices. Model and step are in examples/models/bert.py.
 """
 
 from __future__ import annotations

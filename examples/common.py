@@ -1,7 +1,7 @@
-"""What the examples share: their options, where they run, and what they print.
+"""Shared by the examples: their options, the devices they run on, and what they print.
 
-Without GPUs they run on eight virtual CPU devices, so that sharding can be tried on a laptop. On a
-host with GPUs they run on these, and with `--cluster ray` on a Ray cluster (docs/ray.md).
+Without GPUs they run on eight virtual CPU devices, so you can try sharding on a laptop. On a
+host with GPUs they use them, and with `--cluster ray` they run on a Ray cluster (docs/ray.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_VIRTUAL = 8
 def arguments(
     description: str | None, *, steps: int, batch: int, sizes: Iterable[str] = (), size: str = ""
 ) -> argparse.ArgumentParser:
-    """A parser of the options that all examples have; `sizes` are those that `--size` may be."""
+    """A parser with the options of all examples; `sizes` are the choices of `--size`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,17 +33,17 @@ def arguments(
     parser.add_argument(
         "--batch", type=whole_number, default=batch, help=f"rows of a batch; default: {batch}"
     )
-    parser.add_argument("--devices", type=whole_number, help="in all; default: all there are")
+    parser.add_argument("--devices", type=whole_number, help="total number; default: all")
     parser.add_argument("--cluster", choices=["local", "ray"], default="local")
     parser.add_argument("--hosts", type=whole_number, help="of a Ray cluster; default: all")
-    parser.add_argument("--address", help="of a Ray cluster; default: one is started here")
+    parser.add_argument("--address", help="of a Ray cluster; default: starts one here")
     return parser
 
 
 def sized(sizes: Mapping[str, Any], size: str, **changes: int | None) -> Any:
-    """The config of that size, with those changes that are given."""
+    """The config of that size, with the given changes."""
     if size not in sizes:
-        raise autopar.ArgumentError(f"size={size!r}: there are {', '.join(sizes)}.")
+        raise autopar.ArgumentError(f"unknown size {size!r}; choose from {', '.join(sizes)}.")
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(sizes[size], **given)
 
@@ -56,7 +56,7 @@ def whole_number(text: str) -> int:
 
 @contextlib.contextmanager
 def devices(given: argparse.Namespace) -> Iterator[None]:
-    """What is parallelized inside runs where the options say."""
+    """Functions parallelized inside the block run where the options say."""
     if given.cluster == "ray":
         if (given.devices or 1) % (given.hosts or 1):
             raise SystemExit(f"--devices {given.devices}: --hosts {given.hosts} must divide it")
@@ -70,7 +70,7 @@ def devices(given: argparse.Namespace) -> Iterator[None]:
         jax.config.update("jax_num_cpu_devices", given.devices or NUM_VIRTUAL)
         there = jax.devices()
         if len(there) < (given.devices or 0):
-            raise SystemExit(f"--devices {given.devices}: there are {len(there)} here")
+            raise SystemExit(f"requested {given.devices} devices, found {len(there)}")
         autopar.init(devices=there[: given.devices])
     try:
         yield
@@ -79,14 +79,14 @@ def devices(given: argparse.Namespace) -> Iterator[None]:
 
 
 def show(plan: autopar.ParallelPlan) -> None:
-    """The first part of `plan.explain()`: what is done, how long it takes, and what limits it."""
+    """Prints the first part of `plan.explain()`: the plan, its step time and what limits it."""
     print("\n\n".join(plan.explain().split("\n\n")[:3]), end="\n\n", flush=True)
 
 
 class Progress:
-    """Tells losses and speed while a loop runs.
+    """Prints losses and speed while a loop runs.
 
-    unit, per_step: what a step works through, such as 4,096 "tokens". The first step, which plans
+    unit, per_step: what a step processes, such as 4,096 "tokens". The first step, which plans
                     and compiles, is not counted.
     """
 
@@ -97,7 +97,7 @@ class Progress:
         self._first = self._last = self._started_s = 0.0
 
     def __call__(self, loss: Any) -> None:
-        """To be called after each step. Losses are read, which waits for the step, now and then."""
+        """Call this after each step. It reads the loss, which waits for the step, now and then."""
         self._done += 1
         if self._done == 1:
             self._first = self._last = float(loss)

@@ -1,6 +1,6 @@
 """Made-up data with a rule that a model can learn, as endless batches of numpy arrays.
 
-Rules are fixed: the same for every batch, process and run. `seed` chooses what is drawn.
+The rules are fixed: the same for every batch, process and run. `seed` chooses the draws.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ NUM_SUCCESSORS = 4  # so the best loss of a language model is log 4 = 1.39
 def token_chains(
     vocab_size: int, seq_len: int, batch_size: int, *, first: int = 0, seed: int = 0
 ) -> Iterator[Batch]:
-    """Sequences in which each token is followed by one of four others, by a table; `targets` are
-    the tokens that come next. Batch n is the same whichever batch is the `first`."""
+    """Sequences in which a table allows four successors of each token; `targets` are the next
+    tokens. Batch n is the same whichever batch is the `first`."""
     table = np.random.default_rng(0).integers(vocab_size, size=(vocab_size, NUM_SUCCESSORS))
     while True:
         random = np.random.default_rng((seed, first))
@@ -34,8 +34,8 @@ def token_chains(
 def masked_topics(
     vocab_size: int, seq_len: int, batch_size: int, masked_fraction: float, *, seed: int = 0
 ) -> Iterator[Batch]:
-    """Sequences about one of eight topics, each of which has a few tokens of its own; some are
-    hidden behind the last token, and a model can tell from the others which ones they may be."""
+    """Sequences about one of eight topics, each with a few tokens of its own. Some tokens are
+    replaced by the last token; a model can infer candidates for them from the others."""
     num_topics, mask_token = 8, vocab_size - 1
     topics = np.random.default_rng(0).permutation(mask_token)[
         : mask_token // num_topics * num_topics
@@ -57,7 +57,7 @@ def masked_topics(
 def patterned_images(
     image_size: int, num_classes: int, batch_size: int, *, seed: int = 0
 ) -> Iterator[Batch]:
-    """Images of noise with a faint pattern of their class in it."""
+    """Images of noise with a faint pattern of their class."""
     shape = (image_size, image_size, 3)
     patterns = np.random.default_rng(0).standard_normal((num_classes, *shape)).astype(np.float32)
     random = np.random.default_rng(seed)

@@ -1,12 +1,12 @@
-"""Training on Ray in which a worker is killed, and which goes on from its last checkpoint.
+"""Training on Ray that survives a killed worker and continues from its last checkpoint.
 
     python examples/elastic_restart.py
     python examples/elastic_restart.py --checkpoints runs/a --kill-at 0 --address auto
 
-The first starts Ray here, trains on two hosts, a worker process each, and kills one of them after
-step 15 (SIGKILL). `run_training` is told which one died, starts workers again, restores the
-checkpoint of step 10 and takes the batches since then again: losses are the same. The second joins
-a cluster and kills nothing; if the program itself is ended, the same command goes on where it was.
+The first command starts Ray here, trains on two hosts with a worker process each, and kills one of
+them after step 15 (SIGKILL). `run_training` notices which one died, starts new workers, restores
+the checkpoint of step 10 and replays the batches since then: the losses are the same. The second
+joins a cluster and kills nothing; if the program itself is ended, the same command resumes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         "--checkpoints", help="a folder that all hosts see; default: a temporary one"
     )
     parser.add_argument("--checkpoint-every", type=common.whole_number, default=10)
-    parser.add_argument("--kill-at", type=int, default=15, help="a step; 0: no worker is killed")
+    parser.add_argument("--kill-at", type=int, default=15, help="step; 0 kills no worker")
     arguments = parser.parse_args()
     if arguments.address is None and arguments.hosts is None and arguments.devices is None:
         arguments.hosts, arguments.devices = 2, 4
@@ -59,7 +59,7 @@ def train(arguments: Any, folder: Path) -> None:
         value = float(loss)
         again = ""
         if number in losses:
-            again = "  again, the same" if value == losses[number] else "  again, and another"
+            again = "  again, the same" if value == losses[number] else "  again, but different"
         losses[number] = value
         print(f"step {number}  loss {value:.4f}{again}", flush=True)
         if number in to_kill:
@@ -68,10 +68,10 @@ def train(arguments: Any, folder: Path) -> None:
 
     def on_restart(error: autopar.AutoparError) -> None:
         print(f"lost: {str(error).splitlines()[0]}")
-        print(f"going on from the checkpoint of step {autopar.latest_step(folder)}", flush=True)
+        print(f"resuming from the checkpoint of step {autopar.latest_step(folder)}", flush=True)
 
     if (step := autopar.latest_step(folder)) is not None:
-        print(f"going on from the checkpoint of step {step}")
+        print(f"resuming from the checkpoint of step {step}")
     autopar.run_training(
         train_step,
         example.create_state(),
@@ -86,8 +86,8 @@ def train(arguments: Any, folder: Path) -> None:
 
 
 def kill_a_worker() -> int:
-    """Ends one of the workers that this program's own Ray has started on this host, as a failure
-    would: without a warning. Returns its process id."""
+    """Kills one of the workers that this program's Ray started on this host, without a warning,
+    as a failure would. Returns its process id."""
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -102,7 +102,7 @@ def kill_a_worker() -> int:
     workers = [int(pid) for pid, _, *args in rows if args and "ray::MeshWorker" in args[0]]
     workers = [pid for pid in workers if is_ours(pid)]
     if not workers:
-        raise SystemExit("--kill-at: the workers are not on this host; end one by hand")
+        raise SystemExit("--kill-at: the workers are not on this host; kill one by hand")
     chosen = random.choice(workers)
     os.kill(chosen, signal.SIGKILL)
     return chosen

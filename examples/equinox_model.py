@@ -1,10 +1,10 @@
-"""An Equinox model with optax, trained on all devices by a step that was written for one.
+"""An Equinox model with optax, trained on all devices by a step written for one.
 
     python examples/equinox_model.py
     python examples/equinox_model.py --width 8192 --batch 4096 --cluster ray --address auto
 
-The model is a pytree like any other. What in it is no array, such as activation functions, is part
-of the program, as with `eqx.filter_jit`.
+The model is a pytree. Its leaves that are not arrays, such as activation functions, are part of
+the program, as with `eqx.filter_jit`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A GPT in Flax linen, trained on all devices by a step that was written for one.
+"""A GPT in Flax linen, trained on all devices by a step written for one.
 
     python examples/gpt.py
     python examples/gpt.py --size 1.3b --batch 256 --cluster ray --address auto
     autopar plan examples/gpt.py:make_step --cluster 1x8:h100-sxm --set size=2.6b
 
-The first runs here, on virtual CPU devices if there is no GPU, the second on a Ray cluster; the
-third plans for a cluster that need not exist. Model and step are in examples/models/gpt.py.
+The first command runs here, on virtual CPU devices if there is no GPU; the second on a Ray cluster;
+the third plans for a cluster that need not exist. Model and step are in examples/models/gpt.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_step(
     size: str = "2.6b", batch: int = 1024, seq: int | None = None, layers: int | None = None
 ) -> tuple[Any, tuple[Any, Any]]:
     """For `autopar plan` and `autopar sweep`. `size`: one of `SIZES`; `batch`: sequences per step;
-    `seq`: tokens of each; `layers`: another depth."""
+    `seq`: tokens per sequence; `layers`: number of layers."""
     example = make_example(size, batch, seq, layers)
     return example.train_step, (example.abstract_state(), example.abstract_batch())
 
@@ -51,7 +51,7 @@ def main() -> None:
     config, shapes = example.config, example.abstract_batch()
     with common.devices(arguments):
         train_step = autopar.parallelize(example.train_step)
-        # The state is made in the shards in which the step keeps it, never whole on one device.
+        # The state is created in the step's shards, never whole on one device.
         method = autopar.CreateStateParallel(train_step, shapes)
         state = autopar.parallelize(example.create_state, method=method)(jax.random.key(0))
         common.show(train_step.plan(state, shapes))

@@ -1,11 +1,11 @@
-"""Gradients accumulated over parts of a batch: the same numbers, in less memory.
+"""Gradients accumulated over micro-batches: the same numbers in less memory.
 
     python examples/gradient_accumulation.py
     python examples/gradient_accumulation.py --micro-batches 8 --devices 4
 
-The step is not changed. `num_micro_batches=n` runs it over n parts of its batch, adds the gradients
-up, reduces them once, and updates once. A mean over masked tokens and dropout are those of the
-whole batch, so that losses agree with those of the step as it stands.
+The step is unchanged. `num_micro_batches=n` runs it over n parts of its batch, adds up the
+gradients, reduces them once, and updates once. Means over masked tokens and dropout are those of
+the whole batch, so the losses agree with those of the plain step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 from examples import common, data
 from examples.models import build
 
-TOLERANCE = 1e-3  # of losses: the order of additions differs
+TOLERANCE = 1e-3  # for losses: the order of additions differs
 
 
 def main() -> None:

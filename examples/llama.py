@@ -1,11 +1,11 @@
-"""A Llama in Flax nnx, trained on all devices by a step that was written for one.
+"""A Llama in Flax nnx, trained on all devices by a step written for one.
 
     python examples/llama.py
     python examples/llama.py --size 3-8b --batch 64 --cluster ray --address auto
     autopar plan examples/llama.py:make_step --cluster 50x4:v100-32gb --set size=13b
 
-The first runs here, on virtual CPU devices if there is no GPU, the second on a Ray cluster; the
-third plans for a cluster that need not exist. The step changes the model and the optimizer in
+The first command runs here, on virtual CPU devices if there is no GPU; the second on a Ray cluster;
+the third plans for a cluster that need not exist. The step changes the model and the optimizer in
 place, as under `nnx.jit`. The model is in examples/models/llama.py.
 """
 
@@ -49,7 +49,7 @@ def make_step(
     size: str = "13b", batch: int = 1024, seq: int | None = None, layers: int | None = None
 ) -> tuple[Any, tuple[Any, Any]]:
     """For `autopar plan` and `autopar sweep`. `size`: one of `SIZES`; `batch`: sequences per step;
-    `seq`: tokens of each; `layers`: another depth."""
+    `seq`: tokens per sequence; `layers`: number of layers."""
     example = make_example(size, batch, seq, layers)
     return example.train_step, (example.abstract_state(), example.abstract_batch())
 
@@ -75,7 +75,7 @@ def main() -> None:
         return model, nnx.Optimizer(model, optax.adam(config.learning_rate), wrt=nnx.Param)
 
     with common.devices(arguments):
-        # Made in the shards in which the step keeps them, never whole on one device.
+        # Created in the step's shards, never whole on one device.
         method = autopar.CreateStateParallel(train_step, shapes)
         model, optimizer = autopar.parallelize(create, method=method)(jax.random.key(0))
         common.show(train_step.plan(model, optimizer, shapes))

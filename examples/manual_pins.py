@@ -1,10 +1,10 @@
-"""Some layouts given by hand, the rest decided: Megatron's split of a feed-forward network.
+"""Some layouts pinned by hand, the rest planned: Megatron's split of a feed-forward network.
 
     python examples/manual_pins.py
     python examples/manual_pins.py --devices 4
 
-`ShardingOptions(pins=…)` says how arrays must lie: inputs by patterns of their paths, values inside
-of the step by the name that `autopar.constrain` gives them. The plan says what the pins cost.
+`ShardingOptions(pins=…)` fixes the layout of arrays: inputs by patterns of their paths, values
+inside the step by the name that `autopar.constrain` gives them. The plan says what the pins cost.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from examples import common
 
 WIDTH = 64
 PINS = {
-    "state['params'][*]['up']": P(None, "y"),  # split by columns
-    "state['params'][*]['down']": P("y", None),  # and by rows: one sum behind both
+    "state['params'][*]['up']": P(None, "y"),  # by columns
+    "state['params'][*]['down']": P("y", None),  # by rows: one sum after both
     "batch*": P("x"),
     "hidden": P("x", "y"),
 }
@@ -70,7 +70,7 @@ def main() -> None:
         num_devices = arguments.devices or len(jax.devices())
         if num_devices % 2:
             raise SystemExit(
-                f"--devices {num_devices}: the mesh is 2 × half of them; give an even number"
+                f"--devices {num_devices}: the mesh is 2 × half of the devices; use an even number"
             )
         shape = (2, num_devices // 2)
         state, batch = make_state(jax.random.key(0)), make_batch(arguments.batch, 0)
@@ -92,7 +92,7 @@ def main() -> None:
             state, loss = pinned(state, make_batch(arguments.batch, step))
             progress(loss)
         for key, array in state["params"][0].items():
-            print(f"{key} {array.shape} lies as {array.sharding.spec}")
+            print(f"{key} {array.shape} has the layout {array.sharding.spec}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A GPT in two pipeline stages on a Ray cluster: two hosts, a worker process each.
+"""A GPT in two pipeline stages on a Ray cluster: two hosts with a worker process each.
 
     python examples/pipelines_on_ray.py
     python examples/pipelines_on_ray.py --address auto --size 1.3b --batch 256 --micro-batches 16
 
-The first starts Ray here, with two hosts of two virtual CPU devices each; the second joins the
-cluster that this host belongs to, and uses all its GPUs. Arrays stay on the workers, and the loss
-is all that comes back. See docs/ray.md.
+The first command starts Ray here, with two hosts of two virtual CPU devices each; the second joins
+the cluster that this host belongs to and uses all its GPUs. Arrays stay on the workers; only the
+loss comes back. See docs/ray.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
                 state, loss = train_step(state, batch)
                 progress(loss)
         meshes = {leaf.mesh for leaf in jax.tree.leaves(state)}
-        print(f"the state lies on {len(meshes)} meshes")
+        print(f"the state is on {len(meshes)} meshes")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""GPT planned for clusters of H100s that nobody has: how fast, how much memory, on how many.
+"""Plans GPT for clusters of H100s that you need not have: step time, memory, number of devices.
 
     python examples/plan_a_cluster.py
     python examples/plan_a_cluster.py --size 6.7b --batch 1024 --hosts 2 4 8 --device a100-sxm-80gb
 
-Nothing runs and no GPU is needed; times are predictions. The fastest plan is written as a file that
-`parallelize(step, method=ParallelPlan.load("plan.json"))` carries out, and as a page to look at.
-`--pipelines` searches pipelines too, which takes longer. On the command line, the same is
+Nothing runs and no GPU is needed; times are predictions. The fastest plan is written as a file for
+`parallelize(step, method=ParallelPlan.load("plan.json"))`, and as a page to look at.
+`--pipelines` also searches pipelines, which takes longer. The same on the command line:
 
     autopar sweep examples/gpt.py:make_step --set size=350m --set batch=64 \\
         --cluster 1x8:h100-sxm --devices 8,16,32 --method shard
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--batch", type=common.whole_number, default=64, help="sequences per step")
     parser.add_argument("--hosts", type=common.whole_number, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", default="h100-sxm", help="`autopar devices` lists them")
-    parser.add_argument("--output", type=Path, default=Path("plan"), help="folder; made if need be")
+    parser.add_argument("--output", type=Path, default=Path("plan"), help="folder to create")
     parser.add_argument("--pipelines", action="store_true")
     arguments = parser.parse_args()
 
@@ -58,7 +58,7 @@ def main() -> None:
             flush=True,
         )
     if not plans:
-        raise SystemExit("nothing fits; give more --hosts, or a --device with more memory")
+        raise SystemExit("no plan fits; use more --hosts, or a --device with more memory")
     best = min(plans, key=lambda plan: plan.estimated_step_s)
     print()
     common.show(best)

@@ -1,9 +1,9 @@
-"""Plans GPT-1.3B for a host of eight H100s, and reads the plan. Nothing is run, so neither the
-cluster nor its memory need be there.
+"""Plans GPT-1.3B for a host of eight H100s and explains the plan. Nothing runs, so neither the
+cluster nor its memory need exist.
 
     python -m examples.read_a_plan [--depth 3] [--save plan.json]
 
-`docs/reading_a_plan.md` goes through what it prints.
+`docs/reading_a_plan.md` explains the output.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def plan_of(method: autopar.ShardParallel) -> autopar.ParallelPlan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plan GPT-1.3B and read the plan.")
-    parser.add_argument("--depth", type=int, help="levels of modules that are shown")
+    parser = argparse.ArgumentParser(description="Plan GPT-1.3B and explain the plan.")
+    parser.add_argument("--depth", type=int, help="levels of modules to show")
     parser.add_argument("--save", help="write the plan to this file")
     arguments = parser.parse_args()
     best = plan_of(autopar.ShardParallel())
     print(best.explain(depth=arguments.depth))
-    print("\n--- beside the best plan on a mesh of one axis ---\n")
+    print("\n--- compared with the best plan on a mesh of one axis ---\n")
     print(autopar.diff(best, plan_of(autopar.ShardParallel(mesh_shape=(8,)))))
     if arguments.save:
         best.save(arguments.save)

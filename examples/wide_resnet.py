@@ -4,7 +4,7 @@
     python examples/wide_resnet.py --size 1b --batch 256 --cluster ray --address auto
     autopar plan examples/wide_resnet.py:make_step --cluster 2x8:a100-sxm-40gb --set size=4b
 
-BatchNorm's statistics are those of the whole batch, however it is split. Model and step are in
+BatchNorm's statistics cover the whole batch, however it is split. Model and step are in
 examples/models/wide_resnet.py.
 """
 

@@ -1,8 +1,7 @@
-"""The models autopar is tested and measured with, as unmodified single-device JAX.
+"""The models of autopar's tests and benchmarks, as unmodified single-device JAX.
 
-`build("gpt-2.6b")` gives an `Example` of the registry; `build("gpt-2.6b", batch_size=32,
-remat=True)` one with some of its config changed; `gpt.example(gpt.GPTConfig(...))` one of an ad-hoc
-config. See `Example` for what it offers.
+`build("gpt-2.6b")` returns an `Example` of the registry; `build("gpt-2.6b", batch_size=32,
+remat=True)` changes some of its config; `gpt.example(gpt.GPTConfig(...))` takes an ad-hoc config.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ MODELS: dict[str, Example] = {
 
 
 def build(name: str, batch_size: int | None = None, **overrides: Any) -> Example:
-    """Looks `name` up in `MODELS`, with another batch size or config fields where given."""
+    """The example `name` of `MODELS`, with the given batch size and config fields."""
     if name not in MODELS:
-        raise ValueError(f"no model is called {name!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {name!r}; choose from {', '.join(MODELS)}")
     return MODELS[name].replace(batch_size, **overrides)
 
 

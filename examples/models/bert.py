@@ -1,8 +1,8 @@
 """BERT: a post-LN encoder trained on masked tokens, and its bare layers.
 
 BERT-large is that of Devlin et al. (2018) without segments and next-sentence prediction. The bare
-layers take activations and are fitted to activations, as in Alpa's tests of its sharding pass.
-Dropout is on, from a key in the state; fused attention has none, and needs `dropout=0.0`.
+layers map activations to target activations, as in Alpa's tests of its sharding pass. Dropout uses
+a key in the state; fused attention does not support it and needs `dropout=0.0`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .transformer import (
 
 @dataclasses.dataclass(frozen=True)
 class BertLayersConfig:
-    """Parameters are float32; `dtype` is what activations and products are computed in."""
+    """Parameters are float32; activations and products use `dtype`."""
 
     hidden_size: int
     num_layers: int
@@ -100,8 +100,8 @@ class Bert(nn.Module):
             name="embed",
         )
         positions = self.param("positions", init, (config.seq_len, config.hidden_size))
-        # Looked up in float32: all masked tokens are one row, whose gradients a GPU adds up one by
-        # one, slowly in bfloat16 (half of a step on an H200).
+        # Looked up in float32: all masked tokens share one row, and a GPU adds its gradients one
+        # by one, which is slow in bfloat16 (half of a step on an H200).
         x = jnp.take(embed.embedding, tokens, axis=0).astype(config.dtype)
         x = x + positions.astype(config.dtype)
         x = nn.LayerNorm(dtype=config.dtype, name="embed_norm")(x)
@@ -115,7 +115,7 @@ class Bert(nn.Module):
 
 @functools.cache
 def _model(config: BertConfig) -> Bert:
-    """One model per config: states hold its `apply` statically and compare by it."""
+    """One model per config, since states hold its `apply` statically and compare by it."""
     return Bert(config)
 
 
@@ -201,7 +201,7 @@ def layers_flops_per_step(config: BertLayersConfig, batch_size: int) -> int:
 
 
 def flops_per_step(config: BertConfig, batch_size: int) -> int:
-    """That of the layers, and 6 · tokens · (H² + H V) for the head."""
+    """The layers' flops, and 6 · tokens · (H² + H V) for the head."""
     tokens = batch_size * config.seq_len
     head_weights = config.hidden_size**2 + config.hidden_size * config.vocab_size
     return layers_flops_per_step(config, batch_size) + 6 * tokens * head_weights

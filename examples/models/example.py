@@ -1,8 +1,8 @@
-"""The shape every model of the zoo has, so that tests and benchmarks treat them alike.
+"""The common interface of all models, for tests and benchmarks.
 
-A *family* is a module's four functions of its config; an `Example` is a family with a config and a
-batch size. Nothing is traced or allocated before a method asks for it, so an `Example` of a 39B
-model costs nothing.
+A `Family` is four functions of a config; an `Example` is a family with a config and a batch size.
+Nothing is traced or allocated before a method needs it, so an `Example` of a 39B model costs
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TrainStep = Callable[[Any, Batch], tuple[Any, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The functions a model family is made of; each takes the family's config first."""
+    """The functions of a model family; each takes the family's config first."""
 
     create_state: Callable[[Any, jax.Array], Any]
     make_train_step: Callable[[Any], TrainStep]
@@ -34,9 +34,9 @@ class Example:
     """A model with its train step, optimizer and data: `state, loss = train_step(state, batch)`.
 
     Attributes:
-      name: the name in the registry, or the family's own for an ad-hoc config.
+      name: the name in the registry, or the family's name for an ad-hoc config.
       config: the family's frozen config dataclass.
-      batch_size: the global batch that the methods use when none is given.
+      batch_size: the global batch size that the methods use by default.
       family: the functions behind the methods.
     """
 
@@ -76,7 +76,7 @@ class Example:
         """Floating point operations of one train step, by the closed form of the family.
 
         A multiply-add is two. Only matrix products and convolutions count: the forward pass once
-        and its two gradients, never what remat computes again.
+        and its two gradients, never recomputation.
         """
         return self.family.flops_per_step(self.config, batch_size or self.batch_size)
 

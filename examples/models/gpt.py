@@ -1,7 +1,7 @@
 """GPT: a decoder-only, pre-LN transformer with learned positions.
 
-Sizes are those of GPT-3 as the Alpa paper (OSDI 2022) trained them: sequences of 1024, a vocabulary
-of 51200 and a global batch of 1024.
+Sizes are GPT-3's as in the Alpa paper (OSDI 2022): sequences of 1024, a vocabulary of 51200 and a
+global batch of 1024.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .transformer import (
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Parameters are float32; `dtype` is what activations and products are computed in."""
+    """Parameters are float32; activations and products use `dtype`."""
 
     hidden_size: int
     num_layers: int
@@ -97,7 +97,7 @@ class GPT(nn.Module):
 
 @functools.cache
 def _model(config: GPTConfig) -> GPT:
-    """One model per config: states hold its `apply` statically and compare by it."""
+    """One model per config, since states hold its `apply` statically and compare by it."""
     return GPT(config)
 
 
@@ -132,8 +132,8 @@ def make_batch(config: GPTConfig, batch_size: int, key: jax.Array) -> Batch:
 def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     """6 · tokens · (12 L H² + H V) + 12 · tokens · L S H.
 
-    The first term is the weights of the layers and of the LM head (the embedding lookup multiplies
-    nothing); the second is the scores and outputs of attention, masked half included.
+    The first term is the weights of the layers and the LM head (the embedding lookup has no
+    products); the second is the scores and outputs of attention, masked half included.
     """
     tokens = batch_size * config.seq_len
     hidden, layers = config.hidden_size, config.num_layers

@@ -2,7 +2,7 @@
 
 Sizes are those of Touvron et al. (2023) and of the Llama 3 report (2024). The layers are either a
 list, applied one by one, or one module with stacked parameters that `jax.lax.scan` runs over. The
-train step is a pure function of a pytree: modules are split into it and merged from it.
+train step is a pure function of a pytree: `nnx.split` and `nnx.merge` convert the modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .transformer import (
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Parameters are float32; `dtype` is what activations and products are computed in."""
+    """Parameters are float32; activations and products use `dtype`."""
 
     hidden_size: int
     num_layers: int
@@ -53,13 +53,13 @@ class LlamaConfig:
 
 
 def rotary_angles(config: LlamaConfig) -> jax.Array:
-    """The (seq, head_dim / 2) angles by which positions turn the pairs of a head."""
+    """The (seq, head_dim / 2) angles by which positions rotate the pairs of a head."""
     frequencies = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2) / config.head_dim)
     return jnp.arange(config.seq_len)[:, None] * frequencies
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Turns each pair (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by its angle."""
+    """Rotates each pair (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by its angle."""
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -156,7 +156,7 @@ class Llama(nnx.Module):
 
 @flax.struct.dataclass
 class LlamaState:
-    """`graphdef` is what turns `params` back into the model."""
+    """`graphdef` turns `params` back into the model."""
 
     params: nnx.State
     opt_state: optax.OptState
@@ -193,8 +193,8 @@ def make_batch(config: LlamaConfig, batch_size: int, key: jax.Array) -> Batch:
 def flops_per_step(config: LlamaConfig, batch_size: int) -> int:
     """6 · tokens · (L (2 H² + 2 H K D + 3 H F) + H V) + 12 · tokens · L S H.
 
-    K D is the size of all the key heads and F the feed-forward's. The embedding lookup multiplies
-    nothing; the second term is the scores and outputs of attention, masked half included.
+    K D is the size of all key heads and F that of the feed-forward. The embedding lookup has no
+    products; the second term is the scores and outputs of attention, masked half included.
     """
     tokens = batch_size * config.seq_len
     hidden, layers = config.hidden_size, config.num_layers

@@ -1,6 +1,6 @@
-"""A stack of Dense + relu layers in plain JAX: the smallest model whose plans are known by hand.
+"""A stack of Dense + relu layers in plain JAX: the smallest model, whose plans we know by hand.
 
-Input, hidden and output sizes are all `hidden_size`, as in Alpa's tests of its sharding pass.
+Input, hidden and output size are `hidden_size`, as in Alpa's tests of its sharding pass.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_batch(config: MLPConfig, batch_size: int, key: jax.Array) -> Batch:
 
 
 def flops_per_step(config: MLPConfig, batch_size: int) -> int:
-    """Three products per layer, less the gradient of the input, which nobody asks for."""
+    """Three products per layer, less the gradient of the input, which is not computed."""
     return 2 * batch_size * config.hidden_size**2 * (3 * config.num_layers - 1)
 
 

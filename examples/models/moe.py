@@ -34,13 +34,12 @@ from .transformer import (
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Parameters are float32; `dtype` is what activations and products are computed in.
+    """Parameters are float32; activations and products use `dtype`.
 
     `group_size` is the number of tokens that share the experts' buffers; it must divide the tokens
-    of a batch. An expert takes `capacity_factor · group_size / num_experts` of a group, the rest of
-    those that chose it pass by on the residual. `optimizer` is "adam", or "adafactor", with which
-    the Alpa paper's models were trained: Adam's moments of 70B parameters would not fit into its
-    64 GPUs of 16 GB.
+    of a batch. An expert takes `capacity_factor · group_size / num_experts` tokens of a group;
+    further tokens that chose it skip it through the residual. `optimizer` is "adam", or "adafactor"
+    as in the Alpa paper: Adam's moments of 70B parameters would not fit into its 64 GPUs of 16 GB.
     """
 
     hidden_size: int
@@ -71,20 +70,21 @@ class MoEConfig:
 
     @property
     def capacity(self) -> int:
-        """Tokens of one group that one expert has room for."""
+        """The number of tokens of one group that one expert can take."""
         return math.ceil(self.capacity_factor * self.group_size / self.num_experts)
 
 
 def route_top2(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Sends each token to its two best experts, as far as they have room.
+    """Sends each token to its two best experts, up to their capacity.
 
     Args:
       gates: (group, token, expert) probabilities.
       capacity: the number of slots each expert has for a group.
 
     Returns:
-      The (group, token, expert, slot) weights that combine the experts' outputs, zero where a token
-      is not; and the load-balance loss, 1 when the experts are chosen equally often.
+      The (group, token, expert, slot) weights that combine the experts' outputs, zero where the
+      slot does not hold the token; and the load-balance loss, 1 if all experts are chosen equally
+      often.
     """
     num_experts = gates.shape[-1]
     first = jax.nn.one_hot(jnp.argmax(gates, axis=-1), num_experts)
@@ -103,7 +103,7 @@ def route_top2(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 
     def weights(choice: jax.Array, slot: jax.Array, gate: jax.Array) -> jax.Array:
         slot = jnp.sum(slot * choice, axis=-1).astype(jnp.int32)
-        # Slots past the capacity have no one-hot, which is what drops their tokens.
+        # Slots past the capacity have an all-zero one-hot, which drops their tokens.
         in_slot = jax.nn.one_hot(slot, capacity)
         weight = choice * (gate / total_gate)[..., None]
         return weight[:, :, :, None] * in_slot[:, :, None, :]
@@ -192,7 +192,7 @@ class MoETransformer(nn.Module):
 
 @functools.cache
 def _model(config: MoEConfig) -> MoETransformer:
-    """One model per config: states hold its `apply` statically and compare by it."""
+    """One model per config, since states hold its `apply` statically and compare by it."""
     return MoETransformer(config)
 
 
@@ -235,10 +235,10 @@ def make_batch(config: MoEConfig, batch_size: int, key: jax.Array) -> Batch:
 def flops_per_step(config: MoEConfig, batch_size: int) -> int:
     """6 · tokens · weights + 12 · tokens · L S H for attention, plus routing.
 
-    Weights are 4 L H² of attention, H V of the LM head, and for each pair of layers 2 H F (F the
-    feed-forward's size) of the dense one and, for the expert one, `capacity_factor` times that for
-    the slots it fills or leaves empty and H E of the router. Dispatch and combine each multiply
-    E · capacity · H per token, five times in all: dispatch has no gradient of its mask.
+    Weights are 4 L H² for attention, H V for the LM head, and for each pair of layers 2 H F (F is
+    the feed-forward size) for the dense layer, and for the expert layer `capacity_factor` times
+    that, for filled and empty slots, and H E for the router. Dispatch and combine multiply
+    E · capacity · H per token, five times in all: the mask of dispatch has no gradient.
     """
     tokens = batch_size * config.seq_len
     hidden, layers, experts = config.hidden_size, config.num_layers, config.num_experts

@@ -1,4 +1,4 @@
-"""What the transformer families share: attention, feed-forward, layer stack, loss and state."""
+"""Shared by the transformer families: attention, feed-forward, layer stack, loss and state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AttentionKind = Literal["einsum", "xla", "cudnn"]
 
 
 def check_attention(kind: AttentionKind, dropout: float = 0.0) -> None:
-    """Raises ValueError if there is no such attention, or none with dropout where it is wanted."""
+    """Raises ValueError if this kind of attention does not exist, or not with dropout."""
     kinds = get_args(AttentionKind)
     if kind not in kinds:
-        raise ValueError(f"attention is {kind!r}; there are {', '.join(map(repr, kinds))}")
+        raise ValueError(f"unknown attention {kind!r}; choose from {', '.join(map(repr, kinds))}")
     if kind != "einsum" and dropout:
         raise ValueError(
             f'attention is "{kind}" and dropout is {dropout}; JAX\'s attention has no '
@@ -41,8 +41,8 @@ def attention(
     """Scaled dot-product attention over (batch, seq, heads, head_dim) arrays, softmax in float32.
 
     `key` and `value` may have fewer heads than `query`: each then serves a group of query heads.
-    "cudnn" is the fused kernel (bf16 on a GPU, no dropout), "xla" the same function of JAX as XLA
-    compiles it anywhere, "einsum" written out here.
+    "cudnn" is the fused kernel (bf16 on a GPU, no dropout), "xla" the same JAX function as XLA
+    compiles it on any device, "einsum" is written out here.
     """
     if kind != "einsum":
         return jax.nn.dot_product_attention(
@@ -137,7 +137,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state, with the key that dropout starts from where the model has dropout."""
+    """Flax's train state, with a dropout key if the model has dropout."""
 
     dropout_key: jax.Array | None = None
 
@@ -150,7 +150,7 @@ class TrainState(train_state.TrainState):
 
 @functools.cache
 def adam(learning_rate: float) -> optax.GradientTransformation:
-    """Adam, one object per rate: states hold their optimizer statically and compare by it."""
+    """Adam, one object per rate, since states hold their optimizer statically and compare by it."""
     return optax.adam(learning_rate)
 
 
@@ -165,7 +165,7 @@ OPTIMIZERS = {"adam": adam, "adafactor": adafactor}
 
 def check_optimizer(name: str) -> None:
     if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {name!r}; it must be one of {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
 
 
 def create_train_state(
@@ -177,7 +177,7 @@ def create_train_state(
     dropout: float,
     optimizer: str = "adam",
 ) -> TrainState:
-    """Initialises `model` for `inputs`, with an optimizer, without running it."""
+    """Initialises `model` and its optimizer for `inputs` without running the model."""
     params_key, dropout_key = jax.random.split(key)
     params = model.lazy_init({"params": params_key, "dropout": dropout_key}, inputs)["params"]
     transformation = OPTIMIZERS[optimizer](learning_rate)

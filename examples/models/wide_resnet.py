@@ -25,7 +25,7 @@ RESNET_101 = (3, 4, 23, 3)
 
 @dataclasses.dataclass(frozen=True)
 class WideResNetConfig:
-    """`stage_sizes` is the number of blocks of each stage; a stage doubles the channels."""
+    """`stage_sizes` is the number of blocks of each stage; each stage doubles the channels."""
 
     stage_sizes: tuple[int, ...]
     base_channels: int
@@ -56,7 +56,7 @@ class BottleneckBlock(nn.Module):
         wide = self.channels * self.config.width_factor
         y = nn.relu(norm()(conv(self.channels, (1, 1))(x)))
         y = nn.relu(norm()(conv(wide, (3, 3), strides)(y)))
-        # A block starts as the identity, which is what lets deep ones train.
+        # A block starts as the identity, so that deep networks train.
         y = norm(scale_init=nn.initializers.zeros)(conv(4 * self.channels, (1, 1))(y))
         if x.shape != y.shape:
             x = conv(4 * self.channels, (1, 1), strides, name="shortcut")(x)
@@ -95,7 +95,7 @@ class WideResNet(nn.Module):
 
 @functools.cache
 def _model(config: WideResNetConfig) -> WideResNet:
-    """One model per config: states hold its `apply` statically and compare by it."""
+    """One model per config, since states hold its `apply` statically and compare by it."""
     return WideResNet(config)
 
 

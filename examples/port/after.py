@@ -1,6 +1,6 @@
 """A classifier in Flax and its training loop: before.py runs on one device, after.py on all.
 
-`diff before.py after.py` shows the two lines that changed. Where there are no GPUs, set
+`diff before.py after.py` shows the two lines that changed. Without GPUs, set
 JAX_NUM_CPU_DEVICES=8 to give after.py eight virtual devices.
 """
 
@@ -24,7 +24,7 @@ class Classifier(nn.Module):
 
 
 def make_batch(seed):
-    """Points around ten centres, which are the classes."""
+    """Points around ten centres, one per class."""
     centres = np.random.default_rng(0).standard_normal((NUM_CLASSES, NUM_FEATURES))
     random = np.random.default_rng(seed)
     labels = random.integers(NUM_CLASSES, size=BATCH_SIZE)
@@ -59,7 +59,7 @@ def main():
             correct = accuracy(state, make_batch(0))
             print(f"step {step}  loss {loss:.4f}  accuracy {correct:.2f}")
     kernel = state.params["params"]["Dense_1"]["kernel"]
-    print(f"the largest kernel lies on {len(kernel.sharding.device_set)} device(s)")
+    print(f"the largest kernel is on {len(kernel.sharding.device_set)} device(s)")
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def test_a_ported_loop_gives_the_same_numbers() -> None:
         assert numbers_after == pytest.approx(numbers, abs=0.011)
     first, last = (float(re.findall(r"loss ([\d.]+)", line)[0]) for line in (steps[0], steps[-1]))
     assert last < 0.2 * first
-    assert where == "the largest kernel lies on 1 device(s)"
-    assert where_after == "the largest kernel lies on 8 device(s)"
+    assert where == "the largest kernel is on 1 device(s)"
+    assert where_after == "the largest kernel is on 8 device(s)"
 
 
 @pytest.mark.ci
@@ -107,8 +107,8 @@ def test_pins_are_kept() -> None:
     text = run("manual_pins.py", "--devices", "4", "--steps", "40")
     pinned = re.search(r"^pinned: up (.+), down (.+); predicted step \d+ µs$", text, re.MULTILINE)
     assert pinned and pinned.groups() == ("P(None, 'y')", "P('y',)"), text
-    assert "up (64, 256) lies as P(None, 'y')" in text
-    assert "down (256, 64) lies as P('y',)" in text
+    assert "up (64, 256) has the layout P(None, 'y')" in text
+    assert "down (256, 64) has the layout P('y',)" in text
     assert_learned(text, 0.5)
 
 
@@ -137,7 +137,7 @@ def test_pipelines_on_ray_use_a_mesh_per_stage() -> None:
     text = run("pipelines_on_ray.py", "--steps", "12")
     assert "a pipeline of 2 stages on 4 devices" in text
     assert "on devices (0, 1) of mesh 0" in text and "on devices (2, 3) of mesh 1" in text
-    assert "the state lies on 2 meshes" in text
+    assert "the state is on 2 meshes" in text
     assert_learned(text, 1.0)
 
 
@@ -147,13 +147,13 @@ def test_training_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     text = run("elastic_restart.py", "--steps", "10", "--kill-at", "6", *options)
     assert re.search(r"^killed worker process \d+$", text, re.MULTILINE), text
     assert re.search(r"^lost: Worker \d.* died", text, re.MULTILINE), text
-    assert "going on from the checkpoint of step 4" in text
+    assert "resuming from the checkpoint of step 4" in text
     steps = [int(step) for step in re.findall(r"^step (\d+) ", text, re.MULTILINE)]
     again = steps.index(5, steps.index(5) + 1)
     assert steps[:again] in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]), text
     assert steps[again:] == [5, 6, 7, 8, 9, 10]
-    assert "again, the same" in text and "and another" not in text
+    assert "again, the same" in text and "but different" not in text
 
     text = run("elastic_restart.py", "--steps", "12", "--kill-at", "0", *options)
-    assert "going on from the checkpoint of step 10" in text
+    assert "resuming from the checkpoint of step 10" in text
     assert [int(step) for step in re.findall(r"^step (\d+) ", text, re.MULTILINE)] == [11, 12]

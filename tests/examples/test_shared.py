@@ -86,5 +86,5 @@ def test_progress_tells_first_and_last(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_size_that_is_not_there_is_told_with_those_that_are():
     sizes = {"tiny": bert.EXAMPLES["bert-tiny"].config}
     assert common.sized(sizes, "tiny", num_layers=3, seq_len=None).num_layers == 3
-    with pytest.raises(autopar.ArgumentError, match=r"size='huge': there are tiny\."):
+    with pytest.raises(autopar.ArgumentError, match=r"unknown size 'huge'; choose from tiny\."):
         common.sized(sizes, "huge")

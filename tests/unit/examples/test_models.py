@@ -322,7 +322,7 @@ def test_ad_hoc_example() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="no model is called 'gpt-7b'; there are mlp-tiny, "):
+    with pytest.raises(ValueError, match="unknown model 'gpt-7b'; choose from mlp-tiny, "):
         build("gpt-7b")
     with pytest.raises(ValueError, match="groups of 2048"):
         build("moe-380m", batch_size=1).abstract_batch()
@@ -333,6 +333,6 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"set dropout=0\.0"):
         build("bert-tiny", attention="cudnn")
     with pytest.raises(
-        ValueError, match="attention is 'flash'; there are 'einsum', 'xla', 'cudnn'"
+        ValueError, match="unknown attention 'flash'; choose from 'einsum', 'xla', 'cudnn'"
     ):
         build("moe-tiny", attention="flash")
