@@ -184,18 +184,20 @@ def repeated_classes(sources: Sources) -> dict[str, list[str]]:
 
 
 def golden_changes(before: Sources, after: Sources) -> dict[str, list[str]]:
-    """What changed in every golden plan: its objective, and the specs of its arrays."""
-    paths = sorted(path for path in {*before, *after} if path.startswith(GOLDEN))
+    """What changed in every golden plan: its objective, and the specs of its arrays. Arrays whose
+    paths end alike, as a parameter's and its moments' do, share a line if they changed alike."""
     changes = {}
-    for path in paths:
-        if before.get(path) != after.get(path):
-            old, new = (_flat(json.loads(side.get(path, "{}"))) for side in (before, after))
+    for path in sorted(path for path in {*before, *after} if path.startswith(GOLDEN)):
+        old, new = (_flat(json.loads(side.get(path, "{}"))) for side in (before, after))
+        groups: dict[tuple[str, str], list[str]] = {}
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "objective", key)):
+            if old.get(key) != new.get(key):
+                change = f"{old.get(key, 'absent')} → {new.get(key, 'absent')}"
+                groups.setdefault((key[key.find("['") :], change), []).append(key)
+        if groups:
             changes[path] = [
-                f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}"
-                for key in sorted(
-                    old.keys() | new.keys(), key=lambda key: (key != "objective", key)
-                )
-                if old.get(key) != new.get(key)
+                f"{min(keys, key=len)}{f' and {len(keys) - 1} more' * (len(keys) > 1)}: {change}"
+                for (_, change), keys in groups.items()
             ]
     return changes
 
@@ -216,7 +218,7 @@ def report(before: Sources, after: Sources) -> str:
     lines += ["Golden plans"]
     changes = golden_changes(before, after)
     for path, changed in changes.items():
-        lines += [f"  {path}: {len(changed)} changed", *(f"    {line}" for line in changed)]
+        lines += [f"  {path}", *(f"    {line}" for line in changed)]
     return "\n".join(lines if changes else [*lines, "  unchanged"])
 
 

@@ -80,6 +80,18 @@ def test_golden_plans_that_changed() -> None:
     }
 
 
+def test_a_parameter_and_its_moments_share_a_line() -> None:
+    paths = ["params['w']", "opt_state[0].mu['w']", "opt_state[0].nu['w']", "params['b']"]
+    before, after = (
+        {"tests/golden/a.json": golden("3", **dict.fromkeys(paths, spec))}
+        for spec in ("P()", "P('x')")
+    )
+    assert golden_changes(before, after)["tests/golden/a.json"] == [
+        "inputs params['w'] and 2 more: P() → P('x')",
+        "inputs params['b']: P() → P('x')",
+    ]
+
+
 def test_the_report_has_what_changed() -> None:
     after = {**TOY, "autopar/ir/spec.py": "import autopar._jax\n", "autopar/_jax.py": ""}
     text = report(TOY, after)
