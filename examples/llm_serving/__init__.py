@@ -1,1 +1,1 @@
-"""Serving of decoder models: Hugging Face weights in, tokens out, by `generate` or over HTTP."""
+"""Serves decoder models: Hugging Face weights → tokens, by `generate` or over HTTP."""

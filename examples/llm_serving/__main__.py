@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _announce(args: argparse.Namespace, model: Any, port: int) -> None:
-    print(f"{model.engine.model_name} is served at http://{args.host}:{port}", flush=True)
+    print(f"serving {model.engine.model_name} at http://{args.host}:{port}", flush=True)
 
 
 def _method(args: argparse.Namespace) -> Any:
@@ -73,7 +73,7 @@ def _method(args: argparse.Namespace) -> Any:
     if args.stages == 1:
         return autopar.ShardParallel(mesh_shape=shape)
     if shape != "auto":
-        raise ArgumentError("--mesh says how one mesh is shaped; leave it out with --stages.")
+        raise ArgumentError("--mesh is the shape of one mesh; leave it out with --stages.")
     return autopar.PipeshardParallel(
         1, stages=autopar.UniformStages(args.stages), schedule="inference"
     )
@@ -87,7 +87,7 @@ def _mesh_shape(text: str) -> Any:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise ArgumentError(f"--mesh {text!r}: needs `auto`, or sizes such as 8 or 2x4.")
+        raise ArgumentError(f"--mesh {text!r}: expected `auto`, or sizes such as 8 or 2x4.")
     return shape
 
 
@@ -115,29 +115,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000)
     add("--mesh", default="auto", help="shape of the mesh, such as 8 or 2x4")
     add("--stages", type=_positive, default=1, help="pipeline stages, one after another")
-    add("--dtype", help="of weights and cache, such as bfloat16; default: the folder's")
-    add("--slots", type=_positive, default=8, help="requests that are decoded together")
+    add("--dtype", help="type of weights and cache, such as bfloat16; default: the folder's")
+    add("--slots", type=_positive, default=8, help="requests decoded together")
     add("--max-length", type=_positive, help="tokens of prompt and answer; default: the model's")
     add("--queue", type=_positive, default=64, help="requests that may wait")
-    add("--steps-per-call", type=_positive, default=1, help="decode steps that one call runs")
+    add("--steps-per-call", type=_positive, default=1, help="decode steps per call")
     add("--max-body-bytes", type=_positive, default=1 << 20)
     add("--max-choices", type=_positive, default=16, help="answers of one request")
     add("--max-connections", type=_positive, default=512)
     add("--request-timeout", type=float, default=600.0, help="seconds, waiting included")
-    add("--drain", type=float, default=10.0, help="seconds for requests under way at the end")
+    add("--drain", type=float, default=10.0, help="seconds for running requests at shutdown")
     add(
         "--attended-lengths",
         type=_lengths,
         default=(),
         metavar="N,…",
-        help="decode reads the cache up to the first of these that is enough",
+        help="decode reads the cache up to the first sufficient of these lengths",
     )
     add(
         "--warm-up",
         type=_lengths,
         default=(16,),
         metavar="N,…",
-        help="compile for prompts up to these lengths before the first comes; '' for none",
+        help="compile for prompts up to these lengths before the first request; '' for none",
     )
     return parser
 

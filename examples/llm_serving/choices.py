@@ -1,9 +1,8 @@
-"""Answers under way: completions of an engine → stage programs of text as they come, in an event
-loop.
+"""Running answers: completions of an engine → pieces of text as they come, in an event loop.
 
-An engine fills its completions from a thread of its own. `Wakeups` carries word of it into the
-event loop, once per step and not once per token. `Choice` is one answer: it takes what has come,
-makes text of it and knows why it ended. `Answers` are the choices of one request.
+An engine fills its completions from its own thread. `Wakeups` notifies the event loop, once per
+step and not once per token. `Choice` is one answer: it takes the new tokens, turns them into text
+and knows why it ended. `Answers` are the choices of one request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SEEDS = 2**31
 
 
 class DeadlineError(ServingError):
-    """A request took longer than it may."""
+    """A request exceeded its time limit."""
 
 
 class Wakeups:
@@ -46,14 +45,14 @@ class Wakeups:
         return wake
 
     def _deliver(self) -> None:
-        self._scheduled = False  # before the events, so that none put meanwhile is missed
+        self._scheduled = False  # before the events, so that no concurrent put is missed
         while self._events:
             self._events.popleft().set()
 
 
 @dataclasses.dataclass
 class Piece:
-    """What became known of one choice: text, its tokens, and whether it is the last."""
+    """The next part of a choice: text, its tokens, and the finish reason if it is the last."""
 
     index: int
     text: str
@@ -79,24 +78,24 @@ class Choice:
         self._text = TextStream(tokenizer, completion.prompt, stop) if tokenizer else None
 
     def take(self) -> Piece | None:
-        """All that has come since; None if nothing has. Raises what ended the request."""
-        stage_program = Piece(self.index, "", [], [], None)
+        """Everything since the last call, or None. Raises the error that ended the request."""
+        piece = Piece(self.index, "", [], [], None)
         while self.finish_reason is None:
             try:
                 token = self.completion.get(0)
             except queue.Empty:
                 break
-            stage_program.text += self._add(token, stage_program)
-        stage_program.finish_reason = self.finish_reason
-        return stage_program if stage_program.token_ids or stage_program.finish_reason else None
+            piece.text += self._add(token, piece)
+        piece.finish_reason = self.finish_reason
+        return piece if piece.token_ids or piece.finish_reason else None
 
-    def _add(self, token: Token, stage_program: Piece) -> str:
+    def _add(self, token: Token, piece: Piece) -> str:
         text = ""
         if token.token_id is not None:
             self.num_tokens += 1
-            stage_program.token_ids.append(token.token_id)
-            stage_program.logprobs.append(token.logprob)
-            ends = token.finish_reason == "stop"  # the token that ends an answer is not shown
+            piece.token_ids.append(token.token_id)
+            piece.logprobs.append(token.logprob)
+            ends = token.finish_reason == "stop"  # the stop token itself is not shown
             text = self._text.push(token.token_id) if self._text and not ends else ""
         if self._text and token.finish_reason is not None:
             text += self._text.flush()
@@ -108,17 +107,17 @@ class Choice:
 
 
 class Answers:
-    """The choices of one request: all are queued, or none; `close` frees their places.
+    """The choices of one request: all are queued, or none; `close` frees their slots.
 
     Args:
-      deadline: in the event loop's time; answers that are not there by then end with
+      deadline: in the event loop's time; answers that are incomplete then end with
         `DeadlineError`.
     """
 
     def __init__(self, wakeups: Wakeups, deadline: float):
         self._ended_by: Exception | None = None
         self._timer = asyncio.get_running_loop().call_at(
-            deadline, self.end, DeadlineError("The answer was not there in time.")
+            deadline, self.end, DeadlineError("The answer was not complete in time.")
         )
         self._event = asyncio.Event()
         self._wake = wakeups.waker(self._event)
@@ -132,7 +131,7 @@ class Answers:
         prompts: Sequence[Sequence[int]],
         stop_token_ids: Sequence[int],
     ) -> None:
-        """Queues all choices, or none: raises what the engine says of the first that it refuses."""
+        """Queues all choices, or none: raises the engine's error for the first it rejects."""
         seed = secrets.randbelow(SEEDS) if request.seed is None else request.seed
         try:
             for prompt in prompts:
@@ -154,15 +153,15 @@ class Answers:
             self.close()
             raise
 
-    async def stage_programs(self) -> AsyncIterator[Piece]:
-        """Stage programs of all choices as they come, until every choice has ended; raises what
-        ends them otherwise."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come, until every choice has ended; raises the error
+        that ends them early."""
         running = list(self.choices)
         while running:
             self._event.clear()
             for choice in running:
-                if (stage_program := choice.take()) is not None:
-                    yield stage_program
+                if (piece := choice.take()) is not None:
+                    yield piece
             running = [choice for choice in running if choice.finish_reason is None]
             if running and self._ended_by is not None:
                 raise self._ended_by
@@ -170,7 +169,7 @@ class Answers:
                 await self._event.wait()
 
     def end(self, error: Exception) -> None:
-        """Ends what runs with `error`."""
+        """Ends all running choices with `error`."""
         self._ended_by = error
         self._event.set()
 

@@ -1,7 +1,7 @@
-"""What a decoder model is made of: from a Hugging Face `config.json` to a `ModelConfig`.
+"""The shape of a decoder model: from a Hugging Face `config.json` to a `ModelConfig`.
 
-One `ModelConfig` describes all architectures, so that one decoder (`decoder.py`) runs them all. A
-further architecture is a reader here and a table of names in `names.py`.
+One `ModelConfig` describes all architectures, so one decoder (`decoder.py`) runs them all. A new
+architecture needs a reader here and a table of names in `names.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from autopar.errors import AutoparError
 
 
 class ModelError(AutoparError):
-    """A folder that does not hold a model which can be served."""
+    """The folder does not contain a model that can be served."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3 stretches rotary positions: wavelengths of more than `original_positions` /
-    `low_freq_factor` are divided by `factor`, those of less than `original_positions` /
-    `high_freq_factor` are kept, those between change smoothly. With `original_positions` of 0 all
-    are divided (the scaling that is called linear)."""
+    """How Llama 3 stretches rotary positions: wavelengths above `original_positions` /
+    `low_freq_factor` are divided by `factor`, those below `original_positions` /
+    `high_freq_factor` are kept, and those between change smoothly. With `original_positions` = 0
+    all are divided (linear scaling)."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -37,16 +37,16 @@ class ModelConfig:
     """A decoder.
 
     Attributes:
-      max_positions: so many positions the model was trained for.
-      embedding_size: of token embeddings; projected to `hidden_size` where it is another.
+      max_positions: the number of positions the model was trained for.
+      embedding_size: of token embeddings; projected to `hidden_size` if it differs.
       norm: "layer" (mean and variance, with a bias) or "rms".
-      norm_first: whether a layer normalises what it reads; otherwise what it gives.
-      final_norm: whether what the last layer gives is normalised.
+      norm_first: whether a layer normalises its input; otherwise its output.
+      final_norm: whether the output of the last layer is normalised.
       learned_positions: an embedding per position; otherwise positions rotate queries and keys.
-      position_offset: rows of that embedding before that of the first position.
-      gated: whether the feed-forward part multiplies two projections.
+      position_offset: rows of that embedding before the first position.
+      gated: whether the feed-forward multiplies two projections.
       tied_head: whether logits are products with the token embeddings.
-      dtype: of the weights, as the folder says.
+      dtype: type of the weights in the folder.
     """
 
     architecture: str
@@ -80,7 +80,7 @@ class ModelConfig:
         for name in _SIZES:
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise ModelError(f"{self.architecture}: {name}={given!r} is no whole number ≥ 1.")
+                raise ModelError(f"{self.architecture}: {name}={given!r}: expected an integer ≥ 1.")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.architecture}: {self.num_heads} heads cannot share {self.num_kv_heads} "
@@ -88,16 +88,18 @@ class ModelConfig:
             )
         if self.activation not in ACTIVATIONS:
             raise ModelError(
-                f"{self.architecture}: activation {self.activation!r} is unknown; there are "
+                f"{self.architecture}: unknown activation {self.activation!r}; choose from "
                 f"{', '.join(ACTIVATIONS)}."
             )
         if self.dtype not in DTYPES:
             raise ModelError(
-                f"{self.architecture}: dtype {self.dtype!r} is unknown; there are "
+                f"{self.architecture}: unknown dtype {self.dtype!r}; choose from "
                 f"{', '.join(DTYPES)}."
             )
         if not self.learned_positions and self.head_size % 2:
-            raise ModelError(f"{self.architecture}: rotary heads of odd size {self.head_size}.")
+            raise ModelError(
+                f"{self.architecture}: rotary heads need an even size, got {self.head_size}."
+            )
 
 
 _SIZES = (
@@ -113,7 +115,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     tokens that end an answer)."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"{folder}: is no folder. Give the local folder of a Hugging Face model.")
+        raise ModelError(f"{folder}: not a folder. Give the local folder of a Hugging Face model.")
     own = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -131,7 +133,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     reader = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if reader is None:
         raise ModelError(
-            f"{where}: model_type {kind!r} is an architecture that cannot be served. There are "
+            f"{where}: model_type {kind!r} is not supported. Supported are "
             f"{', '.join(ARCHITECTURES)}."
         )
     try:
@@ -139,7 +141,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     except KeyError as error:
         raise ModelError(f"{where}: {error.args[0]!r} is missing, which {kind} needs.") from error
     except (TypeError, ValueError) as error:
-        raise ModelError(f"{where}: a value is of the wrong kind: {error}.") from error
+        raise ModelError(f"{where}: a value has the wrong type: {error}.") from error
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
     return config
@@ -150,12 +152,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
-            f"{path}: is missing. A model's folder has it beside its *.safetensors files."
+            f"{path}: is missing. A model's folder has it next to its *.safetensors files."
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}.") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds {type(values).__name__}, needs a JSON object.")
+        raise ModelError(f"{path}: expected a JSON object, got {type(values).__name__}.")
     return values
 
 
@@ -265,12 +267,12 @@ def _rope_scaling(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeSca
             float(rope["high_freq_factor"]),
             int(positions or values["max_position_embeddings"]),
         )
-    raise ModelError(f"rope_type {kind!r} is not supported; there are default, linear, llama3.")
+    raise ModelError(f"rope_type {kind!r} is not supported; use default, linear or llama3.")
 
 
 def _share(hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise ModelError(f"hidden size {hidden} is no multiple of {heads} heads.")
+        raise ModelError(f"hidden size {hidden} is not a multiple of {heads} heads.")
     return hidden // heads
 
 

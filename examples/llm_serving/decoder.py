@@ -1,17 +1,17 @@
 """A decoder with a cache of keys and values: from parameters, cache and tokens to logits.
 
-Plain functions over pytrees, layers written out one after another, so that autopar can shard every
-product and cut stages between layers.
+Plain functions over pytrees with the layers written out, so that autopar can shard every product
+and cut stages between layers.
 
-    prefill  one prompt, padded to some length: fills one slot of the cache, gives its last logits
-    decode   the next token of every slot: adds to the cache, gives logits of every slot
+    prefill  one prompt, padded to some length: fills one slot of the cache, returns its last logits
+    decode   the next token of every slot: adds to the cache, returns logits of every slot
 
-Matrices lie as in Hugging Face's files, (out, in), with heads as a dimension of their own:
+Matrices have Hugging Face's layout, (out, in), with heads as a separate dimension:
 
     q (heads, head size, hidden)   k, v (kv heads, head size, hidden)   o (hidden, heads, head size)
 
-The cache has keys and values of (slots, kv heads, length, head size) per layer. What lies behind a
-slot's position is never read.
+The cache has keys and values of (slots, kv heads, length, head size) per layer. Entries after a
+slot's position are never read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 
 
 def param_shapes(config: ModelConfig) -> Params:
-    """The shape of every parameter, in the pytree that they come in."""
+    """The pytree of parameter shapes."""
     hidden, inner = config.hidden_size, config.feed_forward_size
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
 
@@ -103,10 +103,10 @@ def prefill(
     length: jax.Array,
     slot: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """`tokens` (padded length,), of which `length` count, into a slot -> its next token's logits
-    (vocabulary,)."""
+    """`tokens` (padded length,), of which the first `length` count, into a slot -> the logits
+    (vocabulary,) of its next token."""
     positions = jnp.arange(tokens.shape[0])
-    # What pads a prompt comes after it, so that no token of the prompt sees it.
+    # Padding comes after the prompt, so no token of the prompt sees it.
     is_seen = positions[None, :] <= positions[:, None]
     at = (slot, 0, 0, 0)
 
@@ -133,11 +133,11 @@ def decode(
     positions: jax.Array,
     attended: int | None = None,
 ) -> tuple[Cache, jax.Array]:
-    """The token of every slot (slots,), each at its position -> logits (slots, vocabulary). Only
-    the first `attended` places of the cache are read; positions that count lie before that."""
+    """The token of every slot (slots,), each at its position -> logits (slots, vocabulary). Reads
+    only the first `attended` entries of the cache; all active positions are below that."""
     length = cache[0]["k"].shape[2]
     attended = length if attended is None else attended
-    # A slot whose request is over may count on for some steps; it rewrites its last place.
+    # A slot whose request has ended may advance for some steps; it rewrites its last entry.
     positions = jnp.minimum(positions, length - 1)
     is_seen = jnp.arange(attended)[None, :] <= positions[:, None]
 
@@ -173,13 +173,13 @@ def _run_layers(
     positions: jax.Array,
     attend: Attend,
 ) -> tuple[Cache, jax.Array]:
-    """Tokens and their positions -> what the last layer gives of each (tokens, hidden)."""
+    """Tokens and their positions -> the last layer's output (tokens, hidden)."""
     x = params["embedding"][tokens]
     if "project_in" in params:
         x = jnp.einsum("te,he->th", x, params["project_in"])
     rotation = None
     if config.learned_positions:
-        # Padding may lie behind the last position that there is; nothing reads what it gives.
+        # Padding may be past the last position; nothing reads its output.
         last = config.max_positions - 1
         x = x + params["positions"][jnp.minimum(positions, last) + config.position_offset]
     else:
@@ -238,7 +238,7 @@ def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """In float32, of tokens that the last layer gave."""
+    """Logits in float32 of the last layer's output."""
     if "project_out" in params:
         hidden = jnp.einsum("th,eh->te", hidden, params["project_out"])
     head = params["embedding"] if config.tied_head else params["head"]
@@ -272,7 +272,7 @@ def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """By how much each pair of a head's numbers turns per position."""
+    """The rotation of each pair of a head's numbers per position."""
     exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / config.head_size
     frequencies = (1.0 / config.rope_theta**exponents).astype(np.float32)
     scaling = config.rope_scaling
@@ -282,12 +282,12 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
         return frequencies / np.float32(scaling.factor)
     turns = scaling.original_positions * frequencies / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: as it is, 0: divided
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: kept, 0: divided
     return (frequencies * (kept + (1 - kept) / scaling.factor)).astype(np.float32)
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The first half of each head are the first numbers of its pairs, as Hugging Face has them."""
+    """The first half of each head holds the first numbers of its pairs, as in Hugging Face."""
     cos, sin = rotation
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

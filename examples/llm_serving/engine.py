@@ -1,16 +1,15 @@
 """Continuous batching: from requests of different lengths to tokens, step by step.
 
-The cache has slots. A request waits in a bounded queue until a slot is free; prefill fills the slot
-and gives the first token; from then on every decode step gives one token to each slot; when the
-request is over, its slot is free for the next. Requests join and leave between steps.
+The cache has slots. A request waits in a bounded queue until a slot is free. Prefill fills the slot
+and returns the first token; then every decode step produces one token per slot. When the request
+ends, its slot is free for the next. Requests join and leave between steps.
 
-Slots come in *groups*, each with a state of its own, whose steps are dispatched in turn. One group
-is enough on a mesh. On a pipeline, while one stage works on a group, the others work on other
-groups.
+Slots form *groups*, each with its own state, whose steps are dispatched in turn. One group is
+enough on a mesh. On a pipeline, while one stage works on a group, the others work on other groups.
 
-One thread runs the loop. It dispatches a step before it looks at the tokens of the one before, so
-that devices do not wait for the host. A request that ends at a stop token is therefore found out a
-step late; what its slot did meanwhile is thrown away.
+One thread runs the loop. It dispatches a step before it looks at the tokens of the previous one, so
+devices do not wait for the host. It therefore notices a stop token one step late and discards what
+the slot produced meanwhile.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class _Running:
     """A request in a slot.
 
     Attributes:
-      limit: tokens that it gets at most.
-      num_dispatched: tokens that dispatched steps will give.
+      limit: the maximum number of tokens.
+      num_dispatched: tokens that the dispatched steps will produce.
       num_given: tokens that the client has.
     """
 
@@ -57,7 +56,7 @@ class _Running:
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatched:
-    """A step under way: what it will give, and to whom; `slot` -1 for prefill's one token."""
+    """A dispatched step: its future tokens and their requests; `slot` is -1 for prefill's token."""
 
     packed: jax.Array
     takers: tuple[tuple[int, _Running], ...]
@@ -82,16 +81,15 @@ class BatchingEngine:
 
     Args:
       steps: the programs, for the slots of one group.
-      params: the model's parameters, as `steps.param_shardings()` says.
+      params: the model's parameters, in the shardings of `steps.param_shardings()`.
       num_groups: groups of slots.
       queue_size: requests that may wait.
-      steps_per_call: decode steps that one call runs as long as some request wants so many; what
-        it makes for those that end sooner is thrown away. More of them leave less work to the host
-        and let requests join less often.
-      attended_lengths: while no sequence is longer than one of these, decode reads only so much of
-        the cache. For each there is another program.
-      warm_up_lengths: of prompts for which programs are compiled now and not when the first of them
-        comes; decode's too, if any is given. `warm_up_sampling`: those that sample as well.
+      steps_per_call: decode steps per call while some request needs that many; surplus tokens are
+        discarded. More steps leave less work to the host and let requests join less often.
+      attended_lengths: while no sequence is longer than one of these, decode reads only that much
+        of the cache. Each length has its own program.
+      warm_up_lengths: prompt lengths whose programs, and decode's, are compiled now and not at the
+        first request. `warm_up_sampling`: also the programs that sample.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class BatchingEngine:
             self._check_open()
             if len(self._waiting) >= self._queue_size:
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests wait already, as many as are admitted "
+                    f"The queue is full: {len(self._waiting)} requests are waiting "
                     f"(queue_size={self._queue_size}). Try again later."
                 )
             self._waiting.append(completion)
@@ -150,7 +148,7 @@ class BatchingEngine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing is served any more; None while it serves."""
+        """Why the engine stopped; None while it serves."""
         try:
             self._check_open()
         except EngineStoppedError as error:
@@ -183,10 +181,10 @@ class BatchingEngine:
     def _check_open(self) -> None:
         if self._failure is not None:
             raise EngineStoppedError(
-                f"The engine stopped when a step failed: {self._failure!r}. Start it again."
+                f"The engine stopped because a step failed: {self._failure!r}. Restart it."
             ) from self._failure
         if self._is_closing:
-            raise EngineStoppedError("The engine was closed. Start another.")
+            raise EngineStoppedError("The engine was closed. Start a new one.")
 
     def _check(self, completion: Completion) -> None:
         prompt, params = completion.prompt, completion.params
@@ -201,13 +199,13 @@ class BatchingEngine:
         for token in prompt:
             if not _is_whole(token) or not 0 <= token < self.vocab_size:
                 raise ServingError(
-                    f"The prompt has the token {token!r}; tokens of this model are whole numbers "
+                    f"The prompt has the token {token!r}; tokens of this model are integers "
                     f"from 0 to {self.vocab_size - 1}."
                 )
         if not _is_whole(params.max_new_tokens) or params.max_new_tokens < 1:
             raise _unfit("max_new_tokens", params.max_new_tokens, "a whole number ≥ 1")
         if not _is_whole(params.top_k) or not 0 <= params.top_k < 2**31:
-            raise _unfit("top_k", params.top_k, "a whole number ≥ 0 (0 for all tokens)")
+            raise _unfit("top_k", params.top_k, "an integer ≥ 0 (0 for all tokens)")
         if not _is_whole(params.seed):
             raise _unfit("seed", params.seed, "a whole number")
         if not _is_real(params.temperature) or not 0 < params.temperature < math.inf:
@@ -216,7 +214,7 @@ class BatchingEngine:
             raise _unfit("top_p", params.top_p, "a number above 0 and at most 1")
 
     def _warm_up(self, group: _Group, lengths: Sequence[int], may_sample: bool) -> None:
-        """Run every program once, on a slot that the first request overwrites."""
+        """Runs every program once, on a slot that the first request overwrites."""
         params = SamplingParams(do_sample=may_sample)
         for padded in sorted({padded_length(n, self.max_length) for n in lengths}):
             request = pack_request((0,), 0, params, padded)
@@ -249,21 +247,21 @@ class BatchingEngine:
             self._failure, self._is_closing = error, True
             ended = [*self._waiting, *(o.completion for g in self._groups for _, o in g.running)]
             self._waiting.clear()
-        # Requests whose slots are free already may still wait for tokens.
+        # Requests that have left their slots may still wait for tokens.
         late = [one for g in self._groups for d in g.under_way for _, one in d.takers]
         ended += [one.completion for one in late if not one.is_over]
         for completion in dict.fromkeys(ended):
             stopped = EngineStoppedError(
                 "The engine was closed while the request waited or ran."
                 if error is None
-                else f"The engine stopped when a step failed: {error!r}."
+                else f"The engine stopped because a step failed: {error!r}."
             )
             stopped.__cause__ = error
             completion.put(stopped)
         self._groups, self._params = [], None
 
     def _wait_for_work(self) -> bool:
-        """False when the engine is to stop."""
+        """Returns False when the engine should stop."""
         with self._changed:
             while not self._is_closing:
                 if self._waiting or any(g.under_way or g.running for g in self._groups):
@@ -272,11 +270,11 @@ class BatchingEngine:
             return False
 
     def _advance(self, group: _Group) -> None:
-        """Dispatch what there is to do, then hand out what was dispatched before."""
+        """Dispatches the next steps, then hands out the tokens of earlier ones."""
         self._drop_cancelled(group)
         self._admit(group)
         dispatched = self._dispatch_decode(group)
-        # One step stays under way, unless there is nothing to do meanwhile.
+        # One step stays in flight, unless there is nothing else to do.
         self._hand_out(group, 1 if dispatched else 0)
 
     def _drop_cancelled(self, group: _Group) -> None:
@@ -335,7 +333,7 @@ class BatchingEngine:
         takers: tuple[tuple[int, _Running], ...],
         num_steps: int,
     ) -> None:
-        """A step was dispatched. Who will have all tokens after it leaves its slot."""
+        """Records a dispatched step. Requests that it completes leave their slots."""
         packed.copy_to_host_async()
         group.under_way.append(_Dispatched(packed, takers))
         with self._changed:
@@ -347,7 +345,7 @@ class BatchingEngine:
                     group.slots[slot] = None
 
     def _hand_out(self, group: _Group, num_kept: int) -> None:
-        """Tokens of the oldest steps, of all that are done and of so many that `num_kept` stay."""
+        """Hands out the tokens of all finished steps, and of the oldest until `num_kept` remain."""
         steps = group.under_way
         while steps and (len(steps) > num_kept or steps[0].packed.is_ready()):
             self._give_all(steps[0])
@@ -393,7 +391,7 @@ def _end(one: _Running, token: Token) -> None:
 
 
 def padded_length(length: int, max_length: int) -> int:
-    """The length for which a prompt's program is made: a power of two, so that there are few."""
+    """The padded length of a prompt: a power of two, so that there are few programs."""
     return min(max(_MIN_PADDED, 1 << (length - 1).bit_length()), max_length)
 
 
@@ -406,4 +404,4 @@ def _is_real(value: Any) -> bool:
 
 
 def _unfit(name: str, given: Any, needed: str) -> ServingError:
-    return ServingError(f"{name}={given!r}: needs {needed}.")
+    return ServingError(f"{name}={given!r}: expected {needed}.")

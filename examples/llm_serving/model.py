@@ -1,4 +1,4 @@
-"""A model that answers: from a folder of weights to `generate`, as transformers has it.
+"""A language model: from a folder of weights to `generate`, as in transformers.
 
 with load("folder") as model:
     answers = model.generate(prompts, max_new_tokens=20)
@@ -40,7 +40,7 @@ class LanguageModel:
 
     @property
     def plan(self) -> autopar.ParallelPlan:
-        """Decode's, which says where parameters and cache lie."""
+        """Decode's plan, which places parameters and cache."""
         return self.engine.plan
 
     def generate(
@@ -58,18 +58,18 @@ class LanguageModel:
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
     ) -> Any:
-        """Prompts with their answers.
+        """Returns the prompts with their answers.
 
         input_ids:      (rows, length), or a list of prompts of different lengths.
         attention_mask: of the same shape: 0 where a prompt is padded, left or right.
-        max_length:     of prompt and answer together, padding included; `max_new_tokens` of the
-                        answer alone, which counts if both are given. Neither: `max_length=20`.
+        max_length:     length of prompt and answer together, padding included; `max_new_tokens`,
+                        the length of the answer alone, takes precedence. Default: `max_length=20`.
         top_k:          0 for all tokens.
-        seed:           of the first row's draws; the next row's is one more.
-        eos_token_id:   a token, or several, that ends an answer; the model's own if None, none if
-                        an empty list.
-        pad_token_id:   what fills rows that ended sooner; the model's own, or the first that ends
-                        an answer, or 0.
+        seed:           of the first row's draws; each further row adds one.
+        eos_token_id:   one or several tokens that end an answer; None for the model's own, an
+                        empty list for none.
+        pad_token_id:   fills rows that end early; by default the model's own, or the first token
+                        that ends an answer, or 0.
 
         Returns an int array (rows, longest), or for a list of prompts of different lengths a list
         of lists without padding.
@@ -100,7 +100,7 @@ class LanguageModel:
         return np.array([row + [pad_token_id] * (longest - len(row)) for row in whole])
 
     def _answers(self, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:
-        """Everything is asked for at once, as far as the queue admits it."""
+        """Submits all prompts at once, as far as the queue admits them."""
         under_way: collections.deque[Completion] = collections.deque()
         asked, answers = [], []
         try:
@@ -135,12 +135,12 @@ def load(
 ) -> LanguageModel:
     """The model in a local folder (`config.json`, `*.safetensors`), on the devices of this process.
 
-    dtype:      of weights, cache and computation; the folder's own if None.
-    method:     how decode is parallelized; `autopar.ShardParallel()` if None.
-    num_slots:  requests that are decoded together.
-    max_length: tokens of prompt and answer; what the model was trained for if None.
-    num_groups: of slots, whose steps are under way at the same time; as many as the
-                method gives stages if None. They must divide `num_slots`.
+    dtype:      of weights, cache and computation; default: the folder's.
+    method:     how decode is parallelized; default: `autopar.ShardParallel()`.
+    num_slots:  requests decoded together.
+    max_length: tokens of prompt and answer; default: what the model was trained for.
+    num_groups: groups of slots whose steps are in flight at the same time; default: the
+                method's number of stages. It must divide `num_slots`.
     engine:     further options of `BatchingEngine`: `queue_size`, `steps_per_call`, …
     """
     config = read_config(folder)
@@ -165,7 +165,7 @@ def random_model(
     num_groups: int | None = None,
     **engine: Any,
 ) -> LanguageModel:
-    """A model of this shape with random weights, made on the devices; otherwise as `load`."""
+    """A model of this shape with random weights, created on the devices; otherwise as `load`."""
     steps, num_groups = _make_steps(config, dtype, method, num_slots, max_length, num_groups)
     params = random_params(config, steps.dtype, steps.param_shardings(), seed)
     return LanguageModel(
@@ -185,14 +185,14 @@ def _make_steps(
     length = config.max_positions if max_length is None else max_length
     if not 2 <= length <= config.max_positions:
         raise ModelError(
-            f"max_length={max_length!r}: needs a number from 2 to {config.max_positions}, the "
-            "positions that the model knows."
+            f"max_length={max_length!r}: expected a number from 2 to {config.max_positions}, the "
+            "positions of the model."
         )
     if num_groups is None:
         num_groups = _num_stages(method)
     if num_slots < 1 or num_slots % num_groups:
         raise ModelError(
-            f"num_slots={num_slots}: needs a multiple of the {num_groups} groups of slots."
+            f"num_slots={num_slots}: expected a multiple of the {num_groups} groups of slots."
         )
     steps = Steps(
         config,
@@ -205,7 +205,7 @@ def _make_steps(
 
 
 def _num_stages(method: Any) -> int:
-    """As the method gives them; 1 where they are searched, or where there are none."""
+    """The method's number of stages; 1 if it searches them or has none."""
     stages = getattr(method, "stages", None)
     if isinstance(stages, autopar.UniformStages):
         return stages.num_stages
@@ -220,19 +220,19 @@ def _checked_dtype(given: Any) -> np.dtype:
     except TypeError:
         dtype = None
     if dtype is None or dtype.name not in DTYPES:
-        raise ModelError(f"dtype={given!r}: needs one of {', '.join(DTYPES)}.")
+        raise ModelError(f"dtype={given!r}: expected one of {', '.join(DTYPES)}.")
     return dtype
 
 
 def _prompts(input_ids: Any, attention_mask: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """(rows as they were given, their prompts without padding)."""
+    """(the given rows, their prompts without padding)."""
     rows = [_as_row(row) for row in _as_list(input_ids, "input_ids")]
     if attention_mask is None:
         return rows, rows
     masks = [_as_row(row) for row in _as_list(attention_mask, "attention_mask")]
     if [len(mask) for mask in masks] != [len(row) for row in rows]:
         raise ServingError(
-            "attention_mask: has another shape than input_ids; needs a 0 or 1 for every token."
+            "attention_mask: its shape differs from input_ids; give a 0 or 1 for every token."
         )
     kept = [
         [token for token, is_kept in zip(row, mask, strict=True) if is_kept]
@@ -244,7 +244,7 @@ def _prompts(input_ids: Any, attention_mask: Any) -> tuple[list[list[int]], list
 def _as_list(value: Any, name: str) -> list[Any]:
     rows = list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
-        raise ServingError(f"{name}: needs rows of token ids, (rows, length), at least one.")
+        raise ServingError(f"{name}: expected rows of token ids, (rows, length), at least one.")
     return rows
 
 
@@ -262,8 +262,8 @@ def _num_new(length: int, max_length: int | None, max_new_tokens: int | None) ->
     max_length = 20 if max_length is None else max_length
     if max_length <= length:
         raise ServingError(
-            f"max_length={max_length}: the prompt has {length} tokens already. Give a larger one, "
-            "or max_new_tokens."
+            f"max_length={max_length}: the prompt already has {length} tokens. Give a larger "
+            "max_length, or max_new_tokens."
         )
     return max_length - length
 

@@ -1,7 +1,7 @@
-"""Where parameters are in Hugging Face's files: from a `ModelConfig` to a `Source` per leaf.
+"""Locates parameters in Hugging Face's files: from a `ModelConfig` to a `Source` per leaf.
 
 A parameter is a view of (a part of) one stored matrix: transposed (GPT-2 stores (in, out)), some of
-its rows (GPT-2 stores q, k and v as one), with rows that are split into heads.
+its rows (GPT-2 stores q, k and v together), with rows split into heads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from examples.llm_serving.decoder import param_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A parameter's place.
+    """The location of a parameter in the files.
 
     Attributes:
-      path: of the leaf in the pytree, as messages name it.
+      path: of the leaf in the pytree, for messages.
       name: of the stored array.
-      stored_shape: what it must have there.
-      is_transposed: stored (in, out).
-      rows: which of its rows, after transposing; None for all.
+      stored_shape: the required shape of the stored array.
+      is_transposed: stored as (in, out).
+      rows: which rows of it, after transposing; None for all.
       shape: of the parameter.
     """
 
@@ -65,7 +65,7 @@ def find_sources(config: ModelConfig) -> Any:
 
 
 def _flat(own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stored shape: heads and their sizes are one dimension there."""
+    """The stored shape, in which heads and head size are one dimension."""
     if own in ("q", "k", "v"):
         return (shape[0] * shape[1], shape[2])
     if own in ("q_bias", "k_bias", "v_bias"):
@@ -163,8 +163,8 @@ _LLAMA = {
 
 _TABLES = {"gpt2": _GPT2, "opt": _OPT, "llama": _LLAMA}
 
-# Models without a head are saved without the first part of these names.
+# Models without a head are saved without this prefix.
 BASE_PREFIXES = {"gpt2": "transformer.", "opt": "model.", "llama": "model."}
 
-# What may lie beside the parameters: causal masks and rotary tables, which are computed here.
+# Stored next to the parameters: causal masks and rotary tables, which we compute.
 IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

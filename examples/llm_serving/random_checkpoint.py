@@ -1,8 +1,8 @@
-"""A tiny model to try serving with: a folder → `config.json`, random weights, a byte tokenizer.
+"""Writes a tiny model for trying the server: `config.json`, random weights, a byte tokenizer.
 
     python -m examples.llm_serving.random_checkpoint FOLDER [--architecture gpt2]
 
-The files are as Hugging Face writes them. The model has learned nothing: its answers are noise.
+The files have Hugging Face's format. The model has learned nothing: its answers are noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from examples.llm_serving.config import config_from_dict
 from examples.llm_serving.names import Source, find_sources
 
 END = "<|endoftext|>"
-VOCAB_SIZE = 257  # every byte, and the end
+VOCAB_SIZE = 257  # every byte, and the end token
 _COMMON = {"vocab_size": VOCAB_SIZE, "eos_token_id": 256, "bos_token_id": 256, "dtype": "float32"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
@@ -82,7 +82,7 @@ def _write_tensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _write_tokenizer(path: Path) -> None:
-    """Every byte is a token, so that any text has tokens."""
+    """Every byte is a token, so any text can be encoded."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

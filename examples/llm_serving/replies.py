@@ -1,8 +1,8 @@
-"""Answers under way → response objects: one JSON body, or a stream of server-sent events.
+"""Running answers → response objects: one JSON body, or a stream of server-sent events.
 
-A stream's memory is bounded: an event is made only when the one before it has gone into the
-connection's buffer of fixed size, and what comes meanwhile is the tokens of one answer, of which
-there are at most as many as the cache holds. Then they share the next event.
+A stream's memory is bounded: an event is made only when the previous one is in the connection's
+buffer of fixed size. Tokens that come meanwhile share the next event; an answer has at most as many
+as the cache holds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from examples.llm_serving.choices import Answers, Choice, Piece
 from examples.llm_serving.schema import CompletionRequest, HttpError
 from examples.llm_serving.tokens import Tokenizer
 
-SMALL_BYTES = 1 << 14  # less than a connection buffers before it makes a writer wait
+SMALL_BYTES = 1 << 14  # a connection buffers more than that before a writer has to wait
 
 
 class SlowReaderError(Exception):
-    """The client took nothing for too long; its connection was cut."""
+    """The client read nothing for too long; its connection was cut."""
 
 
 class Reply:
@@ -52,20 +52,20 @@ class Reply:
 
     async def whole(self) -> web.Response:
         merged = [self._prefix(index) for index in range(self._request.num_choices)]
-        async for stage_program in self._answers.stage_programs():
-            choice = merged[stage_program.index]
-            choice.text += stage_program.text
-            choice.token_ids += stage_program.token_ids
-            choice.logprobs += stage_program.logprobs
-            choice.finish_reason = stage_program.finish_reason
-        choices = [self._choice(stage_program) for stage_program in merged]
+        async for piece in self._answers.pieces():
+            choice = merged[piece.index]
+            choice.text += piece.text
+            choice.token_ids += piece.token_ids
+            choice.logprobs += piece.logprobs
+            choice.finish_reason = piece.finish_reason
+        choices = [self._choice(piece) for piece in merged]
         figures = usage(self._answers.choices, self._prompts)
         return web.json_response({**self._head, "choices": choices, "usage": figures})
 
     async def stream(
         self, request: web.Request, write_s: float, explain: Callable[[Exception], HttpError]
     ) -> web.StreamResponse:
-        """Writes events until the last; an error on the way is the last one.
+        """Writes all events; after an error, the error is the last event.
 
         Raises `SlowReaderError` when a write takes longer than `write_s`, and `ConnectionError`.
         """
@@ -94,16 +94,16 @@ class Reply:
             for index in range(self._request.num_choices):
                 choice = _dumps(self._choice(self._prefix(index)))
                 await events.write(f'{head},"choices":[{choice}]}}')
-        async for stage_program in self._answers.stage_programs():
-            if stage_program.text or stage_program.finish_reason or self._tells_tokens:
-                await events.write(f'{head},"choices":[{_dumps(self._choice(stage_program))}]}}')
+        async for piece in self._answers.pieces():
+            if piece.text or piece.finish_reason or self._tells_tokens:
+                await events.write(f'{head},"choices":[{_dumps(self._choice(piece))}]}}')
         if self._request.include_usage:
             figures = _dumps(usage(self._answers.choices, self._prompts))
             await events.write(f'{head},"choices":[],"usage":{figures}}}')
         await events.write("[DONE]")
 
     def _prefix(self, index: int) -> Piece:
-        """What comes before the answer: nothing, or with `echo` the prompt."""
+        """The part before the answer: empty, or with `echo` the prompt."""
         if not self._request.echo:
             return Piece(index, "", [], [], None)
         prompt = self._prompts[index // self._request.n]
@@ -114,36 +114,36 @@ class Reply:
             text = self._tokenizer.decode(prompt) if self._tokenizer else ""
         return Piece(index, text, list(prompt), [None] * len(prompt), None)
 
-    def _choice(self, stage_program: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": stage_program.index,
-            "text": stage_program.text,
-            "finish_reason": stage_program.finish_reason,
+            "index": piece.index,
+            "text": piece.text,
+            "finish_reason": piece.finish_reason,
             "logprobs": None,
         }
         if self._with_ids:
-            choice["token_ids"] = stage_program.token_ids
+            choice["token_ids"] = piece.token_ids
         if self._request.logprobs is not None:
-            choice["logprobs"] = self._logprobs(stage_program)
-        self._length[stage_program.index] += len(stage_program.text)
+            choice["logprobs"] = self._logprobs(piece)
+        self._length[piece.index] += len(piece.text)
         return choice
 
-    def _logprobs(self, stage_program: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         texts = [
             self._tokenizer.decode([token_id]) if self._tokenizer else f"token_id:{token_id}"
-            for token_id in stage_program.token_ids
+            for token_id in piece.token_ids
         ]
-        offset, offsets = self._length[stage_program.index], []
+        offset, offsets = self._length[piece.index], []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         top = [
             None if value is None else {text: value}
-            for text, value in zip(texts, stage_program.logprobs, strict=True)
+            for text, value in zip(texts, piece.logprobs, strict=True)
         ]
         return {
             "tokens": texts,
-            "token_logprobs": stage_program.logprobs,
+            "token_logprobs": piece.logprobs,
             "text_offset": offsets,
             "top_logprobs": top if self._request.logprobs else None,
         }
@@ -161,7 +161,7 @@ class _EventWriter:
         if transport is None:
             raise ConnectionResetError("the client is gone")
         if len(event) < SMALL_BYTES and not transport.get_write_buffer_size():
-            await self._response.write(event)  # which has room: no timer is needed
+            await self._response.write(event)  # the buffer has room: no timer is needed
             return
         async with asyncio.timeout(self._write_s):
             await self._response.write(event)

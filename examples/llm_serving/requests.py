@@ -1,7 +1,7 @@
-"""What clients ask of an engine and what they get: sampling settings → a stream of tokens.
+"""The interface between clients and an engine: sampling settings → a stream of tokens.
 
-Between them lies an `Engine` (`engine.py`): it batches requests of different lengths continuously
-and fills the stream of each. `generate` and the HTTP server are clients of the same interface.
+An `Engine` (`engine.py`) batches requests of different lengths continuously and fills the stream of
+each. `generate` and the HTTP server are both clients of this interface.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 
 
 class ServingError(AutoparError):
-    """A request that cannot be served as it stands; nothing was queued."""
+    """A request that cannot be served; nothing was queued."""
 
 
 class PromptTooLongError(ServingError):
@@ -24,7 +24,7 @@ class PromptTooLongError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """As many requests wait as the engine admits; try again later."""
+    """The engine's queue is full; try again later."""
 
 
 class EngineStoppedError(ServingError):
@@ -33,15 +33,15 @@ class EngineStoppedError(ServingError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; by the words of transformers' `generate`.
+    """How the next token is chosen; names as in transformers' `generate`.
 
     Attributes:
-      max_new_tokens: at most so many; the cache may end it sooner.
-      do_sample: draw from the distribution; otherwise its most likely token.
-      temperature, top_k, top_p: what logits are divided by, how many tokens and how much
+      max_new_tokens: an upper bound; the cache may end the answer sooner.
+      do_sample: draw from the distribution; otherwise take its most likely token.
+      temperature, top_k, top_p: the divisor of the logits, and how many tokens and how much
         probability stay in the draw (0 and 1.0 keep all).
-      seed: of this request's draws, so that they do not depend on what else is in the batch.
-      stop_token_ids: a token of these ends the request; it is the last one given.
+      seed: of this request's draws, which do not depend on the rest of the batch.
+      stop_token_ids: tokens that end the request; the stop token is the last one returned.
     """
 
     max_new_tokens: int = 16
@@ -55,7 +55,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """One token of an answer. `finish_reason` is None but for the last: "stop", "length" or
+    """One token of an answer. Only the last has a `finish_reason`: "stop", "length" or
     "cancelled" (then `token_id` is None)."""
 
     token_id: int | None
@@ -64,9 +64,9 @@ class Token:
 
 
 class Completion:
-    """A request under way: the engine puts tokens in, one client takes them out.
+    """A submitted request: the engine puts tokens in, one client takes them out.
 
-    The client may `cancel` at any time, from any thread; the engine then frees the request's place
+    The client may `cancel` at any time, from any thread; the engine then frees the request's slot
     before its next step.
     """
 
@@ -85,18 +85,19 @@ class Completion:
         self._cancelled.set()
 
     def put(self, token: Token | Exception) -> None:
-        """The engine's side: the next token, or what ended the request."""
+        """Called by the engine: the next token, or the error that ended the request."""
         self._tokens.put(token)
         if (listener := self._listener) is not None:
             listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """`listener` is called after every `put` from now on, in the engine's thread: it must be
-        quick and must not raise. Tokens put before are not told of: look for them first."""
+        """`listener` is called after every future `put`, in the engine's thread: it must be quick
+        and must not raise. It is not called for earlier tokens: take those first."""
         self._listener = listener
 
     def get(self, timeout_s: float) -> Token:
-        """The next token; `queue.Empty` after `timeout_s`; raises what ended the request."""
+        """The next token. Raises `queue.Empty` after `timeout_s`, or the error that ended the
+        request."""
         item = self._tokens.get(timeout=timeout_s)
         if isinstance(item, Exception):
             raise item
@@ -112,16 +113,16 @@ class Completion:
 
 
 class Engine(Protocol):
-    """What serves completions; thread-safe."""
+    """Serves completions; thread-safe."""
 
     max_length: int
-    """Tokens of prompt and answer together that the cache of one request holds."""
+    """The number of tokens, prompt and answer together, that one request's cache holds."""
     vocab_size: int
     model_name: str
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing is served any more (closed, or what ended the loop); None while it serves."""
+        """Why the engine stopped (closed, or the loop's error); None while it serves."""
         ...
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
@@ -130,7 +131,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Requests waiting and running, tokens given and steps run since the start."""
+        """Requests waiting and running, tokens produced and steps run since the start."""
         ...
 
     def close(self) -> None:

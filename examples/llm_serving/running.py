@@ -1,7 +1,7 @@
-"""A `Server` → one that runs: in this process until SIGTERM or SIGINT, or in a thread.
+"""Runs a `Server`: in this process until SIGTERM or SIGINT, or in a thread.
 
-On the first signal no more is accepted, requests under way have `Limits.drain_s` to end, and the
-engine is closed. A second signal waits for nobody.
+On the first signal the server accepts nothing more, running requests get `Limits.drain_s` to end,
+and the engine is closed. A second signal stops at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from examples.llm_serving.server import Server
 
 CLOSE_S = 30.0
-# The engine's thread and the event loop share the interpreter; a loop with many streams to write
-# would let the engine wait 5 ms, longer than a decode step takes.
+# The engine's thread and the event loop share the interpreter. By default, a loop with many streams
+# to write would make the engine wait 5 ms, longer than a decode step.
 SWITCH_S = 5e-4
 
 

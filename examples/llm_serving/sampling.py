@@ -1,7 +1,7 @@
-"""The next token of every slot: from logits and settings of each slot to tokens, on the device.
+"""Chooses the next token of every slot: from logits and settings to tokens, on the device.
 
-Warpers come in the order of transformers: temperature, top-k, top-p. A draw depends on the
-request's seed and the position alone, not on its slot or on what else is in the batch.
+Warpers come in the order of transformers: temperature, top-k, top-p. A draw depends only on the
+request's seed and the position, not on its slot or the rest of the batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Settings = dict[str, Any]
 def choose_tokens(
     logits: jax.Array, settings: Settings, positions: jax.Array, *, may_sample: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """logits (slots, vocabulary) -> tokens (slots,) and their log-probabilities, before warpers.
+    """logits (slots, vocabulary) -> tokens (slots,) and their log-probabilities before warpers.
 
     settings:   `temperature`, `top_k` (0: all), `top_p`, `seed`, `do_sample`, one entry per slot.
-    positions:  of the tokens that are chosen.
-    may_sample: False leaves out all that greedy slots do not need; no slot may sample then.
+    positions:  of the chosen tokens.
+    may_sample: False leaves out the sampling code; then no slot may sample.
     """
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if may_sample:
@@ -39,7 +39,7 @@ def _sample(logits: jax.Array, settings: Settings, position: jax.Array) -> jax.A
     falling, tokens = lax.sort_key_val(-scaled, jnp.arange(size, dtype=jnp.int32))
     falling = -falling
     top_k = jnp.where(settings["top_k"] > 0, jnp.minimum(settings["top_k"], size), size)
-    # transformers keeps what ties with the last of the top k.
+    # transformers keeps tokens that tie with the last of the top k.
     falling = jnp.where(falling >= falling[top_k - 1], falling, -jnp.inf)
     probabilities = jax.nn.softmax(falling)
     before = jnp.cumsum(probabilities) - probabilities

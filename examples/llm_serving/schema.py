@@ -1,8 +1,7 @@
 """A body of `POST /v1/completions` → `CompletionRequest`; errors as OpenAI's JSON objects.
 
-Every field is checked for type and range before anything is queued, and every refusal names the
-field (`param`), what was given and what was needed. What this server cannot do is refused, not
-ignored.
+Every field is checked for type and range before anything is queued. Every error names the field
+(`param`), what was given and what was needed. Unsupported fields are errors, not ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from examples.llm_serving.requests import ServingError
 
 MAX_STOPS = 4
-# Fields of the API that this server has no part for, with the values that ask for nothing.
+# Unsupported fields of the API, with the values that have no effect and are accepted.
 NEUTRAL = {
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),
@@ -25,7 +24,7 @@ NEUTRAL = {
 
 
 class HttpError(ServingError):
-    """A refusal: status, message, and the field it is about."""
+    """An error response: status, message, and the field it is about."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class HttpError(ServingError):
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """What a client asks; see docs/serving.md for every field."""
+    """A client's request; see docs/serving.md for every field."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     model: str | None = None
@@ -71,7 +70,7 @@ class CompletionRequest:
 
 
 def parse_request(body: bytes, *, max_choices: int, vocab_size: int) -> CompletionRequest:
-    """Raises `HttpError` for whatever cannot be served."""
+    """Raises `HttpError` for requests that cannot be served."""
     fields = _load_object(body)
     _refuse_unknown(fields)
     read = _Reader({name: value for name, value in fields.items() if value is not None})
@@ -111,8 +110,8 @@ def _check_together(request: CompletionRequest, read: _Reader, max_choices: int)
         raise _bad("best_of", best_of, f"the value of n ({request.n}): answers are not ranked")
     if request.logprobs == 1 and request.temperature > 0:
         raise HttpError(
-            "logprobs: 1 needs temperature 0, where the likeliest token is the one given; with "
-            "sampling ask for logprobs: 0, the log-probabilities of the given tokens",
+            "logprobs: 1 needs temperature 0, where the answer has the likeliest tokens; with "
+            "sampling use logprobs: 0, the log-probabilities of the answer's tokens",
             param="logprobs",
         )
 
@@ -160,7 +159,7 @@ def _load_object(body: bytes) -> dict[str, Any]:
         fields = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise HttpError(f"The body is no JSON that can be read: {reason}") from None
+        raise HttpError(f"The body is not valid JSON: {reason}") from None
     if not isinstance(fields, dict):
         raise HttpError(f"The body must be a JSON object, got {_shown(fields)}")
     return fields

@@ -2,10 +2,10 @@
 
     POST /v1/completions   GET /v1/models   GET /v1/models/{name}   GET /health   GET /metrics
 
-Nothing a client does is unbounded: bodies, answers per request, connections, the engine's queue,
-and the time for a body to arrive, for a reader to take what was written and for a whole request.
-A client that goes away is noticed at once, and its places in the engine are freed before the next
-step. `Server` lives in one event loop; `serve` runs it until a signal, `serving` in a thread.
+Every resource a client can use is bounded: bodies, answers per request, connections, the engine's
+queue, and the time for a body to arrive, for a reader to read and for a whole request. When a
+client disconnects, its slots in the engine are freed before the next step. `Server` lives in one
+event loop; `serve` runs it until a signal, `serving` in a thread.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from examples.llm_serving.schema import CompletionRequest, HttpError, parse_requ
 from examples.llm_serving.tokens import Tokenizer, TokenizerError
 
 log = logging.getLogger("examples.llm_serving")
-# aiohttp's own, which has a traceback for every line that is no HTTP.
+# aiohttp's logger prints a traceback for every line that is not HTTP.
 connection_log = logging.getLogger("examples.llm_serving.connections")
 connection_log.setLevel(logging.CRITICAL)
 RETRY_AFTER_S = 1
 FRESH_S = 0.05
-SEND_BUFFER_BYTES = 1 << 16  # per connection; the system's own grows to megabytes
+SEND_BUFFER_BYTES = 1 << 16  # per connection; the system's default grows to megabytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one client, or all together, may take.
+    """Limits for one client, or for all together.
 
     Attributes:
-      max_body_bytes: of a request; more is answered with 413.
+      max_body_bytes: of a request; larger ones get a 413.
       max_choices: answers of one request, over its prompts and `n`.
-      max_connections: open at once; more are answered with 503 and closed.
-      read_s: for a body to arrive, and for a connection without a request to send one.
+      max_connections: open at once; further ones get a 503 and are closed.
+      read_s: for a body to arrive, and for an idle connection to send a request.
       write_s: for a reader to make room; then the connection is cut.
       request_s: from a request's arrival to its last token, waiting included.
-      drain_s: for requests under way when the server is told to stop.
+      drain_s: for running requests when the server is asked to stop.
     """
 
     max_body_bytes: int = 1 << 20
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Server:
-    """Answers HTTP requests by an engine, in the event loop in which it is started."""
+    """Answers HTTP requests with an engine, in the event loop in which it is started."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Server:
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
         self.eos_token_ids = tuple(eos_token_ids)
-        # Tokens are counted from zero on, so that a monitor sees them before the first request.
+        # Counters start at zero, so that a monitor sees them before the first request.
         self.counts: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
         self.stopping = False
         self._hurried = False
@@ -93,7 +93,7 @@ class Server:
 
     @property
     def num_active(self) -> int:
-        """Requests for completions under way."""
+        """The number of running completion requests."""
         return len(self._answers)
 
     async def start(self, host: str, port: int) -> int:
@@ -125,7 +125,7 @@ class Server:
         return self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """No new requests; those under way have `drain_s`, then they are ended."""
+        """Accepts no new requests; running ones get `drain_s`, then they are ended."""
         self.stopping = True
         self._listener.close()
         deadline = time.monotonic() + self.limits.drain_s
@@ -133,12 +133,12 @@ class Server:
             await asyncio.sleep(0.02)
         for answers in self._answers:
             answers.end(EngineStoppedError("The server is stopping; the answer was cut short."))
-        await self._runner.cleanup()  # cancels what still runs, which frees its places
+        await self._runner.cleanup()  # cancels running requests, which frees their slots
         await self._listener.wait_closed()
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
     def hurry(self) -> None:
-        """Lets `stop` wait no longer."""
+        """Makes `stop` return at once."""
         self._hurried = True
 
     def _accept(self) -> asyncio.Protocol:
@@ -149,7 +149,7 @@ class Server:
             self.counts["connections_refused"] += 1
             return _Refusal()
         protocol = server()
-        # Many are accepted at once, before aiohttp counts the first of them.
+        # Many may be accepted at once, before aiohttp counts the first.
         self._fresh.add(protocol)
         asyncio.get_running_loop().call_later(FRESH_S, self._fresh.discard, protocol)
         return protocol
@@ -158,8 +158,8 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Turns whatever a handler raises into OpenAI's error objects, and writes what is not
-        written yet within its limit."""
+        """Turns a handler's exceptions into OpenAI's error objects, and writes the rest of the
+        response within its time limit."""
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -196,7 +196,7 @@ class Server:
         if isinstance(error, ServingError):
             return HttpError(str(error))
         log.exception("a request failed", exc_info=error)
-        text = f"The server failed at this request ({type(error).__name__}); see its log."
+        text = f"The server failed on this request ({type(error).__name__}); see its log."
         return HttpError(text, status=500, kind="server_error")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -218,7 +218,7 @@ class Server:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.engine.model_name:
             raise HttpError(
-                f"There is no model {json.dumps(name[:80])} here; this server has "
+                f"Unknown model {json.dumps(name[:80])}; this server has "
                 f"{json.dumps(self.engine.model_name)}",
                 status=404,
                 param="model",
@@ -265,7 +265,7 @@ class Server:
         except (SlowReaderError, ConnectionError, asyncio.CancelledError) as error:
             gone = "slow_readers" if isinstance(error, SlowReaderError) else "disconnects"
             self.counts[gone] += 1
-            raise asyncio.CancelledError from None  # nobody is there to be answered
+            raise asyncio.CancelledError from None  # the client is gone
         finally:
             answers.close()
             self._answers.discard(answers)
@@ -273,7 +273,7 @@ class Server:
 
     async def _read(self, http_request: web.Request) -> CompletionRequest:
         if "Content-Encoding" in http_request.headers:
-            raise HttpError("Compressed bodies are not taken; send plain JSON", status=415)
+            raise HttpError("Compressed bodies are not supported; send plain JSON", status=415)
         try:
             async with asyncio.timeout(self.limits.read_s):
                 body = await http_request.read()
@@ -314,11 +314,11 @@ class Server:
 
 
 class _Refusal(asyncio.Protocol):
-    """One connection too many: told so and closed."""
+    """Answers a connection above the limit with a 503 and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        text = "This server has as many connections as it takes; try again later."
+        text = "This server has reached its connection limit; try again later."
         error = HttpError(text, status=503, kind="server_error", code="too_many_connections")
         body = json.dumps(error.body()).encode()
         head = (
@@ -338,11 +338,11 @@ def _error_response(error: HttpError) -> web.Response:
 def _of_aiohttp(error: web.HTTPException, request: web.Request, limits: Limits) -> HttpError:
     text = error.text or error.reason
     if error.status == 413:
-        text = f"The body is larger than the {limits.max_body_bytes} bytes that are taken."
+        text = f"The body exceeds the limit of {limits.max_body_bytes} bytes."
     if error.status == 404:
         text = f"There is nothing at {request.path[:80]}; completions are at /v1/completions."
     if error.status == 405:
-        text = f"{request.path[:80]} does not take {request.method[:20]}."
+        text = f"{request.path[:80]} does not support {request.method[:20]}."
     return HttpError(text, status=error.status)
 
 

@@ -1,14 +1,14 @@
 """The two programs of serving, parallelized: from a model's shape to `prefill` and `decode`.
 
-Both take and give what stays on the devices, donated and updated in place:
+Both take and return state that stays on the devices, donated and updated in place:
 
     cache               keys and values of every layer (slots, kv heads, length, head size)
     slots: tokens       the last token of every slot, which is not in the cache yet
            positions    where that token belongs
            settings     how the next token is chosen
 
-Decode's plan says where parameters and state lie, and every other program follows it
-(`FollowParallel`). Tokens go from step to step on the devices; the host is given a copy.
+Decode's plan places parameters and state, and every other program follows it (`FollowParallel`).
+Tokens go from step to step on the devices; the host gets a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEAD = 7  # numbers before the tokens in a packed request
 def pack_request(
     prompt: tuple[int, ...], slot: int, params: SamplingParams, padded_length: int
 ) -> np.ndarray:
-    """All that prefill is told of a request, as one array, so that one copy brings it."""
+    """Everything prefill needs of a request in one array, which takes one copy."""
     packed = np.zeros(_HEAD + padded_length, np.int32)
     packed[:4] = len(prompt), slot, params.do_sample, params.top_k
     packed[4:5] = np.array([params.seed % 2**32], np.uint32).view(np.int32)
@@ -65,8 +65,8 @@ def _pack_tokens(tokens: jax.Array, logprobs: jax.Array) -> jax.Array:
 
 
 def unpack_tokens(packed: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, log-probabilities) of what a step gave, once it is there. Of decode, (steps,
-    slots); of prefill, one each."""
+    """(tokens, log-probabilities) of a step's packed result: (steps, slots) for decode, one each
+    for prefill. Waits for the step."""
     own = np.asarray(packed)
     return own[0], own[1].view(np.float32)
 
@@ -74,7 +74,7 @@ def unpack_tokens(packed: Any) -> tuple[np.ndarray, np.ndarray]:
 class Steps:
     """`prefill` and `decode` of a model for a number of slots; compiled when first called.
 
-    method: of decode: `ShardParallel(…)`, `PipeshardParallel(…)` or another of autopar's.
+    method: decode's method: `ShardParallel(…)`, `PipeshardParallel(…)` or another one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Steps:
         cache = jax.eval_shape(self._make_cache)
         self.plan = self._leader.plan(cache, self._params, self.make_slots())
 
-    # -- where things lie
+    # -- placement
 
     def param_shardings(self) -> Any:
         """A sharding for every parameter, in their pytree."""
@@ -122,7 +122,7 @@ class Steps:
         ]
 
     def make_cache(self) -> decoder.Cache:
-        """An empty cache, made where the plan wants it."""
+        """An empty cache, created where the plan places it."""
         create = autopar.parallelize(
             lambda _: self._make_cache(),
             method=autopar.CreateStateParallel(self._leader, (self._params, self.make_slots())),
@@ -172,10 +172,10 @@ class Steps:
         num_steps: int = 1,
         attended: int | None = None,
     ) -> tuple[Any, Slots, jax.Array]:
-        """So many tokens more in every slot -> cache, slots, tokens for `unpack_tokens`.
+        """`num_steps` more tokens in every slot -> cache, slots, tokens for `unpack_tokens`.
 
         may_sample: whether some slot samples.
-        attended:   places of the cache that are read, if not all: more than any slot fills.
+        attended:   entries of the cache to read, more than any slot fills; default: all.
         """
         key = (may_sample, num_steps, attended or self.length)
         if key not in self._decode:

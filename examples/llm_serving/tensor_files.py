@@ -36,8 +36,8 @@ _TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array in a file: `start` counts bytes from the file's beginning; `dtype` is as the file
-    says it."""
+    """An array in a file: `start` counts bytes from the file's beginning; `dtype` is the file's
+    name for it."""
 
     path: Path
     dtype: str
@@ -60,14 +60,14 @@ def find_arrays(folder: Path) -> dict[str, StoredArray]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(
-            f"{folder}: has no *.safetensors. Weights of other kinds (pytorch_model.bin) can be "
-            "saved as such with transformers' save_pretrained."
+            f"{folder}: has no *.safetensors. Convert other weights (pytorch_model.bin) with "
+            "transformers' save_pretrained."
         )
     found: dict[str, StoredArray] = {}
     for path in files:
         for name, array in read_header(path).items():
             if name in found:
-                raise ModelError(f"{path}: {name} is in {found[name].path.name} too.")
+                raise ModelError(f"{path}: {name} is also in {found[name].path.name}.")
             found[name] = array
     return found
 
@@ -78,19 +78,19 @@ def _by_index(folder: Path) -> dict[str, StoredArray]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         entries = dict(weight_map)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: needs a JSON object with a weight_map: {error!r}.") from error
+        raise ModelError(f"{path}: expected a JSON object with a weight_map: {error!r}.") from error
     headers: dict[str, dict[str, StoredArray]] = {}
     found = {}
     for name, file in entries.items():
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
             raise ModelError(
-                f"{path}: {name} is said to be in {file!r}, which is no file of this folder. Only "
-                "names of files beside the index are followed."
+                f"{path}: {name} should be in {file!r}, which is not a file of this folder. The "
+                "index may only name files next to it."
             )
         if file not in headers:
             headers[file] = read_header(folder / file)
         if name not in headers[file]:
-            raise ModelError(f"{path}: {name} is said to be in {file}, which does not have it.")
+            raise ModelError(f"{path}: {name} should be in {file}, which does not have it.")
         found[name] = headers[file][name]
     return found
 
@@ -105,13 +105,13 @@ def read_header(path: Path) -> dict[str, StoredArray]:
                 raise _damaged(path, f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: is missing, though the index names it.") from error
+        raise ModelError(f"{path}: is missing, but the index names it.") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}.") from error
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     begin = 8 + length
     return {
         name: _entry(path, name, entry, begin, size - begin)
@@ -139,4 +139,4 @@ def _entry(path: Path, name: str, entry: Any, begin: int, num_bytes: int) -> Sto
 
 
 def _damaged(path: Path, what: str) -> ModelError:
-    return ModelError(f"{path}: is damaged: {what}. Fetch it again.")
+    return ModelError(f"{path}: is damaged: {what}. Download it again.")

@@ -1,7 +1,7 @@
-"""Parameters of a model: from a folder of `*.safetensors` to arrays in the shards of a plan.
+"""Loads a model's parameters: from a folder of `*.safetensors` to arrays in a plan's shards.
 
-Every device's part is read from a memory map of the file, one part after another, so that the host
-holds one part at a time and never a model.
+Every device's shard is read from a memory map of the file, one after another, so the host holds one
+shard at a time and never the whole model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_params(
 
 
 def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    """One part at a time; devices that hold the same part get it from the same read."""
+    """Reads one shard at a time; devices with the same shard share one read."""
     parts: dict[tuple[Any, ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(view.shape).items():
         key = tuple((s.start, s.stop) for s in index or ())
@@ -47,7 +47,7 @@ def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Shardin
     placed = []
     for key, devices in parts.items():
         own = np.array(view[tuple(slice(*ends) for ends in key)], dtype, order="C")
-        # On CPU devices JAX may keep the memory that it is given, so each gets its own.
+        # On CPU devices JAX may keep the given memory, so each device gets its own copy.
         copies = [own, *(own.copy() if devices[0].platform == "cpu" else own for _ in devices[1:])]
         placed += [jax.device_put(a, device) for a, device in zip(copies, devices, strict=True)]
         jax.block_until_ready(placed[-len(devices) :])
@@ -57,8 +57,8 @@ def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Shardin
 def check_arrays(
     config: ModelConfig, sources: Any, arrays: Mapping[str, StoredArray], where: str
 ) -> None:
-    """A `ModelError` that names the first parameter which the files do not have as it is needed,
-    or an array of the files that no parameter is."""
+    """Raises a `ModelError` that names the first parameter that the files lack or have in another
+    form, or the first array of the files that is not a parameter."""
     arrays = _with_prefix(config, arrays)
     wanted = jax.tree.leaves(sources)
     for source in wanted:
@@ -76,7 +76,7 @@ def check_arrays(
         if stored.dtype not in _FLOATS:
             raise ModelError(
                 f"{where}: {source.path} has another dtype: {source.name} in {stored.path.name} is "
-                f"{stored.dtype}, needed is one of {', '.join(_FLOATS)}. Quantised weights are not "
+                f"{stored.dtype}, expected one of {', '.join(_FLOATS)}. Quantised weights are not "
                 "supported."
             )
     known = {source.name for source in wanted}
@@ -93,11 +93,11 @@ def check_arrays(
 def _hint(name: str, arrays: Mapping[str, StoredArray]) -> str:
     ending = name.rsplit(".", 2)[-2:]
     close = [other for other in arrays if other.rsplit(".", 2)[-2:] == ending]
-    return f" There is {close[0]}." if close else ""
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _with_prefix(config: ModelConfig, arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-    """Names of a model that was saved without its head, as those of one with it."""
+    """Adds the missing prefix to the names of a model that was saved without its head."""
     prefix = BASE_PREFIXES[config.architecture]
     if any(name.startswith(prefix) for name in arrays):
         return dict(arrays)
@@ -107,8 +107,8 @@ def _with_prefix(config: ModelConfig, arrays: Mapping[str, StoredArray]) -> dict
 
 
 def random_params(config: ModelConfig, dtype: Any, shardings: Any, seed: int = 0) -> Any:
-    """Random parameters, each made on the devices that hold it: norms of one, biases of zero,
-    matrices of a spread that keeps numbers of one size from layer to layer."""
+    """Random parameters, each created on its devices: norms are one, biases zero, and matrices have
+    a spread that preserves the scale of activations from layer to layer."""
     types = param_types(config, dtype)
     keys = iter(range(len(jax.tree.leaves(types))))
 

@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer(make_tokenizer())
 PROMPT = TOKENIZER.encode("the answer is ")
 
 
-def stage_programs(token_ids, stop=()) -> list[str]:
+def pieces(token_ids, stop=()) -> list[str]:
     stream = TextStream(TOKENIZER, PROMPT, stop)
     return [*(stream.push(token_id) for token_id in token_ids), stream.flush()]
 
@@ -24,16 +24,16 @@ def stage_programs(token_ids, stop=()) -> list[str]:
 @pytest.mark.ci
 @settings(deadline=None)
 @given(st.text(max_size=30))
-def test_stage_programs_make_up_the_text(text):
-    given_out = stage_programs(TOKENIZER.encode(text))
+def test_pieces_make_up_the_text(text):
+    given_out = pieces(TOKENIZER.encode(text))
     assert "".join(given_out) == text
-    assert not any("\ufffd" in stage_program for stage_program in given_out) or "\ufffd" in text
+    assert not any("\ufffd" in piece for piece in given_out) or "\ufffd" in text
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=120))
 def test_any_tokens_give_the_text_of_all_together(token_ids):
-    assert "".join(stage_programs(token_ids)) == TOKENIZER.decode(token_ids)
+    assert "".join(pieces(token_ids)) == TOKENIZER.decode(token_ids)
 
 
 @settings(deadline=None)
@@ -41,7 +41,7 @@ def test_any_tokens_give_the_text_of_all_together(token_ids):
 def test_stop_strings_cut_the_text_where_the_first_begins(text, stops):
     found = [text.index(stop) for stop in stops if stop in text]
     # Which of two overlapping strings is whole first depends on tokens: the text ends before it.
-    given_out = "".join(stage_programs(TOKENIZER.encode(text), stops))
+    given_out = "".join(pieces(TOKENIZER.encode(text), stops))
     assert text.startswith(given_out)
     if not found:
         assert given_out == text
@@ -53,11 +53,11 @@ def test_stop_strings_cut_the_text_where_the_first_begins(text, stops):
 def test_a_character_of_several_tokens_comes_whole():
     token_ids = TOKENIZER.encode("😀")
     assert len(token_ids) == 4
-    assert stage_programs(token_ids) == ["", "", "", "😀", ""]
+    assert pieces(token_ids) == ["", "", "", "😀", ""]
 
 
 def test_a_character_that_is_never_whole_comes_at_the_end():
-    assert stage_programs(TOKENIZER.encode("😀")[:2]) == ["", "", "\ufffd"]
+    assert pieces(TOKENIZER.encode("😀")[:2]) == ["", "", "\ufffd"]
 
 
 def test_a_space_at_the_start_of_a_word_is_kept():
@@ -78,5 +78,5 @@ def test_folders(tmp_path):
     loaded = Tokenizer.load(tmp_path)
     assert loaded is not None and loaded.encode("größer") == TOKENIZER.encode("größer")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a readable tokenizer"):
         Tokenizer.load(tmp_path)
