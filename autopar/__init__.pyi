@@ -153,16 +153,16 @@ from autopar.methods import (
 from autopar.methods import (
     Zero3Parallel as Zero3Parallel,
 )
-from autopar.runtime.checkpoints import (
-    CheckpointSave as CheckpointSave,
-)
-from autopar.runtime.checkpoints import (
+from autopar.runtime.checkpoints.find import (
     checkpoint_steps as checkpoint_steps,
 )
-from autopar.runtime.checkpoints import (
+from autopar.runtime.checkpoints.find import (
     latest_step as latest_step,
 )
-from autopar.runtime.checkpoints import (
+from autopar.runtime.checkpoints.save import (
+    CheckpointSave as CheckpointSave,
+)
+from autopar.runtime.checkpoints.save import (
     save_checkpoint as save_checkpoint,
 )
 from autopar.runtime.remote.arrays import DistributedArray as DistributedArray

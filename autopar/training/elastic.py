@@ -17,7 +17,9 @@ import jax
 from autopar import session
 from autopar.api import ParallelFunction
 from autopar.errors import ArgumentError, ClusterError, WorkerError
-from autopar.runtime.checkpoints import CheckpointSave, canonical, latest_step, save_checkpoint
+from autopar.runtime.checkpoints.find import latest_step
+from autopar.runtime.checkpoints.leaves import canonical
+from autopar.runtime.checkpoints.save import CheckpointSave, save_checkpoint
 from autopar.training.batch_source import Batches, BatchSource, batch_source
 from autopar.training.restore import restore_checkpoint
 

@@ -17,7 +17,7 @@ import pytest
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime.checkpoints import latest_step
+from autopar.runtime.checkpoints.find import latest_step
 from examples.models import Example, build
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.ray import kills

@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.ir import objects
+from autopar.ir.codec import decode, encode
 from autopar.runtime.checkpoints import files, folders
 from autopar.runtime.checkpoints.backends import by_backend
 from autopar.runtime.checkpoints.controllers import Controllers
@@ -34,7 +35,6 @@ from autopar.runtime.checkpoints.format import (
     Manifest,
     Shard,
     check_manifest,
-    decode_shard,
     manifest_text,
     with_shards,
 )
@@ -247,7 +247,7 @@ class _Save:
     def _write_for_first(self) -> str:
         """What this process has written where may be long, and is told by a file."""
         name = f"entries_{self._controllers.process:05d}.json"
-        text = json.dumps([(key, vars(shard)) for key, shard in self._write()])
+        text = json.dumps([(key, encode(shard)) for key, shard in self._write()])
         files.write_file(self._folder / name, text.encode())
         files.sync_folder(self._folder)
         return name
@@ -257,7 +257,7 @@ class _Save:
         entries = self._write()
         for name in self._controllers.heard_by_first("written"):
             body = json.loads((self._folder / name).read_bytes())
-            entries += [(key, decode_shard(shard)) for key, shard in body]
+            entries += [(key, decode(Shard, shard)) for key, shard in body]
             files.remove(self._folder / name)
         manifest = _manifest(self._step, self._leaves, entries)
         _check_files(self._folder, [shard for _, shard in entries])

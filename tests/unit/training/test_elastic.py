@@ -16,6 +16,7 @@ import autopar
 from autopar import ParallelFunction, Zero3Parallel
 from autopar.api import StepOptions
 from autopar.errors import ArgumentError, CheckpointError, ClusterError, WorkerError
+from autopar.runtime.checkpoints.save import finish_saves
 
 WIDTH = 8
 BATCHES = [np.random.default_rng(i).normal(size=(8, WIDTH)).astype(np.float32) for i in range(12)]
@@ -140,7 +141,7 @@ def test_training_goes_on_in_another_run(tmp_path: Path):
         first = Failing({6})
         with pytest.raises(WorkerError, match="a worker died"):
             autopar.run_training(first, fresh_state(), kind(), max_restarts=0, **common)
-        autopar.runtime.checkpoints.finish_saves()
+        finish_saves()
         assert autopar.latest_step(folder) == 4
         shapes = jax.eval_shape(fresh_state)
         second = Failing(set())
@@ -189,7 +190,7 @@ def test_other_errors_are_raised_and_the_checkpoints_stay(tmp_path: Path):
             checkpoint_every=3,
             on_step=fail,
         )
-    autopar.runtime.checkpoints.finish_saves()
+    finish_saves()
     assert autopar.checkpoint_steps(tmp_path) == [3, 6]
 
 

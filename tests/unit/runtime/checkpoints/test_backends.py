@@ -14,8 +14,10 @@ import pytest
 
 import autopar
 from autopar.errors import CheckpointError, WorkerError
-from autopar.runtime.checkpoints import Entry, Manifest, read_arrays, register_backend, write_shards
-from autopar.runtime.checkpoints.backends import _registered
+from autopar.runtime.checkpoints.backends import _registered, register_backend
+from autopar.runtime.checkpoints.format import Entry, Manifest
+from autopar.runtime.checkpoints.read import read_arrays
+from autopar.runtime.checkpoints.write import write_shards
 
 
 @dataclass
@@ -140,6 +142,6 @@ def test_a_part_that_nobody_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return lambda: write()[:1]
 
     monkeypatch.setattr(TwoWorkers, "save_leaves", half)
-    with pytest.raises(CheckpointError, match=r"\['there'\]: parts do not make up the array"):
+    with pytest.raises(CheckpointError, match=r"\['there'\]: shards do not make up the array"):
         autopar.save_checkpoint(tmp_path, state(), 1)
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,7 @@ import pytest
 import autopar
 from autopar import AutoLayers, PipeshardParallel, UniformStages, Zero3Parallel
 from autopar.errors import ArgumentError, CheckpointError
-from autopar.runtime.checkpoints import register_backend
-from autopar.runtime.checkpoints.backends import _registered
+from autopar.runtime.checkpoints.backends import _registered, register_backend
 from tests.unit.runtime.checkpoints.test_plans import (
     BATCH,
     assert_equal,
