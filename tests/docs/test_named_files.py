@@ -35,6 +35,7 @@ _PATH = re.compile(
 )
 _MODULE = re.compile(r"python3? -m ((?:autopar|benchmarks|examples)[\w.]*)")
 _SHORT_PATH = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py|results/\w+\.json)`")
+_CLASS = re.compile(r"`(_?[A-Z]\w+)`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _REFERENCE = re.compile(r"(?<![\w.])([a-z_]+)\.([a-z_]+)(?=[\w.]*[`,)])")
 # What a docstring may say that looks like a module: a user's `step.plan`, and an address.
@@ -110,6 +111,27 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     known = [*SOURCES, *RESULTS, *(ROOT / "docs").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
     ends = tuple("/" + name for name in set(_SHORT_PATH.findall(text)))
     assert not [end for end in ends if not any(path.as_posix().endswith(end) for path in known)]
+
+
+@cache
+def identifiers() -> set[str]:
+    """Every name that the code of autopar defines, imports or uses."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.ClassDef(name=name) | ast.Name(id=name) | ast.alias(name=name):
+                    found.add(name)
+                case ast.Attribute(attr=name):
+                    found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("page", ["architecture", "glossary", "tour"])
+def test_classes_that_the_design_pages_name_are_there(page: str) -> None:
+    names = set(_CLASS.findall((ROOT / "docs" / f"{page}.md").read_text()))
+    assert names
+    assert not names - identifiers()
 
 
 @pytest.mark.ci
