@@ -12,9 +12,9 @@ import jax
 from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import last_search, plan_step
 from autopar.errors import ArgumentError, MeshError
-from autopar.executables import Executable, make_executable, make_remote_executable
+from autopar.executables import make_executable, make_remote_executable
 from autopar.ir import objects
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -29,11 +29,12 @@ from autopar.methods import (
     ShardParallel,
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
+from autopar.runtime.executable import Executable
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
-from autopar.stages.stage_search import last_search
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
+from autopar.tracer.trace import StepOptions
 
 
 def local_devices() -> tuple[Any, ...]:

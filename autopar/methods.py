@@ -467,3 +467,11 @@ ParallelMethod = (
     | CreateStateParallel
     | FollowParallel
 )
+# Methods that put the whole step on one mesh, and all that the compiler takes.
+OneMeshMethod = ShardParallel | DataParallel | ManualParallel | PlacedParallel | LogicalMesh
+AnyMethod = ParallelMethod | PlacedParallel | LogicalMesh
+
+
+def options_of(method: AnyMethod | None) -> ShardingOptions:
+    """The options of a method that has some, else the default ones."""
+    return getattr(method, "options", None) or ShardingOptions()

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.compiler import StepOptions, plan_step, trace
+from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -37,9 +37,10 @@ from autopar.methods import (
     PipeshardParallel,
 )
 from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
-from autopar.sharding.assemble import program_fingerprint
-from autopar.stages.following import state_of_training
+from autopar.stages.training_arrays import state_of_training
+from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.flat_call import flatten_call
+from autopar.tracer.trace import StepOptions, trace
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

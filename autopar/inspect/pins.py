@@ -19,14 +19,15 @@ from autopar.ir.plan import MADE, ParallelPlan
 from autopar.ir.spec import spec_to_text
 from autopar.sharding.layout_constraints import matching_paths
 from autopar.sharding.origin import pins_of
-from autopar.sharding.plan_mesh import PassTimer, plan_traced
-from autopar.stages.plan_pipeline import PipelineOrigin, repin_pipeline
+from autopar.sharding.plan_mesh import MeshTask, plan_mesh
+from autopar.sharding.planning_log import PlanningLog
+from autopar.stages.solve_pipeline import PipelineOrigin, repin_pipeline
 
 
 def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
     _check_pins(plan, pins)
     every = {**pins_of(plan), **pins}
-    timer = PassTimer()
+    log = PlanningLog()
     if plan.is_pipeline:
         if plan.layering == MADE:
             raise PlanError(
@@ -35,7 +36,7 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
             )
         if not isinstance(plan.origin, PipelineOrigin):
             raise without_program(plan, "with_pins(…)")
-        pinned = repin_pipeline(plan, plan.origin, every, timer)
+        pinned = repin_pipeline(plan, plan.origin, every, log)
     else:
         if plan.num_devices == 1:
             raise PlanError(f"with_pins: {plan.name} has one device, so nothing can be pinned.")
@@ -45,15 +46,15 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
                 f"with_pins: this is the plan of one stage of {plan.name}. Call with_pins on the "
                 "whole plan; it re-solves only the stages whose pins changed."
             )
-        pinned = plan_traced(
+        task = MeshTask(
             origin.traced,
-            cluster=origin.cluster,
-            method=origin.method,
-            mesh=origin.mesh,
-            timer=timer,
+            origin.cluster,
+            origin.method,
+            origin.mesh,
             pins=every,
             built=origin.built if origin.step is origin.traced else None,
-        ).plan
+        )
+        pinned = plan_mesh(task, log).plan
     before_s = plan.unpinned_step_s if plan.pinned else plan.estimated_step_s
     return replace(
         pinned,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import MeshError, SolverError, SpecError
 from autopar.ir.identity import placement, plan_digest
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
@@ -41,10 +41,12 @@ from autopar.sharding.kbest import (
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.memory_limits import Holdings
 from autopar.sharding.origin import Origin
-from autopar.sharding.plan_mesh import Considered, planned_as
+from autopar.sharding.plan_mesh import planned_as
+from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.reduce import PairwiseProblem
 from autopar.sharding.solve import DoesNotFit, GraphSharding, SolveStats, fit_into_memory
+from autopar.tracer.trace import StepOptions
 
 _SMALLEST_SHARE = 1e-3  # of the flops, from which an operator is a decision
 _MOST_PROGRAMS = 2  # of which others on one mesh are looked for
@@ -63,7 +65,7 @@ def plan_candidates(
     num: int,
 ) -> list[PlannedStep]:
     """The search's own choice and others, `num` at most, the best predicted first."""
-    considered = Considered(num)
+    log = PlanningLog(num_alternatives=num)
     chosen = plan_step(
         fn,
         args,
@@ -71,9 +73,9 @@ def plan_candidates(
         cluster=cluster,
         method=method,
         options=options,
-        considered=considered,
+        log=log,
     )
-    plans = [chosen, *considered.plans]
+    plans = [chosen, *log.alternatives]
     # Of each program (micro-batches, recomputed layers) one plan, the best, tells the others.
     programs: dict[str, PlannedStep] = {}
     for planned in sorted(plans, key=_predicted_s):
@@ -169,7 +171,7 @@ def repriced(planned: PlannedStep, cluster: ClusterSpec) -> PlannedStep:
 
 def on_mesh(origin: Origin, mesh: LogicalMesh) -> Origin:
     """The origin of the same step on another mesh, whose sharding is not known."""
-    budget = memory_budget(mesh, origin.method, origin.options)
+    budget = memory_budget(mesh, origin.method)
     return replace(origin, mesh=mesh, budget=budget, choice=None, price=0.0, layouts=None)
 
 

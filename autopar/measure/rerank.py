@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from autopar.compiler import StepOptions, plan_step, trace
+from autopar.compiler import plan_step
 from autopar.errors import MemoryBudgetError, PlanError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -28,7 +28,8 @@ from autopar.measure.database import Database, default_database, key_of, where_a
 from autopar.measure.time_step import StepTiming, time_executable
 from autopar.methods import ParallelMethod
 from autopar.progress import Progress, debugs, tell
-from autopar.sharding.assemble import program_fingerprint
+from autopar.tracer.fingerprint import program_fingerprint
+from autopar.tracer.trace import StepOptions, trace
 
 MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
 

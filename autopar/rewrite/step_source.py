@@ -18,8 +18,8 @@ from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.remat import with_remat
-from autopar.rewrite.single_microbatch import looped_once
-from autopar.rewrite.unroll_scans import unrolled
+from autopar.rewrite.single_microbatch import loop_single_microbatch
+from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.trace import StepOptions, trace
 
 
@@ -28,8 +28,18 @@ class StepSource:
     fn: Callable[..., Any]
     options: StepOptions
     whole: TracedStep
-    _micro: dict[int, TracedStep] = field(default_factory=dict)
-    _loops: dict[int, TracedStep] = field(default_factory=dict)
+    _micro: dict[int, TracedStep] = field(default_factory=dict, init=False)
+    _loops: dict[int, TracedStep] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: StepOptions,
+    ) -> StepSource:
+        return cls(fn, options, trace(fn, args, kwargs, options))
 
     def micro_batch(self, num_micro_batches: int) -> TracedStep:
         """The step traced with one micro-batch."""
@@ -42,11 +52,11 @@ class StepSource:
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
         if num_micro_batches not in self._loops:
-            whole = unrolled(self.whole)
+            whole = unroll_scans(self.whole)
             if num_micro_batches == 1:
-                loop = looped_once(whole)
+                loop = loop_single_microbatch(whole)
             else:
-                micro = unrolled(self.micro_batch(num_micro_batches))
+                micro = unroll_scans(self.micro_batch(num_micro_batches))
                 loop = accumulate(whole, micro, num_micro_batches)
             self._loops[num_micro_batches] = loop
         return self._loops[num_micro_batches]

@@ -9,7 +9,7 @@ bind_plan         a plan from a file or another process → the same for this pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -29,7 +29,8 @@ from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
 from autopar.ir.timeline import PipelineTimes
 from autopar.ir.traced_step import FlatCall, TracedStep
-from autopar.methods import AnyMethod, PlacedParallel, ShardingOptions
+from autopar.methods import AnyMethod
+from autopar.sharding.method_text import method_text
 from autopar.sharding.solve import GraphSharding
 from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.source_lines import equation_lines
@@ -316,24 +317,6 @@ def stages_plan(
 
 
 # -- what both have
-
-
-def method_text(method: AnyMethod | ShardingOptions) -> str:
-    """The method as the user would write it, without defaults and specs."""
-    if isinstance(method, PlacedParallel):
-        return f"{method.name}()"
-    parts = []
-    for field in fields(method):
-        value = getattr(method, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name in ("in_specs", "out_specs") or value == default:
-            continue
-        if isinstance(value, ShardingOptions):
-            text = method_text(value)
-        else:
-            text = repr(value.shape if isinstance(value, LogicalMesh) else value)
-        parts.append(f"{field.name}={text}")
-    return f"{type(method).__name__}({', '.join(parts)})"
 
 
 def _tensors(

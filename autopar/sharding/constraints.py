@@ -135,7 +135,11 @@ def asked_by(traced: TracedStep, method: OneMeshMethod) -> LayoutConstraints:
 
 
 def solver_constraints(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: OneMeshMethod, asked: LayoutConstraints
+    graph: Graph,
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    method: OneMeshMethod,
+    asked: LayoutConstraints,
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
     own = allowed_layouts(graph, traced, mesh, asked, options_of(method))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -27,8 +26,8 @@ from autopar.ir.spec import Layout, spec_from_text
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
     DataParallel,
-    ShardingOptions,
     OneMeshMethod,
+    ShardingOptions,
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
@@ -44,6 +43,7 @@ from autopar.sharding.layout_constraints import (
     without_moved_state,
 )
 from autopar.sharding.memory_budget import memory_budget
+from autopar.sharding.method_text import read_method
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, problem_on_mesh
 from autopar.sharding.solve import (
     DoesNotFit,
@@ -183,7 +183,9 @@ def _is_choice(problem: ShardingProblem, choice: Mapping[int, int]) -> bool:
     )
 
 
-def constraints_with_pins(traced: TracedStep, method: OneMeshMethod, pins: Pins) -> LayoutConstraints:
+def constraints_with_pins(
+    traced: TracedStep, method: OneMeshMethod, pins: Pins
+) -> LayoutConstraints:
     """What a method asks for, and pins that come before it."""
     asked = asked_by(traced, method)
     if not pins:
@@ -195,8 +197,6 @@ def constraints_with_pins(traced: TracedStep, method: OneMeshMethod, pins: Pins)
 
 
 _METHODS = {method.__name__: method for method in (DataParallel, Zero2Parallel, Zero3Parallel)}
-# What a method's text says if it asks for something that a plan does not hold otherwise.
-_ASKING = ("pins=", "forbid_axes=", "batch_axis=", "allow_", "ManualParallel", "FollowParallel")
 
 
 def bound_origin(
@@ -213,13 +213,15 @@ def bound_origin(
     own = plan.cluster or cluster
     if own.num_devices < plan.num_devices:
         return None
-    name = plan.method.partition("(")[0]
+    made_by = read_method(plan.method)
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
-    method: OneMeshMethod = ShardParallel(options=ShardingOptions(memory_budget_bytes=budget, remat="none"))
+    method: OneMeshMethod = ShardParallel(
+        options=ShardingOptions(memory_budget_bytes=budget, remat="none")
+    )
     notes: tuple[str, ...] = ()
-    if name in _METHODS:
-        method = _METHODS[name](plan.num_micro_batches)
-    elif any(word in plan.method for word in _ASKING):
+    if made_by.name in _METHODS:
+        method = _METHODS[made_by.name](plan.num_micro_batches)
+    elif made_by.constrains_layouts:
         notes = (
             f"The plan was made elsewhere, by {plan.method}. What that method asked for is not "
             "known here; layouts are priced without it.",
@@ -239,7 +241,7 @@ def bound_origin(
         asked=constraints_with_pins(traced, method, pins),
         choice=None,
         refetch=False,
-        budget=budget if name in _METHODS else memory_budget(mesh, method),
+        budget=budget if made_by.name in _METHODS else memory_budget(mesh, method),
         pins=pins,
         change=change,
         layouts={t.path: t.layout for t in (*plan.inputs, *plan.named)},

@@ -19,6 +19,7 @@ from autopar.errors import AutoparError, MemoryBudgetError, MeshError, SolverErr
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.assign import assign_layouts
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, options_of
@@ -42,7 +43,6 @@ from autopar.sharding.origin import GraphChange, Origin, Pins, bound_origin, con
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
 from autopar.tracer.build import build_graph
-from autopar.tracer.flatten import TracedStep
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def plan_mesh(task: MeshTask, log: PlanningLog | None = None) -> PlannedStep:
     problem = mesh_problem(task, log)
     if problem.meshes[0].num_devices == 1:
         return _on_one_device(problem, log)
-    return planned_as(solve_mesh(problem, log), log)
+    solution = solve_mesh(problem, log)
+    return planned_as(solution.origin, solution.sharding, log, solution.warnings)
 
 
 def mesh_problem(task: MeshTask, log: PlanningLog) -> MeshProblem:
@@ -138,10 +139,14 @@ def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
     return MeshSolution(origin, best, problem.warnings)
 
 
-def planned_as(solution: MeshSolution, log: PlanningLog | None = None) -> PlannedStep:
-    """The plan in which a step has this sharding, whoever chose it."""
+def planned_as(
+    origin: Origin,
+    sharding: GraphSharding,
+    log: PlanningLog | None = None,
+    warnings: Sequence[str] = (),
+) -> PlannedStep:
+    """The plan in which the step of an origin has this sharding, whoever chose it."""
     log = log or PlanningLog()
-    origin, sharding = solution.origin, solution.sharding
     step = origin.step
     with paused_garbage_collector(), log.timed("assign"):
         program = assign_layouts(
@@ -159,9 +164,7 @@ def planned_as(solution: MeshSolution, log: PlanningLog | None = None) -> Planne
         refetch=sharding.refetch,
         price=sharding.price_per_byte,
     )
-    return PlannedStep(
-        step, replace(plan, warnings=(*solution.warnings, *plan.warnings), origin=origin)
-    )
+    return PlannedStep(step, replace(plan, warnings=(*warnings, *plan.warnings), origin=origin))
 
 
 def _on_one_device(problem: MeshProblem, log: PlanningLog) -> PlannedStep:

@@ -1,87 +1,96 @@
-"""How many layers to compute again in the backward pass: `remat="auto"`.
+"""How many layers to recompute in the backward pass: `remat="auto"`.
 
 Recomputation is part of the program that is sharded, so its time is part of the objective and its
-memory of the budget: two plans with different layers recomputed are compared as any two plans are.
-No layer is tried first. If that does not fit, or fits only at a price, as many layers are tried as
-seem needed; if that is not enough, more, and all in the end. Layers are taken from the front: their
-activations would be kept longest. A try is spared if recomputing that much costs more, by flops
-alone, than the budget does.
+memory of the budget: plans that recompute different layers compare like any two plans. The search
+first recomputes nothing. If that does not fit, or fits only at a price, it recomputes as many
+layers as seem needed; if that is not enough, more, and all in the end. It takes layers from the
+front, whose activations would be kept longest. It skips a try if recomputing that much costs more,
+by flops alone, than the budget does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from autopar.errors import MemoryBudgetError
 from autopar.ir.mesh import DeviceSpec
 from autopar.ir.plan import ParallelPlan
+from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.layers import Layer
 
 _MAX_TRIES = 3
 
 
-class _Planned(Protocol):
-    @property
-    def plan(self) -> ParallelPlan: ...
+class RematProblem(Protocol):
+    """A step that can be planned with any of its layers recomputed."""
+
+    def layers(self) -> Sequence[Layer]:
+        """Those whose recomputation frees memory, in the order of the forward pass."""
+        ...
+
+    def plan(
+        self, layers: Sequence[Layer], mesh_shape: tuple[int, ...] | None, *, in_full: bool
+    ) -> PlannedStep:
+        """The plan with these layers recomputed, on any mesh if the shape is None. Unless in full,
+        it may raise a short `MemoryBudgetError` at once."""
+        ...
 
 
-Planned = TypeVar("Planned", bound=_Planned)
+@dataclass
+class _Tries:
+    problem: RematProblem
+    planned: list[PlannedStep] = field(default_factory=list)
+    failed: list[tuple[int, MemoryBudgetError]] = field(default_factory=list)  # number of layers
 
-
-def choose_remat(
-    attempt: Callable[[Sequence[Layer], tuple[int, ...] | None, bool], Planned],
-    find: Callable[[], Sequence[Layer]],
-    device: DeviceSpec,
-    num_devices: int,
-) -> Planned:
-    """`attempt(layers, mesh shape or None for any, in full)` plans with these layers recomputed;
-    unless in full, it may fail at once where they cannot fit. `find` gives the layers whose
-    recomputation frees memory."""
-    found: list[Planned] = []
-    failed: list[tuple[int, MemoryBudgetError]] = []  # with how many layers, and why
-
-    def try_with(layers: Sequence[Layer], mesh: tuple[int, ...] | None) -> ParallelPlan | None:
+    def plan(
+        self, layers: Sequence[Layer], mesh_shape: tuple[int, ...] | None
+    ) -> ParallelPlan | None:
         try:
-            found.append(attempt(layers, mesh, False))
+            self.planned.append(self.problem.plan(layers, mesh_shape, in_full=False))
         except MemoryBudgetError as error:
-            failed.append((len(layers), error))
+            self.failed.append((len(layers), error))
             return None
-        return found[-1].plan
+        return self.planned[-1].plan
 
-    none = try_with((), None)
-    if none is not None and not none.solver.unbounded:
-        return found[0]
-    layers = find()
-    mesh = none.mesh_shape if none is not None else None
+
+def choose_remat(problem: RematProblem, device: DeviceSpec, num_devices: int) -> PlannedStep:
+    tries = _Tries(problem)
+    without = tries.plan((), None)
+    if without is not None and not without.solver.unbounded:
+        return tries.planned[0]
+    layers = problem.layers()
+    mesh_shape = without.mesh_shape if without is not None else None
     for _ in range(_MAX_TRIES):
-        count = _num_needed(layers, none, failed, num_devices)
-        if not count or (failed and count <= failed[-1][0]):
+        count = _num_needed(layers, without, tries.failed, num_devices)
+        if not count or (tries.failed and count <= tries.failed[-1][0]):
             break
         flops = sum(layer.flops for layer in layers[:count])
-        again_s = flops / num_devices / (device.flops_16bit * device.efficiency)
-        if none is not None and none.solver.unbounded[0] + again_s >= none.solver.objective:
+        recompute_s = flops / num_devices / (device.flops_16bit * device.efficiency)
+        if without is not None and (
+            without.solver.unbounded[0] + recompute_s >= without.solver.objective
+        ):
             break
-        if try_with(layers[:count], mesh) is not None:
+        if tries.plan(layers[:count], mesh_shape) is not None:
             break
-    if not found:
-        return attempt(layers, None, True)  # raises, and says everything
-    return min(found, key=lambda planned: planned.plan.solver.objective)
+    if not tries.planned:
+        return problem.plan(layers, None, in_full=True)  # raises, and explains
+    return min(tries.planned, key=lambda planned: planned.plan.solver.objective)
 
 
 def _num_needed(
     layers: Sequence[Layer],
-    none: ParallelPlan | None,
+    without: ParallelPlan | None,
     failed: Sequence[tuple[int, MemoryBudgetError]],
     num_devices: int,
 ) -> int:
-    """How many layers must be recomputed for the rest to fit: by their sizes at first, activations
-    being split over all devices as they nearly always can be; once some were tried, by what those
-    saved."""
+    """How many layers to recompute for the rest to fit: by their sizes at first, with activations
+    split over all devices, as they nearly always can be; after a failed try, by what that saved."""
     tried = [(count, error.peak_bytes) for count, error in failed if count]
-    if none is not None:
-        peak, budget = none.solver.unbounded[1], none.memory_budget_bytes
+    if without is not None:
+        peak, budget = without.solver.unbounded[1], without.memory_budget_bytes
     else:
         peak, budget = failed[0][1].peak_bytes, failed[0][1].budget_bytes
     if tried:
@@ -91,7 +100,7 @@ def _num_needed(
             return len(layers)
         return min(len(layers), max(count + 1, ceil((peak - budget) / saved) + 1))
     excess = peak - budget
-    micro_batches = none.num_micro_batches if none is not None else 1
+    micro_batches = without.num_micro_batches if without is not None else 1
     for count, layer in enumerate(layers, 1):
         excess -= (layer.residual_bytes - layer.kept_bytes) / num_devices / micro_batches
         if excess <= 0:

@@ -1,207 +1,89 @@
-"""Functions beside a train step that keep to its layouts: from its plan to specs for them.
+"""Functions beside a train step that keep to its layouts: from its plan to theirs.
 
-    CreateStateParallel   what an initialiser returns lies as the train step wants its state
-    FollowParallel        what an evaluation is given lies as the train step was given it
+    CreateStateParallel   an initialiser's results lie where the train step wants its state
+    FollowParallel        an evaluation takes its arguments where the train step has them
 
-Both come to a `PlacedParallel`: a mesh and a spec per array; the solver shards everything between.
-Beside a pipeline there is a mesh per stage, see `pipeline_following`.
+Beside a step on one mesh both come to a `PlacedParallel`, a mesh and a spec per array; the solver
+shards everything between. Beside a pipeline an evaluation becomes a pipeline on the same stages:
+its layers are those of training if they are found again, else what each stage can do with the
+parameters it holds. An initialiser becomes one program per stage, which makes that stage's state.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
-from jax.tree_util import keystr
 
-from autopar.errors import ArgumentError, shortened
-from autopar.ir import objects
+from autopar.errors import AutoparError, TraceError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.traced_step import FlatCall, TracedStep
-from autopar.methods import CreateStateParallel, FollowParallel, PlacedParallel
+from autopar.ir.plan import FOLLOWING, HELD, MADE, ParallelPlan, StagePlan, Tensor
+from autopar.ir.traced_step import TracedStep
+from autopar.lower.planned_step import PlannedStep
+from autopar.methods import (
+    CreateStateParallel,
+    FollowParallel,
+    ManualStages,
+    PipeshardParallel,
+    PlacedParallel,
+)
+from autopar.rewrite.layers_by_input import layers_by_arguments
+from autopar.rewrite.only_results import only_results
+from autopar.rewrite.stage_placement import place_stages
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
+from autopar.sharding.origin import bound_origin
+from autopar.sharding.plan_mesh import MeshTask, plan_mesh
+from autopar.sharding.planning_log import PlanningLog
+from autopar.stages.layer_tables import submesh_cluster
+from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
+from autopar.stages.solve_pipeline import ExistingPlacement, PipelineTask, solve_pipeline
+from autopar.stages.training_arrays import arguments_of_training, state_of_training
+from autopar.tracer.costs import aval_bytes
 
 
-def placed_like_training(
-    traced: TracedStep, method: CreateStateParallel | FollowParallel, cluster: ClusterSpec
-) -> PlacedParallel:
-    """What the method comes to for the function that was traced, beside a step on one mesh."""
+def plan_following(
+    source: StepSource,
+    method: CreateStateParallel | FollowParallel,
+    cluster: ClusterSpec,
+    log: PlanningLog,
+) -> PlannedStep:
+    """An initialiser or an evaluation, by the train step's plan."""
     if isinstance(method, CreateStateParallel):
-        plan, tensors = state_of_training(traced, method)
+        plan, tensors = state_of_training(source.whole, method)
+        if plan.is_pipeline:
+            return _make_on_stages(source.whole, plan, tensors, cluster, log)
         specs = tuple(map(plan.spec_of, tensors))
-        return PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
-    plan, matches = arguments_of_training(traced, method)
-    mesh = _mesh_of(plan, cluster)
-    in_specs: list[PartitionSpec | None] = []
-    for index, aval in enumerate(traced.avals):
-        if index in matches:
-            in_specs.append(plan.spec_of(matches[index]))
-        else:
-            shape = tuple(aval.shape)
-            in_specs.append(_batch_spec(shape, plan, mesh) if index in traced.batch else None)
-    return PlacedParallel("FollowParallel", mesh, in_specs=tuple(in_specs))
+        placed = PlacedParallel("CreateStateParallel", _mesh_of(plan, cluster), out_specs=specs)
+    else:
+        plan, matches = arguments_of_training(source.whole, method)
+        if plan.is_pipeline:
+            return _follow_pipeline(source, plan, matches, cluster, log)
+        placed = _placed_arguments(source.whole, plan, matches, cluster)
+    return plan_mesh(MeshTask(source.whole, cluster, placed), log)
+
+
+# -- beside a step on one mesh
 
 
 def _mesh_of(plan: ParallelPlan, cluster: ClusterSpec) -> LogicalMesh:
     return replace(mesh_of_cluster(cluster, plan.mesh_shape), axis_names=plan.axis_names)
 
 
-# -- initialisers
-
-
-def state_of_training(
-    traced: TracedStep, method: CreateStateParallel
-) -> tuple[ParallelPlan, tuple[Tensor, ...]]:
-    """(the train step's plan, its input for each of the initialiser's results): the step is planned
-    for the state that the initialiser was seen to return."""
-    leaves = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        for aval in traced.out_avals
-    ]
-    state = objects.assembled(traced.rebuild_output(leaves))
-    args, positions = _arguments(method, state)
-    try:
-        train = method.train_step.planned(args, {})
-    except Exception as error:
-        error.add_note(
-            f"autopar: while planning the train step of CreateStateParallel with what "
-            f"{traced.name} returns as argument {' and '.join(map(str, positions))} and the batch "
-            "that was given."
-        )
-        raise
-    plan, owners = train.plan, train.traced.call.argument
-    tensors = tuple(
-        tensor
-        for position in positions
-        for tensor, owner in zip(plan.inputs, owners, strict=True)
-        if owner == position
-    )
-    assert len(tensors) == len(leaves), (len(tensors), len(leaves))
-    return plan, tensors
-
-
-def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """(arguments of the train step, which of them are the state): the state is the first that is
-    neither batch nor static. A tuple may be several arguments, which come first, or at all places
-    that are neither if `batch_argnums` was given."""
-    step, batch = method.train_step, method.batch
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # some callables tell nothing
-        parameters = ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p for p in parameters if p.kind in kinds]
-    num_needed = sum(p.default is inspect.Parameter.empty for p in positional)
-    num_states = len(state) if type(state) is tuple else 1
-
-    def rest_beside(num_states: int) -> list[Any] | None:
-        needed = num_needed - num_states
-        if num_states > 1 and needed < 0:
-            return None
-        if needed <= 1:
-            return [batch]
-        fits = isinstance(batch, tuple) and needed <= len(batch) <= len(positional) - num_states
-        return list(batch) if fits else None
-
-    counts = [1, num_states] if num_states > 1 and num_needed > 2 else [1]
-    if objects.has_objects(state):
-        counts.reverse()
-    found = ((count, rest_beside(count)) for count in counts)
-    count, rest = next(((c, r) for c, r in found if r is not None), (1, None))
-    if rest is None:
-        raise ArgumentError(
-            f"CreateStateParallel(batch={shortened(batch)}): {step!r} takes {num_needed - 1} "
-            "arguments beside the state. Give a tuple with a value (or a jax.ShapeDtypeStruct) for "
-            "each of them, in their order, as the batch."
-        )
-    taken = {*step.options.batch_argnums, *step.options.static_argnums}
-    if count > 1 and step.options.batch_argnums == (1,):
-        taken -= {1}
-    states = list(state) if count > 1 else [state]
-    total = len(rest) + count
-    free = [i for i in range(total) if i not in taken]
-    positions = tuple(sorted([*free, *(i for i in range(total)[::-1] if i in taken)][:count]))
-    for position, own in zip(positions, states, strict=True):
-        rest.insert(position, own)
-    return tuple(rest), positions
-
-
-# -- evaluations
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """An array of the train step, by the names on its path: `('state', 'params', 'w')`."""
-
-    names: tuple[str, ...]
-    tensor: Tensor
-
-
-def arguments_of_training(
-    traced: TracedStep, method: FollowParallel
-) -> tuple[ParallelPlan, dict[int, Tensor]]:
-    """(the train step's plan, its input for those of the evaluation's that it has too)."""
-    train = method.train_step.last_planned
-    if train is None:
-        raise ArgumentError(
-            f"FollowParallel({method.train_step!r}): this step has no plan yet that {traced.name} "
-            "could follow. Call the step first, or its plan(state, batch)."
-        )
-    plan = train.plan
-    names = _names(train.traced.call)
-    known = [_Placed(own, tensor) for own, tensor in zip(names, plan.inputs, strict=True)]
-    matches: dict[int, Tensor] = {}
-    for index, own in enumerate(_names(traced.call)):
-        match = _best_match(own, tuple(traced.avals[index].shape), known)
-        if match is not None:
-            matches[index] = match.tensor
-    if not any(tensor.role != "batch" for tensor in matches.values()):
-        raise ArgumentError(
-            f"FollowParallel: no array of {traced.name}'s arguments has the name and shape of one "
-            f"of {plan.name}'s, such as {plan.inputs[0].path} {plan.inputs[0].shape}. Pass the "
-            "train state or its parameters, or use ShardParallel."
-        )
-    return plan, matches
-
-
-def _names(call: FlatCall) -> list[tuple[str, ...]]:
-    """Argument name and keys of every leaf, whether they are attributes, dict keys or indices."""
-    found = []
-    for path, keys in zip(call.paths, call.key_paths, strict=True):
-        argument = path[: len(path) - len(keystr(keys))]
-        found.append((argument, *map(_key_name, keys)))
-    return found
-
-
-def _key_name(key: Any) -> str:
-    return next(str(getattr(key, a)) for a in ("key", "name", "idx") if hasattr(key, a))
-
-
-def _best_match(
-    names: tuple[str, ...], shape: tuple[int, ...], known: Sequence[_Placed]
-) -> _Placed | None:
-    """The array of the train step with this shape and the most of these names at the end of its
-    path: all but the argument's, at least, or all of its own."""
-    best, best_score = None, (0, 0)
-    for other in known:
-        if other.tensor.shape != shape:
-            continue
-        common = 0
-        for a, b in zip(reversed(names), reversed(other.names), strict=False):
-            if a != b:
-                break
-            common += 1
-        if common < max(1, min(len(names), len(other.names)) - 1):
-            continue
-        score = (common, -abs(len(names) - len(other.names)))
-        if best is None or score > best_score:
-            best, best_score = other, score
-    return best
+def _placed_arguments(
+    step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor], cluster: ClusterSpec
+) -> PlacedParallel:
+    mesh = _mesh_of(plan, cluster)
+    in_specs: list[PartitionSpec | None] = []
+    for index, aval in enumerate(step.avals):
+        if index in matches:
+            in_specs.append(plan.spec_of(matches[index]))
+        else:
+            is_batch = index in step.batch
+            in_specs.append(_batch_spec(tuple(aval.shape), plan, mesh) if is_batch else None)
+    return PlacedParallel("FollowParallel", mesh, in_specs=tuple(in_specs))
 
 
 def _batch_spec(
@@ -216,3 +98,203 @@ def _batch_spec(
         if entry == 0 and shape[0] % prod(mesh.shape[a] for a in (*axes, axis)) == 0:
             axes.append(axis)
     return PartitionSpec(tuple(mesh.axis_names[a] for a in axes) or None)
+
+
+# -- evaluations beside a pipeline
+
+
+def _follow_pipeline(
+    source: StepSource,
+    plan: ParallelPlan,
+    matches: Mapping[int, Tensor],
+    cluster: ClusterSpec,
+    log: PlanningLog,
+) -> PlannedStep:
+    """`matches`: input of the evaluation, by position -> the same array of the train step. A
+    function that reads no batch runs on all devices, to which its arguments then move."""
+    try:
+        step = _as_loop(source, plan.num_micro_batches)
+    except TraceError:
+        mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
+        method = PlacedParallel("FollowParallel", mesh)
+        return plan_mesh(MeshTask(source.whole, cluster, method), log)
+    matches = {i: tensor for i, tensor in matches.items() if tensor.role != "batch"}
+    chosen = _choose(step, plan, matches)
+    stages = [plan.stages[s] for s in chosen.stages]
+    meshes = list(dict.fromkeys(stage.mesh for stage in stages))
+    number_of = {old: new for new, old in enumerate(chosen.stages)}
+    owners = {i: number_of[t.stages[0]] for i, t in matches.items() if t.stages[0] in number_of}
+    placement = ExistingPlacement(
+        devices=tuple(stage.devices for stage in stages),
+        stage_mesh=tuple(meshes.index(stage.mesh) for stage in stages),
+        layering=FOLLOWING + chosen.layering,
+        owners=owners,
+        specs={i: plan.spec_of(matches[i]) for i in owners},
+    )
+    specs = [
+        StageSpec(layers, stage.submesh, stage.mesh_shape)
+        for layers, stage in zip(chosen.ranges, stages, strict=True)
+    ]
+    method = PipeshardParallel(
+        step.num_micro_batches,
+        stages=ManualStages(
+            [list(range(*spec.layers)) for spec in specs],
+            [spec.submesh for spec in specs],
+            [spec.mesh_shape for spec in specs],
+        ),
+        schedule="gpipe" if chosen.looped.has_backward else "inference",
+    )
+    task = PipelineTask(method, cluster, log, placement)
+    planned = solve_pipeline(task, chosen.looped, specs)
+    return replace(planned, plan=replace(planned.plan, method="FollowParallel()"))
+
+
+def _as_loop(source: StepSource, num_micro_batches: int) -> TracedStep:
+    """As many micro-batches as training has, unless that is impossible or changes results."""
+    if num_micro_batches > 1:
+        try:
+            step = source.as_loop(num_micro_batches)
+        except AutoparError:
+            return source.as_loop(1)
+        if not step.notes:
+            return step
+    return source.as_loop(1)
+
+
+@dataclass(frozen=True)
+class _FollowedStages:
+    """The layers of an evaluation, and per stage their range and the number it has in training."""
+
+    looped: LoopedStep
+    ranges: tuple[tuple[int, int], ...]
+    stages: tuple[int, ...]
+    layering: str
+
+
+def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor]) -> _FollowedStages:
+    """Training's own layers, if they leave all parameters where they are."""
+    holders = {i: tensor.stages for i, tensor in matches.items()}
+    layers, stages = layers_by_arguments(step, holders)
+    every = tuple((k, k + 1) for k in range(len(stages)))
+    held = _FollowedStages(LoopedStep(step, layers), every, stages, HELD)
+    layering = _training_layering(plan)
+    try:
+        looped = find_looped(step, layers_of(layering))
+        if len(looped.layers) != len(plan.layers):
+            layering = str(len(plan.layers))
+            looped = find_looped(step, layers_of(layering))
+    except AutoparError:
+        return held
+    ranges = tuple(stage.layers for stage in plan.stages)
+    same = _FollowedStages(looped, ranges, tuple(range(len(ranges))), layering)
+    if len(looped.layers) != len(plan.layers) or _moved_bytes(same, matches):
+        return held if stages else same
+    return same
+
+
+def _training_layering(plan: ParallelPlan) -> str:
+    layering = plan.layering.removeprefix(FOLLOWING)
+    return str(len(plan.layers)) if layering == HELD else layering
+
+
+def _moved_bytes(chosen: _FollowedStages, matches: Mapping[int, Tensor]) -> int:
+    """Of arguments that would have to be copied to another stage than training has them on."""
+    step, attached = chosen.looped.step, chosen.looped.attached
+    assert step.loop is not None
+    stage_of_layer = [s for s, layers in enumerate(chosen.ranges) for _ in range(*layers)]
+    stage_of = [-1 if x < 0 else stage_of_layer[x] for x in attached.layer_of]
+    placement = place_stages(step.program, step.loop, stage_of, len(chosen.ranges), step.state)
+    read = {v for e in step.program.equations for v in e.inputs}
+    return sum(
+        aval_bytes(step.avals[i])
+        for i, tensor in matches.items()
+        if (value := step.program.inputs[i]) in read and placement.owner[value] not in tensor.stages
+    )
+
+
+# -- initialisers beside a pipeline
+
+
+def _make_on_stages(
+    step: TracedStep,
+    plan: ParallelPlan,
+    tensors: Sequence[Tensor],
+    cluster: ClusterSpec,
+    log: PlanningLog,
+) -> PlannedStep:
+    """`tensors`: where the train step wants each of the results."""
+    used = sorted({tensor.stages[0] for tensor in tensors})
+    made, stages = [], []
+    for stage in (plan.stages[s] for s in used):
+        positions = [o for o, t in enumerate(tensors) if plan.stages[t.stages[0]] is stage]
+        mesh = mesh_of_cluster(submesh_cluster(cluster, stage.submesh), stage.mesh_shape)
+        assert stage.plan is not None
+        mesh = replace(mesh, axis_names=stage.plan.axis_names)
+        specs = tuple(plan.spec_of(tensors[o]) for o in positions)
+        method = PlacedParallel("CreateStateParallel", mesh, out_specs=specs)
+        made.append(plan_mesh(MeshTask(only_results(step, positions), cluster, method), log))
+        stages.append(stage)
+    owners = [used.index(tensor.stages[0]) for tensor in tensors]
+    whole = _made_plan(step, [planned.plan for planned in made], stages, owners, cluster, log)
+    return PlannedStep(step, whole, made=tuple(made))
+
+
+def _made_plan(
+    step: TracedStep,
+    plans: Sequence[ParallelPlan],
+    stages: Sequence[StagePlan],
+    owners: Sequence[int],
+    cluster: ClusterSpec,
+    log: PlanningLog,
+) -> ParallelPlan:
+    """The plan of a function of which each stage makes some results. `stages`: those of training;
+    `owners`: the stage of every result."""
+    meshes = list(dict.fromkeys(stage.mesh for stage in stages))
+    made = [
+        StagePlan(
+            layers=(number, number + 1),
+            submesh=stage.submesh,
+            mesh_shape=plan.mesh_shape,
+            cost=plan.estimated_step_s,
+            plan=plan,
+            devices=stage.devices,
+            mesh=meshes.index(stage.mesh),
+        )
+        for number, (plan, stage) in enumerate(zip(plans, stages, strict=True))
+    ]
+    outputs = [iter(plan.outputs) for plan in plans]
+    everywhere = tuple(range(len(plans)))
+    decision = PipelineDecision(
+        inputs=[replace(tensor, stages=everywhere) for tensor in plans[0].inputs],
+        outputs=[replace(next(outputs[s]), stages=(s,)) for s in owners],
+        layers=tuple(f"results of stage {number}" for number in range(len(plans))),
+        layering=MADE,
+        step_s=max(plan.estimated_step_s for plan in plans),
+        lower_bound=min(plan.solver.lower_bound for plan in plans),
+    )
+    return stages_plan(
+        step,
+        made,
+        plans[0].method,
+        cluster,
+        decision,
+        fingerprint_of=step.program,
+        seconds=log.seconds,
+    )
+
+
+def bind_made(plan: ParallelPlan, step: TracedStep, cluster: ClusterSpec) -> PlannedStep:
+    """An initialiser's plan beside a pipeline, made elsewhere, for this initialiser."""
+    bound = bind_plan(plan, step)
+    made, stages = [], []
+    for number, stage in enumerate(plan.stages):
+        positions = [o for o, tensor in enumerate(plan.outputs) if tensor.stages[0] == number]
+        assert stage.plan is not None
+        results = only_results(step, positions)
+        stage_plan = bind_plan(stage.plan, results)
+        if stage_plan.origin is None:
+            submesh = submesh_cluster(plan.cluster or cluster, stage.submesh)
+            stage_plan = replace(stage_plan, origin=bound_origin(stage_plan, results, submesh))
+        made.append(PlannedStep(results, stage_plan))
+        stages.append(replace(stage, plan=stage_plan))
+    return PlannedStep(step, replace(bound, stages=tuple(stages)), made=tuple(made))

@@ -163,7 +163,7 @@ def stage_figures(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) 
         first += count
     total = sum(_num_equations(e) for e in step.program.equations)
     places = place_nodes(graph, [0] * total, is_backward, 1)
-    places = replace(places, kept=dict.fromkeys(stage.kept_values(), 0))
+    places = replace(places, kept=dict.fromkeys(stage.residual_values(), 0))
     terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)
     figures = _Pricer(problem, terms).figures(sharding.choice)
     return terms.table(figures, submesh, sharding.mesh)

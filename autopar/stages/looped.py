@@ -6,7 +6,7 @@ stages to a step per stage (`slice_into`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import AutoLayers, ManualLayers
-from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch, moved_to
+from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch, move_layers
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.remat import rematerialise
@@ -31,8 +31,6 @@ from autopar.tracer.costs import program_flops
 # Time to start one stage program: Python, argument handling and the launch itself.
 LAUNCH_S = {"cpu": 300e-6}
 GPU_LAUNCH_S = 60e-6
-
-Loop = Callable[[int], TracedStep]  # the step as a loop over so many micro-batches
 
 
 def launch_s(cluster: ClusterSpec) -> float:
@@ -67,7 +65,7 @@ class LoopedStep:
 
     @cached_property
     def attached(self) -> LoopLayers:
-        return attach(self.body, self.layers)
+        return attach_layers(self.body, self.layers)
 
     @cached_property
     def layer_flops(self) -> tuple[float, ...]:
@@ -96,7 +94,7 @@ class LoopedStep:
         equations = (*program.equations[:at], loop, *program.equations[at + 1 :])
         program = replace(program, equations=equations, avals=body.avals)
         step = replace(self.step, program=program, remat=tuple(layer.name for layer in chosen))
-        return LoopedStep(step, moved_to(self.body, self.layers, body))
+        return LoopedStep(step, move_layers(self.body, self.layers, body))
 
 
 def layers_of(layering: str) -> AutoLayers | ManualLayers:

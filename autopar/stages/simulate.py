@@ -60,7 +60,7 @@ def stage_times(
         stage_mesh=stage_mesh,
         split_weights=schedule == "zero_bubble",
     )
-    figures = [own.figures for own in solved]
+    figures = [stage.costs for stage in solved]
     return pipeline_times(
         stage_programs.pipeline,
         _stage_program_seconds(stage_programs.pipeline, figures, launch_s),

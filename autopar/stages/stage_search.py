@@ -43,17 +43,6 @@ from autopar.stages.submeshes import candidate_submeshes, tiles
 MOST_UNPLACED = 100  # plans that cannot be laid out, after which a search is given up
 ALTERNATIVES = 1.25  # plans of other numbers of stages may have a stage that much slower
 
-_last: list[SearchReport] = []
-
-
-def remember_search(report: SearchReport) -> None:
-    _last[:] = [report]
-
-
-def last_search() -> SearchReport | None:
-    """What the last stage search of this process considered; None if there was none."""
-    return _last[0] if _last else None
-
 
 def search_stages(
     tables: Sequence[LayerTable],

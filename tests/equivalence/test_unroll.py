@@ -14,16 +14,14 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from autopar import _jax
-from autopar.compiler import rewritten
 from autopar.ir.graph import check_graph
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
-from autopar.methods import ShardParallel
-from autopar.rewrite.accumulate import micro_batch_leaves
+from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
 from autopar.rewrite.layers import find_layers, worth_recomputing
-from autopar.rewrite.unroll_scans import unrolled
-from autopar.sharding.assemble import replicated_plan
+from autopar.rewrite.remat import with_remat
+from autopar.rewrite.unroll_scans import unroll_scans
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
@@ -38,19 +36,18 @@ LEARNING_RATE = 3e-4
 
 def written_out(step: Callable[..., Any], state: Any, batch: Any, num: int, remat: bool) -> Any:
     """The step, its scans over layers written out, as a loop over `num` micro-batches."""
-    full = unrolled(trace_step(step, (state, batch)))
+    full = unroll_scans(trace_step(step, (state, batch)))
     micro = None
     if num > 1:
         args, _ = full.call.rebuild(micro_batch_leaves(full, num))
-        micro = unrolled(trace_step(step, args))
+        micro = unroll_scans(trace_step(step, args))
     layers = worth_recomputing(find_layers(full.program, batch=full.batch)) if remat else ()
-    return rewritten(full, micro, num, layers)
+    return with_remat(full, layers) if micro is None else accumulate(full, micro, num, layers)
 
 
 def function_of(traced: TracedStep) -> Callable[..., Any]:
-    plan = replicated_plan(traced, LogicalMesh((1,)), ShardParallel(), {})
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
-    run = jax.jit(annotated_function(traced.program, plan.program, mesh))
+    run = jax.jit(annotated_function(traced.program, unsharded(traced.program), mesh))
     return lambda state, batch: traced.rebuild_output(run(*jax.tree.leaves((state, batch))))
 
 

@@ -15,8 +15,6 @@ import jax
 import numpy as np
 
 from autopar import _jax
-from autopar.compiler import StepOptions, trace, trace_micro_batch
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, Run, Send
 from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
@@ -27,16 +25,14 @@ from autopar.lower.stage_programs import (
     cut_into_stage_programs,
     stage_program_function,
 )
-from autopar.methods import ShardParallel
-from autopar.rewrite.accumulate import accumulate
-from autopar.rewrite.attach_layers import LoopLayers, attach
+from autopar.rewrite.attach_layers import LoopLayers, attach_layers
 from autopar.rewrite.layers import Layer
-from autopar.rewrite.single_microbatch import looped_once
 from autopar.rewrite.stage_slices import SlicedStep, slice_step
-from autopar.rewrite.unroll_scans import unrolled
+from autopar.rewrite.step_source import StepSource
 from autopar.runtime.order import interleave
-from autopar.sharding.assemble import replicated_plan
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.regions import BACKWARD, equation_regions
+from autopar.tracer.trace import StepOptions
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,7 @@ class StagedStep:
 
 
 def loop_of(fn: Callable[..., Any], args: tuple[Any, ...], num_micro_batches: int) -> TracedStep:
-    options = StepOptions()
-    whole = trace(fn, args, {}, options)
-    if num_micro_batches == 1:
-        return looped_once(unrolled(whole))
-    micro = trace_micro_batch(whole, fn, options, num_micro_batches)
-    return accumulate(unrolled(whole), unrolled(micro), num_micro_batches)
+    return StepSource.of(fn, args, {}, StepOptions()).as_loop(num_micro_batches)
 
 
 def body_of(looped: TracedStep) -> Program:
@@ -80,12 +71,9 @@ def layers_cut_at(body: Program, cuts: Sequence[float]) -> list[Layer]:
 def cut_step(
     looped: TracedStep, layers: Sequence[Layer], stage_of: Sequence[int], schedule: str
 ) -> StagedStep:
-    attached = attach(body_of(looped), layers)
+    attached = attach_layers(body_of(looped), layers)
     sliced = slice_step(looped, attached, stage_of)
-    shardings = [
-        replicated_plan(stage.step, LogicalMesh((1,)), ShardParallel(), {}).program
-        for stage in sliced.stages
-    ]
+    shardings = [unsharded(stage.step.program) for stage in sliced.stages]
     count, num = len(sliced.stages), looped.num_micro_batches
     stage_mesh = list(range(count))
     if schedule == "interleaved_1f1b" and count % 2 == 0:

@@ -14,12 +14,10 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from autopar import _jax
 from autopar.ir.graph import check_graph
-from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
-from autopar.methods import ShardParallel
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.remat import with_remat
-from autopar.sharding.assemble import replicated_plan
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
 from tests.properties.random_programs import RandomProgram, programs
@@ -55,9 +53,10 @@ def check(program: RandomProgram, num_layers: int | None, chosen: Collection[int
     layers = find_layers(traced.program, count or None, batch=traced.batch)
     after = with_remat(traced, [x for i, x in enumerate(layers) if i in chosen])
     check_graph(build_graph(after))
-    plan = replicated_plan(after, LogicalMesh((1,)), ShardParallel(), {})
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
-    got = jax.jit(annotated_function(after.program, plan.program, mesh))(*traced.call.leaves)
+    got = jax.jit(annotated_function(after.program, unsharded(after.program), mesh))(
+        *traced.call.leaves
+    )
     want = jax.tree.leaves(jax.jit(step)(floats, ints))
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -9,13 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import MemoryBudgetError, MeshError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.lower.lower_step import annotate
 from autopar.methods import DataParallel, ManualParallel, ShardParallel
-from autopar.sharding.assemble import program_fingerprint
 from autopar.sharding.constraints import candidate_meshes
+from autopar.tracer.fingerprint import program_fingerprint
+from autopar.tracer.trace import StepOptions
 from autopar.tracer.trace_step import trace_step
 
 

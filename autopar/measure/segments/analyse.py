@@ -26,13 +26,13 @@ from autopar.measure.segments.cut import CutStep, cut_step
 from autopar.measure.segments.files import Analysis, MeshSpace, SegmentSpace
 from autopar.methods import ShardParallel
 from autopar.progress import Progress
-from autopar.sharding.assemble import program_fingerprint
 from autopar.sharding.constraints import candidate_meshes, divisible_meshes
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.origin import Origin, constraints_with_pins
-from autopar.sharding.plan_mesh import paused_garbage_collector
+from autopar.sharding.planning_log import paused_garbage_collector
 from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.tracer.build import build_graph
+from autopar.tracer.fingerprint import program_fingerprint
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, Liveness, Node, NodeKind
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.measure.segments.place import place_equations
-from autopar.sharding.assemble import program_fingerprint
+from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.rules import identity_rule
 
 PORT = "port"

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
 from autopar.errors import MeshError, PlanError, TraceError
 from autopar.ir.sealed import digest
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import batch_size
+from autopar.rewrite.step_source import StepSource
+from autopar.tracer.trace import StepOptions, trace
 from autopar.tracer.trace_step import trace_step
 
 NUM = 4
@@ -25,9 +26,7 @@ W = RNG.normal(size=(6, 5)).astype(np.float32)
 
 
 def accumulated(fn: Any, *args: Any, num: int = NUM) -> TracedStep:
-    options = StepOptions()
-    traced = trace(fn, args, {}, options)
-    return rewritten(traced, trace_micro_batch(traced, fn, options, num), num, ())
+    return StepSource.of(fn, args, {}, StepOptions()).with_recomputation((), num)
 
 
 def parallel(fn: Any, num: int = NUM) -> Any:

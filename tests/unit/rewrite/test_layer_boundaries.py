@@ -15,14 +15,13 @@ from jax import lax
 
 import autopar
 from autopar import _jax
-from autopar.compiler import rewritten
 from autopar.errors import TraceError
 from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.accumulate import micro_batch_leaves
+from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import find_layers, worth_recomputing
-from autopar.sharding.assemble import program_fingerprint
+from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.trace_step import trace_step
 
 SHAPE = jax.ShapeDtypeStruct
@@ -145,7 +144,7 @@ def test_marks_are_known_in_the_loop_over_micro_batches(remat: bool) -> None:
     full = traced(in_python)
     micro = trace_step(step_of(in_python), *[full.call.rebuild(micro_batch_leaves(full, 2))[0]])
     layers = worth_recomputing(find_layers(full.program, batch=full.batch)) if remat else ()
-    step = rewritten(full, micro, 2, layers)
+    step = accumulate(full, micro, 2, layers)
     (loop,) = [e for e in step.program.equations if e.name == "scan"]
     (body,) = loop.bodies
     num_consts, num_carry = _jax.scan_sizes(loop.params)

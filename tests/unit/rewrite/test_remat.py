@@ -15,14 +15,12 @@ from jax.experimental import io_callback
 
 from autopar import _jax
 from autopar.ir.graph import check_graph
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
-from autopar.methods import ShardParallel
 from autopar.rewrite.layers import find_layers, worth_recomputing
 from autopar.rewrite.remat import rematerialise, with_remat
-from autopar.sharding.assemble import replicated_plan
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.build import build_graph
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.regions import BACKWARD, equation_regions, module_name
@@ -74,9 +72,8 @@ def recomputed(traced: TracedStep) -> TracedStep:
 
 def one_device(traced: TracedStep) -> Callable[..., Any]:
     """The program itself as a function, nothing sharded."""
-    plan = replicated_plan(traced, LogicalMesh((1,)), ShardParallel(), {})
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
-    return annotated_function(traced.program, plan.program, mesh)
+    return annotated_function(traced.program, unsharded(traced.program), mesh)
 
 
 def check(step: Callable[..., Any], *args: Any) -> tuple[TracedStep, TracedStep]:

@@ -10,11 +10,9 @@ import pytest
 
 from autopar import _jax
 from autopar.errors import TraceError
-from autopar.ir.mesh import LogicalMesh
 from autopar.lower.annotate import annotated_function
-from autopar.methods import ShardParallel
-from autopar.rewrite.single_microbatch import looped_once
-from autopar.sharding.assemble import replicated_plan
+from autopar.rewrite.single_microbatch import loop_single_microbatch
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.trace_step import trace_step
 from tests.unit.rewrite.staged_models import batch, loss_fn, parameters, reads, trained_by
 
@@ -29,10 +27,9 @@ def test_loop_of_one_trip_gives_the_same() -> None:
     optimizer = optax.adam(1e-2)
     step = trained_by(optimizer, half_loss)
     args = ((parameters(), optimizer.init(parameters())), batch())
-    looped = looped_once(trace_step(step, args))
-    plan = replicated_plan(looped, LogicalMesh((1,)), ShardParallel(), {})
+    looped = loop_single_microbatch(trace_step(step, args))
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
-    function = annotated_function(looped.program, plan.program, mesh)
+    function = annotated_function(looped.program, unsharded(looped.program), mesh)
     got = jax.jit(function)(*looped.call.leaves)
     for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -43,7 +40,7 @@ def test_passes_are_in_the_loop_and_nothing_else_is() -> None:
     optimizer = optax.adam(1e-2)
     step = trained_by(optimizer, half_loss)
     traced = trace_step(step, ((parameters(), optimizer.init(parameters())), batch()))
-    looped = looped_once(traced)
+    looped = loop_single_microbatch(traced)
     assert looped.loop is not None
     equations = looped.program.equations
     loop = equations[looped.loop]
@@ -67,4 +64,4 @@ def test_step_that_ignores_its_batch_is_refused() -> None:
         return jax.grad(lambda p: sum(jnp.sum(own["w"] ** 2) for own in p))(params)
 
     with pytest.raises(TraceError, match="nothing in it reads one"):
-        looped_once(trace_step(step, (parameters(), batch())))
+        loop_single_microbatch(trace_step(step, (parameters(), batch())))

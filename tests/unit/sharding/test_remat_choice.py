@@ -32,7 +32,10 @@ class Model:
     def __post_init__(self) -> None:
         self.tried: list[int] = []
 
-    def attempt(self, chosen, mesh, in_full):
+    def layers(self):
+        return layers(self.num_layers, self.flops, self.residual)
+
+    def plan(self, chosen, mesh_shape, *, in_full):
         self.tried += [] if in_full else [len(chosen)]
         peak, objective = self.num_layers - len(chosen), 10.0 + len(chosen)
         excess = peak - self.budget
@@ -52,8 +55,8 @@ class Model:
         return SimpleNamespace(plan=plan)
 
     def choose(self, flops: float = 0.0, residual: float = 4 * GIB) -> int:
-        found = layers(self.num_layers, flops, residual)
-        return choose_remat(self.attempt, lambda: found, DEVICE, NUM_DEVICES).plan.num
+        self.flops, self.residual = flops, residual
+        return choose_remat(self, DEVICE, NUM_DEVICES).plan.num
 
 
 def test_nothing_is_recomputed_where_all_fits() -> None:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import compiler
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
+from autopar.sharding.plan_whole import WholeStep
 from autopar.stages import auto
 
 WEIGHTS = [jnp.ones((16, 16))] * 4
@@ -73,14 +73,14 @@ def test_a_stage_alone_is_kept_if_one_program_is_slower(
 ) -> None:
     """Of a pipeline of one stage and one program on the same mesh, the latter if it is as fast."""
     step = step_of(lambda weights, batch: jnp.mean(forward(weights, batch["x"])))
-    plan_one_mesh = compiler.plan_on_one_mesh
+    plan_whole = auto.plan_whole
 
-    def slowed(*args: Any) -> PlannedStep:
-        planned = plan_one_mesh(*args)
+    def slowed(whole: WholeStep) -> PlannedStep:
+        planned = plan_whole(whole)
         seconds = planned.plan.estimated_step_s * slower
         return replace(planned, plan=replace(planned.plan, estimated_step_s=seconds))
 
-    monkeypatch.setattr(compiler, "plan_on_one_mesh", slowed)
+    monkeypatch.setattr(auto, "plan_whole", slowed)
     method = autopar.AutoParallel(num_micro_batches=2)
     plan = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert plan.num_stages == 1

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import compiler
-from autopar.sharding.plan_mesh import PassTimer
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.planning_log import PlanningLog
 from autopar.stages import choose_stages, plan_pipeline
+from autopar.stages.solve_pipeline import PipelineTask
+from autopar.tracer.trace import StepOptions
 
 ROWS = 64
 WEIGHTS = {
@@ -43,14 +45,12 @@ def step_needing(rows: int):
 
 def test_a_number_that_cannot_be_traced_is_halved() -> None:
     step = step_needing(4)  # so 16 micro-batches at most
-    options = compiler.StepOptions()
-    traced = compiler.trace(step, (WEIGHTS, BATCH), {}, options)
-    loop = compiler._looper(traced, step, options)
+    source = StepSource.of(step, (WEIGHTS, BATCH), {}, StepOptions())
     method = autopar.PipeshardParallel("auto")
-    planner = plan_pipeline._Planner(loop, method, cluster(1e9), PassTimer())
+    task = PipelineTask(method, cluster(1e9), PlanningLog())
 
-    def found(number: int, other_than: int) -> int | None:
-        looped = planner.looped_near(number, other_than)
+    def found(number: int, known: int) -> int | None:
+        looped = plan_pipeline._looped_near(source, task, number, known)
         return None if looped is None else looped.step.num_micro_batches
 
     assert found(64, 4) == 16
@@ -102,13 +102,13 @@ def test_what_recomputes_more_than_meant_is_tried_with_half_the_rows(
     args = (step_needing(2), WEIGHTS, BATCH)
     plain = autopar.plan(*args, cluster=cluster(memory_bytes), method=method)
     searched: list[int] = []
-    search = choose_stages.StageChooser.search
+    search = plan_pipeline.choose_stages
 
-    def noted(self: Any, looped: Any, number: int, *rest: Any) -> Any:
-        searched.append(number)
-        return search(self, looped, number, *rest)
+    def noted(looped: Any, *rest: Any, **options: Any) -> Any:
+        searched.append(looped.step.num_micro_batches)
+        return search(looped, *rest, **options)
 
-    monkeypatch.setattr(choose_stages.StageChooser, "search", noted)
+    monkeypatch.setattr(plan_pipeline, "choose_stages", noted)
     monkeypatch.setattr(plan_pipeline, "_recomputes_more", lambda plan, report: True)
     plan = autopar.plan(*args, cluster=cluster(memory_bytes), method=method)
     assert plan.num_micro_batches == plain.num_micro_batches

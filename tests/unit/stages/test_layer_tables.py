@@ -13,16 +13,16 @@ import optax
 import pytest
 
 import autopar
-from autopar.compiler import StepOptions, rewritten, trace, trace_micro_batch
 from autopar.cost.node_layers import ONCE, SHARED, NodePlaces
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import mesh_of_cluster
 from autopar.ir.stages import LayerTable
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch
+from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.stage_slices import slice_step
+from autopar.rewrite.step_source import StepSource
 from autopar.sharding.solve import solve_graph
 from autopar.stages.layer_tables import (
     mesh_shapes,
@@ -33,6 +33,7 @@ from autopar.stages.layer_tables import (
     undominated,
 )
 from autopar.tracer.build import build_graph
+from autopar.tracer.trace import StepOptions
 from examples.models import build
 
 CLUSTER = autopar.ClusterSpec(2, 4, "h100-sxm")
@@ -53,14 +54,12 @@ class Case:
 
 
 def case(fn: Any, args: tuple, num_micro_batches: int, num_layers: int | None = None) -> Case:
-    options = StepOptions()
-    full = trace(fn, args, {}, options)
-    micro = trace_micro_batch(full, fn, options, num_micro_batches)
-    step = rewritten(full, micro, num_micro_batches, ())
+    source = StepSource.of(fn, args, {}, StepOptions())
+    step = source.with_recomputation((), num_micro_batches)
     assert step.loop is not None
     loop = step.program.equations[step.loop]
     found = find_layers(loop.bodies[0], num_layers, batch=loop_batch(loop))
-    layers = attach(loop.bodies[0], found)
+    layers = attach_layers(loop.bodies[0], found)
     graph = build_graph(step)
     return Case(step, layers, graph, node_places(graph, step, layers), num_micro_batches)
 

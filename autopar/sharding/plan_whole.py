@@ -1,0 +1,79 @@
+"""The whole step on one mesh, recomputed and cut into micro-batches: `StepSource` → `PlannedStep`.
+
+rewrite   StepSource, layers, micro-batches → TracedStep   (rewrite.remat, rewrite.accumulate)
+plan      TracedStep → PlannedStep                         (sharding.plan_mesh)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.plan import ParallelPlan
+from autopar.lower.planned_step import PlannedStep
+from autopar.methods import OneMeshMethod, ShardParallel, options_of
+from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.constraints import candidate_meshes
+from autopar.sharding.plan_mesh import MeshTask, bind_mesh_plan, plan_mesh
+from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.remat_choice import choose_remat
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step to plan on one mesh. `mesh`: None for the best of those that the method may use."""
+
+    source: StepSource
+    cluster: ClusterSpec
+    method: OneMeshMethod
+    log: PlanningLog
+    mesh: LogicalMesh | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        return getattr(self.method, "num_micro_batches", 1)
+
+    def layers(self) -> tuple[Layer, ...]:
+        with self.log.timed("remat"):
+            return recomputable_layers(self.source)
+
+    def plan(
+        self,
+        layers: Sequence[Layer],
+        mesh_shape: tuple[int, ...] | None = None,
+        *,
+        in_full: bool = True,
+    ) -> PlannedStep:
+        """The plan with these layers recomputed."""
+        with self.log.timed("trace"):
+            step = self.source.with_recomputation(layers, self.num_micro_batches)
+        mesh = self.mesh
+        if mesh is None and mesh_shape is not None:
+            meshes = candidate_meshes(self.cluster, self.method)
+            mesh = next((m for m in meshes if m.shape == mesh_shape), None)
+        task = MeshTask(step, self.cluster, self.method, mesh, in_full=in_full)
+        return self.log.note(plan_mesh(task, self.log))
+
+
+def plan_whole(whole: WholeStep) -> PlannedStep:
+    remat = options_of(whole.method).remat
+    if remat == "auto" and isinstance(whole.method, ShardParallel):
+        return choose_remat(whole, whole.cluster.spec, whole.cluster.num_devices)
+    return whole.plan(whole.layers() if remat == "all" else ())
+
+
+def bind_whole(
+    plan: ParallelPlan, source: StepSource, cluster: ClusterSpec, log: PlanningLog
+) -> PlannedStep:
+    """A plan on one mesh that was made elsewhere, for this step. If the program lacks a layer that
+    the plan recomputes, it is not the plan's, and binding says so."""
+    with log.timed("trace"):
+        layers = find_layers(source.whole.program, batch=source.whole.batch) if plan.remat else ()
+        step = source.with_recomputation(layers_by_name(layers, plan.remat), plan.num_micro_batches)
+    return bind_mesh_plan(plan, step, cluster)
+
+
+def recomputable_layers(source: StepSource) -> tuple[Layer, ...]:
+    return worth_recomputing(find_layers(source.whole.program, batch=source.whole.batch))

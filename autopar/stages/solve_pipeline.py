@@ -1,0 +1,510 @@
+"""From stages to the plan of a pipeline: a looped step and `StageSpec`s → `PlannedStep`.
+
+slice      the step, stages → a step per stage              (rewrite.stage_slices)
+stages     a step per stage → a plan per stage              (stages.stage_plans)
+simulate   plans of stages, a schedule → seconds of a step  (stages.simulate)
+plan       all of the above → ParallelPlan                  (sharding.assemble)
+
+A stage that does not fit is planned once more with its layers recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
+from autopar.ir.mesh import ClusterSpec
+from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan, Tensor
+from autopar.ir.stages import SearchReport
+from autopar.ir.text import format_bytes
+from autopar.ir.timeline import PipelineTimes
+from autopar.lower.planned_step import PlannedStep
+from autopar.lower.schedules import in_flight_bound, make_schedule
+from autopar.methods import (
+    AutoLayers,
+    ManualStages,
+    PipeshardParallel,
+    ShardingOptions,
+    ShardParallel,
+)
+from autopar.progress import Progress
+from autopar.rewrite.layers_by_input import layers_by_arguments
+from autopar.rewrite.stage_slices import SlicedStep, StageSlice
+from autopar.rewrite.step_source import StepSource
+from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
+from autopar.sharding.constraints import asked_by
+from autopar.sharding.method_text import method_text
+from autopar.sharding.origin import Pins, bound_origin, pins_of
+from autopar.sharding.planning_log import PlanningLog
+from autopar.stages.layer_tables import submesh_cluster
+from autopar.stages.looped import (
+    LoopedStep,
+    StageSpec,
+    find_looped,
+    launch_s,
+    layers_of,
+    slice_into,
+)
+from autopar.stages.simulate import mesh_hosts, predicted_s, stage_times
+from autopar.stages.stage_plans import (
+    KnownShardings,
+    SolvedStage,
+    StageTask,
+    StageTooLarge,
+    in_flight_of,
+    pins_for,
+    plan_stage,
+)
+from autopar.stages.submeshes import place
+from autopar.tracer.costs import aval_bytes
+
+_MUCH_COPIED = 2**20  # bytes of other stages' parameters that a stage may get without a warning
+
+
+@dataclass(frozen=True)
+class ExistingPlacement:
+    """Where a step that follows another finds its arguments.
+
+    devices, stage_mesh: of every stage.
+    layering: how the layers were found, for the plan.
+    owners:   input, by position -> the stage that holds it.
+    specs:    input, by position -> its spec there.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    stage_mesh: tuple[int, ...]
+    layering: str
+    owners: Mapping[int, int] = field(default_factory=dict)
+    specs: Mapping[int, PartitionSpec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """What a pipeline is planned for, whatever its stages are.
+
+    placement: where arguments are already, for a step that follows another.
+    pins:      specs that come before what the method asks for.
+    reuse:     stages, by number, that need not be solved again.
+    known:     shardings of stages that were solved, for equal ones.
+    may_recompute: a stage that does not fit may recompute its layers, if the options say so.
+    """
+
+    method: PipeshardParallel
+    cluster: ClusterSpec
+    log: PlanningLog
+    placement: ExistingPlacement | None = None
+    pins: Pins = field(default_factory=dict)
+    reuse: Mapping[int, SolvedStage] = field(default_factory=dict)
+    known: KnownShardings = field(default_factory=dict)
+    may_recompute: bool = True
+
+    @property
+    def owners(self) -> Mapping[int, int] | None:
+        return None if self.placement is None else self.placement.owners
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOrigin:
+    """What solves a pipeline's stages again (see `Origin`). `solved`: the stages' solutions, if
+    known; `pins`: those of `with_pins`."""
+
+    looped: LoopedStep
+    method: PipeshardParallel
+    cluster: ClusterSpec
+    placement: ExistingPlacement | None
+    solved: tuple[SolvedStage, ...]
+    pins: Pins
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of a pipeline as they are solved."""
+
+    specs: list[StageSpec]
+    devices: list[tuple[int, ...]]
+    stage_mesh: list[int]
+    sliced: SlicedStep
+    solved: list[SolvedStage]
+
+
+def solve_pipeline(
+    task: PipelineTask,
+    looped: LoopedStep,
+    specs: Sequence[StageSpec],
+    report: SearchReport | None = None,
+) -> PlannedStep:
+    """The pipeline with these stages. `report`: the search that found them."""
+    _check_schedule(task.method.schedule, looped, len(specs))
+    asked_by(looped.step, ShardParallel(options=task.method.options))  # names patterns in vain
+    stages = _solve_stages(task, looped, list(specs))
+    plan = _plan(task, looped, stages, report)
+    origin = PipelineOrigin(
+        looped, task.method, task.cluster, task.placement, tuple(stages.solved), task.pins
+    )
+    return PlannedStep(looped.step, replace(plan, origin=origin), stages.sliced)
+
+
+def _check_schedule(schedule: str, looped: LoopedStep, num_stages: int) -> None:
+    if schedule != "inference" and not looped.has_backward:
+        raise ArgumentError(
+            f"PipeshardParallel(schedule={schedule!r}): {looped.step.name} has no backward "
+            "pass. Use schedule='inference' for a step that takes no gradient."
+        )
+    if schedule == "inference" and looped.has_backward:
+        raise ArgumentError(
+            f"PipeshardParallel(schedule='inference'): {looped.step.name} takes a gradient. "
+            "Use a training schedule such as '1f1b'."
+        )
+    make_schedule(schedule, num_stages, 1, stage_mesh=list(range(num_stages)))
+
+
+# -- devices
+
+
+def _devices(
+    task: PipelineTask, specs: Sequence[StageSpec]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """(devices of every stage, its mesh). Stages of an interleaved schedule share meshes."""
+    if task.placement is not None:
+        return list(task.placement.devices), list(task.placement.stage_mesh)
+    submeshes = [spec.submesh for spec in specs]
+    num_meshes = len(specs)
+    if task.method.schedule == "interleaved_1f1b":
+        num_meshes = _num_shared_meshes(submeshes, task.cluster)
+    placed = place(submeshes[:num_meshes], task.cluster)
+    meshes = [k % num_meshes for k in range(len(specs))]
+    return [tuple(placed[m]) for m in meshes], meshes
+
+
+def _num_shared_meshes(submeshes: Sequence[tuple[int, int]], cluster: ClusterSpec) -> int:
+    """How many of the stages fill the cluster; the others repeat their submeshes."""
+    used, count = 0, 0
+    while count < len(submeshes) and used < cluster.num_devices:
+        used += prod(submeshes[count])
+        count += 1
+    repeats = all(s == submeshes[k % count] for k, s in enumerate(submeshes))
+    if len(submeshes) % count or not repeats:
+        raise ArgumentError(
+            f"PipeshardParallel(schedule='interleaved_1f1b'): stage k shares the mesh of "
+            f"stage k + {count}, so stages must be a multiple of {count} whose submeshes "
+            f"repeat; the submeshes are {submeshes}. Give submeshes that repeat, or use "
+            "schedule='1f1b'."
+        )
+    return count
+
+
+# -- stages
+
+
+def _solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec]) -> _Stages:
+    """Plan every stage; recompute the layers of stages that do not fit otherwise."""
+    devices, stage_mesh = _devices(task, specs)
+    options = task.method.options
+    may_recompute = task.may_recompute and options.remat == "auto" and looped.has_backward
+    while True:
+        with task.log.timed("slice"):
+            sliced = slice_into(looped, specs, task.owners)
+        try:
+            solved = _solve_each(task, sliced, specs, max(stage_mesh) + 1)
+        except StageTooLarge as miss:
+            if specs[miss.stage].remat or not may_recompute:
+                raise _too_large(miss, specs, looped, options) from miss.error
+            specs[miss.stage] = replace(specs[miss.stage], remat=True)
+        else:
+            return _Stages(specs, devices, stage_mesh, sliced, solved)
+
+
+def _solve_each(
+    task: PipelineTask, sliced: SlicedStep, specs: Sequence[StageSpec], num_meshes: int
+) -> list[SolvedStage]:
+    method, solved = task.method, []
+    number = sliced.stages[0].step.num_micro_batches
+    with Progress("solving stages", len(specs)) as progress:
+        for k, (cut, spec) in enumerate(zip(sliced.stages, specs, strict=True)):
+            stage = task.reuse.get(k)
+            if stage is None:
+                in_flight = in_flight_bound(
+                    method.schedule, len(specs), number, k, num_meshes=num_meshes
+                )
+                in_specs = _input_specs(cut, task.placement)
+                stage_task = StageTask(cut, spec.submesh, spec.mesh_shape, in_flight, in_specs)
+                stage = plan_stage(
+                    k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
+                )
+            solved.append(stage)
+            progress.step()
+    return solved
+
+
+def _input_specs(
+    cut: StageSlice, placement: ExistingPlacement | None
+) -> tuple[PartitionSpec | None, ...]:
+    """Specs of a stage's inputs: of the user's arguments as they are, of the rest None."""
+    if placement is None:
+        return ()
+    given = [placement.specs.get(i) for i in cut.inputs]
+    return (*given, *[None] * (len(cut.step.avals) - len(given)))
+
+
+def _too_large(
+    miss: StageTooLarge,
+    specs: Sequence[StageSpec],
+    looped: LoopedStep,
+    options: ShardingOptions,
+) -> MemoryBudgetError:
+    spec, error = specs[miss.stage], miss.error
+    first, last = spec.layers
+    text = str(error)
+    if options.remat == "auto":  # it was tried, and is no remedy
+        lines = text.split("\n")
+        text = "\n".join(x for x in lines if not x.startswith("  - rematerialisation"))
+    return MemoryBudgetError(
+        f"stage {miss.stage} of {len(specs)} (layers {first} to {last - 1} of "
+        f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): {text}\n"
+        "  - give the stage fewer layers or more devices, or let stages=AutoStages() choose",
+        error.peak_bytes,
+        error.budget_bytes,
+    )
+
+
+# -- the plan
+
+
+def _plan(
+    task: PipelineTask, looped: LoopedStep, stages: _Stages, report: SearchReport | None
+) -> ParallelPlan:
+    recomputed = [i for spec in stages.specs if spec.remat for i in range(*spec.layers)]
+    step = looped.recomputing(recomputed).step
+    times, step_s = _simulated(task, stages, step.num_micro_batches)
+    inputs, outputs = _tensors(stages)
+    sent = [t.num_bytes * (step.num_micro_batches if t.phase else 1) for t in times.crossings]
+    decision = PipelineDecision(
+        inputs=inputs,
+        outputs=outputs,
+        layers=tuple(layer.name for layer in looped.layers),
+        layering=_layering(task, looped),
+        step_s=step_s,
+        schedule=task.method.schedule,
+        sent_bytes=sum(sent),
+        warnings=(*step.notes, *_copied_state(stages.sliced)),
+        search=report,
+        times=times,
+    )
+    return stages_plan(
+        step,
+        _stage_plans(stages, times, step.num_micro_batches),
+        method_text(task.method),
+        task.cluster,
+        decision,
+        fingerprint_of=looped.step.program,
+        seconds=task.log.seconds,
+    )
+
+
+def _simulated(
+    task: PipelineTask, stages: _Stages, num_micro_batches: int
+) -> tuple[PipelineTimes, float]:
+    """(times of every stage, seconds of the step)."""
+    name, cluster = task.method.schedule, task.cluster
+    with task.log.timed("simulate"):
+        times = stage_times(
+            stages.sliced,
+            stages.solved,
+            devices=_used_devices(stages),
+            stage_mesh=stages.stage_mesh,
+            schedule=name,
+            num_micro_batches=num_micro_batches,
+            cluster=cluster,
+            launch_s=launch_s(cluster),
+        )
+        schedule = make_schedule(
+            name, len(stages.specs), num_micro_batches, stage_mesh=stages.stage_mesh
+        )
+        hosts = mesh_hosts(stages.devices, stages.stage_mesh, cluster.devices_per_host)
+        return times, predicted_s(times, schedule, hosts)
+
+
+def _used_devices(stages: _Stages) -> list[tuple[int, ...]]:
+    return [
+        devices[: stage.plan.num_devices]
+        for devices, stage in zip(stages.devices, stages.solved, strict=True)
+    ]
+
+
+def _stage_plans(stages: _Stages, times: PipelineTimes, num_micro_batches: int) -> list[StagePlan]:
+    devices = _used_devices(stages)
+    plans = []
+    for k, (spec, stage) in enumerate(zip(stages.specs, stages.solved, strict=True)):
+        forward_s, backward_s = times.forward_s[k], times.backward_s[k]
+        if times.weights_s:
+            backward_s += times.weights_s[k]
+        once_s = float(stage.costs.once_s[0])
+        transfer_s = sum(t.seconds for t in times.crossings if t.target == k and t.phase)
+        plans.append(
+            StagePlan(
+                layers=spec.layers,
+                submesh=spec.submesh,
+                mesh_shape=stage.plan.mesh_shape,
+                cost=forward_s + backward_s + transfer_s + once_s / num_micro_batches,
+                plan=stage.plan,
+                devices=devices[k],
+                mesh=stages.stage_mesh[k],
+                forward_s=forward_s,
+                backward_s=backward_s,
+                once_s=once_s,
+                transfer_s=transfer_s,
+                remat=spec.remat,
+            )
+        )
+    return plans
+
+
+def _tensors(stages: _Stages) -> tuple[list[Tensor], list[Tensor]]:
+    """All inputs and outputs of the step, with the stages that hold them: owner first, copies."""
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    cuts = stages.sliced.stages
+    received = [{value for value, _ in cut.received} for cut in cuts]
+    for number, (cut, stage) in enumerate(zip(cuts, stages.solved, strict=True)):
+        values = cut.step.program.inputs
+        for position, value, tensor in zip(cut.inputs, values, stage.plan.inputs, strict=False):
+            copies = [n for n, got in enumerate(received) if value in got]
+            inputs[position] = replace(tensor, stages=(number, *copies))
+        for position, tensor in zip(cut.outputs, stage.plan.outputs, strict=False):
+            outputs[position] = replace(tensor, stages=(number,))
+    return [inputs[i] for i in range(len(inputs))], [outputs[o] for o in range(len(outputs))]
+
+
+def _layering(task: PipelineTask, looped: LoopedStep) -> str:
+    """How the layers can be found again."""
+    if task.placement is not None:
+        return task.placement.layering
+    layers = task.method.layers
+    if not isinstance(layers, AutoLayers):
+        return "manual"
+    is_natural = layers.num_layers == "auto" and not isinstance(task.method.stages, ManualStages)
+    if is_natural and len(find_looped(looped.step, AutoLayers()).layers) == len(looped.layers):
+        return "auto"
+    return str(len(looped.layers))
+
+
+def _copied_state(sliced: SlicedStep) -> list[str]:
+    """Warnings for stages that get much of others' parameters in every step."""
+    warnings = []
+    for number, stage in enumerate(sliced.stages):
+        program = stage.step.program
+        assert stage.step.loop is not None
+        before = program.equations[: stage.step.loop + 1]
+        read = {o for e in before for o in e.operands if isinstance(o, int)}
+        sizes: dict[int, int] = {}
+        for value, source in stage.received:
+            if value in read:
+                sizes[source] = sizes.get(source, 0) + aval_bytes(program.avals[value])
+        warnings += [
+            f"stage {number} gets {format_bytes(size)} of parameters from stage {source} in every "
+            "step: they are shared by both, or stacked over layers, and then stay with one stage"
+            for source, size in sizes.items()
+            if size > _MUCH_COPIED
+        ]
+    return warnings
+
+
+# -- plans solved again, and plans from elsewhere
+
+
+def stage_specs(plan: ParallelPlan) -> list[StageSpec]:
+    return [StageSpec(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
+
+
+def repin_pipeline(
+    plan: ParallelPlan, origin: PipelineOrigin, pins: Pins, log: PlanningLog
+) -> ParallelPlan:
+    """The same stages on the same meshes, with these pins. Re-solves only the stages whose pins
+    changed."""
+    specs = stage_specs(plan)
+    task = PipelineTask(
+        origin.method, origin.cluster, log, origin.placement, pins, may_recompute=False
+    )
+    if origin.solved:
+        sliced = slice_into(origin.looped, specs, task.owners)
+        unchanged = {
+            k: stage
+            for k, (cut, stage) in enumerate(zip(sliced.stages, origin.solved, strict=True))
+            if pins_for(pins, cut) == pins_for(origin.pins, cut)
+        }
+        task = replace(task, reuse=unchanged)
+    return solve_pipeline(task, origin.looped, specs, plan.search).plan
+
+
+def bind_pipeline(
+    plan: ParallelPlan, source: StepSource, cluster: ClusterSpec, log: PlanningLog
+) -> PlannedStep:
+    """A pipeline plan that was made elsewhere, for this step. `cluster`: what there is here."""
+    with log.timed("slice"):
+        step = source.as_loop(plan.num_micro_batches)
+        bound = bind_plan(plan, step)
+        looped, owners = _layers_of_plan(plan, LoopedStep(step, ()))
+        sliced = slice_into(looped, stage_specs(plan), owners)
+    cluster = plan.cluster or cluster
+    num_meshes = 1 + max(stage.mesh for stage in plan.stages)
+    stages = []
+    for k, (stage, cut) in enumerate(zip(plan.stages, sliced.stages, strict=True)):
+        assert stage.plan is not None
+        stage_plan = bind_plan(stage.plan, cut.step)
+        if stage_plan.origin is None:
+            in_flight = in_flight_bound(
+                plan.schedule, len(plan.stages), plan.num_micro_batches, k, num_meshes=num_meshes
+            )
+            origin = bound_origin(
+                stage_plan,
+                cut.step,
+                submesh_cluster(cluster, stage.submesh),
+                in_flight_of(cut, in_flight),
+                pins_for(pins_of(plan), cut),
+            )
+            stage_plan = replace(stage_plan, origin=origin)
+        stages.append(replace(stage, plan=stage_plan))
+    if bound.origin is None:
+        bound = replace(bound, origin=_bound_origin(plan, looped, owners, cluster))
+    return PlannedStep(looped.step, replace(bound, stages=tuple(stages)), sliced)
+
+
+def _layers_of_plan(plan: ParallelPlan, looped: LoopedStep) -> tuple[LoopedStep, dict[int, int]]:
+    """(the step with the plan's layers, the stage that holds each input if another step gave
+    it)."""
+    owners: dict[int, int] = {}
+    step, layering = looped.step, plan.layering
+    if layering.startswith(FOLLOWING):
+        owners = {i: tensor.stages[0] for i, tensor in enumerate(plan.inputs)}
+        layering = layering.removeprefix(FOLLOWING)
+    if layering == HELD:
+        holders = {i: tensor.stages for i, tensor in enumerate(plan.inputs)}
+        looped = LoopedStep(step, layers_by_arguments(step, holders)[0])
+    else:
+        looped = find_looped(step, layers_of(layering))
+    if len(looped.layers) != len(plan.layers):
+        raise PlanError(
+            f"method=plan: the plan is for {len(plan.layers)} layers, and {step.name} "
+            f"has {len(looped.layers)}. Plan again for this step."
+        )
+    return looped, owners
+
+
+def _bound_origin(
+    plan: ParallelPlan, looped: LoopedStep, owners: Mapping[int, int], cluster: ClusterSpec
+) -> PipelineOrigin:
+    budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
+    options = ShardingOptions(memory_budget_bytes=budget)
+    method = PipeshardParallel(plan.num_micro_batches, schedule=plan.schedule, options=options)
+    placement = ExistingPlacement(
+        devices=tuple(stage.devices for stage in plan.stages),
+        stage_mesh=tuple(stage.mesh for stage in plan.stages),
+        layering=plan.layering,
+        owners=owners,
+        specs={i: plan.spec_of(plan.inputs[i]) for i in owners},
+    )
+    return PipelineOrigin(looped, method, cluster, placement, (), pins_of(plan))
