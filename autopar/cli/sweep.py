@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, AutoparError, FactoryError, MemoryBudgetError
 from autopar.inspect.sweep_page import sweep_page
 from autopar.inspect.sweep_text import sweep_text
+from autopar.ir.codec import encode
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.sweep import Sweep, SweepPoint
 from autopar.ir.text import format_bytes
@@ -67,7 +68,7 @@ def run_sweep(arguments: Namespace) -> int:
     )
     print(sweep_text(sweep))
     if arguments.json:
-        body = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(sweep)}
+        body = {"format": FORMAT, "version": FORMAT_VERSION, **encode(sweep)}
         body["points"] = [{**p, "values": dict(p["values"])} for p in body["points"]]
         Path(arguments.json).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         print(f"points: {arguments.json}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from autopar.ir.codec import encode
 from autopar.ir.text import format_bytes, rows_of
 from autopar.measure.verify.jobs import Collectives, ProgramCosts
 
@@ -153,9 +154,8 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as data for `json.dumps`."""
-        body = {"format": FORMAT, "version": FORMAT_VERSION, "fits": self.fits, **asdict(self)}
-        body["versions"] = dict(self.versions)
-        return body
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "fits": self.fits}
+        return {**head, **encode(self), "versions": dict(self.versions)}
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as JSON."""
