@@ -26,7 +26,7 @@ from autopar.ir.files import write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import find_profile
 from autopar.ir.ranking import rank_correlation, ranks
-from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.database import default_database
 from autopar.measure.enumerate_plans import TimedPlan, covering_plans, timed_plans
@@ -189,11 +189,11 @@ def figure_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[s
                 format_bytes(plan.estimated_peak_bytes),
             )
         )
-    table = rows_of(header, rows)
-    start = table[0].index("comm.")
-    middle = table[0].index("comm.", start + 1)
+    lines = table(header, rows)
+    start = lines[0].index("comm.")
+    middle = lines[0].index("comm.", start + 1)
     above = " " * start + "predicted".ljust(middle - start) + "measured"
-    return [above, *table]
+    return [above, *lines]
 
 
 def correlations(found: Sequence[TimedPlan]) -> dict[str, float | None]:
@@ -276,7 +276,7 @@ def run_database(arguments: Namespace) -> int:
         return OK
     rows = database.rows()
     print(f"{database.path}: {len(rows)} timings, the latest first.")
-    table = [
+    cells = [
         (
             time.strftime("%Y-%m-%d %H:%M", time.localtime(row.made_s)),
             "out of memory"
@@ -289,7 +289,7 @@ def run_database(arguments: Namespace) -> int:
         )
         for row in rows
     ]
-    if table:
+    if cells:
         header = ("when", "step", "memory", "program", "devices", "what")
-        print("\n".join(rows_of(header, table)))
+        print("\n".join(table(header, cells)))
     return OK

@@ -10,7 +10,7 @@ from autopar.cli.plan import check_target
 from autopar.errors import PlanError
 from autopar.ir.mesh import DEVICES
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import rows_of
+from autopar.ir.text import table
 from autopar.ir.timeline import Timeline
 
 
@@ -65,7 +65,7 @@ def devices(arguments: Namespace) -> int:
         )
         for spec in DEVICES.values()
     ]
-    print("\n".join(rows_of(header, rows)))
+    print("\n".join(table(header, rows)))
     print()
     print("16 bit, 32 bit: peak rates of products; reached: the share of them that is counted on.")
     print("link: of one device inside a host, each way; host: of a host's whole network.")

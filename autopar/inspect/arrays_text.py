@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.inspect.lines import WIDTH, elided, number_runs, table
+from autopar.inspect.lines import WIDTH, elided, number_runs
 from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.text import name_pattern, name_skeleton
+from autopar.ir.text import name_pattern, name_skeleton, table
 
 _HEADER = ("path", "array", "spec", "role", "count", "stages")
 
@@ -24,7 +24,7 @@ def array_table(title: str, tensors: Sequence[Tensor], plan: ParallelPlan) -> li
     others = list(zip(header, *rows, strict=True))[1:]
     spare = WIDTH - 2 - sum(2 + max(map(len, column)) for column in others)
     shown = [(elided(row[0], max(20, spare)), *row[1:]) for row in rows]
-    return [f"{title}:", *table(header, shown)]
+    return [f"{title}:", *table(header, shown, width=WIDTH)]
 
 
 def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]]:

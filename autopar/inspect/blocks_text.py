@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.inspect.lines import counted
 from autopar.ir.blocks import Block, Blocks, Segment
-from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.ir.text import format_bytes, format_seconds, table
 
 _HEADER = (
     "block", "entry", "module", "region", "ops", "strategies", "chosen", "as", "astray", "compute",
@@ -73,7 +73,7 @@ def _rows(blocks: Blocks, segment: Segment) -> list[str]:
                 sum(b.communication_bytes / b.count for b in each),
             )
         )
-    return rows_of(_HEADER, rows)
+    return table(_HEADER, rows)
 
 
 def _row(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.inspect.breakdown import is_array_type, num_devices, own_plans, why
-from autopar.inspect.lines import WIDTH, elided, number_runs, table
+from autopar.inspect.lines import WIDTH, elided, number_runs
 from autopar.ir.details import (
     MEMORY_CATEGORIES,
     CollectiveCost,
     MemoryUse,
 )
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import format_bytes, name_pattern, name_skeleton
+from autopar.ir.text import format_bytes, name_pattern, name_skeleton, table
 
 MOST_CAUSES = 8  # groups of collectives that are shown with where they come from
 MOST_PLACES = 3  # of each
@@ -79,7 +79,7 @@ def collective_lines(plan: ParallelPlan, cost: Callable[[float], str]) -> list[s
     header = ("collectives, worst first", "count", "sent", "time", "share")
     room = WIDTH - 2 - sum(2 + max(map(len, c)) for c in list(zip(header, *rows, strict=True))[1:])
     fitted = [(_shortened(row[0], room), *row[1:]) for row in rows]
-    return table(header, fitted, right=(1, 2, 3, 4))
+    return table(header, fitted, right=(1, 2, 3, 4), width=WIDTH)
 
 
 def _count(count: float) -> str:
@@ -134,7 +134,7 @@ def memory_lines(plan: ParallelPlan) -> list[str]:
         for _, numbers in columns
     ]
     header = ("memory at the peak", *names)
-    lines = table(header, rows, right=range(1, len(header)))
+    lines = table(header, rows, right=range(1, len(header)), width=WIDTH)
     fullest, numbers = max(stages.items(), key=lambda item: sum(item[0].at_peak))
     where = "" if len(plans) == 1 else f" of stage {numbers[0]}"
     lines.append(f"  the largest arrays{where} then:")

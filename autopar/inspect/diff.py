@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError
 from autopar.inspect.arrays_text import common_path, tail_of
 from autopar.inspect.breakdown import is_timed, num_devices, own_plans, rates_of, shares_of, why
 from autopar.inspect.explain import cluster_text, costs_text, where_text
-from autopar.inspect.lines import WIDTH, elided, number_range, paragraph, table
+from autopar.inspect.lines import WIDTH, elided, number_range, paragraph
 from autopar.inspect.module_tree import words_text
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.text import (
@@ -23,6 +23,7 @@ from autopar.ir.text import (
     format_seconds,
     layer_names,
     name_skeleton,
+    table,
 )
 
 MOST_ROWS = 30  # of a table
@@ -124,7 +125,7 @@ def _costs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         for name, x, y, text in rows
         if x or y
     ]
-    return table(("predicted", "a", "b", "b / a"), shown, right=(1, 2, 3))
+    return table(("predicted", "a", "b", "b / a"), shown, right=(1, 2, 3), width=WIDTH)
 
 
 def _choices(a: ParallelPlan, b: ParallelPlan) -> list[str]:
@@ -219,8 +220,8 @@ def _table(title: str, pairs: dict[str, tuple[str, str]]) -> list[str]:
     room = max(WIDTH - 2 - others, 24)
     shown = [(elided(row[0], room), *row[1:]) for row in rows]
     if others + len(header[0]) > WIDTH:
-        return [f"{header[0]}:", *table(("path", *header[1:]), shown)]
-    return table(header, shown)
+        return [f"{header[0]}:", *table(("path", *header[1:]), shown, width=WIDTH)]
+    return table(header, shown, width=WIDTH)
 
 
 def _limited(rows: list[_Row]) -> list[_Row]:
@@ -245,7 +246,7 @@ def _collectives(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         rows.append((f"{kind}({axes}): {cause}", *cells))
     if not rows:
         return []
-    return table(("collectives that differ", "a", "b"), _limited(rows))
+    return table(("collectives that differ", "a", "b"), _limited(rows), width=WIDTH)
 
 
 def _sum_text(sums: list[float], plan: ParallelPlan) -> str:

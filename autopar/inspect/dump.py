@@ -28,7 +28,7 @@ from autopar.ir.graph import NodeKind
 from autopar.ir.pipeline import Send
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.spec import num_shards
-from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.ir.tiles import TilePlan
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.annotate import annotated_function
@@ -230,7 +230,7 @@ def _placement(plan: ParallelPlan) -> str:
         )
         for place in _places(plan)
     ]
-    return "\n".join(rows_of(header, rows)) + "\n"
+    return "\n".join(table(header, rows)) + "\n"
 
 
 # -- the solver's choice
@@ -308,7 +308,7 @@ def _resharding(sharding: GraphSharding) -> str:
                 )
             )
     header = ("value", "made by", "read by", "from", "to", "by", "times", "bytes here", "cost")
-    return "\n".join(rows_of(header, rows)) + "\n" if rows else "Nothing is resharded.\n"
+    return "\n".join(table(header, rows)) + "\n" if rows else "Nothing is resharded.\n"
 
 
 def _memory(plan: ParallelPlan) -> str:
@@ -330,7 +330,7 @@ def _memory(plan: ParallelPlan) -> str:
         for own in memory.largest
     ]
     if rows:
-        lines += rows_of(("what", "module", "category", "bytes"), rows)
+        lines += table(("what", "module", "category", "bytes"), rows)
     return "\n".join(lines) + "\n"
 
 
@@ -353,7 +353,7 @@ def _schedule(plan: ParallelPlan) -> str:
             for task in tasks
         ]
         rows.append((str(clock), *cells))
-    return "\n".join([plan.schedule, *rows_of(header, rows)]) + "\n"
+    return "\n".join([plan.schedule, *table(header, rows)]) + "\n"
 
 
 def _crossings(executable: Any) -> Callable[[], list[dict[str, Any]]] | None:

@@ -19,20 +19,13 @@ from autopar.inspect.breakdown import (
     shares_of,
 )
 from autopar.inspect.costs_text import collective_lines, memory_lines
-from autopar.inspect.lines import (
-    WIDTH,
-    counted,
-    number_range,
-    number_runs,
-    paragraph,
-    table,
-)
+from autopar.inspect.lines import WIDTH, counted, number_range, number_runs, paragraph
 from autopar.inspect.module_tree import tree_lines
 from autopar.inspect.search_text import search_lines, solver_lines
 from autopar.inspect.why_text import pin_lines
 from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan, StagePlan
-from autopar.ir.text import format_bytes, format_seconds, layer_names
+from autopar.ir.text import format_bytes, format_seconds, layer_names, table
 
 
 def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | None = None) -> str:
@@ -217,7 +210,10 @@ def _stages(plan: ParallelPlan) -> list[str]:
                 f"{peak / budget:.0%}" if budget < inf else "-",
             )
         )
-    lines = ["stages, with times of one micro-batch:", *table(header, rows, right=range(5, 11))]
+    lines = [
+        "stages, with times of one micro-batch:",
+        *table(header, rows, right=range(5, 11), width=WIDTH),
+    ]
     for number, stage in enumerate(plan.stages):
         names = layer_names(plan.layers[slice(*stage.layers)])
         again = "; computed again in the backward pass" if stage.remat else ""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.inspect.breakdown import own_plans
-from autopar.inspect.lines import WIDTH, elided, number_runs, stage_programs
+from autopar.inspect.lines import WIDTH, elided, number_runs
 from autopar.ir.details import Parallelism
 from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.text import format_bytes, name_pattern, name_skeleton
+from autopar.ir.text import format_bytes, name_pattern, name_skeleton, wrapped
 
 MOST_LINES = 48  # of a tree whose depth is not asked for
 NAME_WIDTH = 29
@@ -128,7 +128,7 @@ def _row(name: str, figures: list[str], words: str) -> list[str]:
         pairs = zip(figures, FIGURE_WIDTHS, strict=True)
         cells = [text.rjust(width) for text, width in pairs]
     start = "  ".join((name.ljust(NAME_WIDTH), *cells)) + "  "
-    first, *rest = stage_programs(words, WIDTH - 2 - len(start)) or [""]
+    first, *rest = wrapped(words, WIDTH - 2 - len(start)) or [""]
     return [f"  {start}{first}".rstrip(), *(" " * (len(start) + 2) + part for part in rest)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import format_seconds, rows_of
+from autopar.ir.text import format_seconds, table
 
 _HEADER = (
     "operator",
@@ -47,4 +47,4 @@ def _lines(plan: ParallelPlan) -> list[str]:
         )
         for op in plan.details.ops.rows()
     ]
-    return rows_of(_HEADER, rows)
+    return table(_HEADER, rows)

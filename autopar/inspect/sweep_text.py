@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.sweep import Sweep, SweepPoint
-from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.ir.text import format_bytes, format_seconds, table
 
 _BAR_WIDTH = 50
 _SHORTEST_PROBLEM = 60
@@ -82,7 +82,7 @@ def where(point: SweepPoint) -> str:
 
 
 def _table(sweep: Sweep) -> str:
-    return "\n".join(rows_of(header_of(sweep), [row_of(sweep, p) for p in sweep.points]))
+    return "\n".join(table(header_of(sweep), [row_of(sweep, p) for p in sweep.points]))
 
 
 def _bars(sweep: Sweep) -> str:

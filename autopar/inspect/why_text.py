@@ -12,7 +12,7 @@ from autopar.ir.text import (
     format_seconds,
     name_pattern,
     name_skeleton,
-    rows_of,
+    table,
 )
 from autopar.ir.why import Alternative, Neighbour, Why
 
@@ -83,7 +83,7 @@ def _neighbour_lines(why: Why) -> list[str]:
     shown = why.neighbours[:_MOST_NEIGHBOURS]
     rows = [_neighbour_row(n, why.is_timed) for n in shown]
     header = ("neighbour", "module", "layout", "resharded by", "cost", "strategy")
-    lines = ["neighbours:", *rows_of(header, rows)]
+    lines = ["neighbours:", *table(header, rows)]
     if len(why.neighbours) > len(shown):
         lines.append(f"  … and {len(why.neighbours) - len(shown)} more")
     return lines
@@ -108,7 +108,7 @@ def _alternative_lines(why: Why) -> list[str]:
     rows = [_alternative_row(a, base_s, why) for a in why.alternatives]
     lines = [
         f"alternative layouts, each with the best {what} that has it:",
-        *rows_of(header, rows),
+        *table(header, rows),
     ]
     if any(a.is_bound for a in why.alternatives):
         lines.append("  ≥: lower bound; not solved")

@@ -1,13 +1,15 @@
-"""Figures, names and tables as text, alike wherever a user reads them."""
+"""Numbers, names and tables as text, formatted the same wherever a user reads them."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from textwrap import wrap
 
 _NUMBER = re.compile(r"\d+")
 _NUMBER_KEPT = re.compile(r"(\d+)")
+_NARROWEST = 20  # of a wrapped column
 
 
 def format_bytes(count: float) -> str:
@@ -27,18 +29,18 @@ def format_seconds(seconds: float) -> str:
 
 
 def name_skeleton(name: str) -> str:
-    """What is left of a name without its numbers; names of equal layers have one skeleton."""
+    """A name with `*` for its numbers; names of equal layers have the same skeleton."""
     return _NUMBER.sub("*", name)
 
 
 def name_pattern(names: Sequence[str]) -> str:
-    """Names of one skeleton as one, with `*` for the numbers in which they differ."""
+    """Names of one skeleton as one name, with `*` for the numbers that differ."""
     columns = zip(*(_NUMBER_KEPT.split(name) for name in names), strict=True)
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
 def layer_names(names: Sequence[str]) -> str:
-    """Names of layers, those that differ in numbers alone as one with its count."""
+    """Names of layers; names that differ only in numbers become one name with a count."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[name_skeleton(name)].append(name)
@@ -48,11 +50,31 @@ def layer_names(names: Sequence[str]) -> str:
     )
 
 
-def rows_of(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    width: int | None = None,
+) -> list[str]:
+    """Lines of a table, columns two spaces apart. The columns numbered in `right` are aligned to
+    the right. With a `width`, the last column is wrapped to keep lines within it."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    indent = 2 + sum(own + 2 for own in widths[:-1])
+    room = widths[-1] if width is None else max(width - indent, _NARROWEST)
 
-    def line(row: tuple[str, ...]) -> str:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        return ("  " + "  ".join(cells)).rstrip()
+    def lines_of(row: Sequence[str]) -> list[str]:
+        cells = [
+            cell.rjust(own) if number in right else cell.ljust(own)
+            for number, (cell, own) in enumerate(zip(row, widths, strict=True))
+        ]
+        first, *rest = wrapped(cells[-1].rstrip(), room) or [""]
+        start = "  " + "".join(cell + "  " for cell in cells[:-1])
+        return [(start + first).rstrip(), *(" " * indent + line for line in rest)]
 
-    return [line(header), line(tuple("-" * width for width in widths)), *map(line, rows)]
+    rules = ["-" * own for own in (*widths[:-1], min(widths[-1], room))]
+    return [line for row in (header, rules, *rows) for line in lines_of(row)]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A cell in lines. A short one keeps its leading blanks; long words are broken."""
+    return [text] if len(text) <= width else wrap(text, width, break_on_hyphens=False)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from autopar.ir.profile import MachineProfile, Timing
-from autopar.ir.text import format_bytes, rows_of
+from autopar.ir.text import format_bytes, table
 
 
 def times_of(sample: Any) -> list[Timing]:
@@ -120,7 +120,7 @@ def _section(group: str, samples: Sequence[Any], by: tuple[str, ...]) -> list[st
             )
         )
     header = (*(name.replace("_", " ") for name in by), "samples", "rate", "time", "")
-    return ["", group, *rows_of(header, rows)]
+    return ["", group, *table(header, rows)]
 
 
 def _unit(value: float) -> tuple[str, float]:

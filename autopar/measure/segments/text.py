@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.text import format_bytes, format_seconds, rows_of
+from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.measure.segments.files import (
     Analysis,
     CombinationTime,
@@ -49,7 +49,7 @@ def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
         for letter, own in _lettered(space)
     ]
     header = ("", "segment", "occurs", "equations", "blocks", "strategies", "kept")
-    yield from rows_of(header, rows)
+    yield from table(header, rows)
     for letter, own in _lettered(space):
         yield ""
         yield from _segment_lines(letter, own)
@@ -69,7 +69,7 @@ def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
     )
     yield from (
         f"   {line}"
-        for line in rows_of(
+        for line in table(
             ("", "model says", "sent for", "boundary", "forward products", "because"),
             [
                 (
@@ -122,7 +122,7 @@ def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
                     )
                 )
             header = ("", "measured", "model says", "memory", "boundary", "forward products")
-            lines += [f"   {line}" for line in rows_of(header, rows)]
+            lines += [f"   {line}" for line in table(header, rows)]
             lines.append("")
     timings = profile.timings
     noisy = sum(t.is_noisy for t in timings)

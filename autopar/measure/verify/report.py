@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.codec import encode
-from autopar.ir.text import format_bytes, rows_of
+from autopar.ir.text import format_bytes, table
 from autopar.measure.verify.jobs import Collectives, ProgramCosts
 
 FORMAT = "autopar-verify"
@@ -211,13 +211,13 @@ def report_text(report: VerifyReport) -> str:
         f"{report.name}, compiled for {report.device} ({report.target}) without one: {versions}",
         "",
         "Memory per device",
-        *rows_of(
+        *table(
             ("where", "mesh", "predicted", "XLA", "ratio", "may use", "verdict"),
             [_memory_row(report, mesh) for mesh in report.meshes],
         ),
         "",
         "Programs as XLA compiles them, per device and run",
-        *rows_of(
+        *table(
             (
                 "program", "runs", "arguments", "outputs", "temporaries", "aliased", "total",
                 "dot TFLOP", "collectives", "compiled in",
@@ -226,7 +226,7 @@ def report_text(report: VerifyReport) -> str:
         ),
         "",
         "Products and collectives per device and step: number and bytes sent",
-        *rows_of(
+        *table(
             ("where", "what", "predicted", "XLA", "ratio"),
             [row for mesh in report.meshes for row in _work_rows(report, mesh)],
         ),

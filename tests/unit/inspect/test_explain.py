@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import ArgumentError
 from autopar.inspect.breakdown import bubble_share, limits_of, rates_of, shares_of
 from autopar.inspect.explain import explain_plan
-from autopar.inspect.lines import WIDTH, number_runs, table
+from autopar.inspect.lines import WIDTH, number_runs
 from autopar.inspect.search_text import search_lines
 from autopar.ir.details import CollectiveCost, MemoryUse, OpRow, Parallelism, PlanDetails, op_table
 from autopar.ir.mesh import ClusterSpec
@@ -30,7 +30,7 @@ from autopar.ir.plan import (
 from autopar.ir.program_sharding import ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
-from autopar.ir.text import format_bytes, format_seconds
+from autopar.ir.text import format_bytes, format_seconds, table
 from examples.models import build
 
 LONG = "state.params" + "".join(f"['a_module_with_a_long_name_{i}']" for i in range(4))
@@ -535,14 +535,19 @@ def test_a_real_plan_fits_on_the_screen_and_comes_from_its_file() -> None:
 
 
 def test_columns_line_up() -> None:
-    lines = table(("a", "number", "words"), [("x", "1", "y"), ("longer", "20", "z z")], right=(1,))
+    lines = table(
+        ("a", "number", "words"),
+        [("x", "1", "y"), ("longer", "20", "z z")],
+        right=(1,),
+        width=WIDTH,
+    )
     assert lines == [
         "  a       number  words",
         "  ------  ------  -----",
         "  x            1  y",
         "  longer      20  z z",
     ]
-    long = table(("a", "words"), [("x", "word " * 40)])
+    long = table(("a", "words"), [("x", "word " * 40)], width=WIDTH)
     assert max(map(len, long)) <= WIDTH
     assert all(line.startswith("     word") for line in long[3:])
 
