@@ -1,1 +1,1 @@
-"""Benchmarks. Each module is a script: `python -m benchmarks.NAME --help`."""
+"""Benchmarks. Each module with a `main` is a script: `python -m benchmarks.NAME --help`."""

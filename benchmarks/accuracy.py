@@ -1,16 +1,16 @@
-"""Predicted against measured: step time and memory of many plans, and whether the order is right.
+"""Predicted against measured step time and memory of many plans, and their order.
 
     python -m benchmarks.accuracy --profile cpu --json FILE     (8 virtual CPU devices)
     python -m benchmarks.accuracy --measured benchmarks/results/one_gpu_h200*.json --profile h200
 
-The first form makes plans of a GPT and an MoE on several meshes (`accuracy_plans`), among them
-those that each cost model chooses, compiles all, times them in turns, and sets the prediction of
-every cost model beside it: `symbolic` is the preset of the device, `measured` the profile. Told are
-the rank correlation (Spearman) over all plans and the *regret* of each cost model: the measured
-time of the plan that it chooses over that of the fastest of all.
+The first form plans a GPT and an MoE on several meshes (`accuracy_plans`), including the choices of
+each cost model, compiles all plans, times them interleaved, and compares the times with the
+prediction of every cost model: `symbolic` is the preset of the device, `measured` the profile. It
+prints the rank correlation (Spearman) over all plans and the *regret* of each cost model: the
+measured time of its choice over that of the fastest plan.
 
-The second form takes the rows of `benchmarks.one_gpu`, measured where a GPU is, and predicts them
-here: planning needs no GPU.
+The second form takes rows of `benchmarks.one_gpu`, measured on a GPU, and predicts them here:
+planning needs no GPU.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from benchmarks.accuracy_plans import MESHES, plans_of
 from benchmarks.accuracy_tables import one_gpu_text, plan_line, summary, summary_text
 from benchmarks.one_gpu_cases import Case, allow_fused_attention, example_of, method_of
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import command_line, script_parser, write_json
 from examples.models import Example, gpt, moe
 
 NUM_DEVICES = 8
@@ -51,7 +52,7 @@ LEAST_SAMPLE_S = 0.1
 
 
 def models() -> dict[str, Example]:
-    """Small, and wide for their batches: where parameters lie matters as much as products do."""
+    """Small, and wide for their batches: parameter layouts matter as much as products."""
     small: dict[str, Any] = {"seq_len": 32, "vocab_size": 1024}
     return {
         "gpt": gpt.example(gpt.GPTConfig(256, 2, 8, **small), 8),
@@ -60,7 +61,7 @@ def models() -> dict[str, Example]:
 
 
 class Runner:
-    """A planned step with made-up inputs on the devices, ready to run again and again."""
+    """A planned step with made-up inputs on the devices, ready to run repeatedly."""
 
     def __init__(self, planned: PlannedStep, devices: Sequence[Any]) -> None:
         started = time.perf_counter()
@@ -133,8 +134,7 @@ def measure_plans(
 
 
 def in_processor_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows by the time that all threads ran, which other work on the machine changes
-    less than the clock's."""
+    """The same rows in processor time, which depends less on other load than wall time."""
     return [{**r, "step_s": r["processor_s"], "spread": r["processor_spread"]} for r in rows]
 
 
@@ -206,13 +206,13 @@ def run_measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    if options.json:
-        command = " ".join(["python -m benchmarks.accuracy", *sys.argv[1:]])
-        command = command.replace(options.json, "FILE")
-        about = {"command": command, **machine(), "profile": options.profile}
-        about["load"] = os.getloadavg()[0]
-        text = json.dumps({**about, **document}, indent=1) + "\n"
-        pathlib.Path(options.json).write_text(text)
+    about = {
+        "command": command_line("benchmarks.accuracy", FILE=options.json),
+        **machine(),
+        "profile": options.profile,
+        "load": os.getloadavg()[0],
+    }
+    write_json(options.json, {**about, **document})
 
 
 def mesh_shape(text: str) -> tuple[int, ...]:
@@ -220,16 +220,15 @@ def mesh_shape(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
     parser.add_argument("--plans", type=int, default=36, help="per model")
     parser.add_argument("--meshes", nargs="+", type=mesh_shape, default=list(MESHES))
-    parser.add_argument("--rounds", type=int, default=7, help="how often each plan is timed")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="compile no more plans then")
+    parser.add_argument("--rounds", type=int, default=7, help="timings per plan")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="stop compiling plans then")
     parser.add_argument("--profile", help="a profile's file, or the name of a shipped one")
     parser.add_argument("--measured", nargs="+", metavar="FILE", help="rows of one_gpu")
     parser.add_argument("--device", default="h200-sxm", help="preset, with --measured")
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     if options.measured:
         run_measured(options)

@@ -1,12 +1,12 @@
-"""Plans of a step that differ: what each cost model chooses, known methods, and others.
+"""Diverse plans of a step: the choices of each cost model, known methods, and others.
 
     Example, clusters → (who chose it, PlannedStep) …
 
-Beside the plans that cost models choose there are data parallelism and ZeRO, plans in which one
-product is split in another way than in the best (`covering_plans`), plans in which several are
-split at random, and plans in which some parameters are kept whole, the rest being the best there is
-with that: from near the best to twice as slow. Plans in which a product is computed on several
-devices alike are left out, unless a cost model chooses one: XLA splits such a product after all.
+Besides the cost models' choices there are data parallelism and ZeRO, plans that split one product
+differently from the best plan (`covering_plans`), plans that split several products at random, and
+plans that keep some parameters replicated. The rest of each plan is optimal under that constraint,
+so they range from near the best to twice as slow. Plans that compute a product redundantly on
+several devices are left out, unless a cost model chooses one: XLA splits such a product anyway.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autopar.sharding.plan_mesh import planned_as
 from examples.models import Example
 
 MESHES = ((8,), (2, 4), (4, 2))
-NUM_FIXED = (2, 3, 4, 6, 8)  # products that are split at random
+NUM_FIXED = (2, 3, 4, 6, 8)  # products split at random
 COVERING_SHARE = 0.25  # of the plans
-MOST_TRIES = 4  # per plan that is wanted
+MOST_TRIES = 4  # per requested plan
 
 
 def plans_of(
@@ -40,7 +40,7 @@ def plans_of(
     limit: int,
     meshes: Sequence[tuple[int, ...]] = MESHES,
 ) -> list[tuple[list[str], PlannedStep]]:
-    """(cost models that choose it, plan); `limit` beside those that cost models choose."""
+    """(cost models that choose it, plan); `limit` counts only the other plans."""
     found: dict[Any, tuple[list[str], PlannedStep]] = {}
     for name, cluster in clusters.items():
         planned = _planned(example, cluster, autopar.ShardParallel())
@@ -80,13 +80,13 @@ def _others(
 def random_plans(
     example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
 ) -> Iterator[PlannedStep]:
-    """On a mesh at random, some products are split at random over all devices; all else is the
-    best there is with that."""
+    """On a random mesh, splits some products at random over all devices; the rest is optimal under
+    that constraint."""
     rng = random.Random(0)
     spaces = []
     for shape in meshes:
         origin: Any = _planned(example, cluster, autopar.ShardParallel(shape)).plan.origin
-        problem = origin.problem(origin.graph, *origin.constraints(origin.graph))
+        problem = origin.problem(origin.graph, *origin.solver_constraints(origin.graph))
         spaces.append((origin, problem, decisions(problem)))
     for _ in range(num_tries):
         origin, problem, labels = rng.choice(spaces)
@@ -101,15 +101,15 @@ def random_plans(
 def pinned_plans(
     example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
 ) -> Iterator[PlannedStep]:
-    """On a mesh at random, some parameters are kept whole on every device and others split in a
-    way; products are split as is best with that."""
+    """On a random mesh, pins some parameters as replicated and others as split; products are split
+    optimally under these pins."""
     rng = random.Random(1)
     for _ in range(num_tries):
         shape = rng.choice(list(meshes))
         options = autopar.ShardingOptions(pins=random_pins(example, shape, rng))
         try:
             planned = _planned(example, cluster, autopar.ShardParallel(shape, options=options))
-        except autopar.AutoparError:  # pins that cannot be had together
+        except autopar.AutoparError:  # infeasible pins
             continue
         if not _repeats_work(planned):
             yield planned
@@ -118,7 +118,7 @@ def pinned_plans(
 def random_pins(
     example: Example, shape: tuple[int, ...], rng: random.Random
 ) -> dict[str, PartitionSpec]:
-    """Where parameters lie, those of equal layers alike; a third of them may lie anywhere."""
+    """Random layouts of parameters, equal for equal layers; a third of them stay free."""
     groups: dict[str, tuple[int, ...]] = {}
     for path, leaf in jax.tree.leaves_with_path(example.abstract_state().params):
         if len(leaf.shape) > 1:
@@ -157,7 +157,7 @@ def _repeats_work(planned: PlannedStep) -> bool:
 
 
 def _key(planned: PlannedStep) -> Any:
-    """Equal plans have it, whatever asked for them."""
+    """A key that equal plans share."""
     plan = planned.plan
     origin: Any = plan.origin
     return plan.mesh_shape, origin.refetch, tuple(sorted(origin.choice.items()))

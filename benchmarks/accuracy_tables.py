@@ -1,7 +1,7 @@
-"""How well predictions hold: from rows of predicted and measured plans to figures and text.
+"""How accurate predictions are: from rows of predicted and measured plans to figures and text.
 
 A row has `step_s` and `predicted`: for each cost model its `step_s`, `compute_s` and
-`communication_s`; `chosen_by` names the cost models whose own choice the plan is.
+`communication_s`; `chosen_by` names the cost models that choose this plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Row = dict[str, Any]
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of all plans of one model. `off` is how far a prediction is from the measurement once their
-    mean ratio is taken out: the standard deviation of the logarithm of the ratio."""
+    """Figures over all plans of one model. `off` is the error of predictions after removing their
+    mean ratio to measurements: the standard deviation of the log ratio."""
     fastest = min(row["step_s"] for row in rows)
     memory = [row["predicted_bytes"] / row["xla_bytes"] for row in rows]
     return {

@@ -1,21 +1,18 @@
-"""Parallel blocks: how many there are, and what solving takes with and without contraction.
+"""Parallel blocks: how many there are, and solve time with and without contraction.
 
     python -m benchmarks.blocks [--repeats 3] [--only NAME] [--json FILE]
 
-A step's graph is built once. Then fold → costs → reductions → solution is timed from cleared
-caches, with ops as nodes of the integer programme (`contract=False`) and contracted by bounds, in
-turns; times are seconds of the process, the smallest of the repeats. Both must have the same
-optimum. `follow`: the optimum if every op had to follow its block's entry, over the real one: why
-blocks cannot simply be made the nodes.
+Builds a step's graph once. Then it times fold → costs → reductions → solution from cleared caches,
+with ops as nodes of the integer programme (`contract=False`) and contracted by bounds, interleaved;
+times are processor seconds, the smallest of the repeats. Both must have the same optimum. `follow`
+is the optimum if every op had to follow its block's entry, over the real one: it shows why blocks
+cannot simply be the nodes.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -36,6 +33,7 @@ from autopar.sharding.solve import GraphSharding, solve_graph
 from autopar.sharding.strategies import enumerate_strategies
 from autopar.tracer.build import build_graph
 from autopar.tracer.trace_step import trace_step
+from benchmarks.script import read_rows, script_parser, write_json
 from examples.models import build
 
 ONE_HOST, EIGHT_HOSTS = ClusterSpec(1, 8, "h100-sxm"), ClusterSpec(8, 8, "h100-sxm")
@@ -80,7 +78,7 @@ def solved(
 def following(problem: ShardingProblem, blocks: Blocks) -> PairwiseProblem:
     """The problem in which blocks are the nodes and every op follows its entry."""
     owner: dict[int, int] = {}
-    taken: dict[int, np.ndarray] = {}  # class -> its strategy for each of the entry's, −1 for none
+    taken: dict[int, np.ndarray] = {}  # class -> its strategy per strategy of the entry
     for one, node in problem.representative.items():
         occurrence = blocks.sequence[blocks.block_of_node[node]]
         block = blocks.blocks[occurrence.block]
@@ -149,10 +147,9 @@ def measure_row(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=rows())
-    parser.add_argument("--json", help="write rows to this file; other rows in it are kept")
     arguments = parser.parse_args()
     for name in rows():
         if arguments.only not in (None, name):
@@ -165,20 +162,19 @@ def main() -> None:
             f"{row['same_choice']}; if all follow {row['follow']:.3f}",
             flush=True,
         )
-        if arguments.json:
-            write_row(pathlib.Path(arguments.json), row)
+        write_row(arguments.json, row)
 
 
-def write_row(path: pathlib.Path, row: dict[str, Any]) -> None:
-    known = json.loads(path.read_text())["rows"] if path.exists() else []
-    found = {own["name"]: own for own in (*known, row)}
+def write_row(path: str | None, row: dict[str, Any]) -> None:
+    """Adds the row to the file, or replaces it there."""
+    by_name = {own["name"]: own for own in (*(read_rows(path) or ()), row)}
     document = {
         "command": "python -m benchmarks.blocks",
         "jax": jax.__version__,
         "cores": os.cpu_count(),
-        "rows": [found[name] for name in rows() if name in found],
+        "rows": [by_name[name] for name in rows() if name in by_name],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(path, document)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
-"""What XLA makes of our plan for 8 H100s, beside hand-written shardings; no GPU needed.
+"""XLA's programs for our plan on 8 H100s, against hand-written shardings; no GPU needed.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.gpu_hlo [--case NAME] [--json FILE]
 
-needs `jax[cuda13]` (or cuda12) installed, on a machine with or without GPUs. Every program is
-compiled for eight H100s and read from XLA's optimized HLO:
+This needs `jax[cuda13]` (or cuda12), on a machine with or without GPUs. Every program is compiled
+for eight H100s and judged by XLA's optimized HLO:
 
     communication = Σ over collectives of bytes sent per device by a ring / 450 GB/s
                     (all-reduce 2(n−1)/n·B, all-gather, reduce-scatter, all-to-all (n−1)/n·B)
     compute       = flops of the partitioned program per device / (989 TFLOP/s · 0.7)
     peak          = XLA's arguments + outputs + temporaries − aliased, per device
 
-`total` is the sum of the first two. Flops are counted on the dots and convolutions of the HLO
-before it is split into kernels, so replicated work shows.
+`total` is the sum of the first two. Flops are counted on the dots and convolutions of the
+partitioned HLO before fusion, so redundant work shows.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import pathlib
 import time
@@ -40,6 +38,7 @@ from benchmarks.experts.layouts import (
     megatron,
     zero2,
 )
+from benchmarks.script import script_parser, write_json
 from examples.models import gpt, moe
 
 LINK = 450e9
@@ -85,7 +84,7 @@ def h100_devices(num_devices: int = NUM_DEVICES) -> list[Any]:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """XLA's own figure of what a device holds at most."""
+    """XLA's peak memory of a device."""
     stats = compiled.memory_analysis()
     return (
         stats.argument_size_in_bytes
@@ -162,9 +161,8 @@ def show(case: str, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--case", action="append", choices=list(cases()))
-    parser.add_argument("--json", help="write all rows to this file")
     parser.add_argument("--dump", help="write plans and HLO into this folder")
     parser.add_argument("--only-autopar", action="store_true")
     arguments = parser.parse_args()
@@ -174,9 +172,8 @@ def main() -> None:
             continue
         hands = [] if arguments.only_autopar else by_hand
         results[name] = run_case(name, example, hands, arguments.dump)
-    if arguments.json:
-        about = {"jax": jax.__version__, "target": "8 × H100 80GB (compiled, not run)"}
-        pathlib.Path(arguments.json).write_text(json.dumps({**about, "cases": results}, indent=1))
+    about = {"jax": jax.__version__, "target": "8 × H100 80GB (compiled, not run)"}
+    write_json(arguments.json, {**about, "cases": results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long `import autopar` takes: medians over fresh processes, beside `import jax`.
+"""How long `import autopar` takes: medians over fresh processes, relative to `import jax`.
 
 python -m benchmarks.import_time
 """
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     times: dict[str, list[float]] = {name: [] for name in STATEMENTS}
-    for number in range(rounds + 1):  # the first round writes and reads the caches of bytecode
+    for number in range(rounds + 1):  # the first round writes the bytecode caches
         for name, statement in STATEMENTS.items():
             taken = seconds(statement)
             if number:

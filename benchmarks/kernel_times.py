@@ -1,9 +1,9 @@
-"""Predicted time of a step by kind of work, beside the kernels that ran on a GPU.
+"""Predicted time of a step by kind of work, against the kernels that ran on a GPU.
 
     python -m benchmarks.kernel_times KERNELS.json [--profile NAME] [--modules] [--only MODEL]
 
 KERNELS.json: {"rows": [{"case", "model", "batch", "overrides", "step_s", "kernels": {HLO op:
-[count, microseconds, kernel names]}}]}, with the optimized HLO of each row beside it, in
+[count, microseconds, kernel names]}}]}. The optimized HLO of each row is next to it, in
 `hlo_{case}_{model}_b{batch}.txt.gz`. Planning needs no GPU. Bytes are those of a kernel's operands
 and results, and those that the prediction counts.
 """
@@ -31,7 +31,7 @@ from autopar.tracer.trace_step import trace_step
 from benchmarks.one_gpu_cases import allow_fused_attention
 from examples.models import build
 
-_WORK_SPACE = ("s8", "u8")  # of libraries, as a last result
+_WORK_SPACE = ("s8", "u8")  # workspaces of libraries, as a last result
 
 
 @dataclass
@@ -175,9 +175,9 @@ def show(row: dict[str, Any], text: str, profile: str | None, modules: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernels", type=Path)
-    parser.add_argument("--profile", help="a measured machine; default: the device's figures")
-    parser.add_argument("--modules", action="store_true", help="by module, too")
-    parser.add_argument("--only", help="models whose name has this in it")
+    parser.add_argument("--profile", help="a machine profile; default: the data sheet")
+    parser.add_argument("--modules", action="store_true", help="also by module")
+    parser.add_argument("--only", help="models whose name contains this")
     arguments = parser.parse_args()
     allow_fused_attention()
     body = json.loads(arguments.kernels.read_text())

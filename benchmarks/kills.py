@@ -1,19 +1,18 @@
-"""Losses of workers and nodes while a pipeline trains on Ray: what is told, how soon, and what
-comes after.
+"""Killed workers and lost nodes while a pipeline trains on Ray: the errors, and the recovery.
+recovery.
 
     python -m benchmarks.kills [--kills N] [--seed S] [--json FILE]
 
-Rounds of 60 steps of a small MLP, in turn as a pipeline on two meshes of two processes and on one
-mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this machine.
-Training goes through `autopar.run_training` with a checkpoint every 5 steps. The kinds of kills are
-in `tests/ray/kills.py`. `exact` says that all losses and the last state have the bits of a run
-without kills; `within_stated` that the error came within the time that docs/ray.md states.
+Rounds of 60 steps of a small MLP, alternating between a pipeline on two meshes of two processes and
+one mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this
+machine. Training uses `autopar.run_training` with a checkpoint every 5 steps. The kinds of kills
+are in `tests/ray/kills.py`. `exact` means that all losses and the last state equal those of a run
+without kills bit for bit; `within_stated` means that the error came within the time that
+docs/ray.md states. The results file is written after every kill.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import random
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
+from benchmarks.script import script_parser, write_json
 from tests.ray import kills
 
 
@@ -42,7 +42,7 @@ def about() -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By kind: how many, how many as they should be, and the times."""
+    """By kind: how many, how many behaved as stated, and the times."""
     found = {}
     for what in dict.fromkeys(row["what"] for row in rows):
         own = [row for row in rows if row["what"] == what]
@@ -60,10 +60,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--json", help="write all rows to this file, after every kill")
     arguments = parser.parse_args()
     print(f"--kills {arguments.kills} --seed {arguments.seed}", flush=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -73,16 +72,15 @@ def main() -> None:
     def tell(record: kills.Record) -> None:
         kills.show(record)
         rows[record.number] = record.as_row()
-        if arguments.json:
-            every = [rows[number] for number in sorted(rows)]
-            body = {
-                **result,
-                "load_after": os.getloadavg()[0],
-                "kills": len(every),
-                "summary": summary(every),
-                "rows": every,
-            }
-            Path(arguments.json).write_text(json.dumps(body, indent=1) + "\n")
+        every = [rows[number] for number in sorted(rows)]
+        body = {
+            **result,
+            "load_after": os.getloadavg()[0],
+            "kills": len(every),
+            "summary": summary(every),
+            "rows": every,
+        }
+        write_json(arguments.json, body)
 
     whats = kills.mixture(arguments.kills, arguments.seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ _SHORT = {
 
 
 def show_tables(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of plans and one of planning times, those of them that have rows."""
+    """Prints a table of plans and one of planning times, each if it has rows."""
     order = {name: at for at, name in enumerate(dict.fromkeys(row["model"] for row in rows))}
     rows = sorted(rows, key=lambda row: (order[row["model"]], row["devices"], _rank(row)))
     plans = [row for row in rows if "budgets" not in row]

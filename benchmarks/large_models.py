@@ -1,16 +1,16 @@
-"""Large models on 8 and 64 H100s: planned, compiled without GPUs, beside shardings by hand.
+"""Large models on 8 and 64 H100s: planned, compiled without GPUs, against hand-written shardings.
 
     python -m benchmarks.large_models --model gpt-2.6b --devices 8 --plan autopar --json-dir DIR
     python -m benchmarks.large_models --collect DIR --json benchmarks/results/large_models.json
 
-The first makes one row, in a file of its own, so that many can be made side by side; the second
-puts all rows of a folder together and prints tables. `--plan planning` compiles nothing: it
-measures planning without a memory budget, with the device's own and with a binding one.
+The first command makes one row, in its own file, so many can run side by side; the second collects
+all rows of a folder and prints tables. `--plan planning` compiles nothing: it times planning
+without a memory budget, with the device's budget and with a binding one.
 
-Computation is in bfloat16, parameters and optimizer in float32. A plan by hand that does not fit
-is compiled once more with the model's own `remat=True`, as an expert would. Times are those of the
-formula in `benchmarks.gpu_hlo`; it knows one speed of links, so on 64 devices, where hosts are
-further apart, compare bytes sent rather than times. `jax[cuda13]` is needed, a GPU is not.
+Compute is bfloat16, parameters and optimizer are float32. A hand-written plan that does not fit is
+compiled again with the model's `remat=True`, as an expert would. Times follow the formula of
+`benchmarks.gpu_hlo`, which knows only one link speed; on 64 devices, where hosts are further apart,
+compare bytes sent rather than times. This needs `jax[cuda13]` but no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-# Sets the environment that compiling without GPUs needs, so it comes before JAX.
+# This sets the environment for compiling without GPUs, so it comes before JAX.
 from benchmarks import gpu_hlo
 
 # isort: split
@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import autopar
 from benchmarks.experts import layouts as by_hand
 from benchmarks.large_model_tables import show_tables
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 H100 = "h100-sxm"
@@ -53,8 +54,8 @@ PLANS = ("autopar", "fsdp", "zero2", "megatron", "experts", "planning")
 
 
 def example_of(model: str, num_devices: int, num_layers: int | None = None) -> Example:
-    """The model at its size here; `num_layers` makes it shallower, for dry runs (of a Wide-ResNet,
-    the blocks of each stage)."""
+    """The model at this benchmark's size; `num_layers` makes it shallower, for dry runs (for a
+    Wide-ResNet, the blocks of each stage)."""
     per_device, overrides = SIZES[model]
     example = build(model, per_device * num_devices, dtype=jnp.bfloat16, **overrides)
     if num_layers is None:
@@ -101,7 +102,7 @@ def cluster_of(num_devices: int) -> autopar.ClusterSpec:
 
 
 def measured(compiled: Any) -> dict[str, Any]:
-    """The row's fields that are read from a compiled program."""
+    """The fields of a row that come from a compiled program."""
     figures = gpu_hlo.measure(compiled)
     figures["xla_peak_gib"] = figures.pop("peak_gib")
     return {**figures, "fits": figures["xla_peak_gib"] * GIB <= FITS_BYTES}
@@ -143,7 +144,7 @@ def autopar_row(example: Example, num_devices: int, micro_batches: int) -> dict[
 
 
 def hand_row(example: Example, num_devices: int, hand: by_hand.HandWritten) -> dict[str, Any]:
-    """The plan as it is or, if it does not fit and the model can, with remat."""
+    """The plan as it is; with remat if it does not fit and the model supports remat."""
     row = _compiled_by_hand(example, num_devices, hand)
     if row["fits"] or not hasattr(example.config, "remat"):
         return row
@@ -172,9 +173,9 @@ def _compiled_by_hand(
 
 
 def planning_row(example: Example, num_devices: int) -> dict[str, Any]:
-    """Planning seconds without a budget, with the device's and with a binding one."""
+    """Planning seconds without a budget, with the device's budget and with a binding one."""
     arguments = (example.abstract_state(), example.abstract_batch())
-    # What only the first call in a process pays (imports, the first trace) is paid here.
+    # Pays what only the first call in a process costs: imports, the first trace.
     jax.make_jaxpr(example.train_step)(*arguments)
 
     def planned(budget_bytes: float | None) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def make_row(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """`model-devices-plan`, with what is not as usual behind."""
+    """`model-devices-plan`, followed by non-default options."""
     name = f"{options.model}-{options.devices}-{options.plan}"
     if options.tensor is not None:
         name += f"-tensor{options.tensor}"
@@ -246,33 +247,31 @@ def file_name(options: argparse.Namespace) -> str:
 
 def collect(folder: str, target: str | None) -> None:
     rows = [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("*.json"))]
-    if target:
-        about = {"target": "H100 80GB, 8 to a host (compiled, not run)"}
-        pathlib.Path(target).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    about = {"target": "H100 80GB, 8 to a host (compiled, not run)"}
+    write_json(target, {**about, "rows": rows})
     show_tables(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", choices=list(SIZES))
     parser.add_argument("--devices", type=int, choices=(8, 64), default=8)
     parser.add_argument("--plan", choices=PLANS, default="autopar")
-    parser.add_argument("--tensor", type=int, help="devices along the axis that splits tensors")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of the plan by autopar")
+    parser.add_argument("--tensor", type=int, help="size of the tensor axis")
+    parser.add_argument("--micro-batches", type=int, default=1, help="for autopar's plan")
     parser.add_argument("--layers", type=int, help="a shallower model, for dry runs")
     parser.add_argument("--json-dir", help="write the row to a file in this folder")
-    parser.add_argument("--collect", metavar="DIR", help="put the rows of a folder together")
-    parser.add_argument("--json", help="where --collect writes")
+    parser.add_argument("--collect", metavar="DIR", help="collect a folder's rows into --json")
     options = parser.parse_args()
     if options.collect:
         return collect(options.collect, options.json)
     if not options.model:
-        parser.error("--model or --collect is needed")
+        parser.error("give --model or --collect")
     row = make_row(options)
     if options.json_dir:
         folder = pathlib.Path(options.json_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / file_name(options)).write_text(json.dumps(row, indent=1) + "\n")
+        write_json(str(folder / file_name(options)), row)
     show_tables([row])
 
 

@@ -1,23 +1,20 @@
-"""Predicted peak memory beside XLA's own figure, for models × forms × methods.
+"""Predicted peak memory against XLA's figure, for models × forms × methods.
 
     python -m benchmarks.memory --target cpu
     python -m benchmarks.memory --target h100 --devices 64 --model gpt-4x2560 --json FILE
 
-`cpu` compiles small float32 models for virtual CPU devices; `h100` models of real width, but
-shallow, in bfloat16, for H100s (needs `jax[cuda13]`, no GPU). XLA's figure is arguments + outputs +
-temporaries − aliased, per device; `ratio` is predicted / XLA, so less than 1 is too little.
+`cpu` compiles small float32 models for virtual CPU devices; `h100` compiles models of real width,
+but shallow, in bfloat16, for H100s (needs `jax[cuda13]`, no GPU). XLA's figure is arguments +
+outputs + temporaries − aliased, per device; `ratio` is predicted / XLA, so below 1 is too little.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
-# Sets the environment that compiling without GPUs needs, so it comes before JAX.
+# This sets the environment for compiling without GPUs, so it comes before JAX.
 from benchmarks import gpu_hlo
 
 # isort: split
@@ -25,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
+from benchmarks.script import check_names, script_parser, write_json
 from examples.models import Example, bert, build, gpt, llama, moe, wide_resnet
 
 NO_BUDGET_BYTES = 1e15
@@ -36,7 +34,7 @@ METHODS = ("data", "zero2", "zero3", "free", "budget", "micro-batches", "remat")
 
 
 def models(target: str, num_devices: int) -> dict[str, Example]:
-    """Batches are for 8 devices; more devices have more."""
+    """Batch sizes are for 8 devices and grow with the devices."""
     times = max(1, num_devices // 8)
     if target == "cpu":
         small = {"seq_len": 128, "vocab_size": 2048}
@@ -64,7 +62,7 @@ def models(target: str, num_devices: int) -> dict[str, Example]:
 
 
 def in_form(example: Example, form: str) -> Example | None:
-    """The model with its layers unrolled or in a loop; None if it cannot be had so."""
+    """The model with its layers unrolled or in a loop; None if it does not support that."""
     if form == "plain":
         return example
     return example.replace(scan_layers=True) if hasattr(example.config, "scan_layers") else None
@@ -93,7 +91,7 @@ def method_of(name: str, free_bytes: float | None) -> Any:
 def rows_of(
     example: Example, methods: list[str], cluster: autopar.ClusterSpec, devices: Any
 ) -> Iterator[dict[str, Any]]:
-    """One row for each method; the budget is a share of what the plan without one is predicted."""
+    """One row for each method; the budget is a share of the predicted peak without one."""
     arguments = (example.abstract_state(), example.abstract_batch())
 
     def planned(method: Any) -> autopar.ParallelPlan:
@@ -147,18 +145,15 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--target", choices=("cpu", "h100"), default="cpu")
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--model", nargs="+", help="all of the target if not given")
+    parser.add_argument("--model", nargs="+", help="default: all of the target")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     examples = models(options.target, options.devices)
-    unknown = set(options.model or ()) - set(examples)
-    if unknown:
-        parser.error(f"--model: {unknown.pop()!r} is none of {', '.join(examples)}")
+    check_names(parser, "--model", options.model or (), examples)
     if options.target == "cpu":
         jax.config.update("jax_num_cpu_devices", options.devices)
         cluster = autopar.ClusterSpec(1, options.devices, "cpu")
@@ -178,10 +173,8 @@ def main() -> None:
             for row in rows_of(example, options.method, cluster, devices):
                 rows.append({"model": name, "form": form, **row})
                 show(rows[-1])
-                if options.json:  # after every row: the run is long
-                    about = {"target": options.target, "devices": options.devices}
-                    document = {"jax": jax.__version__, **about, "rows": rows}
-                    pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+                about = {"target": options.target, "devices": options.devices}
+                write_json(options.json, {"jax": jax.__version__, **about, "rows": rows})
     show_worst(rows)
 
 

@@ -1,19 +1,16 @@
-"""Our objective beside hand-written plans', all evaluated by the same cost function.
+"""Our objective against hand-written plans, all evaluated by the same cost function.
 
     python -m benchmarks.objectives [--devices 8 64] [--model NAME …] [--json FILE]
 
-A hand-written plan fixes where every parameter, moment and batch array lies on a mesh; everything
-between is completed by the solver at its best, so a plan can only gain. Plans: data parallelism
-(`DataParallel`, all of it fixed), ZeRO-3, Megatron tensor parallelism, and the 2-D mixes of data
+A hand-written plan fixes the layout of every parameter, moment and batch array on a mesh; the
+solver completes the rest optimally, so a plan can only gain. The plans: data parallelism
+(`DataParallel`, completely fixed), ZeRO-3, Megatron tensor parallelism, and the 2-D mixes of data
 or ZeRO-3 with tensor parallelism, on every mesh that fits the heads and channels.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +20,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 # name -> (model, overrides, batch on 8 devices, batch on 64)
@@ -127,10 +125,9 @@ def compare(name: str, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="*", default=[8, 64])
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--json", help="write all rows to this file")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.model:
@@ -143,9 +140,7 @@ def main() -> None:
                 f"best by hand {row['best_by_hand']}  ratio {row['ratio']:.3f}",
                 flush=True,
             )
-            if arguments.json:  # after every row: the run is long
-                document = {"jax": jax.__version__, "rows": rows}
-                pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+            write_json(arguments.json, {"jax": jax.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""autopar's step beside plain `jax.jit` of the same model on one GPU: time, memory, compiling.
+"""autopar's step against plain `jax.jit` of the same model on one GPU: time, memory, compiling.
 
     python -m benchmarks.one_gpu --json FILE [--only GROUP …] [--limit-s 540] [--hlo FOLDER]
     python -m benchmarks.one_gpu --tiny          (a dry run on any device)
 
-On one device there is nothing to shard: this checks that autopar costs nothing where it cannot
-help, and its rows are the truth that predictions are held against (`benchmarks.accuracy
---measured`). Both steps take turns with one state: each round runs some steps of the one and then
-of the other, dispatched without waiting; `ratio` is the median over rounds of autopar's seconds
-over `jax.jit`'s. `call_ms` is how long a call keeps the host, `compile_s` tracing, lowering and
-compiling (whoever is second finds XLA's choices of kernels made), `plan_s` is autopar's alone.
-`xla_bytes` is XLA's own peak, `seen_bytes` the most that the allocator had in use (None where an
-earlier row had more).
+On one device there is nothing to shard: this checks that autopar costs nothing there, and its rows
+are the reference for predictions (`benchmarks.accuracy --measured`). Both steps take turns on one
+state: each round dispatches some steps of one and then of the other without waiting; `ratio` is the
+median over rounds of autopar's seconds over `jax.jit`'s. `call_ms` is how long a call occupies the
+host, `compile_s` is tracing, lowering and compiling (whichever is second reuses XLA's kernel
+choices), `plan_s` is autopar's alone. `xla_bytes` is XLA's peak, `seen_bytes` the allocator's peak
+(None where an earlier row had more).
 
-Every group of cases has a process of its own; rows are written as they come, and what has not
-begun when the time is up is left out.
+Every group of cases runs in its own process. Rows are written as they come; groups that have not
+begun when the time is up are left out.
 """
 
 from __future__ import annotations
@@ -32,27 +31,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.script import check_names, command_line, script_parser, write_json
+
 GIB = 2**30
 LEAST_ROUND_S = 0.4
-LEAST_STEPS = 4  # of a round: that many are dispatched before any is waited for
+LEAST_STEPS = 4  # per round: all are dispatched before waiting for any
 NUM_ROUNDS = 6
 
 
-def median_step_s(step: Any, state: Any, batch: Any, steps: int) -> tuple[float, Any]:
-    """The median of steps that are waited for one by one."""
-    import jax
-
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        state, loss = step(state, batch)
-        jax.block_until_ready((state, loss))
-        times.append(time.perf_counter() - started)
-    return statistics.median(times), state
-
-
 class _Plain:
-    """`jax.jit` of the step, compiled ahead so that it takes the state wherever it came from."""
+    """`jax.jit` of the step, compiled ahead of time so that it accepts the other side's state."""
 
     def __init__(self, case: Any) -> None:
         self._case = case
@@ -72,7 +60,7 @@ class _Plain:
 
 
 class _Ours:
-    """As a user calls it."""
+    """autopar's step, as a user calls it."""
 
     def __init__(self, case: Any) -> None:
         import autopar
@@ -114,7 +102,7 @@ def measure(case: Any, *, ours_first: bool, rounds: int, folder: str | None) -> 
     first_s: dict[str, float] = {}
     state = None
     for name in order:
-        state = None  # before the next one is made
+        state = None  # freed before the next one is created
         state = example.create_state()
         started = time.perf_counter()
         state, loss = jax.block_until_ready(steps[name].first(state, batch))
@@ -138,7 +126,7 @@ def measure(case: Any, *, ours_first: bool, rounds: int, folder: str | None) -> 
             if index:
                 samples[name].append(seconds)
                 calls[name].append(called_s)
-        if not index:  # a round to warm up, by which the others are sized
+        if not index:  # the warm-up round sets the size of the others
             num_steps = max(LEAST_STEPS, round(LEAST_ROUND_S / seconds))
     ratios = [a / b for a, b in zip(samples["autopar"], samples["jit"], strict=True)]
     row |= {"steps": num_steps, "rounds": rounds}
@@ -186,7 +174,7 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 
 def run_group(name: str, tiny: bool, rounds: int, folder: str | None) -> None:
-    """In a process of its own: the machine, then a row per case, as lines of JSON."""
+    """Runs in its own process: prints the machine, then a row per case, as lines of JSON."""
     import jax
 
     import autopar
@@ -206,15 +194,26 @@ def run_group(name: str, tiny: bool, rounds: int, folder: str | None) -> None:
         jax.clear_caches()
 
 
-def lines_of(command: list[str], ends_s: float) -> Iterator[dict[str, Any]]:
-    """What a process prints, line by line; it is ended when the time is up."""
+def rows_of(
+    name: str, command: list[str], ends_s: float, about: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows that a process prints as lines of JSON; it is killed when the time is up. A line
+    without a `label` describes the machine and is added to `about`."""
+    if time.time() > ends_s:
+        print(f"{name}: left out, the time is up", flush=True)
+        return
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         limit = threading.Timer(ends_s - time.time(), process.kill)
         limit.start()
         try:
-            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            for line in process.stdout:
+                found = json.loads(line) if line.startswith("{") else {}
+                if "label" in found:
+                    yield found
+                else:
+                    about.update(found)
         finally:
             limit.cancel()
             process.kill()
@@ -240,12 +239,11 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write all rows to this file")
+    parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="these groups, in this order")
-    parser.add_argument("--limit-s", type=float, default=560.0, help="end after that many seconds")
+    parser.add_argument("--limit-s", type=float, default=560.0, help="stop after that many seconds")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
-    parser.add_argument("--hlo", metavar="FOLDER", help="write optimized programs there")
+    parser.add_argument("--hlo", metavar="FOLDER", help="write the optimized programs there")
     parser.add_argument("--tiny", action="store_true", help="a dry run on any device")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -256,30 +254,19 @@ def main() -> None:
 
     groups = TINY_GROUPS if options.tiny else GROUPS
     wanted = options.only or list(groups)
-    if unknown := set(wanted) - set(groups):
-        parser.error(f"--only: {unknown.pop()!r} is none of {', '.join(groups)}")
+    check_names(parser, "--only", wanted, groups)
     ends_s = time.time() + options.limit_s
-    command_line = " ".join(["python -m benchmarks.one_gpu", *sys.argv[1:]])
-    for path, name in ((options.json, "FILE"), (options.hlo, "FOLDER")):
-        command_line = command_line.replace(path, name) if path else command_line
-    document: dict[str, Any] = {"command": command_line}
+    typed = command_line("benchmarks.one_gpu", FILE=options.json, FOLDER=options.hlo)
+    document: dict[str, Any] = {"command": typed}
     rows: list[dict[str, Any]] = []
     for group in wanted:
-        if time.time() > ends_s:
-            print(f"{group}: left out, the time is up", flush=True)
-            continue
         command = [sys.executable, "-m", "benchmarks.one_gpu", "--group", group]
         command += ["--rounds", str(options.rounds)] + ["--tiny"] * options.tiny
         command += ["--hlo", options.hlo] if options.hlo else []
-        for line in lines_of(command, ends_s):
-            if "group" not in line:
-                document |= line
-                continue
-            rows.append(line)
-            show(line)
-            if options.json:
-                text = json.dumps({**document, "rows": rows}, indent=1) + "\n"
-                pathlib.Path(options.json).write_text(text)
+        for row in rows_of(group, command, ends_s, document):
+            rows.append(row)
+            show(row)
+            write_json(options.json, {**document, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The steps that are measured on one GPU, and that are predicted beside it: models as data.
+"""The steps that are measured on one GPU and predicted for it: models as data.
 
-A `Case` is a model of the zoo with some of its config changed. `example_of` makes the model of it,
-`method_of` how autopar plans it, `plain_step` what a user without autopar would hand to `jax.jit`:
-the same step, with gradients accumulated by a `lax.scan` written by hand where the case has
-micro-batches. Layers are fewer than the model's where its width is the point: compiling is most of
-the time that measuring takes.
+A `Case` is a model of `examples.models` with some of its config changed. `example_of` makes the
+model, `method_of` the method that plans it, `plain_step` what a user without autopar would hand to
+`jax.jit`: the same step, with a hand-written `lax.scan` that accumulates gradients if the case has
+micro-batches. Where a model's width matters, it has fewer layers than the original, since compiling
+is most of the benchmark's time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LossFn = Callable[[Any, Any, Batch], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`config` are fields of the model's config. `remat`: "" keeps all, "model" recomputes each
-    layer by the model's own `jax.checkpoint`, "autopar" by our pass (the plain step then has
-    `jax.checkpoint`)."""
+    """`config` has fields of the model's config. `remat`: "" keeps all residuals, "model"
+    recomputes each layer by the model's `jax.checkpoint`, "autopar" by our pass (the plain step
+    then uses `jax.checkpoint`)."""
 
     model: str
     batch: int
@@ -52,7 +52,7 @@ _LLAMA = {"num_layers": 4, "seq_len": 2048, "attention": "cudnn"}
 _MOE = {"attention": "cudnn"}
 _BERT = {"num_layers": 8, "dropout": 0.0, "attention": "cudnn"}
 
-# In a group memory grows, since the allocator tells only the most that it ever had.
+# Memory grows within a group, since the allocator only reports its peak so far.
 GROUPS: dict[str, list[Case]] = {
     "gpt": [Case("gpt-1.3b", 16, _GPT), Case("gpt-1.3b", 32, _GPT)],
     "llama": [
@@ -80,24 +80,24 @@ TINY_GROUPS: dict[str, list[Case]] = {
 
 
 def allow_fused_attention() -> None:
-    """JAX asks cuDNN for its version when it traces fused attention; here it is only planned."""
+    """Lets JAX trace fused attention, for planning, where it cannot ask cuDNN for its version."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda *_: 91000
 
 
 def example_of(case: Case, *, remat: bool | None = None) -> Example:
-    """`remat` overrides whether layers are recomputed by the model itself."""
+    """`remat` overrides whether the model itself recomputes layers."""
     by_model = case.remat == "model" if remat is None else remat
     overrides = {**case.config, "remat": True} if by_model else dict(case.config)
-    if "dtype" in overrides:  # by its name, as JSON has it
+    if "dtype" in overrides:  # by name, as in JSON
         overrides["dtype"] = jnp.dtype(overrides["dtype"])
     return build(case.model, batch_size=case.batch, **overrides)
 
 
 def method_of(case: Case) -> Any:
     if case.micro_batches == 1 and case.remat != "autopar":
-        return None  # what a user gets who says nothing
+        return None  # the default method
     remat = "all" if case.remat == "autopar" else "auto"
     options = autopar.ShardingOptions(remat=remat)
     return autopar.ShardParallel((1,), num_micro_batches=case.micro_batches, options=options)
@@ -111,7 +111,7 @@ def plain_step(case: Case) -> Callable[[Any, Batch], tuple[Any, jax.Array]]:
         return _accumulated_llama(example, case.micro_batches)
     if case.model.startswith("gpt"):
         return _accumulated_gpt(case.micro_batches)
-    raise ValueError(f"{case.model}: no accumulation by hand is written for this model")
+    raise ValueError(f"{case.model}: there is no hand-written accumulation for this model")
 
 
 def _accumulated_gpt(num: int) -> Callable[[Any, Batch], tuple[Any, jax.Array]]:
@@ -143,7 +143,7 @@ def _accumulated_llama(example: Example, num: int) -> Callable[[Any, Batch], tup
 
 
 def _mean_gradients(loss_fn: LossFn, state: Any, batch: Batch, num: int) -> tuple[jax.Array, Any]:
-    """Loss and gradients of `num` equal parts of the batch, one after another, as means."""
+    """Mean loss and gradients over `num` equal parts of the batch, one after another."""
     parts = {name: x.reshape(num, -1, *x.shape[1:]) for name, x in batch.items()}
 
     def add(carry: Any, part: Batch) -> tuple[Any, None]:

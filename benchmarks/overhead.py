@@ -1,18 +1,15 @@
-"""What a warm call costs beside hand-written `jax.jit` with the same shardings.
+"""The cost of a warm call against hand-written `jax.jit` with the same shardings.
 
     python -m benchmarks.overhead [--json FILE]
 
-8 virtual CPU devices. Both programs take the same state and batch placed alike, run in turns, and
-the ratio is of the median step times. The tiny step measures the call itself, in µs: what our
-wrapper adds to JAX's own dispatch.
+8 virtual CPU devices. Both programs take the same state and batch in the same layout and run
+interleaved; the ratio is that of the median step times. The tiny step measures the call itself, in
+µs: what our wrapper adds to JAX's dispatch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 
@@ -86,12 +84,11 @@ def compare(
 
 
 def tiny_step(state: Any, batch: Any) -> Any:
-    return {"w": state["w"] * 0.5}, batch + 1.0  # no collective: the call is all there is
+    return {"w": state["w"] * 0.5}, batch + 1.0  # no collective: only the call costs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write all rows to this file")
+    parser = script_parser(__doc__)
     arguments = parser.parse_args()
     rows = {}
     example = build("gpt-tiny", batch_size=64, hidden_size=128, num_layers=4)
@@ -116,9 +113,7 @@ def main() -> None:
             f"{name:28s} autopar {row['autopar_us']:9.1f} µs  by hand {row['by_hand_us']:9.1f} µs"
             f"  ratio {row['ratio']:.3f}  added {row['added_us']:.1f} µs"
         )
-    if arguments.json:
-        document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": rows}
-        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+    write_json(arguments.json, {"jax": jax.__version__, "cores": os.cpu_count(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,28 +1,23 @@
-"""What XLA makes of a pipeline's stage programs for H100s: memory and collectives; no GPU needed.
+"""XLA's stage programs of a pipeline for H100s: memory and collectives; no GPU needed.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.pipeline_compile [--json FILE]
 
-needs `jax[cuda13]` (or cuda12) installed, on a machine with or without GPUs. A GPT of GPT-1.3B's
-width and four layers is planned as two stages on two hosts of four H100s and every stage program
-compiled. Two things are read from XLA's programs:
+This needs `jax[cuda13]` (or cuda12), on a machine with or without GPUs. It plans a GPT of
+GPT-1.3B's width with four layers as two stages on two hosts of four H100s, compiles every stage
+program and reads from XLA's programs:
 
-    memory       while a stage program runs: XLA's arguments + results + temporaries, and the
-    buffers that
-                 lie on its mesh meanwhile; the peak of a stage beside the plan's estimate
-    collectives  of each stage program. Gradients are reduced once per step, so that no forward or
-    backward
-                 stage program may hold a reduction of one.
+    memory       while a stage program runs: XLA's arguments + results + temporaries, and the other
+                 buffers on its mesh; the peak of a stage is compared with the plan's estimate
+    collectives  of each stage program. Gradients are reduced once per step, so no forward or
+                 backward stage program may reduce one.
 
-Micro-batches have a multiple of seven rows, and no array of the model has a dimension that seven
-divides: by that a reduction of rows is told from one of gradients.
+Micro-batches have a multiple of seven rows, and no array of the model has a dimension divisible by
+seven: that tells reductions of rows from reductions of gradients.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -44,6 +39,7 @@ from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.stage_programs import program_bytes
 from benchmarks.pipeline_rows import GIB, machine, shape_text
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, gpt
 
 HOSTS, DEVICES_PER_HOST = 2, 4
@@ -68,7 +64,7 @@ def methods() -> dict[str, autopar.PipeshardParallel]:
 
 
 def gradient_reductions(ops: Iterable[CollectiveOp]) -> list[CollectiveOp]:
-    """Reductions of arrays that have no rows; of scalars, a loss, none."""
+    """Reductions of arrays without rows, except scalars such as the loss."""
     return [
         op
         for op in ops
@@ -137,9 +133,8 @@ def show(name: str, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--case", action="append", choices=list(methods()))
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     config = load_target("h100-80gb").config
     devices = _jax.gpu_topology_devices(HOSTS, DEVICES_PER_HOST, config)
@@ -148,13 +143,12 @@ def main() -> None:
         if options.case is None or name in options.case:
             rows[name] = measure(method, devices)
             show(name, rows[name])
-    if options.json:
-        about = {
-            "target": "2 × 4 H100 80GB (compiled, not run)",
-            "model": f"GPT 4 × 2048, {MICRO_BATCHES} micro-batches of {ROWS} × 1024",
-            "machine": machine(),
-        }
-        pathlib.Path(options.json).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    about = {
+        "target": "2 × 4 H100 80GB (compiled, not run)",
+        "model": f"GPT 4 × 2048, {MICRO_BATCHES} micro-batches of {ROWS} × 1024",
+        "machine": machine(),
+    }
+    write_json(options.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""What a pipeline's programs cost on one GPU: two stages that take turns, against one program.
+"""The cost of a pipeline's programs on one GPU: two stages that take turns, against one program.
 
     python -m benchmarks.pipeline_one_gpu --json benchmarks/results/pipeline_one_gpu.json
 
-With one device nothing is gained by a pipeline, so the ratio is what it costs to run a step as many
-programs with buffers between them instead of one, at equal numbers of micro-batches: residuals that
-are written and read, launches, transfers from stage to stage. Medians of steps, taken in turns.
+On one device a pipeline gains nothing, so the ratio is the cost of running a step as many programs
+with buffers between them instead of one, with the same number of micro-batches: residuals that are
+written and read, launches, transfers from stage to stage. Medians of steps, interleaved.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import jax
 
 import autopar
+from benchmarks.script import script_parser, write_json
 from examples.models import build, gpt
 
 CASES = {
@@ -25,14 +26,15 @@ CASES = {
 }
 
 
-def seconds_per_step(step, state, batch, count):
-    found = []
+def step_times(step: Any, state: Any, batch: Any, count: int) -> tuple[list[float], Any]:
+    """Seconds of each of `count` steps, each waited for, and the state after them."""
+    times = []
     for _ in range(count):
         started = time.perf_counter()
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
-        found.append(time.perf_counter() - started)
-    return state, found
+        times.append(time.perf_counter() - started)
+    return times, state
 
 
 def measure(name: str, rows: int, number: int, count: int, attention: str) -> dict:
@@ -57,7 +59,7 @@ def measure(name: str, rows: int, number: int, count: int, attention: str) -> di
         state, loss = step(example.create_state(), batch)
         jax.block_until_ready(loss)
         first_s = time.perf_counter() - started
-        state, seconds = seconds_per_step(step, state, batch, count)
+        seconds, state = step_times(step, state, batch, count)
         flops = example.flops_per_step(rows)
         median = statistics.median(seconds)
         row[label] = {
@@ -83,8 +85,7 @@ def executable_leaves(step, state, batch):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json")
+    parser = script_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--attention", default="")
     parser.add_argument("--steps", type=int, default=10)
@@ -101,9 +102,7 @@ def main() -> None:
         row = measure(name, rows, number, args.steps, args.attention)
         document["rows"].append(row)
         print(json.dumps(row), flush=True)
-        if args.json:
-            with open(args.json, "w") as file:
-                json.dump(document, file, indent=1)
+        write_json(args.json, document)
 
 
 if __name__ == "__main__":

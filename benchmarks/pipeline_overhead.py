@@ -1,29 +1,25 @@
-"""What running a pipeline costs beside its programs, on 8 virtual CPU devices.
+"""The cost of running a pipeline beyond its programs, on 8 virtual CPU devices.
 
     python -m benchmarks.pipeline_overhead [--rounds N] [--json FILE]
 
-A warm step is timed in turns with the same step run one stage program at a time, in which each
-program is waited for (`executable.time_stage_programs`). From the stage programs' own seconds
-follow two figures:
+A warm step is timed interleaved with the same step run one stage program at a time, waiting for
+each (`executable.time_stage_programs`). The times of the stage programs give two references:
 
-    sum       all of them one after another: what a machine takes that one stage program keeps busy
-    schedule  the order of the schedule on paper, stages side by side, transfers free: what a
-              machine takes whose meshes share nothing
+    sum       all of them one after another: the time on a machine that one stage program keeps busy
+    schedule  in schedule order, stages side by side, transfers free: the time on machines whose
+              meshes share nothing
 
 Virtual devices share the cores of one machine. A stage program of several devices keeps all cores
-busy, so that stages cannot gain by running side by side, and a step is held against the sum: what
-it takes more is instructions, transfers and dispatch. A ratio below 1 says that stage programs
-alone left cores idle which another stage then used. Ratios are medians of rounds in which both were
-timed; on a machine that is busy with other work, the fastest step over the fastest sum says more.
-The figure of the schedule needs one machine per mesh and is given for scale.
+busy, so stages gain nothing by running side by side, and a step is compared with the sum: the
+excess is instructions, transfers and dispatch. A ratio below 1 means that stage programs alone left
+cores idle which another stage then used. Ratios are medians over rounds that timed both; on a busy
+machine, the fastest step over the fastest sum says more. The schedule needs one machine per mesh
+and is given for scale.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -40,6 +36,7 @@ from autopar.cost.simulator import TransferTime, program_work, simulate
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, StageProgram
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 TimedProgram = tuple[StageProgram, int | None, float]  # stage program, micro-batch, seconds
@@ -66,7 +63,7 @@ CASES = [Case(stages, name) for stages in (2, 4) for name in ("1f1b", "1f1b_eage
 
 
 def example() -> Example:
-    """Stage programs of it take some ten milliseconds on two cores."""
+    """A GPT whose stage programs take some ten milliseconds on two cores."""
     return build("gpt-tiny", 64, hidden_size=128, num_layers=4, seq_len=32, vocab_size=256)
 
 
@@ -92,7 +89,7 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
         step_s.append(time.perf_counter() - started)
-        # A step uses its state up, so the stage programs get a copy.
+        # A step consumes its state, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
         own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
         timed = executable.time_stage_programs(own)
@@ -119,8 +116,7 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
 def in_schedule_order(
     timed: Sequence[TimedProgram], pipeline: Pipeline, programs: PipelinePrograms
 ) -> float:
-    """Seconds of a step whose stage programs take their median times and whose transfers take
-    none."""
+    """Seconds of a step in schedule order, with median stage program times and free transfers."""
     stage_program_s = [
         statistics.median(seconds for stage_program, _, seconds in timed if stage_program == own)
         for own in pipeline.stage_programs
@@ -141,23 +137,21 @@ def show(name: str, row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     model, rows = example(), {}
     load = os.getloadavg()[0]
     for case in CASES:
         rows[case.name] = measure(model, case, options.rounds)
         print(show(case.name, rows[case.name]), flush=True)
-    if options.json:
-        about = {
-            "model": "GPT 4 × 128, batch 64 × 32, float32",
-            "machine": machine(),
-            "load": [load, os.getloadavg()[0]],
-        }
-        document = {**about, "rows": rows}
-        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "model": "GPT 4 × 128, batch 64 × 32, float32",
+        "machine": machine(),
+        "load": [load, os.getloadavg()[0]],
+        "rows": rows,
+    }
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A plan on a described cluster as a row of a benchmark: what was found, and what finding it took.
+"""A plan for a described cluster as a row of a benchmark: the plan, and the cost of finding it.
 
-In: a model of the zoo, a cluster, a method. Out: a dict for JSON, and a line of text for it.
+Input: an `Example`, a cluster, a method. Output: a dict for JSON, and a line of text for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GIB = 2**30
 
 
 def planned_row(example: Example, cluster: autopar.ClusterSpec, method: Any) -> dict[str, Any]:
-    """Plan the example's step from nothing. `cpu_s` is the processor time of all threads, which a
-    busy machine changes less than the clock's; `load` is how many others waited for a core."""
+    """Plans the example's step from cleared caches. `cpu_s` is the processor time of all threads,
+    which depends less on other load than wall time; `load` is the machine's load."""
     arguments = (example.abstract_state(), example.abstract_batch())
     clear_caches()
     load = os.getloadavg()[0]
@@ -51,7 +51,7 @@ def planned_row(example: Example, cluster: autopar.ClusterSpec, method: Any) -> 
 
 
 def plan_figures(plan: autopar.ParallelPlan, flops: float, num_devices: int) -> dict[str, Any]:
-    """`flops`: of the model's products, once forward and twice backward, nothing computed again."""
+    """`flops`: of the model's products, once forward and twice backward, without recomputation."""
     search = plan.search
     return {
         "step_s": plan.estimated_step_s,
@@ -85,7 +85,7 @@ def plan_figures(plan: autopar.ParallelPlan, flops: float, num_devices: int) -> 
 
 
 def choice_figures(choice: PipelineChoice) -> dict[str, Any]:
-    """One of the best plans by the tables of the search."""
+    """One of the best plans by the search's tables."""
     return {
         "step_s": choice.step_s,
         "num_micro_batches": choice.num_micro_batches,
@@ -107,7 +107,7 @@ def tflops_per_device(flops: float, step_s: float, num_devices: int) -> float:
 
 
 def structure(row: dict[str, Any]) -> str:
-    """The stages in words, equal neighbours together: `2 × 1×8 as (4, 2) remat, 1×8 as (8,)`."""
+    """The stages in words, equal neighbours merged: `2 × 1×8 as (4, 2) remat, 1×8 as (8,)`."""
     parts: list[tuple[str, int]] = []
     for stage in row["stages"]:
         hosts, per_host = stage["submesh"]
@@ -140,7 +140,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def repr_of(method: Any) -> str:
-    """A method as a user would write it, its defaults left out."""
+    """A method as a user would write it, without defaults."""
     if isinstance(method, autopar.AutoParallel):
         number = method.num_micro_batches
         if method == autopar.AutoParallel(num_micro_batches=number):

@@ -1,19 +1,16 @@
-"""Planning time beside JAX's own trace + lower time of the same step, in one run.
+"""Planning time relative to JAX's trace + lower time of the same step, in one run.
 
     python -m benchmarks.planning [--repeats 3] [--json FILE]
 
-Both sides start from cleared caches each time and alternate; the ratio is of the smallest times.
-`--only NAME` picks rows. The last rows compare the solver's own time (fold, costs, reductions,
-ILP; no tracing) at 96 and at 12 layers.
+Both sides start from cleared caches each time and alternate; the ratio is that of the smallest
+times. `--only NAME` selects rows. The last rows compare the solver's time (fold, costs, reductions,
+ILP; no tracing) at 96 and 12 layers.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -24,13 +21,14 @@ import jax
 import autopar
 from autopar.cost.reshard import reshard_table
 from autopar.sharding.strategies import enumerate_strategies
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 H100 = "h100-sxm"
 
 
 def rows() -> dict[str, tuple[str, dict[str, Any], int, autopar.ClusterSpec, Any, float]]:
-    """name -> (model, overrides, batch, cluster, mesh shape, the ratio aimed at)"""
+    """name -> (model, overrides, batch, cluster, mesh shape, target ratio)"""
     one_host = autopar.ClusterSpec(1, 8, H100)
     eight_hosts = autopar.ClusterSpec(8, 8, H100)
     return {
@@ -105,10 +103,9 @@ def depth_rows(repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=[*rows(), "depth"])
-    parser.add_argument("--json", help="write all rows to this file")
     arguments = parser.parse_args()
     results = []
     for name in rows():
@@ -130,10 +127,8 @@ def main() -> None:
             f"solve at 96 layers {deep['solve_s']:.2f} s over 12 layers {shallow['solve_s']:.2f} s"
             f" = {ratio:.2f} (aim ≤ 2)"
         )
-    if arguments.json:
-        document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": results}
-        document["depth"] = depth
-        pathlib.Path(arguments.json).write_text(json.dumps(document, indent=1))
+    about = {"jax": jax.__version__, "cores": os.cpu_count()}
+    write_json(arguments.json, {**about, "rows": results, "depth": depth})
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""Seconds that `autopar plan` takes from start to finish for 200, 1,024 and 4,096 devices.
+"""How long `autopar plan` takes from start to finish for 200, 1,024 and 4,096 devices.
 
     python -m benchmarks.planning_at_scale [--only NAME] [--json FILE]
 
-Each row is the command as a user types it, in a process of its own: Python and JAX start, the
-model's file is imported, the step is traced, planned, saved and its report written. No device is
-needed. `cpu_s` is the processor time of that process and its children, which a busy machine changes
-less than the clock's. With --json, rows that the file has already are kept unless they are made
-again.
+Each row runs the command as a user types it, in its own process: Python and JAX start, the model's
+file is imported, the step is traced, planned and saved, and its report written. No device is
+needed. `cpu_s` is the processor time of that process and its children, which depends less on other
+load than wall time. With --json, rows already in the file are kept unless they are measured again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import pathlib
 import resource
@@ -24,10 +21,11 @@ from typing import Any
 
 import autopar
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import read_rows, script_parser, write_json
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# Name -> what is typed after `autopar plan`.
+# Name -> the arguments of `autopar plan`.
 CASES: dict[str, list[str]] = {
     "Llama2-13B on 50×4 V100": [
         "examples/llama.py:make_step", "--set", "size=13b", "--set", "batch=1024",
@@ -80,12 +78,10 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--only", choices=list(CASES), action="append")
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
-    target = pathlib.Path(options.json) if options.json else None
-    rows = json.loads(target.read_text())["rows"] if target and target.exists() else {}
+    rows = read_rows(options.json) or {}
     for name in options.only or CASES:
         row = rows[name] = measure(name)
         print(
@@ -94,8 +90,7 @@ def main() -> None:
             f"step {row['step_s']:.2f} s, peak {row['peak_gib']:.1f} GiB",
             flush=True,
         )
-        if target:
-            target.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        write_json(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

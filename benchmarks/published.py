@@ -1,24 +1,24 @@
-"""Figures that others measured and published, with where they are from; to set beside ours.
+"""Figures that others measured and published, with their sources, for comparison with ours.
 
 `PUBLISHED` has TFLOPS per GPU on clusters of p3.16xlarge: 8 V100s of 16 GB to a host, 25 Gb/s
-between hosts, global batches of 1024 sequences or 1536 images. They are from "Alpa: Automating
+between hosts, global batches of 1024 sequences or 1536 images. They come from "Alpa: Automating
 Inter- and Intra-Operator Parallelism for Distributed Deep Learning" (Zheng et al., OSDI '22,
-section 8.1), of its own system and of the baselines that it ran there: Megatron-LM for GPT,
-DeepSpeed for MoE, pipeline and data parallelism for Wide-ResNet.
+section 8.1): its own system and the baselines that it ran there, Megatron-LM for GPT, DeepSpeed for
+MoE, pipeline and data parallelism for Wide-ResNet.
 
-**Which flops they count.** The benchmark code that was published with the paper
+**Which flops they count.** The benchmark code published with the paper
 (github.com/alpa-projects/alpa, `benchmark/alpa`) has `use_remat = True` in all suites of GPT and
-MoE and counts the forward pass twice then: 96 B S L H² (1 + S / 6H) + 6 B S H V for GPT, after
+MoE and then counts the forward pass twice: 96 B S L H² (1 + S / 6H) + 6 B S H V for GPT, after
 Megatron-LM (Narayanan et al., SC '21). A plan that recomputes less does fewer flops for the same
-tokens, so its own flops per second would say nothing. `published_flops` therefore gives the flops
+tokens, so its own flops per second would say nothing. `published_flops` therefore returns the flops
 of that count, whatever a plan recomputes: divided by seconds and GPUs, they are tokens per second
-in the unit of the paper. Wide-ResNet's are counted by XLA on the compiled program; ours are those
-of all convolutions, forward once and backward twice, and a few percent may lie between the two.
+in the paper's unit. For Wide-ResNet the paper counts XLA's flops of the compiled program; we count
+all convolutions, forward once and backward twice. The two may differ by a few percent.
 
 **What those models held.** GPT: float16 parameters, a float32 copy, Adam's moments in float32
 (the same `benchmark/alpa`, `create_train_state`). MoE: float16 parameters and a float32 copy with
 *Adafactor*, whose state is a row and a column of every matrix. With Adam, 70 billion parameters
-are 16 bytes each with their gradients, 17.6 GB on each of 64 GPUs that have 16.9. Wide-ResNet:
+take 16 bytes each with their gradients, 17.6 GB on each of 64 GPUs that have 16.9. Wide-ResNet:
 float32, SGD with momentum.
 """
 
@@ -35,9 +35,9 @@ PAPER = "Alpa, OSDI '22, section 8.1"
 
 @dataclass(frozen=True)
 class Measured:
-    """TFLOPS per GPU that were measured; None where it failed.
+    """Measured TFLOPS per GPU; None where the run failed.
 
-    plan:  what is known of the plan that Alpa found: its published `suite_auto_*.py`.
+    plan:  Alpa's plan, as far as its published `suite_auto_*.py` gives it.
     """
 
     gpus: int
@@ -73,7 +73,7 @@ PUBLISHED: dict[str, Measured] = {
     "wresnet-13b": Measured(64, 5.3, PP_DP, None, "8 stages of 8, 38 micro-batches of 40"),
 }
 
-# Bytes that a 16 GB V100 has, as its driver says (`autopar/targets/v100-16gb.txtpb`).
+# Bytes of a 16 GB V100 by its driver (`autopar/measure/verify/gpu_targets/v100-16gb.txtpb`).
 V100_MEMORY_BYTES = 16_935_682_048
 
 # Llama2-7B on 8 H100s, fully sharded: tokens per second and GPU, about 46 % of peak.
@@ -82,7 +82,7 @@ MAXTEXT = "MaxText, FSDP on 8 H100"
 
 
 def published_flops(example: Example) -> float:
-    """Flops of a step as the published figures count them (see the module's text)."""
+    """Flops of a step as the published figures count them (see the module docstring)."""
     config: Any = example.config
     family = example.name.split("-")[0]
     if family == "wresnet":
@@ -96,7 +96,7 @@ def published_flops(example: Example) -> float:
         raise ValueError(f"no published count is known for {example.name!r}")
     attention = 8 * hidden**2 + 4 * seq * hidden
     ffn = 4 * config.ffn_multiplier * hidden**2
-    slots = 2 * config.group_size  # each token has room with two experts
+    slots = 2 * config.group_size  # two experts have room for each token
     routing = 2 * hidden * config.num_experts + 2 * slots + 4 * hidden * slots
     pair = 2 * attention + ffn + 2 * ffn + routing
     return 4 * tokens * layers / 2 * pair + head

@@ -1,38 +1,39 @@
-"""What running a pipeline on Ray costs over the same plan in this process, and how long it takes to
-start. CPU meshes, a local Ray.
+"""The cost of running a pipeline on Ray over the same plan in this process, and its start time.
 
     python -m benchmarks.ray_runtime [--rounds N] [--case NAME] [--starts N] [--json FILE]
 
-**Steps.** A GPT is planned once. The plan runs on Ray, one worker process per device, and in this
-process on as many virtual devices, in turns: a step there, a step here, each waited for, with a
-batch that was placed before. The ratio is the median over such rounds. On a machine that is busy
-with other work, two more say what it hides:
+CPU meshes, a local Ray.
 
-    cpu_ratio    processor seconds of all workers and the driver over those of a step here: what
-                 work is added. Others change it little, but it does not see idle waits.
-    quiet_ratio  the fastest step there over the fastest here.
+**Steps.** A GPT is planned once. The plan runs on Ray, with one worker process per device, and in
+this process on as many virtual devices, alternating: a step there, a step here, each waited for,
+with a batch that was placed before. The ratio is the median over these rounds. On a busy machine,
+two more ratios help:
 
-For both to have the same means, XLA runs every program on one thread
+    cpu_ratio    processor seconds of all workers and the driver over those of a local step: the
+                 added work. Other load hardly changes it, but it does not see idle waits.
+    quiet_ratio  the fastest step on Ray over the fastest local one.
+
+To compare like with like, XLA runs every program on one thread
 (`--xla_cpu_multi_thread_eigen=false`, passed on to the workers): otherwise one process would share
-one pool between all its devices, and each worker would have a pool of its own. Devices here then
-are threads and there processes, which a system with fewer cores than devices shares out alike,
-provided that they have the same priority: Ray gives its workers a low one (niceness 15), which is
-turned off here (`RAY_worker_niceness=0`), as others on a busy machine would go first.
-What stays different: arrays cross by TCP there and by a copy in memory here; a mesh of two
-processes reduces by gloo there and by shared memory here.
+one thread pool between all its devices, while each worker would have its own pool. Local devices
+are then threads and remote devices processes. The system shares its cores fairly between them if
+their priorities are equal: Ray lowers its workers' priority (niceness 15), which is turned off here
+(`RAY_worker_niceness=0`). Two differences remain: arrays move by TCP on Ray and by a copy in memory
+here, and a mesh of two processes reduces by gloo on Ray and by shared memory here.
 
-`stage_program_ms` is a step's processor time here over the number of its forward and backward stage
-programs, all devices of a mesh together: a mean, of which a forward stage program has less. It is
-to be well over 50 ms.
+`piece_ms` is the processor time of a local step over the number of its forward and backward
+stage programs, all devices of a mesh together. It is a mean: a forward stage program takes less.
+It should be well over 50 ms.
 
-**Driver.** `call_ms` is the time in `step(…)` when there is room for another step, with the batch
-on the workers; `upload_call_ms` with a batch of NumPy arrays. `num_calls` are remote calls per
-step, `store_bytes` and `store_objects` what Ray's object store says was created per step.
+**Driver.** `call_ms` is the time in `step(…)` when another step may be dispatched and the batch is
+on the workers; `upload_call_ms` is the same with a batch of NumPy arrays. `num_calls` are remote
+calls per step, `store_bytes` and `store_objects` what Ray's object store reports as created per
+step.
 
-**Start.** From `autopar.init` to the end of the first step, in a process of its own: `cold` without
-Ray, `warm` with a Ray that runs, `again` by a second `init` in the same process. In parts: Ray
-(with reserving its resources), planning, workers, compiling (with exporting and sending programs),
-the first step (with sending the state).
+**Start.** From `autopar.init` to the end of the first step, in a separate process: `cold` without
+Ray, `warm` with Ray running, `again` by a second `init` in the same process. Its parts: Ray
+(including reserving resources), planning, workers, compiling (including exporting and sending
+programs), the first step (including sending the state).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from autopar.api import make_executable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.executable import RemoteExecutable
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 NUM_MICRO_BATCHES = 4
@@ -77,8 +79,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT with one layer per stage. `rows`: of a micro-batch, so that its stage programs take 50
-    ms."""
+    """A GPT with one layer per stage. `rows` of a micro-batch are chosen so that its stage programs
+    take 50 ms."""
 
     num_stages: int
     processes_per_stage: int = 1
@@ -118,7 +120,7 @@ CASES = [Case(2), Case(4), Case(2, 2, 12), Case(2, schedule="1f1b_eager")]
 
 
 class Sides:
-    """The same planned step on Ray and here, each with a state and a batch of its own."""
+    """The same planned step on Ray and here, each with its own state and batch."""
 
     def __init__(self, case: Case) -> None:
         model = case.example()
@@ -145,7 +147,7 @@ class Sides:
         self.pids = [w.hello.pid for mesh in remote.meshes for w in mesh.group.workers]
 
     def run_there(self) -> float:
-        """A step on Ray; gives the seconds in the call."""
+        """Runs a step on Ray; returns the seconds in the call."""
         started = time.perf_counter()
         self.state, loss = self.step(self.state, self.batch)
         called = time.perf_counter() - started
@@ -201,7 +203,7 @@ def step_figures(sides: Sides, rounds: int) -> dict[str, Any]:
 
 
 def timed(run: Callable[[], Any], pids: list[int]) -> tuple[float, float, Any]:
-    """Seconds, processor seconds of these processes, and what the function gives."""
+    """Seconds, processor seconds of these processes, and the function's result."""
     cpu_s, started = sum(map(cpu_seconds, pids)), time.perf_counter()
     value = run()
     seconds = time.perf_counter() - started
@@ -214,7 +216,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def driver_figures(sides: Sides) -> dict[str, Any]:
-    """What calls cost the driver, with batches that it must send."""
+    """The driver's cost of a call that sends a batch."""
     called_s = []
     before = object_store()
     for _ in range(STORE_STEPS):
@@ -237,7 +239,7 @@ def driver_figures(sides: Sides) -> dict[str, Any]:
 
 
 def object_store() -> tuple[int, int]:
-    """How many objects, and bytes, were ever put into Ray's store."""
+    """(objects, bytes) ever put into Ray's object store."""
     import ray
     from ray._private.internal_api import node_stats
 
@@ -255,7 +257,7 @@ def object_store() -> tuple[int, int]:
 
 
 def start_once(case: Case) -> dict[str, float]:
-    """Seconds from `init` to the end of a first step, in parts; leaves the session open."""
+    """Seconds from `init` to the end of the first step, by part; leaves the session open."""
     model = case.example()
     state, batch = model.create_state(), model.make_batch()
     jax.block_until_ready((state, batch))
@@ -285,7 +287,7 @@ def start_once(case: Case) -> dict[str, float]:
 
 
 def measure_start(kind: str) -> dict[str, float]:
-    """In this process, which has done nothing before."""
+    """Measures a start in this fresh process."""
     case = CASES[0]
     load = os.getloadavg()[0]
     if kind != "cold":
@@ -342,17 +344,15 @@ def write(path: str | None, rows: dict[str, Any], begun: dict[str, Any]) -> None
         "rows": rows,
         "start": begun,
     }
-    if path:
-        pathlib.Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    write_json(path, document)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case", help="only cases whose name contains this")
-    parser.add_argument("--starts", type=int, default=2, help="how often to start, each way")
+    parser.add_argument("--starts", type=int, default=2, help="starts of each kind")
     parser.add_argument("--start", choices=("cold", "warm", "again"), help=argparse.SUPPRESS)
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     if options.start:
         print(json.dumps(measure_start(options.start)))

@@ -1,11 +1,11 @@
-"""Prints the description of this machine's GPU in the form of `autopar/targets/*.txtpb`.
+"""Prints a description of this machine's GPU, as in `autopar/measure/verify/gpu_targets`.
 
     python -m benchmarks.read_target > my_gpu.txtpb
     python -m benchmarks.read_target --compare h200-141gb
 
-Needs a GPU and its driver. Figures are those that the CUDA driver gives (`libcuda`, by ctypes),
-which is where XLA has them from. `--compare` names every figure that differs from a description of
-the package.
+This needs a GPU and its driver. The figures come from the CUDA driver (`libcuda`, by ctypes), which
+is where XLA gets them. `--compare` lists every figure that differs from a description in the
+package.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ATTRIBUTES = {
     "registers_per_core_limit": 82,
     "shared_memory_per_block_optin": 97,
 }
-# Units for float32 of a multiprocessor, by compute capability.
+# Float32 units of a multiprocessor, by compute capability.
 _FPUS = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 _FPUS_OTHERS = 128
 
 
 def read_gpu(number: int) -> tuple[dict[str, int], str, int]:
-    """(attributes, name, bytes of memory) as the driver says."""
+    """(attributes, name, bytes of memory) from the driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise SystemExit(f"no CUDA driver here: {error}") from error
+        raise SystemExit(f"no CUDA driver found: {error}") from error
 
     def call(name: str, *arguments: object) -> None:
         status = getattr(cuda, name)(*arguments)
@@ -125,15 +125,15 @@ def differences(ours: str, found: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", type=int, default=0, help="its number")
-    parser.add_argument("--compare", metavar="NAME", help="a target of the package")
+    parser.add_argument("--gpu", type=int, default=0, help="number of the GPU")
+    parser.add_argument("--compare", metavar="NAME", help="a target in the package")
     options = parser.parse_args()
     text = description(*read_gpu(options.gpu))
     if options.compare is None:
         sys.stdout.write(text)
         return
     found = differences(load_target(options.compare).config, text)
-    print("\n".join(found) or f"as {options.compare}")
+    print("\n".join(found) or f"the same as {options.compare}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Size, time to write and time to load of a plan's report.
+"""Size, write time and load time of a plan's report.
 
     python -m benchmarks.report_page [plan.json …] [--json FILE]
 
-Without a file, GPT-39B is planned for 64 H100s first (no device is needed; about a minute). A page
-is loaded five times in Chromium (`AUTOPAR_CHROMIUM`, or on the path): `load_s` is the median until
-all sections are there and painted, `main_thread_s` the processor time that the page's thread took
-for it, which a busy machine changes less.
+Without a file, it first plans GPT-39B for 64 H100s (no device needed; about a minute). Chromium
+(`AUTOPAR_CHROMIUM`, or on the path) loads the page five times: `load_s` is the median time until
+all sections are painted, `main_thread_s` the processor time of the page's main thread, which
+depends less on other load.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autopar
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser
 from benchmarks.stage_planning import CASES
 
 CASE = "GPT-39B on 8×8"
@@ -77,9 +77,8 @@ def loaded(page_file: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("plans", nargs="*", help="files that plan.save() wrote")
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = script_parser(__doc__)
+    parser.add_argument("plans", nargs="*", help="files written by plan.save()")
     arguments = parser.parse_args()
     plans = {pathlib.Path(p).stem: autopar.ParallelPlan.load(p) for p in arguments.plans}
     if not plans:
@@ -93,7 +92,7 @@ def main() -> None:
             print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
     if arguments.json:
         text = json.dumps({"machine": machine(), "rows": rows}, indent=1, ensure_ascii=False)
-        arguments.json.write_text(text + "\n")
+        pathlib.Path(arguments.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":

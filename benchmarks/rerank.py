@@ -1,18 +1,15 @@
-"""Re-ranking: what running the best few plans gains, what it costs, and what the second time costs.
+"""Re-ranking: what running the best few plans gains and costs, the first and the second time.
 
     python -m benchmarks.rerank --json FILE    (8 virtual CPU devices)
 
-Each model is planned without and with `ShardingOptions(rerank=…)`, the latter twice with a database
-of its own that is empty at first. A row tells the measured step of the plan that was predicted to
-be best and of the one that was taken, and the seconds of planning in all three cases.
+Each model is planned without and with `ShardingOptions(rerank=…)`, the latter twice with its own
+database, empty at first. A row has the measured step of the plan predicted to be best and of the
+chosen plan, and the planning time in all three cases.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import tempfile
 import time
 from typing import Any
@@ -24,13 +21,14 @@ import jax
 import autopar
 from benchmarks.accuracy import models
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 NUM_DEVICES = 8
 
 
 def planned_in(example: Example, num: int) -> tuple[autopar.ParallelPlan, float]:
-    """A plan on one mesh, and the seconds that it took to find."""
+    """A plan on one mesh, and the seconds spent planning."""
     method = autopar.ShardParallel(options=autopar.ShardingOptions(rerank=num))
     step = autopar.parallelize(example.train_step, method=method)
     started = time.perf_counter()
@@ -73,10 +71,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = script_parser(__doc__)
     parser.add_argument("--plans", type=int, default=6)
-    parser.add_argument("--tiny", action="store_true", help="a small model alone")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--tiny", action="store_true", help="only a small model")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     examples = [build("mlp-tiny")] if options.tiny else list(models().values())
@@ -89,8 +86,7 @@ def main() -> None:
         row = row_of(example, options.plans)
         print(line(row), flush=True)
         document["rows"].append(row)
-        if options.json:
-            pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""A scan over layers beside the same layers written out: objective per layer and seconds to solve.
+"""A scan over layers against the same layers written out: objective per layer and solve time.
 
     python -m benchmarks.scan_layers [--json FILE]
 
-Each GPT is solved at two depths on a mesh that prices communication alone, and on one of H100s,
-which prices compute too. There the scan is a little dearer: its carry goes through memory in every
-trip, and JAX takes the attention mask out of the loop, so that each trip reads it.
+Each GPT is solved at two depths on a mesh that prices only communication, and on H100s, where
+compute is priced too. There a scanned layer costs a little more: its carry goes through memory in
+every iteration, and JAX hoists the attention mask out of the loop, so each iteration reads it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -21,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import autopar
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 # name -> (model, overrides, batch)
@@ -71,12 +70,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = script_parser(__doc__)
     options = parser.parse_args()
     document = {"jax": jax.__version__, "depths": DEPTHS, "mesh": [2, 4], "rows": rows()}
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,27 @@
 
     python -m benchmarks.segments --json benchmarks/results/segments_cpu.json   (8 virtual CPUs)
 
-For each model and mesh the three passes run (analysis, profile, search). Then whole steps are
-compiled and timed in turns: the plan that the search found and its runners-up, what the cost model
-alone would plan, and plans that differ in how products are split, good and poor ones. Told are what
-the passes took, the step that was put together from segments over the step as it runs, and the
-*regret*: the time of the plan that was found over that of the fastest of all; before the search's
-best few were run as whole steps (`unchecked`), and after.
+For each model and mesh, the three passes run (analysis, profile, search). Then whole steps are
+compiled and timed interleaved: the search's plan and its runners-up, the cost model's plan, and
+plans that split products differently, good and poor ones. A row has the time of the passes, the
+step composed of segments over the step as it runs, and the *regret*: the time of the search's plan
+over that of the fastest plan, both before (`unchecked`) and after the search's best few were run as
+whole steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import random
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["AUTOPAR_CACHE"] = "off"  # nothing is known from earlier runs
+os.environ["AUTOPAR_CACHE"] = "off"  # ignore earlier runs
 
 import jax
 
@@ -38,6 +36,7 @@ from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
 from benchmarks.accuracy import NUM_DEVICES, Runner, mesh_shape, models
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import command_line, script_parser, write_json
 
 
 def measure(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
@@ -126,15 +125,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
     parser.add_argument("--meshes", nargs="+", type=mesh_shape, default=[(8,)])
     parser.add_argument("--top", type=int, default=8, help="combinations per segment")
-    parser.add_argument("--limit-s", type=float, default=1.0, help="of timing one program")
-    parser.add_argument("--check", type=int, default=3, help="plans of the search that are run")
-    parser.add_argument("--plans", type=int, default=12, help="other plans that are timed")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each plan is timed")
-    parser.add_argument("--json", help="write all rows to this file")
+    parser.add_argument("--limit-s", type=float, default=1.0, help="for timing one program")
+    parser.add_argument("--check", type=int, default=3, help="plans of the search to run")
+    parser.add_argument("--plans", type=int, default=12, help="other plans to time")
+    parser.add_argument("--rounds", type=int, default=7, help="timings per plan")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     rows = []
@@ -142,11 +140,8 @@ def main() -> None:
         for shape in options.meshes:
             rows.append(measure(name, shape, options))
             print(line(rows[-1]), flush=True)
-            if options.json:
-                command = " ".join(["python -m benchmarks.segments", *sys.argv[1:]])
-                about = {"command": command, **machine(), "load": os.getloadavg()[0]}
-                text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
-                pathlib.Path(options.json).write_text(text)
+            about = {"command": command_line("benchmarks.segments"), **machine()}
+            write_json(options.json, {**about, "load": os.getloadavg()[0], "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Serving beside a decode loop written by hand, and its latencies over HTTP, on one device.
+"""Serving against a hand-written decode loop, and its latencies over HTTP, on one device.
 
     python -m benchmarks.serving --json FILE [--only MODEL …] [--batches N …] [--limit-s 540]
     python -m benchmarks.serving --tiny --json FILE     (small models, on any device)
 
-Rows of kind `decode`: tokens per second of the engine of `examples/llm_serving`, all slots taken,
-over those of `benchmarks/serving_loop.py` with the same weights, batch and cache. Both run in turn,
-round by round; `ratio` is the median over rounds of the engine's best way over the loop's best.
-The engine hands out every token as it comes; the loop gives all of them at the end.
+Rows of kind `decode`: tokens per second of the engine of `examples/llm_serving`, all slots in use,
+over those of `benchmarks/serving_loop.py` with the same weights, batch and cache. Both alternate,
+round by round; `ratio` is the median over rounds of the engine's best variant over the loop's best.
+The engine hands out every token as it comes; the loop returns all of them at the end.
 `same_tokens` is the share of sequences whose first tokens agree; in bfloat16 another order of sums
 may choose another token.
 
-Rows of kind `http`, of one model: 1, 8 and 64 clients in a process of their own
-(`benchmarks/serving_load.py`), each asking again as soon as it has its answer.
+Rows of kind `http`, for one model: 1, 8 and 64 clients in a separate process
+(`benchmarks/serving_load.py`), each sending its next request when the previous answer is complete.
 
-Every model has a process of its own. Rows are written as they come; a row that the file has already
-is not measured again; what has not begun when the time is up is left out.
+Every model runs in its own process. Rows are written as they come; a row already in the file is not
+measured again; models that have not begun when the time is up are left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import threading
 import time
 from typing import Any
 
+from benchmarks.script import check_names, command_line, script_parser, write_json
 from benchmarks.serving_cases import MODELS, TINY_MODELS, TINY_SIZES, Sizes
 
 STEPS_PER_CALL = (1, 8)
@@ -40,7 +41,7 @@ WAIT_S = 600.0
 
 
 class Decode:
-    """Engine and loop of one model and batch."""
+    """The engine and the loop for one model and batch."""
 
     def __init__(self, config: Any, sizes: Sizes, batch: int, steps_per_call: tuple[int, ...]):
         import jax
@@ -100,21 +101,21 @@ class Decode:
             completion = self.engines[steps_per_call].submit(prompt, params)
             completion.listen(functools.partial(note, index))
             completions.append(completion)
-        # Tokens are read at the end, as the loop's are. One that came before `listen` is not told
-        # of; then the engine's own figures say when it is idle.
+        # Tokens are read at the end, as for the loop. The listener misses tokens that came before
+        # `listen`; then the engine's statistics say when it is idle.
         while not is_over.wait(0.25):
             stats = self.engines[steps_per_call].stats()
             if not stats["requests_waiting"] + stats["requests_running"]:
                 break
         tokens = [[one.token_id for one in each.tokens(WAIT_S)] for each in completions]
-        # From the end of the first call of each: the tokens of a call come at once.
+        # Timed from the end of the first call, since the tokens of a call come at once.
         begin = max(own[steps_per_call] for own in times)
         end = min(own[-1] for own in times)
         count = sum(begin < at <= end for own in times for at in own)
         return count / (end - begin), tokens
 
     def loop_round(self, name: str, num_tokens: int) -> tuple[float, list[list[int]]]:
-        """The same of the loop."""
+        """The same for the loop."""
         import numpy as np
 
         started = time.perf_counter()
@@ -139,7 +140,7 @@ def measure_decode(decode: Decode) -> dict[str, Any]:
     for name in decode.loops:
         ways[f"loop_{name}"] = lambda name=name: decode.loop_round(name, num_tokens)
     first_s, tokens = {}, {}
-    for name, run in ways.items():  # compiles, and gives the tokens to compare
+    for name, run in ways.items():  # compiles, and returns the tokens to compare
         started = time.perf_counter()
         _, tokens[name] = run()
         first_s[name] = time.perf_counter() - started
@@ -166,7 +167,7 @@ def measure_decode(decode: Decode) -> dict[str, Any]:
 
 
 def measure_http(engine: Any, sizes: Sizes, num_clients: int) -> dict[str, Any]:
-    """A server on `engine` in this process, the clients in another."""
+    """Runs a server on `engine` in this process and the clients in another."""
     from examples.llm_serving.running import SWITCH_S, serving
     from examples.llm_serving.server import Server
 
@@ -183,7 +184,7 @@ def measure_http(engine: Any, sizes: Sizes, num_clients: int) -> dict[str, Any]:
 
 
 def warm_up(engine: Any, sizes: Sizes) -> None:
-    """Compiles prefill for every length of prompt that clients send."""
+    """Compiles prefill for every prompt length that clients send."""
     from examples.llm_serving.requests import SamplingParams
 
     for length in sizes.prompt_lengths:
@@ -191,7 +192,7 @@ def warm_up(engine: Any, sizes: Sizes) -> None:
 
 
 def run_model(name: str, options: argparse.Namespace) -> None:
-    """In a process of its own: the machine, then rows, as lines of JSON."""
+    """Runs in its own process: prints the machine, then rows, as lines of JSON."""
     import jax
 
     import autopar
@@ -253,51 +254,46 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", required=True, help="where rows are written, and read again")
+    parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="these models, in this order")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="end after that many seconds")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="stop after that many seconds")
     parser.add_argument("--steps-per-call", type=int, nargs="+", default=list(STEPS_PER_CALL))
-    parser.add_argument("--batches", type=int, nargs="+", help="these alone; default: 1 8 64")
-    parser.add_argument("--http", metavar="MODEL", help="which one clients ask; 'none' for none")
+    parser.add_argument("--batches", type=int, nargs="+", help="only these; default: 1 8 64")
+    parser.add_argument(
+        "--http", metavar="MODEL", help="model for the HTTP clients; 'none' for none"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models, on any device")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.json is None:
+        parser.error("--json is required: rows are written there, and read by the next run")
     if options.steps_per_call[0] != 1:
-        parser.error("--steps-per-call: the first must be 1, which HTTP is measured with")
+        parser.error("--steps-per-call: the first must be 1, which the HTTP rows use")
     options.http = options.http or ("opt-tiny" if options.tiny else "opt-1.3b")
     if options.model:
         run_model(options.model, options)
         return
-    from benchmarks.one_gpu import lines_of
+    from benchmarks.one_gpu import rows_of
 
     models = TINY_MODELS if options.tiny else MODELS
     wanted = options.only or list(models)
-    if unknown := set(wanted) - set(models):
-        parser.error(f"--only: {unknown.pop()!r} is none of {', '.join(models)}")
+    check_names(parser, "--only", wanted, models)
     path = pathlib.Path(options.json)
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows: list[dict[str, Any]] = document.pop("rows")
-    command_line = " ".join(["python -m benchmarks.serving", *sys.argv[1:]])
-    document["command"] = command_line.replace(options.json, "FILE")
+    document["command"] = command_line("benchmarks.serving", FILE=options.json)
     ends_s = time.time() + options.limit_s
     for model in wanted:
-        if time.time() > ends_s:
-            print(f"{model}: left out, the time is up", flush=True)
-            continue
         command = [sys.executable, "-m", "benchmarks.serving", "--json", options.json]
         command += ["--model", model, "--http", options.http] + ["--tiny"] * options.tiny
         command += ["--batches", *map(str, options.batches)] if options.batches else []
         command += ["--steps-per-call", *map(str, options.steps_per_call)]
         command += ["--done", *(row["label"] for row in rows)]
-        for line in lines_of(command, ends_s):
-            if "label" not in line:
-                document |= line
-                continue
-            rows.append(line)
-            show(line)
-            path.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
+        for row in rows_of(model, command, ends_s, document):
+            rows.append(row)
+            show(row)
+            write_json(options.json, {**document, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What serving is measured on: names → shapes of models, as Hugging Face's `config.json` has them.
+"""The models of the serving benchmark: names → shapes, as in Hugging Face's `config.json`.
 
-Weights are random and made on the device, so that no files are needed; bfloat16, but for the tiny
-ones, which are for dry runs and for holding the engine's tokens against the loop's.
+Weights are random and created on the device, so no files are needed. They are bfloat16, except for
+the tiny models, which are for dry runs and for comparing the engine's tokens with the loop's.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of all cases of a run.
+    """Sizes of all cases of a run.
 
     Attributes:
-      prompt, new_tokens: of every sequence of the decode comparison.
-      length: places of the cache, of the engine and of the loop alike.
-      prompt_lengths, answer: of the load over HTTP.
+      prompt, new_tokens: of every sequence in the decode comparison.
+      length: entries of the cache, both of the engine and of the loop.
+      prompt_lengths, answer: of the HTTP load.
     """
 
     batches: tuple[int, ...] = (1, 8, 64)

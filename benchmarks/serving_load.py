@@ -1,11 +1,11 @@
-"""Clients of a completions server, in a process of their own: a URL → latencies and tokens/s.
+"""Clients of a completions server, in a separate process: a URL → latencies and tokens/s.
 
     python -m benchmarks.serving_load URL --clients 8 --seconds 20 --prompt-lengths 16,64,256
 
-Each client asks, reads the stream to its end and asks again (a closed loop), with prompts of random
-token ids of mixed lengths. The first seconds are not counted. One JSON object is printed: time to
-the first token, per token after it, and of whole requests, in milliseconds, and the tokens per
-second of all clients together.
+Each client sends a request, reads the stream to its end and sends the next (a closed loop), with
+prompts of random token ids of mixed lengths. The first seconds are not counted. It prints one JSON
+object: time to the first token, per token after it, and of whole requests, in milliseconds, and the
+tokens per second of all clients together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Load:
-    """What all clients see between `begin` and `end`."""
+    """What all clients observe between `begin` and `end`."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -103,7 +103,7 @@ class Load:
 
 
 def _percentile_ms(seconds: list[float], percent: float) -> float | None:
-    """None where nothing was seen."""
+    """None without samples."""
     if not seconds:
         return None
     ordered = sorted(seconds)

@@ -1,9 +1,9 @@
-"""A decode loop as one writes it by hand: configuration and parameters → tokens, on one device.
+"""A hand-written decode loop: configuration and parameters → tokens, on one device.
 
-This is what serving is measured against (`benchmarks/serving.py`): plain `jax.jit`, one product for
-queries, keys and values, one for gate and up, the cache donated and written in place, each sequence
-at its own position, the most likely token fed back on the device. Two ways to drive it: one call
-per token without waiting for any, and `lax.scan` over many tokens in one call.
+This is the reference of `benchmarks/serving.py`: plain `jax.jit`, one product for queries, keys and
+values, one for gate and up, the cache donated and written in place, each sequence at its own
+position, the most likely token fed back on the device. There are two ways to drive it: one call per
+token without waiting for any, and `lax.scan` over many tokens in one call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 def fuse_parameters(config: ModelConfig, params: Tree) -> Tree:
-    """The engine's parameters with products that share an input made one; (in, out) matrices."""
+    """The engine's parameters as (in, out) matrices, with products that share an input fused."""
 
     @jax.jit
     def layer(own: Tree) -> Tree:
@@ -95,7 +95,7 @@ class Loop:
     """Decodes a batch of prompts of one length, greedily.
 
     Args:
-      tokens_per_call: with 1 a call per token; otherwise a scan over so many.
+      tokens_per_call: 1 for a call per token; otherwise the length of the scan.
     """
 
     def __init__(self, config: ModelConfig, fused: Tree, tokens_per_call: int):
@@ -120,8 +120,9 @@ class Loop:
         self._call = jax.jit(one if tokens_per_call == 1 else many, donate_argnums=1)
 
     def run(self, cache: Any, tokens: jax.Array, start: int, num_tokens: int) -> tuple[Any, Any]:
-        """From a filled cache and the last token of each prompt, at position `start`: `num_tokens`
-        more (a multiple of tokens per call) → cache, tokens of (num_tokens, batch) or a list."""
+        """From a filled cache and the last token of each prompt, at position `start`, decodes
+        `num_tokens` more (a multiple of tokens per call) → cache, tokens of (num_tokens, batch) or
+        a list."""
         positions = jnp.full(tokens.shape, start, jnp.int32)
         outs = []
         for _ in range(num_tokens // self._tokens_per_call):
@@ -131,7 +132,7 @@ class Loop:
         return cache, outs
 
     def fill(self, cache: Any, prompts: jax.Array) -> Any:
-        """The cache of all but the last token of each prompt (batch, length), one by one."""
+        """Fills the cache with all but the last token of each prompt (batch, length), one by one."""
         for index in range(prompts.shape[1] - 1):
             positions = jnp.full(prompts.shape[:1], index, jnp.int32)
             cache, *_ = self._call(self._params, cache, prompts[:, index], positions)

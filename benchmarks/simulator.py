@@ -1,36 +1,31 @@
-"""The event simulator: how fast it is, and what it says of steps that were measured.
+"""The event simulator: its speed, and its predictions against measured steps.
 
     python -m benchmarks.simulator [--rounds N] [--json FILE]
 
-*Events per second*: a 1F1B step of 16 stages and 256 micro-batches, simulated again and again. An
-event is a run, a send or a receive. Beside the simulation itself stands what comes before it:
-schedule, lists, and work made of lists.
+*Events per second*: simulates a 1F1B step of 16 stages and 256 micro-batches repeatedly. An event
+is a run, a send or a receive. The steps before the simulation are timed too: the schedule, the
+instruction lists, and the simulator's input made from them.
 
-*Simulated over measured*: stage programs are timed one at a time
-(`executable.time_stage_programs`), the step's own lists are simulated with these seconds, transfers
-taken as free, and steps are timed as they run. Virtual devices share the cores of one machine, and
-a simulated mesh has a machine to itself. So:
+*Simulated over measured*: times stage programs one at a time (`executable.time_stage_programs`),
+simulates the step's instruction lists with these times and free transfers, and times whole steps.
+Virtual devices share the cores of one machine, while a simulated mesh has its own machine. So:
 
-    two meshes  of one device each, every program on one thread: side by side where two cores are
-                free. The step is held against the simulation with meshes side by side.
+    two meshes  of one device each, every program on one thread: side by side if two cores are
+                free. The step is compared with the simulation with meshes side by side.
     8 devices   in two or four meshes. Stage programs of several devices keep all cores busy, so
-    that meshes
-                gain nothing by running side by side: the step is held against the simulation with
-                all stage programs on one machine, one after another.
+                meshes gain nothing by running side by side: the step is compared with the
+                simulation in which all stage programs run one after another on one machine.
 
-What a program loses when the other core works too is measured beside it, with two processes that
-know nothing of each other: a simulated mesh loses nothing.
+Two independent processes measure how much a program slows down when the other core works too; a
+simulated mesh does not slow down.
 
 (Layers that wait in a callback instead of computing do not help: JAX runs a program with a callback
-where it is dispatched.) On a machine that does other work, the fastest over the fastest says more.
+where it is dispatched.) On a busy machine, the fastest over the fastest says more.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -57,13 +52,14 @@ from autopar.lower.schedules import make_schedule
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_overhead import in_schedule_order
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 # -- events per second
 
 
 def chain(num_stages: int) -> PipelineTimes:
-    """Stages that send to their neighbours, all alike."""
+    """Equal stages that send to their neighbours."""
     stage_programs = [
         StageProgramTime(stage, phase, 0, seconds)
         for stage in range(num_stages)
@@ -91,7 +87,7 @@ def chain(num_stages: int) -> PipelineTimes:
 
 
 def speed(num_stages: int, num_micro_batches: int, rounds: int) -> dict[str, Any]:
-    """Processor seconds: those of the clock are others' too on a machine that is busy."""
+    """In processor seconds, which depend less on other load than wall time."""
     times = chain(num_stages)
     pipeline, stage_program_s, transfers = pipeline_of_times(
         times, range(num_stages), num_micro_batches
@@ -175,7 +171,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
         measured_s.append(time.perf_counter() - started)
-        # A step uses its state up, so the stage programs get a copy.
+        # A step consumes its state, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
         own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
         stage_programs = executable.time_stage_programs(own)
@@ -210,7 +206,7 @@ print(count, flush=True)
 
 
 def speed_beside_another(seconds: float = 4.0) -> float:
-    """How fast a program on one thread runs beside another such process, over alone."""
+    """The speed of a single-threaded program next to another such process, over its speed alone."""
 
     def started() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", _WORK, str(seconds)]
@@ -234,9 +230,8 @@ def show(name: str, row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     speeds = [speed(16, 256, options.rounds), speed(32, 512, options.rounds)]
@@ -249,21 +244,20 @@ def main() -> None:
             flush=True,
         )
     beside = speed_beside_another()
-    print(f"a program beside another runs at {beside:.2f} of its speed alone", flush=True)
+    print(f"a program next to another runs at {beside:.2f} of its speed alone", flush=True)
     rows = {}
     for case in CASES:
         rows[case.name] = measure(case, options.rounds)
         print(show(case.name, rows[case.name]), flush=True)
-    if options.json:
-        document = {
-            "machine": machine(),
-            "load": [load, os.getloadavg()[0]],
-            "rounds": options.rounds,
-            "speed_beside_another": beside,
-            "speed": speeds,
-            "rows": rows,
-        }
-        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "machine": machine(),
+        "load": [load, os.getloadavg()[0]],
+        "rounds": options.rounds,
+        "speed_beside_another": beside,
+        "speed": speeds,
+        "rows": rows,
+    }
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

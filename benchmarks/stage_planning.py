@@ -1,11 +1,11 @@
-"""Seconds that planning a pipeline takes, everything automatic, for GPTs of growing size and depth.
+"""How long fully automatic pipeline planning takes, for GPTs of growing size and depth.
 
     python -m benchmarks.stage_planning [--only NAME] [--json FILE]
 
-Nothing is compiled and no device is needed: arguments are shapes. Each row is planned from nothing,
-in a process of its own. `cpu` is the processor time of a row, which a busy machine changes less
-than the clock's. Of the plans that the search solves exactly, the step by its tables is set beside
-the exact one. With --json, rows that the file has already are kept unless they are made again.
+Nothing is compiled and no device is needed: arguments are shapes. Each row is planned from scratch
+in its own process. `cpu` is the processor time of a row, which depends less on other load than wall
+time. For the plans that the search solves exactly, the exact step is compared with the step by its
+tables. With --json, rows already in the file are kept unless they are measured again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -25,11 +24,12 @@ import jax.numpy as jnp
 
 import autopar
 from benchmarks.pipeline_rows import line, machine, planned_row
+from benchmarks.script import read_rows, script_parser, write_json
 from examples.models import Example, build
 
 H100 = "h100-sxm"
 BATCH = 1024
-ALPA_39B_S = 2400  # about, on its cluster of 64 V100s: Alpa, OSDI'22
+ALPA_39B_S = 2400  # roughly, on a cluster of 64 V100s: Alpa, OSDI'22
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def growth(rows: dict[str, dict[str, Any]]) -> dict[str, float] | None:
-    """How much longer four times as many layers take."""
+    """How much longer planning takes with four times as many layers."""
     if not all(name in rows for name in GROWTH):
         return None
     few, many = (rows[name] for name in GROWTH)
@@ -72,7 +72,7 @@ def growth(rows: dict[str, dict[str, Any]]) -> dict[str, float] | None:
 
 
 def table_errors(row: dict[str, Any]) -> list[float]:
-    """Exact step over the tables', of each plan that was solved."""
+    """Exact step over the tables' step, for each solved plan."""
     return [exact / by_tables for by_tables, exact in row.get("checked", ())]
 
 
@@ -83,24 +83,21 @@ def _in_own_process(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--only", choices=list(CASES), action="append")
-    parser.add_argument("--json", help="write all rows to this file")
     parser.add_argument("--row", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         print(json.dumps(measure(options.row)))
         return
-    target = pathlib.Path(options.json) if options.json else None
-    rows = json.loads(target.read_text())["rows"] if target and target.exists() else {}
+    rows = read_rows(options.json) or {}
     for name in options.only or CASES:
         rows[name] = _in_own_process(name)
         print(line(name, rows[name]), flush=True)
         errors = ", ".join(f"{error:.3f}" for error in table_errors(rows[name]))
         print(f"{'':22s} exact step over the tables': {errors or 'none solved'}", flush=True)
-        if target:
-            about = {"alpa_39b_on_64_v100_s": ALPA_39B_S, "growth_24_to_96_layers": growth(rows)}
-            target.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        about = {"alpa_39b_on_64_v100_s": ALPA_39B_S, "growth_24_to_96_layers": growth(rows)}
+        write_json(options.json, {**about, "rows": rows})
     found = growth(rows)
     if found:
         print(f"96 layers over 24: {found['planned_s']:.2f} ({found['cpu_s']:.2f} cpu)")

@@ -1,20 +1,19 @@
-"""GB/s of each transport between two processes, beside what the machine can do.
+"""GB/s of each transport between two processes, against the machine's ceilings.
 
     python -m benchmarks.transfers [--json FILE] [--mib 1 16 256] [--rounds N]
 
 Two processes of this host, with CPU devices or both on the first GPU, send a tile back and forth:
-`one way` is half of the time of a round trip, everything included, with one tile on its way at a
-time. `stream` is four tiles sent one after another and acknowledged together, so that what one side
-does overlaps with the other.
+`one way` is half of the round trip, everything included, with one tile in flight at a time.
+`stream` is four tiles sent one after another and acknowledged together, so that both sides overlap.
 
 NCCL refuses two processes on one GPU. With one GPU it is measured from the device to itself, in one
 process; with several, between two processes on the first two.
 
-On CPUs all arrays that arrive are in fresh memory, whose pages the kernel fills with zeros one by
-one; `huge pages` are the same processes with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`.
+On CPUs all arrays arrive in fresh memory, whose pages the kernel zeroes one by one; `huge pages`
+are the same processes with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`.
 
-Ceilings, in the same run and by the same count: on CPUs a copy by NumPy, and bytes over a loopback
-TCP connection into memory that was used before; on GPUs a copy on the device, and NCCL itself from
+The ceilings come from the same run and are counted in the same way: on CPUs a copy by NumPy, and
+bytes over a loopback TCP connection into used memory; on GPUs a copy on the device, and NCCL from
 the device to itself, without JAX. GB are 10⁹ bytes.
 """
 
@@ -35,17 +34,19 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
+from benchmarks.script import script_parser, write_json
+
 WARM_UP = 3
 STREAM_TILES = 4
 LIMIT_S = 240.0
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-# -- what a process does
+# -- the measured processes
 
 
 class Worker:
-    """One of the two; commands come as lines of JSON."""
+    """One of the two processes; it reads commands as lines of JSON."""
 
     def open(self, number: int, transport: str, platform: str) -> Any:
         import jax
@@ -94,7 +95,7 @@ class Worker:
         return seconds[WARM_UP:]
 
     def stream(self, num_bytes: int, rounds: int) -> list[float]:
-        """Seconds per tile, of several that are on their way at once."""
+        """Seconds per tile, with several in flight."""
         tiles = [self._tile(num_bytes) for _ in range(STREAM_TILES)]
         word = self._tile(4)
         seconds = []
@@ -134,7 +135,7 @@ class Worker:
         return array.block_until_ready() if wait else array
 
     def _tag(self, receives: int) -> int:
-        """Both sides count what each of them has sent."""
+        """Both sides count the messages that each has sent."""
         counts = self.__dict__.setdefault("counts", {})
         sender = (self.other if receives else self.own).worker
         key = (sender, receives)
@@ -259,7 +260,7 @@ def _serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-# -- what this process does
+# -- the measuring process
 
 
 class Process:
@@ -314,7 +315,7 @@ class Process:
 
 
 def together(processes: Sequence[Process], *command: Any) -> Any:
-    """A command to all; the first one's answer."""
+    """Sends a command to all processes; returns the first one's answer."""
     for process in processes:
         process.post(*command)
     answers = [process.answer() for process in processes]
@@ -341,7 +342,7 @@ def measure(
     rounds: int,
     variables: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """A transport between as many processes as `visible` has entries: two, or one and itself."""
+    """Measures a transport between two processes, or from one to itself: one per `visible`."""
     rows = []
     processes = [Process(platform, own, variables) for own in visible]
     try:
@@ -407,7 +408,7 @@ def show(one: dict[str, Any]) -> str:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row over the ceilings of its size."""
+    """Adds each row's ratios to the ceilings of its size."""
     limits = {
         (own["transport"].removeprefix("ceiling: "), own["mib"]): own["gb_per_s"]
         for own in rows
@@ -451,11 +452,10 @@ def about(platform: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write all rows to this file")
+    parser = script_parser(__doc__)
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 256])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--cpu", action="store_true", help="CPU devices, also where there are GPUs")
+    parser.add_argument("--cpu", action="store_true", help="CPU devices, even if there are GPUs")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -473,9 +473,8 @@ def main() -> None:
             rows += measure(transport, "gpu", ["0", "0"], sizes, arguments.rounds)
         nccl_on = ["0", "1"] if found["devices"] > 1 else ["0"]
         rows += measure("nccl", "gpu", nccl_on, sizes, arguments.rounds)
-    if arguments.json:
-        result = {**found, "load_after": os.getloadavg()[0], "rows": with_ratios(rows)}
-        pathlib.Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+    result = {**found, "load_after": os.getloadavg()[0], "rows": with_ratios(rows)}
+    write_json(arguments.json, result)
 
 
 def _has_gpu() -> bool:

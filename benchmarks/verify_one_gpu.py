@@ -1,30 +1,29 @@
-"""What `autopar.verify` says of one GPU, beside the same step compiled and run on it.
+"""`autopar.verify` for one GPU, against the same step compiled and run on it.
 
     python -m benchmarks.verify_one_gpu [--json FILE]
 
-Needs a GPU with a description in the package. *Proved* is XLA's peak as compiled for the described
-GPU, in a process that sees none; *compiled* is XLA's peak of the program that runs here; *seen* is
-the most that JAX's allocator had in use while it ran; *predicted* is the plan's. Times: the plan's
+This needs a GPU with a description in the package. *Proved* is XLA's peak as compiled for the
+described GPU, in a process without a GPU; *compiled* is XLA's peak of the program that runs here;
+*seen* is the peak of JAX's allocator while it ran; *predicted* is the plan's. Times: the plan's
 estimate and the median of the measured steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
+import statistics
 from typing import Any
 
 import jax
 
 import autopar
 from autopar.ir.mesh import preset_of
-from benchmarks.one_gpu import median_step_s
+from benchmarks.pipeline_one_gpu import step_times
 from benchmarks.pipeline_rows import machine
+from benchmarks.script import script_parser, write_json
 from examples.models import build
 
 GIB = 2**30
-# Of growing size, since the allocator tells only the most it ever had.
+# In growing size, since the allocator only reports its peak so far.
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt-1.3b", 8, {"num_layers": 4, "num_heads": 16}),
     ("gpt-1.3b", 16, {"num_layers": 4, "num_heads": 16, "attention": "cudnn"}),
@@ -42,7 +41,7 @@ def row(name: str, batch_size: int, **overrides: Any) -> dict[str, Any]:
     step = autopar.parallelize(example.train_step)
     state, batch = example.create_state(), example.make_batch()
     state, _ = step(state, batch)
-    seconds, state = median_step_s(step, state, batch, 10)
+    seconds, state = step_times(step, state, batch, 10)
     assert step.last_executable is not None
     stats = device.memory_stats() or {}
     return {
@@ -54,21 +53,19 @@ def row(name: str, batch_size: int, **overrides: Any) -> dict[str, Any]:
         "compiled_gib": step.last_executable.memory_bytes() / GIB,
         "seen_gib": stats.get("peak_bytes_in_use", 0) / GIB,
         "predicted_step_ms": 1e3 * plan.estimated_step_s,
-        "measured_step_ms": 1e3 * seconds,
+        "measured_step_ms": 1e3 * statistics.median(seconds),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write all rows to this file")
+    parser = script_parser(__doc__)
     options = parser.parse_args()
     rows = []
     for name, batch_size, overrides in CASES:
         rows.append(row(name, batch_size, **overrides))
         print(rows[-1], flush=True)
-    if options.json:
-        about = {**machine(), "device": jax.devices()[0].device_kind, "rows": rows}
-        pathlib.Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+    about = {**machine(), "device": jax.devices()[0].device_kind}
+    write_json(options.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

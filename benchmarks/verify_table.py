@@ -1,17 +1,16 @@
-"""The table of large models within 80 GB, by `autopar.verify`: predicted peaks beside XLA's.
+"""The large models within 80 GB, verified by `autopar.verify`: predicted peaks against XLA's.
 
     python -m benchmarks.verify_table [--model gpt-2.6b …] [--devices 8 64] [--json FILE]
     python -m benchmarks.verify_table --show
 
 Plans the models of `benchmarks.large_models` for 8 and 64 H100s and verifies each plan, as `autopar
-plan … --verify` does. Rows are added to the file one by one (compiling takes minutes), and compared
-with those of `results/large_models.json`, which were planned and compiled by another version of
-JAX. `jax[cuda13]` is needed, a GPU is not.
+plan … --verify` does. Rows are added to the file one by one (compiling takes minutes) and compared
+with those of `results/large_models.json`, which another version of JAX planned and compiled. This
+needs `jax[cuda13]` but no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import autopar
 from autopar.measure.verify.report import VerifiedMesh
 from benchmarks.large_models import GIB, SIZES, cluster_of, example_of, versions
+from benchmarks.script import read_rows, script_parser, write_json
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 DEFAULT = RESULTS / "verify_h100.json"
@@ -124,14 +124,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--layers", type=int, help="shallower models, for dry runs")
-    parser.add_argument("--json", type=pathlib.Path, default=DEFAULT, help="where rows are kept")
+    parser.set_defaults(json=str(DEFAULT))
     parser.add_argument("--show", action="store_true", help="print the table of the file's rows")
     options = parser.parse_args()
-    known = json.loads(options.json.read_text())["rows"] if options.json.is_file() else []
+    known = read_rows(options.json) or []
     if options.show:
         return show(known)
     for num_devices in options.devices:
@@ -140,7 +140,7 @@ def main() -> None:
             known = [r for r in known if (r["model"], r["devices"]) != (model, num_devices)]
             known.append(row)
             about = {"target": "H100 80GB, 8 to a host (compiled, not run)"}
-            options.json.write_text(json.dumps({**about, "rows": known}, indent=1) + "\n")
+            write_json(options.json, {**about, "rows": known})
     show(known)
 
 

@@ -15,11 +15,8 @@ virtual devices are one host.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import pathlib
 import random
 import statistics
 import time
@@ -33,6 +30,7 @@ import jax
 
 import autopar
 from autopar.runtime.timing import spread_of
+from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 from .expert import Expert
@@ -211,11 +209,10 @@ def result_of(runner: Runner) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of one model")
-    parser.add_argument("--json", help="write all rows to this file")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     rows = []
@@ -235,9 +232,8 @@ def main() -> None:
             flush=True,
         )
         rows.append(row)
-        if options.json:
-            document = {"jax": jax.__version__, "cores": os.cpu_count(), "rows": rows}
-            pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+        about = {"jax": jax.__version__, "cores": os.cpu_count()}
+        write_json(options.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":
