@@ -104,7 +104,7 @@ def _is_free_output(origin: Origin, array: PlanArray) -> bool:
 def _unconstrained(origin: Origin, graph: Graph, values: Sequence[int]) -> ShardingProblem:
     """The solver's problem without what the user asks of these values, and of the values of equal
     layers that are tied to them."""
-    allowed, keep = origin.constraints(graph)
+    allowed, keep = origin.solver_constraints(graph)
     released = {*values, *_tied_values(origin, graph, values, allowed)}
     free = {value: layouts for value, layouts in allowed.items() if value not in released}
     problem = origin.sharding.problem

@@ -28,7 +28,7 @@ from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.spec import spec_to_text
 from autopar.ir.why import Alternative, Why
 from autopar.progress import Progress, logged
-from autopar.sharding.layout_constraints import Request
+from autopar.sharding.layout_constraints import LayoutRequest
 from autopar.sharding.marginals import Marginal
 from autopar.sharding.origin import Origin
 
@@ -179,8 +179,8 @@ def _alternative(
 
 def _pinned(origin: Origin, arrays: Sequence[PlanArray]) -> str:
     """What the user asks of the arrays; of state, on either side of the step."""
-    asked, state = origin.asked, origin.step.state
-    requests: list[Request] = []
+    asked, state = origin.constraints, origin.step.state
+    requests: list[LayoutRequest] = []
     for array in arrays:
         match array.kind:
             case ArrayKind.INPUT:

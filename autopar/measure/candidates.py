@@ -190,7 +190,7 @@ def decisions(problem: ShardingProblem) -> Labels:
 
 def _problem(origin: Origin) -> ShardingProblem:
     graph = origin.graph
-    return origin.problem(graph, *origin.constraints(graph))
+    return origin.problem(graph, *origin.solver_constraints(graph))
 
 
 _Entry = tuple[float, int, Origin, GraphSharding]

@@ -35,7 +35,11 @@ from autopar.methods import (
     Zero3Parallel,
     options_of,
 )
-from autopar.sharding.layout_constraints import LayoutConstraints, allowed_layouts, ask
+from autopar.sharding.layout_constraints import (
+    LayoutConstraints,
+    allowed_layouts,
+    constrain_layouts,
+)
 from autopar.sharding.problem import Allowed, StrategyFilter
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.regions import UPDATE
@@ -125,13 +129,13 @@ def divisible_meshes(
 # -- constraints
 
 
-def asked_by(traced: TracedStep, method: OneMeshMethod) -> LayoutConstraints:
+def method_constraints(traced: TracedStep, method: OneMeshMethod) -> LayoutConstraints:
     """What a method asks of inputs, outputs and named values."""
     if isinstance(method, PlacedParallel):
-        return ask(traced, method.in_specs, method.out_specs)
+        return constrain_layouts(traced, method.in_specs, method.out_specs)
     if isinstance(method, ManualParallel):
-        return ask(traced, *_manual_specs(traced, method))
-    return ask(traced, options=options_of(method))
+        return constrain_layouts(traced, *_manual_specs(traced, method))
+    return constrain_layouts(traced, options=options_of(method))
 
 
 def solver_constraints(
@@ -139,10 +143,10 @@ def solver_constraints(
     traced: TracedStep,
     mesh: LogicalMesh,
     method: OneMeshMethod,
-    asked: LayoutConstraints,
+    constraints: LayoutConstraints,
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
-    own = allowed_layouts(graph, traced, mesh, asked, options_of(method))
+    own = allowed_layouts(graph, traced, mesh, constraints, options_of(method))
     if isinstance(method, DataParallel):
         allowed, keep = _data_parallel(graph, traced, mesh, method)
         return {**allowed, **own}, keep
@@ -227,7 +231,7 @@ def _state_to_split(graph: Graph, method: DataParallel) -> set[int]:
 def _manual_specs(
     traced: TracedStep, method: ManualParallel
 ) -> tuple[list[PartitionSpec | None], list[PartitionSpec | None]]:
-    """The user's spec for each input and each output; None where nothing is asked."""
+    """The user's spec for each input and each output; None where the user leaves it open."""
     call, places = traced.call, list(range(len(traced.avals)))
     args, kwargs = call.rebuild(places)
     arguments = (args, kwargs) if kwargs else args

@@ -1,10 +1,10 @@
-"""What is asked of arrays: from paths, patterns and specs to the layouts that each may have.
+"""Constraints on arrays: from paths, patterns and specs to the layouts that each may have.
 
-    method, TracedStep   → Asked     by path, before any mesh is known (`ask`)
-    Asked, LogicalMesh   → value → layouts that its producer may give it (`allowed_layouts`)
+    TracedStep, specs, options       → LayoutConstraints, by path        (`constrain_layouts`)
+    LayoutConstraints, LogicalMesh   → value → layouts that it may have  (`allowed_layouts`)
 
 Arrays are inputs and outputs, by path, and values that `autopar.constrain` named. State enters and
-leaves in one layout, so what is asked of the one is asked of the other.
+leaves in one layout, so a constraint on one holds for the other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Specs = Sequence[PartitionSpec | None]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of one array. `source` is where the user asked for the spec; dimensions that
-    `vmap` added to a named value are not the user's, and the spec does not speak of them."""
+class LayoutRequest:
+    """Constraints on one array. `source`: where the user gave the spec; `vmapped`: dimensions that
+    `vmap` added to a named value, of which the user's spec says nothing."""
 
     path: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Request:
     def is_empty(self) -> bool:
         return self.spec is None and not self.forbidden_axes
 
-    def with_spec(self, spec: PartitionSpec, source: str) -> Request:
+    def with_spec(self, spec: PartitionSpec, source: str) -> LayoutRequest:
         if self.spec is None or _plain(self.spec) == _plain(spec):
             return replace(self, spec=spec, source=source)
         raise SpecError(
@@ -55,23 +55,26 @@ class Request:
 
 @dataclass(frozen=True)
 class LayoutConstraints:
-    inputs: tuple[Request, ...]
-    outputs: tuple[Request, ...]
-    named: tuple[tuple[int, Request], ...]  # (value, what is asked of it)
+    inputs: tuple[LayoutRequest, ...]
+    outputs: tuple[LayoutRequest, ...]
+    named: tuple[tuple[int, LayoutRequest], ...]  # (value, its constraints)
 
 
-def ask(
+def constrain_layouts(
     traced: TracedStep,
     in_specs: Specs | None = None,
     out_specs: Specs | None = None,
     options: ShardingOptions | None = None,
 ) -> LayoutConstraints:
-    """Specs given array by array, and what options ask for by pattern."""
+    """Specs given array by array, and those that options give by pattern."""
     options = options or ShardingOptions()
     inputs = _requests(traced.call.paths, traced.avals, in_specs, "in_specs")
     outputs = _requests(traced.out_paths, traced.out_avals, out_specs, "out_specs")
     named = [
-        (n.value, Request(n.name, tuple(traced.program.avals[n.value].shape), vmapped=n.vmapped))
+        (
+            n.value,
+            LayoutRequest(n.name, tuple(traced.program.avals[n.value].shape), vmapped=n.vmapped),
+        )
         for n in traced.program.named_values()
     ]
     if options.batch_axis is not None:
@@ -93,38 +96,39 @@ def ask(
     )
 
 
-def overridden(asked: LayoutConstraints, by: LayoutConstraints) -> LayoutConstraints:
-    """What is asked, but for the specs of the second, which replace those of the first."""
+def overridden(constraints: LayoutConstraints, by: LayoutConstraints) -> LayoutConstraints:
+    """The first constraints, with the second's specs in place of theirs."""
 
-    def one(own: Request, other: Request) -> Request:
+    def one(own: LayoutRequest, other: LayoutRequest) -> LayoutRequest:
         return own if other.spec is None else replace(own, spec=other.spec, source=other.source)
 
     return LayoutConstraints(
-        tuple(map(one, asked.inputs, by.inputs)),
-        tuple(map(one, asked.outputs, by.outputs)),
+        tuple(map(one, constraints.inputs, by.inputs)),
+        tuple(map(one, constraints.outputs, by.outputs)),
         tuple(
-            (v, one(own, other)) for (v, own), (_, other) in zip(asked.named, by.named, strict=True)
+            (v, one(own, other))
+            for (v, own), (_, other) in zip(constraints.named, by.named, strict=True)
         ),
     )
 
 
-def nothing_asked(request: Request) -> Request:
-    return Request(request.path, request.shape)
+def unconstrained(request: LayoutRequest) -> LayoutRequest:
+    return LayoutRequest(request.path, request.shape)
 
 
 def _requests(
     paths: Sequence[str], avals: Sequence, specs: Specs | None, source: str
-) -> list[Request]:
+) -> list[LayoutRequest]:
     specs = specs if specs is not None else (None,) * len(paths)
     return [
-        Request(path, tuple(aval.shape), spec, source if spec is not None else "")
+        LayoutRequest(path, tuple(aval.shape), spec, source if spec is not None else "")
         for path, aval, spec in zip(paths, avals, specs, strict=True)
     ]
 
 
 def _split_batch(
-    traced: TracedStep, inputs: list[Request], axes: str | Sequence[str]
-) -> list[Request]:
+    traced: TracedStep, inputs: list[LayoutRequest], axes: str | Sequence[str]
+) -> list[LayoutRequest]:
     batch = [i for i in traced.batch if inputs[i].shape]
     if not batch:
         raise ArgumentError(
@@ -133,8 +137,8 @@ def _split_batch(
             "batch_argnums."
         )
     spec = PartitionSpec(axes if isinstance(axes, str) else tuple(axes))
-    asked = {i: inputs[i].with_spec(spec, f"batch_axis={axes!r}") for i in batch}
-    return [asked.get(i, request) for i, request in enumerate(inputs)]
+    split = {i: inputs[i].with_spec(spec, f"batch_axis={axes!r}") for i in batch}
+    return [split.get(i, request) for i, request in enumerate(inputs)]
 
 
 def matching_paths(paths: Sequence[str], pattern: str) -> list[int]:
@@ -145,7 +149,7 @@ def matching_paths(paths: Sequence[str], pattern: str) -> list[int]:
     return [i for i, path in enumerate(paths) if matches(path)]
 
 
-def _matching(requests: Sequence[Request], option: str, pattern: str) -> list[int]:
+def _matching(requests: Sequence[LayoutRequest], option: str, pattern: str) -> list[int]:
     found = matching_paths([request.path for request in requests], pattern)
     if found:
         return found
@@ -172,12 +176,12 @@ def _plain(spec: PartitionSpec) -> tuple:
 # -- before a mesh is chosen
 
 
-def without_moved_state(traced: TracedStep, asked: LayoutConstraints) -> TracedStep:
-    """State that the user wants out in another layout than in is no state: the next step cannot
-    take it as it is, nor can its buffer be used again."""
+def without_moved_state(traced: TracedStep, constraints: LayoutConstraints) -> TracedStep:
+    """The step without state that the user wants out in another layout than in: the next step
+    cannot take it as it is, nor reuse its buffer."""
 
     def moves(i: int, o: int) -> bool:
-        given, wanted = asked.inputs[i].spec, asked.outputs[o].spec
+        given, wanted = constraints.inputs[i].spec, constraints.outputs[o].spec
         return given is not None and wanted is not None and _plain(given) != _plain(wanted)
 
     moved = {(i, o) for i, o in traced.state if moves(i, o)}
@@ -188,13 +192,15 @@ def without_moved_state(traced: TracedStep, asked: LayoutConstraints) -> TracedS
     return replace(traced, state=state, donated=tuple(i for i in traced.donated if i not in inputs))
 
 
-def with_output_nodes(graph: Graph, asked: LayoutConstraints, also: Collection[int] = ()) -> Graph:
-    """Outputs of which something is asked, and those of `also`, get a node of their own, which can
-    have any layout: the op that makes the value may not be able to give it as it is asked for."""
+def with_output_nodes(
+    graph: Graph, constraints: LayoutConstraints, also: Collection[int] = ()
+) -> Graph:
+    """The graph with a node of its own for every constrained output, and for those of `also`. Such
+    a node can have any layout, which the op that makes the value may not be able to give."""
     values, nodes = list(graph.values), list(graph.nodes)
     outputs, producer = list(graph.outputs), dict(graph.producer)
     state = {o for _, o in graph.state}
-    for index, request in enumerate(asked.outputs):
+    for index, request in enumerate(constraints.outputs):
         value = outputs[index]
         is_free = request.is_empty and index not in also
         if is_free or index in state or value is None or not request.shape:
@@ -225,33 +231,33 @@ def allowed_layouts(
     graph: Graph,
     traced: TracedStep,
     mesh: LogicalMesh,
-    asked: LayoutConstraints,
+    constraints: LayoutConstraints,
     options: ShardingOptions,
 ) -> dict[int, frozenset[Layout]]:
-    """Value -> layouts that its producer may give it, for values of which something is asked."""
+    """Constrained value -> layouts that its producer may give it."""
     allowed: dict[int, frozenset[Layout]] = {}
 
-    def restrict(value: int | None, request: Request) -> None:
+    def restrict(value: int | None, request: LayoutRequest) -> None:
         if value is None or request.is_empty:
             return
         own = _layouts_of(request, mesh)
         both = allowed.get(value, own) & own
         if not both:
             raise SpecError(
-                f"{request.path}: what is asked of it in different places leaves no layout on the "
-                f"mesh {_sizes(mesh)}; state enters and leaves in one layout. Ask for less."
+                f"{request.path}: its constraints leave no layout on the mesh {_sizes(mesh)}; "
+                "state enters and leaves in one layout. Drop one of them."
             )
         allowed[value] = both
 
     enters = {o: graph.inputs[i] for i, o in graph.state}
-    for value, request in zip(graph.inputs, asked.inputs, strict=True):
+    for value, request in zip(graph.inputs, constraints.inputs, strict=True):
         restrict(value, request)
-    for index, request in enumerate(asked.outputs):
+    for index, request in enumerate(constraints.outputs):
         restrict(enters.get(index, graph.outputs[index]), request)
-    for value, request in asked.named:
+    for value, request in constraints.named:
         restrict(value, request)
     if not options.allow_replicated_parameters:
-        _split_parameters(graph, traced, mesh, asked, allowed)
+        _split_parameters(graph, traced, mesh, constraints, allowed)
     return allowed
 
 
@@ -259,7 +265,7 @@ def _sizes(mesh: LogicalMesh) -> Mapping[str, int]:
     return dict(zip(mesh.axis_names, mesh.shape, strict=True))
 
 
-def _layouts_of(request: Request, mesh: LogicalMesh) -> frozenset[Layout]:
+def _layouts_of(request: LayoutRequest, mesh: LogicalMesh) -> frozenset[Layout]:
     for axis in request.forbidden_axes:
         if axis not in mesh.axis_names:
             raise MeshError(
@@ -294,7 +300,7 @@ def _split_parameters(
     graph: Graph,
     traced: TracedStep,
     mesh: LogicalMesh,
-    asked: LayoutConstraints,
+    constraints: LayoutConstraints,
     allowed: dict[int, frozenset[Layout]],
 ) -> None:
     """State arrays of two or more dimensions are split somehow, unless the user pinned them or
@@ -303,7 +309,7 @@ def _split_parameters(
         shape, dtype = tuple(traced.avals[i].shape), traced.avals[i].dtype
         if len(shape) < 2 or not jnp.issubdtype(dtype, jnp.inexact):
             continue
-        if asked.inputs[i].spec is not None or asked.outputs[o].spec is not None:
+        if constraints.inputs[i].spec is not None or constraints.outputs[o].spec is not None:
             continue
         value = graph.inputs[i]
         layouts = allowed.get(value) or frozenset(all_layouts(shape, mesh.shape))

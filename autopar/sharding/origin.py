@@ -2,10 +2,10 @@
 
     ParallelPlan.origin   an `Origin` for every plan on one mesh, those of stages included
 
-An origin holds the traced step, the mesh, what was asked, and the solver's choice as numbers; graph
-and cost tables are built when something looks at them. A plan that was read from a file
-has none until it is bound to its function; then the choice is found again from the layouts of its
-inputs, outputs and named values.
+An origin holds the traced step, the mesh, the constraints, and the solver's choice as numbers;
+graph and cost tables are built on demand. A plan that was read from a file has none until it is
+bound to its function; then the choice is found again from the layouts of its inputs, outputs and
+named values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from autopar.methods import (
     options_of,
 )
 from autopar.sharding.blocks import find_blocks
-from autopar.sharding.constraints import asked_by, solver_constraints
+from autopar.sharding.constraints import method_constraints, solver_constraints
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
-    ask,
+    constrain_layouts,
     overridden,
     with_output_nodes,
     without_moved_state,
@@ -66,7 +66,7 @@ class Origin:
     refetch: the plan's backward pass gathers again what the forward pass gathered.
     budget:  bytes per device, or None.
     price:   per byte, at which the budget was kept to; 0 if it did not bind.
-    pins:    what `with_pins` asked for, beside the method; part of `asked`.
+    pins:    those of `with_pins`, beside the method's; part of `constraints`.
     built:   the graph of the step as it was traced, if it is known.
     change:  what becomes of the graph before it is solved; a stage's holds several micro-batches.
     layouts: value -> where it lies, of a plan whose choice is not known.
@@ -77,7 +77,7 @@ class Origin:
     mesh: LogicalMesh
     cluster: ClusterSpec
     method: OneMeshMethod
-    asked: LayoutConstraints
+    constraints: LayoutConstraints
     choice: Mapping[int, int] | None
     refetch: bool
     budget: float | None
@@ -94,7 +94,7 @@ class Origin:
 
     @cached_property
     def step(self) -> TracedStep:
-        return without_moved_state(self.traced, self.asked)
+        return without_moved_state(self.traced, self.constraints)
 
     @cached_property
     def graph(self) -> Graph:
@@ -102,15 +102,15 @@ class Origin:
 
     def graph_with_outputs(self, also: Collection[int]) -> Graph:
         """The graph in which these outputs, too, have nodes that can have any layout."""
-        graph = with_output_nodes(self._plain_graph, self.asked, also)
+        graph = with_output_nodes(self._plain_graph, self.constraints, also)
         return graph if self.change is None else self.change(graph)
 
     @cached_property
     def _plain_graph(self) -> Graph:
         return build_graph(self.step) if self.built is None else self.built
 
-    def constraints(self, graph: Graph) -> tuple[Allowed, StrategyFilter | None]:
-        return solver_constraints(graph, self.step, self.mesh, self.method, self.asked)
+    def solver_constraints(self, graph: Graph) -> tuple[Allowed, StrategyFilter | None]:
+        return solver_constraints(graph, self.step, self.mesh, self.method, self.constraints)
 
     def problem(
         self, graph: Graph, allowed: Allowed, keep: StrategyFilter | None
@@ -119,14 +119,14 @@ class Origin:
         return problem_on_mesh(folded, self.mesh, allowed, keep)
 
     def problem_classes(self, graph: Graph) -> list[int]:
-        """Classes of the graph's nodes, as if nothing were asked."""
+        """Classes of the graph's nodes, without constraints."""
         return folded_for(graph, {}, fold=self.options.fold_layers).classes
 
     @cached_property
     def sharding(self) -> GraphSharding:
         """The plan's own sharding, on a problem that is built again."""
         graph = self.graph
-        allowed, keep = self.constraints(graph)
+        allowed, keep = self.solver_constraints(graph)
         problem = self.problem(graph, allowed, keep)
         if self.choice is not None and _is_choice(problem, self.choice):
             objective = problem.pairwise.objective(dict(self.choice))
@@ -187,10 +187,10 @@ def constraints_with_pins(
     traced: TracedStep, method: OneMeshMethod, pins: Pins
 ) -> LayoutConstraints:
     """What a method asks for, and pins that come before it."""
-    asked = asked_by(traced, method)
+    constraints = method_constraints(traced, method)
     if not pins:
-        return asked
-    return overridden(asked, ask(traced, options=ShardingOptions(pins=pins)))
+        return constraints
+    return overridden(constraints, constrain_layouts(traced, options=ShardingOptions(pins=pins)))
 
 
 # -- plans from files
@@ -238,7 +238,7 @@ def bound_origin(
         mesh=mesh,
         cluster=own,
         method=method,
-        asked=constraints_with_pins(traced, method, pins),
+        constraints=constraints_with_pins(traced, method, pins),
         choice=None,
         refetch=False,
         budget=budget if made_by.name in _METHODS else memory_budget(mesh, method),

@@ -76,7 +76,7 @@ class MeshProblem:
 
     task: MeshTask
     step: TracedStep
-    asked: LayoutConstraints
+    constraints: LayoutConstraints
     built: Graph
     graph: Graph
     meshes: list[LogicalMesh]
@@ -105,16 +105,16 @@ def plan_mesh(task: MeshTask, log: PlanningLog | None = None) -> PlannedStep:
 def mesh_problem(task: MeshTask, log: PlanningLog) -> MeshProblem:
     """The graph of a step under its constraints."""
     check_solver(options_of(task.method).solver)
-    asked = task.constraints or constraints_with_pins(task.step, task.method, task.pins)
-    step = without_moved_state(task.step, asked)
+    constraints = task.constraints or constraints_with_pins(task.step, task.method, task.pins)
+    step = without_moved_state(task.step, constraints)
     with paused_garbage_collector(), log.timed("graph"):
         is_known = task.built is not None and step is task.step
         built = task.built if is_known else build_graph(step)
         assert built is not None
-        graph = with_output_nodes(built, asked)
+        graph = with_output_nodes(built, constraints)
         graph = graph if task.change is None else task.change(graph)
         check_graph(graph)
-    return MeshProblem(task, step, asked, built, graph, *_meshes(task, graph))
+    return MeshProblem(task, step, constraints, built, graph, *_meshes(task, graph))
 
 
 def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
@@ -127,7 +127,7 @@ def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
         mesh=best.mesh,
         cluster=task.cluster,
         method=task.method,
-        asked=problem.asked,
+        constraints=problem.constraints,
         choice=best.choice,
         refetch=best.refetch,
         budget=memory_budget(best.mesh, task.method),
@@ -248,7 +248,9 @@ def _refusal(refusals: Mapping[LogicalMesh, AutoparError]) -> AutoparError:
 
 def _sharding_on(mesh: LogicalMesh, problem: MeshProblem) -> GraphSharding:
     method, options = problem.task.method, options_of(problem.task.method)
-    allowed, keep = solver_constraints(problem.graph, problem.step, mesh, method, problem.asked)
+    allowed, keep = solver_constraints(
+        problem.graph, problem.step, mesh, method, problem.constraints
+    )
     return solve_graph(
         problem.graph,
         mesh,

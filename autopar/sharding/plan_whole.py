@@ -47,8 +47,12 @@ class WholeStep:
         in_full: bool = True,
     ) -> PlannedStep:
         """The plan with these layers recomputed."""
-        with self.log.timed("trace"):
-            step = self.source.with_recomputation(layers, self.num_micro_batches)
+        number = self.num_micro_batches
+        if number > 1:
+            with self.log.timed("trace"):
+                self.source.micro_batch(number)
+        with self.log.timed("remat"):
+            step = self.source.with_recomputation(layers, number)
         mesh = self.mesh
         if mesh is None and mesh_shape is not None:
             meshes = candidate_meshes(self.cluster, self.method)

@@ -23,7 +23,7 @@ from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.methods import AutoStages, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.rewrite.attach_layers import boundary_bytes
-from autopar.sharding.constraints import asked_by, solver_constraints
+from autopar.sharding.constraints import method_constraints, solver_constraints
 from autopar.sharding.layout_constraints import LayoutConstraints
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
@@ -105,7 +105,7 @@ class _TableMaker:
     cluster: ClusterSpec
     log: PlanningLog
     graph: Graph
-    asked: LayoutConstraints
+    constraints: LayoutConstraints
     bench: TableBench
 
     def tables(
@@ -121,7 +121,7 @@ class _TableMaker:
                 submeshes,
                 step.num_micro_batches,
                 constraints=lambda mesh: solver_constraints(
-                    self.graph, step, mesh, method, self.asked
+                    self.graph, step, mesh, method, self.constraints
                 ),
                 forbidden=forbidden_collectives(self.options),
                 prices=prices,
@@ -138,12 +138,12 @@ def _table_maker(
         graph = build_graph(step)
         check_graph(graph)
         places = node_places(graph, step, looped.attached)
-    asked = asked_by(step, ShardParallel(options=options))
+    constraints = method_constraints(step, ShardParallel(options=options))
     with log.timed("tables"), paused_garbage_collector():
         bench = TableBench(
             graph, places, step.num_micro_batches, options.fold_layers, options.solver
         )
-    return _TableMaker(looped, options, cluster, log, graph, asked, bench)
+    return _TableMaker(looped, options, cluster, log, graph, constraints, bench)
 
 
 # -- another number of micro-batches

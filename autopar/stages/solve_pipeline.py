@@ -36,7 +36,7 @@ from autopar.rewrite.layers_by_input import layers_by_arguments
 from autopar.rewrite.stage_slices import SlicedStep, StageSlice
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
-from autopar.sharding.constraints import asked_by
+from autopar.sharding.constraints import method_constraints
 from autopar.sharding.method_text import method_text
 from autopar.sharding.origin import Pins, bound_origin, pins_of
 from autopar.sharding.planning_log import PlanningLog
@@ -139,7 +139,9 @@ def solve_pipeline(
 ) -> PlannedStep:
     """The pipeline with these stages. `report`: the search that found them."""
     _check_schedule(task.method.schedule, looped, len(specs))
-    asked_by(looped.step, ShardParallel(options=task.method.options))  # names patterns in vain
+    method_constraints(
+        looped.step, ShardParallel(options=task.method.options)
+    )  # names patterns in vain
     stages = _solve_stages(task, looped, list(specs))
     plan = _plan(task, looped, stages, report)
     origin = PipelineOrigin(

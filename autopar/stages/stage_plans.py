@@ -21,10 +21,10 @@ from autopar.methods import ShardingOptions, ShardParallel
 from autopar.rewrite.stage_slices import StageSlice
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
-    ask,
+    constrain_layouts,
     matching_paths,
-    nothing_asked,
     overridden,
+    unconstrained,
 )
 from autopar.sharding.origin import Pins
 from autopar.sharding.plan_mesh import MeshTask, mesh_problem, planned_as, solve_mesh
@@ -81,10 +81,10 @@ def plan_stage(
     `known` remembers the shardings of equal stages."""
     step = task.slice.step
     options, pins = options_for(options, task.slice), pins_for(pins, task.slice)
-    asked = _constraints(task, options)
+    constraints = _constraints(task, options)
     if pins:
         alone = replace(task, in_specs=())
-        asked = overridden(asked, _constraints(alone, ShardingOptions(pins=pins)))
+        constraints = overridden(constraints, _constraints(alone, ShardingOptions(pins=pins)))
     is_plain = not (options.pins or options.forbid_axes or options.batch_axis)
     is_plain = is_plain and not task.in_specs and not pins
     key = program_fingerprint(step.program) if is_plain else step.name
@@ -94,7 +94,7 @@ def plan_stage(
         submesh_cluster(cluster, task.submesh),
         ShardParallel(mesh_shape=shape, options=options),
         pins=pins,
-        constraints=asked,
+        constraints=constraints,
         change=in_flight_of(task.slice, task.in_flight),
         known=known.setdefault((key, task.submesh), {}),
     )
@@ -145,11 +145,16 @@ def _constraints(task: StageTask, options: ShardingOptions) -> LayoutConstraints
     stage = task.slice
     num_inputs, num_outputs = len(stage.inputs), len(stage.outputs)
     batch = tuple(i for i in stage.step.batch if i < num_inputs)
-    asked = ask(replace(stage.step, batch=batch), task.in_specs or None, options=options)
+    constraints = constrain_layouts(
+        replace(stage.step, batch=batch), task.in_specs or None, options=options
+    )
     return LayoutConstraints(
-        (*asked.inputs[:num_inputs], *map(nothing_asked, asked.inputs[num_inputs:])),
-        (*asked.outputs[:num_outputs], *map(nothing_asked, asked.outputs[num_outputs:])),
-        asked.named,
+        (*constraints.inputs[:num_inputs], *map(unconstrained, constraints.inputs[num_inputs:])),
+        (
+            *constraints.outputs[:num_outputs],
+            *map(unconstrained, constraints.outputs[num_outputs:]),
+        ),
+        constraints.named,
     )
 
 

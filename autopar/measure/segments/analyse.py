@@ -78,7 +78,7 @@ class PreparedStep:
             mesh=mesh,
             cluster=self.cluster,
             method=self.method,
-            asked=constraints_with_pins(self.traced, self.method, {}),
+            constraints=constraints_with_pins(self.traced, self.method, {}),
             choice=None,
             refetch=False,
             budget=memory_budget(mesh, self.method),
