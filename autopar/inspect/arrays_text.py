@@ -1,6 +1,7 @@
-"""Arrays of a plan as tables: what lies where, those that are alike together.
+"""The arrays of a plan with their specs: from `Tensor`s to a table.
 
-Arrays of one module and type are one row with their count, a parameter and its moments too.
+Arrays of equal layers and of one type share a row with their count, as do a parameter and its
+moments.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _HEADER = ("path", "array", "spec", "role", "count", "stages")
 
 
 def array_table(title: str, tensors: Sequence[Tensor], plan: ParallelPlan) -> list[str]:
-    """In a pipeline, with the stages that hold them."""
+    """Of a pipeline, with the stages that hold them."""
     rows = _rows(tensors, plan)
     header = _HEADER
     if not plan.is_pipeline:
@@ -33,10 +34,9 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
     for tensor in tensors:
         array = f"{tensor.dtype}{list(tensor.shape)}"
         tail = name_skeleton(tail_of(tensor.path))
-        own = plan.stages[tensor.stages[0]]
         spec = str(plan.spec_of(tensor))
         if meshes > 1:
-            spec += f" on {'×'.join(map(str, own.mesh_shape))}"
+            spec += f" on {'×'.join(map(str, plan.stages[tensor.stages[0]].mesh_shape))}"
         groups[tail, array, spec, tensor.role].append(tensor)
     return [
         (
@@ -52,7 +52,7 @@ def _rows(tensors: Sequence[Tensor], plan: ParallelPlan) -> list[tuple[str, ...]
 
 
 def tail_of(path: str) -> str:
-    """What a parameter and its moments have in common: the path from the first key on."""
+    """The path from the first key on, which a parameter and its moments share."""
     at = path.find("['")
     return path[at:] if at > 0 else path
 

@@ -1,8 +1,8 @@
 """The blocks of a plan: from a `ParallelPlan` to `Blocks` with what was chosen and what it costs.
 
-The problem that the solver had is built again (`origin`), and its blocks are found. What is moved
-is charged to the block of the node that reads it, and state on its way back to where it is kept to
-the block that makes it, so that blocks add up to the plan's own compute and communication.
+The solver's problem is rebuilt (`sharding.origin`). A resharding is charged to the block that reads
+the value, and state that returns to its layout to the block that makes it, so blocks add up to the
+plan's compute and communication.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from autopar.ir.text import name_pattern, name_skeleton
 from autopar.sharding.solve import GraphSharding
 from autopar.tracer.source_lines import EquationLines, equation_lines
 
-_Figures = tuple[float, float, float]  # seconds of compute and of communication, bytes sent
+_Costs = tuple[float, float, float]  # compute seconds, communication seconds, bytes sent
 
 
 def blocks_of(plan: ParallelPlan, stage: int = 0) -> Blocks:
-    """Of a plan on one mesh, or of one stage of a pipeline."""
+    """The blocks of a plan on one mesh, or of one stage of a pipeline."""
     if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < plan.num_stages:
         raise ArgumentError(
-            f"plan.blocks(stage={stage!r}): needs the number of a stage; this plan has "
-            f"{plan.num_stages}, counted from 0."
+            f"plan.blocks(stage={stage!r}): needs the number of a stage, counted from 0; this plan "
+            f"has {plan.num_stages}."
         )
-    own = plan.stages[stage].plan or plan
-    if own.num_devices == 1:
+    mesh_plan = plan.stages[stage].plan or plan
+    if mesh_plan.num_devices == 1:
         raise PlanError(
-            f"plan.blocks(): {own.name} is planned for one device, where nothing is split and "
-            "there are no strategies to choose from. Plan for more devices."
+            f"plan.blocks(): {mesh_plan.name} is planned for one device, so no operator has a "
+            "strategy to choose. Plan for more devices."
         )
-    origin = origin_of(own, "blocks()")
+    origin = origin_of(mesh_plan, "blocks()")
     lines = equation_lines(origin.step.program)
     return chosen_blocks(origin.blocks, origin.sharding, lines)
 
 
 def chosen_blocks(blocks: Blocks, sharding: GraphSharding, lines: EquationLines) -> Blocks:
-    """The same blocks with what a sharding takes in each, in words, and what that costs."""
+    """The blocks with the strategies of a sharding, in words, and their costs."""
     problem = sharding.problem
     roles = find_roles(sharding.graph, lines.recomputed, problem.classes)
     graph = with_module_names(sharding.graph, roles)
@@ -54,22 +54,24 @@ def chosen_blocks(blocks: Blocks, sharding: GraphSharding, lines: EquationLines)
     words = ParallelismLabels(
         graph, sharding.mesh, sharding.layouts, factors, roles, lines.recomputed
     )
-    figures = _figures(blocks, sharding)
+    costs = _costs(blocks, sharding)
     occurrences: dict[int, list[Occurrence]] = defaultdict(list)
-    for own in blocks.sequence:
-        occurrences[own.block].append(own)
+    for occurrence in blocks.sequence:
+        occurrences[occurrence.block].append(occurrence)
 
-    def filled(at: int, block: Block) -> Block:
+    def with_choice(at: int, block: Block) -> Block:
         node = graph.nodes[block.entry]
         chosen = sharding.choice[block.owner]
         layout = sharding.layouts[block.entry][1][0]
-        taken = next((s for s in block.strategies if s.index == chosen), None)
-        of_nodes = [sharding.choice[problem.classes[n]] for n in block.nodes]
-        astray = sum(a != b for a, b in zip(of_nodes, taken.nodes, strict=True)) if taken else 0
-        compute_s, communication_s, sent = figures[at]
+        strategy = next((s for s in block.strategies if s.index == chosen), None)
+        num_deviating = len(block.nodes) - 1
+        if strategy is not None:
+            choices = [sharding.choice[problem.classes[n]] for n in block.nodes]
+            num_deviating = sum(a != b for a, b in zip(choices, strategy.nodes, strict=True))
+        compute_s, communication_s, sent_bytes = costs[at]
         return replace(
             block,
-            module=_pattern([graph.nodes[own.entry].module for own in occurrences[at]]),
+            module=_pattern([graph.nodes[one.entry].module for one in occurrences[at]]),
             strategies=tuple(
                 replace(s, words=words.of_strategy(block.entry, _factors(sharding, block, s.index)))
                 for s in block.strategies
@@ -80,13 +82,13 @@ def chosen_blocks(blocks: Blocks, sharding: GraphSharding, lines: EquationLines)
             spec=spec_text(
                 layout, len(graph.values[node.results[0]].shape), sharding.mesh.axis_names
             ),
-            num_astray=astray if taken else len(block.nodes) - 1,
+            num_astray=num_deviating,
             compute_s=rounded(compute_s),
             communication_s=rounded(communication_s),
-            communication_bytes=rounded(sent),
+            communication_bytes=rounded(sent_bytes),
         )
 
-    return replace(blocks, blocks=tuple(filled(at, b) for at, b in enumerate(blocks.blocks)))
+    return replace(blocks, blocks=tuple(with_choice(at, b) for at, b in enumerate(blocks.blocks)))
 
 
 def _factors(sharding: GraphSharding, block: Block, index: int) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ def _pattern(names: list[str]) -> str:
     return name_pattern(names)
 
 
-def _figures(blocks: Blocks, sharding: GraphSharding) -> list[_Figures]:
+def _costs(blocks: Blocks, sharding: GraphSharding) -> list[_Costs]:
     """Per block, of all its occurrences."""
     graph, mesh, layouts = sharding.graph, sharding.mesh, sharding.layouts
     owner = [blocks.sequence[at].block for _, at in sorted(blocks.block_of_node.items())]

@@ -7,21 +7,21 @@ from autopar.ir.blocks import Block, Blocks, Segment
 from autopar.ir.text import format_bytes, format_seconds, table
 
 _HEADER = (
-    "block", "entry", "module", "region", "ops", "strategies", "chosen", "as", "astray", "compute",
-    "communication", "sent", "line",
+    "block", "entry", "module", "region", "ops", "strategies", "chosen", "spec", "deviating",
+    "compute", "communication", "sent", "line",
 )  # fmt: skip
 
 
 def blocks_text(blocks: Blocks) -> str:
     mesh = "×".join(map(str, blocks.mesh_shape))
-    parts = [f"{blocks_line(blocks)}, on a mesh {mesh}"]
+    parts = [f"{blocks_line(blocks)}, on a {mesh} mesh"]
     total = sum(block.cost_s for block in blocks.blocks)
     for segment in blocks.segments:
         parts.append("\n".join([_title(blocks, segment, total), *_rows(blocks, segment)]))
     parts.append(
-        "strategies: those of the entry that the other ops of the block can follow without "
-        "resharding.\nastray: ops that the plan shards otherwise, because that is cheaper.\n"
-        "Seconds and bytes are of all that a segment does in one step, on each device."
+        "strategies: those of the entry that all ops of the block can follow without resharding.\n"
+        "deviating: ops that the plan shards differently, because that is cheaper.\n"
+        "Seconds and bytes are per step and device, for all occurrences of a segment."
     )
     return "\n\n".join(parts)
 
@@ -49,9 +49,9 @@ def _size(segment: Segment) -> str:
 
 def _title(blocks: Blocks, segment: Segment, total: float) -> str:
     cost = sum(
-        blocks.blocks[own.block].cost_s / blocks.blocks[own.block].count
+        blocks.blocks[entry.block].cost_s / blocks.blocks[entry.block].count
         for occurrence in blocks.occurrences(segment)
-        for own in occurrence
+        for entry in occurrence
     )
     times = f", {segment.count} times" if segment.count > 1 else ""
     share = f", {cost / total:.0%} of the step" if total else ""
@@ -61,10 +61,10 @@ def _title(blocks: Blocks, segment: Segment, total: float) -> str:
 
 def _rows(blocks: Blocks, segment: Segment) -> list[str]:
     rows = []
-    for at, own in enumerate(zip(*blocks.occurrences(segment), strict=True)):
+    for at, occurrences in enumerate(zip(*blocks.occurrences(segment), strict=True)):
         first = blocks.blocks[segment.blocks[at]]
-        # A block may occur in other segments too, and equal layers may be blocks of their own.
-        each = [blocks.blocks[one.block] for one in own]
+        # A block may occur in other segments too, and equal layers may be different blocks.
+        each = [blocks.blocks[one.block] for one in occurrences]
         rows.append(
             _row(
                 first,

@@ -1,7 +1,7 @@
-"""What a plan's step is made of, and what limits it: from `ParallelPlan` to `Shares` and sentences.
+"""Where the time of a step goes: from `ParallelPlan` to `StepShares`, rates and sentences.
 
-Seconds are of one step, on average over the devices in use. Compute and communication are added up
-by the cost model, so all communication is exposed.
+Seconds are per step, averaged over the devices in use. The cost model adds up compute and
+communication, so all communication is exposed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ARRAY = re.compile(r"\w+\[[\d,*]*\]$")
 _HALF = ("bfloat16", "float16")
 
 
-def own_plans(plan: ParallelPlan) -> list[ParallelPlan]:
-    """The plans of single meshes that it consists of: one per stage, or itself."""
+def mesh_plans(plan: ParallelPlan) -> list[ParallelPlan]:
+    """The plans of its meshes: one per stage, or itself."""
     return [stage.plan or plan for stage in plan.stages]
 
 
@@ -44,39 +44,39 @@ def num_devices(plan: ParallelPlan) -> int:
 
 
 def is_timed(plan: ParallelPlan) -> bool:
-    """Whether costs are seconds: a mesh without a device prices communication alone."""
+    """Whether costs are seconds; a mesh without a device has units of its own."""
     return plan.device != "communication only"
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Seconds. `waiting`: devices wait for other stages; `starting`: programs are started."""
+class StepShares:
+    """Seconds. `bubble`: waiting for other stages; `launch`: starting programs."""
 
     step: float
     compute: float
     communication: float
-    waiting: float = 0.0
-    starting: float = 0.0
+    bubble: float = 0.0
+    launch: float = 0.0
 
 
-def shares_of(plan: ParallelPlan) -> Shares:
+def shares_of(plan: ParallelPlan) -> StepShares:
     devices = num_devices(plan)
     compute = communication = 0.0
-    for own in own_plans(plan):
-        part = own.num_devices / devices
-        compute += part * sum(m.compute_s for m in own.modules)
-        communication += part * sum(m.communication_s for m in own.modules)
+    for mesh_plan in mesh_plans(plan):
+        part = mesh_plan.num_devices / devices
+        compute += part * sum(m.compute_s for m in mesh_plan.modules)
+        communication += part * sum(m.communication_s for m in mesh_plan.modules)
     step = plan.estimated_step_s
     if not plan.is_pipeline:
-        starting = max(0.0, step - compute - communication)
-        return Shares(step, compute, communication, starting=starting)
-    waiting = bubble_share(plan) * step
-    starting = max(0.0, step - waiting - compute - communication)
-    return Shares(step, compute, communication, waiting, starting)
+        launch = max(0.0, step - compute - communication)
+        return StepShares(step, compute, communication, launch=launch)
+    bubble = bubble_share(plan) * step
+    launch = max(0.0, step - bubble - compute - communication)
+    return StepShares(step, compute, communication, bubble, launch)
 
 
 def bubble_share(plan: ParallelPlan) -> float:
-    """The share of the predicted step in which a device does nothing, on average over devices."""
+    """The share of the predicted step in which devices idle, on average."""
     busy_s = sum(
         (plan.num_micro_batches * (stage.forward_s + stage.backward_s) + stage.once_s)
         * len(stage.devices)
@@ -88,47 +88,51 @@ def bubble_share(plan: ParallelPlan) -> float:
 
 @dataclass(frozen=True)
 class AchievedRates:
-    """Floating point operations per second of one device, those of products: `model`, each counted
-    once; `distinct`, with what is computed again in the backward pass; `computed`, all that devices
-    do, the same on several too, `same_along` the axes that split nothing of it. `peak` is the
-    vendor's rate in the precision of most of the work."""
+    """FLOP/s of one device in matrix products and convolutions.
+
+    model:           each counted once.
+    distinct:        and recomputation.
+    computed:        and redundant work, which several devices repeat.
+    peak:            the vendor's, in the precision of most of the work.
+    redundant_along: axes along which devices repeat more than a tenth of the work.
+    """
 
     model: float
     distinct: float
     computed: float
     peak: float
-    same_along: tuple[str, ...] = ()
+    redundant_along: tuple[str, ...] = ()
 
 
 def rates_of(plan: ParallelPlan) -> AchievedRates | None:
-    """None if it is not known."""
+    """None for a plan without a cluster or details."""
     if plan.cluster is None or not plan.estimated_step_s or not is_timed(plan):
         return None
     model = distinct = computed = 0.0
     precision = {True: 0.0, False: 0.0}
     repeated: dict[str, float] = defaultdict(float)
-    for own in own_plans(plan):
-        if own.details is None:
+    for mesh_plan in mesh_plans(plan):
+        if mesh_plan.details is None:
             return None
-        ops = own.details.ops
+        ops = mesh_plan.details.ops
         product = [text in _PRODUCTS for text in ops.strings]
         half = [text.startswith(_HALF) for text in ops.strings]
-        sizes = list(zip(own.axis_names, own.mesh_shape, strict=True))
+        sizes = list(zip(mesh_plan.axis_names, mesh_plan.mesh_shape, strict=True))
         for name, array, words, flops in zip(
             ops.name, ops.array, ops.words, ops.flops, strict=True
         ):
             if not product[name]:
                 continue
-            all_flops = flops * own.num_devices
-            times = 1
+            all_flops = flops * mesh_plan.num_devices
+            copies = 1
             for axis, size in sizes:
                 if size > 1 and f"{axis}: {REPLICATED}" in ops.strings[words]:
-                    times *= size
+                    copies *= size
                     repeated[axis] += all_flops
             computed += all_flops
-            distinct += all_flops / times
+            distinct += all_flops / copies
             precision[half[array]] += flops
-        model += own.details.model_flops
+        model += mesh_plan.details.model_flops
     device_s = plan.estimated_step_s * num_devices(plan)
     device = plan.cluster.spec
     peak = device.flops_16bit if precision[True] > precision[False] else device.flops_32bit
@@ -137,11 +141,11 @@ def rates_of(plan: ParallelPlan) -> AchievedRates | None:
 
 
 def is_array_type(value: str) -> bool:
-    """Whether a value is known by its array type alone: it is no input, nor what is made of one."""
+    """Whether a value is known by its type only: neither an input nor derived from one."""
     return _ARRAY.match(value) is not None
 
 
-def why(one: CollectiveCost) -> str:
+def cause_text(one: CollectiveCost) -> str:
     """What a collective moves and why, in a few words."""
     if one.value.startswith("gradient of "):
         what = "gradients"
@@ -150,8 +154,8 @@ def why(one: CollectiveCost) -> str:
     return {
         PARTIAL_SUMS: f"partial sums of {what}",
         OTHER_LAYOUT: f"{what} in another layout",
-        STATE: "state, back to where it is kept",
-        WINDOWS: "rows of neighbours",
+        STATE: "updated state, back to its layout",
+        WINDOWS: "halos of neighbours",
     }.get(one.cause, one.cause)
 
 
@@ -166,24 +170,24 @@ def limits_of(plan: ParallelPlan) -> list[str]:
     parts = {
         "compute": shares.compute / shares.step,
         "communication": shares.communication / shares.step,
-        "waiting": shares.waiting / shares.step,
+        "bubble": shares.bubble / shares.step,
     }
     sentences = []
     for name, part in sorted(parts.items(), key=lambda item: -item[1]):
         if part >= (0.5 if name == "compute" else 0.1):
-            text = {"compute": _compute, "communication": _communication, "waiting": _waiting}
+            text = {"compute": _compute, "communication": _communication, "bubble": _bubble}
             sentences.append(text[name](plan, part))
-    return [*sentences, *_repeated(plan), *_memory(plan)]
+    return [*sentences, *_redundant(plan), *_memory(plan)]
 
 
 def _compute(plan: ParallelPlan, part: float) -> str:
     text = f"Compute takes {part:.0%} of the step"
     seconds: dict[str, float] = defaultdict(float)
     names: dict[str, dict[str, None]] = defaultdict(dict)
-    for own in own_plans(plan):
-        for module, compute_s in _module_seconds(own):
+    for mesh_plan in mesh_plans(plan):
+        for module, compute_s in _module_seconds(mesh_plan):
             skeleton = name_skeleton(module)
-            seconds[skeleton] += compute_s * own.num_devices
+            seconds[skeleton] += compute_s * mesh_plan.num_devices
             names[skeleton][module] = None
     if not seconds:
         return f"{text}."
@@ -193,12 +197,12 @@ def _compute(plan: ParallelPlan, part: float) -> str:
     return f"{text}; the largest part, {most / whole:.0%} of that, is in {name}."
 
 
-def _module_seconds(own: ParallelPlan) -> Iterator[tuple[str, float]]:
-    """Compute of ops with a module's name."""
-    if own.details is None:
-        yield from ((cost.module, cost.compute_s) for cost in own.modules if cost.module)
+def _module_seconds(plan: ParallelPlan) -> Iterator[tuple[str, float]]:
+    """(module, compute seconds) of ops that have a module."""
+    if plan.details is None:
+        yield from ((cost.module, cost.compute_s) for cost in plan.modules if cost.module)
         return
-    ops = own.details.ops
+    ops = plan.details.ops
     for module, compute_s in zip(ops.module, ops.compute_s, strict=True):
         if ops.strings[module]:
             yield ops.strings[module], compute_s
@@ -207,9 +211,9 @@ def _module_seconds(own: ParallelPlan) -> Iterator[tuple[str, float]]:
 def _communication(plan: ParallelPlan, part: float) -> str:
     text = f"Communication takes {part:.0%} of the step"
     seconds: dict[tuple[str, tuple[str, ...], str], float] = defaultdict(float)
-    for own in own_plans(plan):
-        for one in own.details.collectives if own.details is not None else ():
-            seconds[one.kind, one.axes, why(one)] += one.seconds * own.num_devices
+    for mesh_plan in mesh_plans(plan):
+        for one in mesh_plan.details.collectives if mesh_plan.details is not None else ():
+            seconds[one.kind, one.axes, cause_text(one)] += one.seconds * mesh_plan.num_devices
     if not seconds:
         return f"{text}."
     whole = sum(seconds.values())
@@ -222,8 +226,8 @@ def _communication(plan: ParallelPlan, part: float) -> str:
     return f"{text}: {', '.join(parts)}."
 
 
-def _waiting(plan: ParallelPlan, part: float) -> str:
-    text = f"Devices wait for other stages for {part:.0%} of the step"
+def _bubble(plan: ParallelPlan, part: float) -> str:
+    text = f"Pipeline bubbles take {part:.0%} of the step"
     costs = [stage.forward_s + stage.backward_s for stage in plan.stages]
     slowest = max(range(len(costs)), key=costs.__getitem__)
     mean = sum(costs) / len(costs)
@@ -231,46 +235,45 @@ def _waiting(plan: ParallelPlan, part: float) -> str:
     longest = max(range(len(sends)), key=sends.__getitem__)
     if sends[longest] > 0.25 * mean:
         return (
-            f"{text}: of each micro-batch, what crosses to and from stage {longest} takes "
-            f"{format_seconds(sends[longest])} on the link, beside {format_seconds(mean)} of a "
-            "stage's own work."
+            f"{text}: per micro-batch, transfers to and from stage {longest} take "
+            f"{format_seconds(sends[longest])}, while a stage computes {format_seconds(mean)}."
         )
     if mean and costs[slowest] > 1.1 * mean:
         return f"{text}; stage {slowest} takes {costs[slowest] / mean:.2f} times the average."
-    return f"{text}: the pipeline fills and drains; more micro-batches would make it less."
+    return f"{text}: the pipeline fills and drains; more micro-batches would shorten them."
 
 
-def _repeated(plan: ParallelPlan) -> list[str]:
+def _redundant(plan: ParallelPlan) -> list[str]:
     rates = rates_of(plan)
     if rates is None or rates.computed <= 1.05 * rates.distinct:
         return []
     part = 1 - rates.distinct / rates.computed
-    along = f" along {' and '.join(rates.same_along)}" if rates.same_along else ""
+    along = f" along {' and '.join(rates.redundant_along)}" if rates.redundant_along else ""
     return [
-        f"Devices do {part:.0%} of the work in products in vain: several{along} compute the same, "
-        "since to split it would cost more in communication, or was not possible."
+        f"{part:.0%} of the matrix products are redundant: devices{along} repeat the same work, "
+        "because splitting it would cost more communication or is not possible."
     ]
 
 
 def _memory(plan: ParallelPlan) -> list[str]:
     sentences = []
-    bounded = [own for own in own_plans(plan) if own.solver.unbounded and own.solver.objective]
+    bounded = [p for p in mesh_plans(plan) if p.solver.unbounded and p.solver.objective]
     if bounded:
-        worst = max(bounded, key=lambda own: own.solver.objective / own.solver.unbounded[0])
+        worst = max(bounded, key=lambda p: p.solver.objective / p.solver.unbounded[0])
         free_s, free_bytes = worst.solver.unbounded
         what = "the step" if worst is plan else worst.name
         sentences.append(
             f"The memory budget costs time: without it {what} would take {format_seconds(free_s)} "
-            f"in place of {format_seconds(worst.solver.objective)}, with a peak of "
-            f"{format_bytes(free_bytes)} in place of {format_bytes(worst.estimated_peak_bytes)}."
+            f"instead of {format_seconds(worst.solver.objective)}, with a peak of "
+            f"{format_bytes(free_bytes)} instead of {format_bytes(worst.estimated_peak_bytes)}."
         )
     rates = rates_of(plan)
-    again = plan.remat or any(stage.remat for stage in plan.stages)
-    if again and rates is not None and rates.distinct > rates.model:
+    is_remat = plan.remat or any(stage.remat for stage in plan.stages)
+    if is_remat and rates is not None and rates.distinct > rates.model:
         what = layer_names(plan.remat) if plan.remat else "some stages' layers"
         more = rates.distinct / rates.model - 1
         sentences.append(
-            f"To save memory the backward pass computes {what} again: {more:.0%} more work in "
+            f"To save memory, the backward pass recomputes {what}: {more:.0%} more work in matrix "
             "products."
         )
     return sentences

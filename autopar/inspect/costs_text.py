@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from autopar.inspect.breakdown import is_array_type, num_devices, own_plans, why
+from autopar.inspect.breakdown import cause_text, is_array_type, mesh_plans, num_devices
 from autopar.inspect.lines import WIDTH, elided, number_runs
 from autopar.ir.details import (
     MEMORY_CATEGORIES,
@@ -17,8 +17,8 @@ from autopar.ir.details import (
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, name_pattern, name_skeleton, table
 
-MOST_CAUSES = 8  # groups of collectives that are shown with where they come from
-MOST_PLACES = 3  # of each
+MOST_CAUSES = 8  # groups of collectives that are listed with their places
+MOST_PLACES = 3  # per group
 MOST_ARRAYS = 6
 
 
@@ -35,15 +35,15 @@ class _Sum:
 
 
 def collective_lines(plan: ParallelPlan, cost: Callable[[float], str]) -> list[str]:
-    """By kind, axes and cause; per device, on average over devices of a pipeline."""
+    """By kind, axes and cause; per device, averaged over the devices of a pipeline."""
     devices = num_devices(plan)
     sums: dict[tuple[str, ...], _Sum] = defaultdict(_Sum)
     places: dict[tuple[str, ...], dict[tuple[str, ...], _Sum]] = defaultdict(dict)
     names: dict[tuple[str, ...], list[CollectiveCost]] = defaultdict(list)
-    for own in own_plans(plan):
-        share = own.num_devices / devices
-        for one in own.details.collectives if own.details is not None else ():
-            key = (one.kind, " and ".join(one.axes), why(one))
+    for mesh_plan in mesh_plans(plan):
+        share = mesh_plan.num_devices / devices
+        for one in mesh_plan.details.collectives if mesh_plan.details is not None else ():
+            key = (one.kind, " and ".join(one.axes), cause_text(one))
             sums[key].add(one, share)
             place = (
                 one.region,
@@ -56,14 +56,14 @@ def collective_lines(plan: ParallelPlan, cost: Callable[[float], str]) -> list[s
     if not sums:
         return []
     ordered = sorted(sums, key=lambda key: -sums[key].seconds)
-    whole = sum(own.seconds for own in sums.values()) or 1.0
+    whole = sum(group.seconds for group in sums.values()) or 1.0
     rows = []
     for rank, key in enumerate(ordered):
         kind, along, cause = key
-        own = sums[key]
-        share = f"{own.seconds / whole:.0%}"
-        figures = (format_bytes(own.num_bytes), cost(own.seconds), share)
-        rows.append((f"{kind} along {along}: {cause}", _count(own.count), *figures))
+        group = sums[key]
+        share = f"{group.seconds / whole:.0%}"
+        costs = (format_bytes(group.num_bytes), cost(group.seconds), share)
+        rows.append((f"{kind} along {along}: {cause}", _count(group.count), *costs))
         if rank >= MOST_CAUSES:
             continue
         inner = sorted(places[key].items(), key=lambda item: -item[1].seconds)
@@ -83,7 +83,7 @@ def collective_lines(plan: ParallelPlan, cost: Callable[[float], str]) -> list[s
 
 
 def _count(count: float) -> str:
-    """On average over devices it may be less than one."""
+    """An average over devices may be below one."""
     return f"{count:.0f}" if count >= 1 else "< 1"
 
 
@@ -91,10 +91,10 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _place(found: list[CollectiveCost]) -> str:
-    """`  the gradient of …, from dot_general of … to …`; the value tells most."""
+def _place(collectives: list[CollectiveCost]) -> str:
+    """`  gradient of state.w`, or `  bfloat16[4,8] from dot_general of GPT/head`."""
     value, producer = (
-        name_pattern(list(dict.fromkeys(getattr(one, name) for one in found)))
+        name_pattern(list(dict.fromkeys(getattr(one, name) for one in collectives)))
         for name in ("value", "producer")
     )
     if not is_array_type(value):  # a parameter, or its gradient
@@ -106,17 +106,17 @@ def _place(found: list[CollectiveCost]) -> str:
 
 
 def memory_lines(plan: ParallelPlan) -> list[str]:
-    """By category at the peak, a column for each kind of stage, and the largest arrays of the
-    fullest one."""
+    """By category at the peak, with a column per kind of stage, and the largest arrays of the
+    fullest stage."""
     stages: dict[MemoryUse, list[int]] = defaultdict(list)
-    plans = own_plans(plan)
-    for number, own in enumerate(plans):
-        if own.details is not None and own.details.memory is not None:
-            stages[own.details.memory].append(number)
+    plans = mesh_plans(plan)
+    for number, mesh_plan in enumerate(plans):
+        if mesh_plan.details is not None and mesh_plan.details.memory is not None:
+            stages[mesh_plan.details.memory].append(number)
     if not stages:
         return []
     columns = list(stages.items())
-    if len(columns) > 6:  # the fullest are what matters
+    if len(columns) > 6:  # show the fullest
         columns = sorted(columns, key=lambda item: -sum(item[0].at_peak))[:6]
         columns.sort(key=lambda item: item[1])
     rows = []
@@ -137,7 +137,7 @@ def memory_lines(plan: ParallelPlan) -> list[str]:
     lines = table(header, rows, right=range(1, len(header)), width=WIDTH)
     fullest, numbers = max(stages.items(), key=lambda item: sum(item[0].at_peak))
     where = "" if len(plans) == 1 else f" of stage {numbers[0]}"
-    lines.append(f"  the largest arrays{where} then:")
+    lines.append(f"  largest arrays{where} at the peak:")
     groups: dict[tuple[str, float, str], list[str]] = defaultdict(list)
     for array in fullest.largest:
         groups[name_skeleton(array.what), array.num_bytes, array.category].append(array.what)

@@ -1,7 +1,7 @@
 """Two plans side by side: what differs and what it costs, from two `ParallelPlan`s to text.
 
-Arrays and modules that differ alike are one row with their count. Costs are given for both plans
-with their ratio, so that it can be read what a decision is worth.
+Arrays with the same difference share a row with their count. Costs are given for both plans with
+their ratio, which shows what a decision is worth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from math import inf
 
 from autopar.errors import ArgumentError
 from autopar.inspect.arrays_text import common_path, tail_of
-from autopar.inspect.breakdown import is_timed, num_devices, own_plans, rates_of, shares_of, why
+from autopar.inspect.breakdown import (
+    cause_text,
+    is_timed,
+    mesh_plans,
+    num_devices,
+    rates_of,
+    shares_of,
+)
 from autopar.inspect.explain import cluster_text, costs_text, where_text
 from autopar.inspect.lines import WIDTH, elided, number_range, paragraph
 from autopar.inspect.module_tree import words_text
@@ -31,18 +38,18 @@ _Row = tuple[str, ...]
 
 
 def diff(plan_a: ParallelPlan, plan_b: ParallelPlan) -> str:
-    """What differs between two plans, and what it costs: predicted times, memory and bytes of both,
-    the mesh, stages and micro-batches, specs and parallelism of arrays, collectives; as a text.
+    """A text that says how two plans differ and what that costs: predicted times, memory and bytes
+    sent; mesh, stages and micro-batches; specs and parallelism of arrays; collectives.
 
-    plan_a, plan_b: plans, made or loaded; those of different programs are compared too, and it is
-                    said that they are. Anything else is an `ArgumentError`.
+    plan_a, plan_b: made or loaded. Plans of different programs are compared too, and the text says
+                    so. Anything else is an `ArgumentError`.
     """
     a, b = plan_a, plan_b
     for name, plan in (("plan_a", a), ("plan_b", b)):
         if not isinstance(plan, ParallelPlan):
             raise ArgumentError(
-                f"diff({name}={plan!r:.60}): needs a plan, as autopar.plan makes and "
-                "ParallelPlan.load reads."
+                f"diff({name}={plan!r:.60}): needs a ParallelPlan, from autopar.plan(…) or "
+                "ParallelPlan.load(path)."
             )
     lines = [*paragraph(f"a: {where_text(a)}", ""), *paragraph(f"b: {where_text(b)}", "")]
     if _decisions_alone(a) == _decisions_alone(b):
@@ -60,7 +67,7 @@ def diff(plan_a: ParallelPlan, plan_b: ParallelPlan) -> str:
 
 
 def _decisions_alone(plan: ParallelPlan) -> ParallelPlan:
-    """The plan without how long it took to find it."""
+    """The plan without the time that planning took."""
     search = None if plan.search is None else replace(plan.search, seconds={})
     stages = tuple(
         replace(stage, plan=None if stage.plan is None else _decisions_alone(stage.plan))
@@ -73,31 +80,31 @@ def _decisions_alone(plan: ParallelPlan) -> ParallelPlan:
 
 
 def _other_program(a: ParallelPlan, b: ParallelPlan) -> list[str]:
-    """Says that the plans are for different programs. A program is rewritten for micro-batches and
-    recomputation, so fingerprints tell only where these are the same."""
-    found = []
+    """A sentence if the plans are for different programs. Micro-batches and recomputation rewrite a
+    program, so fingerprints only compare plans that agree on these."""
+    differences = []
     if a.name != b.name:
-        found.append(f"a is a plan of {a.name}, b of {b.name}")
+        differences.append(f"a plans {a.name}, b plans {b.name}")
     ours, theirs = ({t.path: (t.dtype, t.shape) for t in plan.inputs} for plan in (a, b))
     only = [path for path in (*ours, *theirs) if path not in ours or path not in theirs]
     if only:
-        found.append(f"{len(only)} inputs are of one of them only, as {only[0]}")
+        differences.append(f"{len(only)} inputs exist in one only, such as {only[0]}")
     other = [path for path in ours if path in theirs and ours[path] != theirs[path]]
     if other:
         path = other[0]
         texts = (f"{dtype}{list(shape)}" for dtype, shape in (ours[path], theirs[path]))
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        found.append(f"{path} is {' in a and '.join(texts)} in b{more}")
+        differences.append(f"{path} is {' in a and '.join(texts)} in b{more}")
     rewritten = (a.num_micro_batches, a.remat, a.is_pipeline) != (
         b.num_micro_batches,
         b.remat,
         b.is_pipeline,
     )
-    if not found and not rewritten and a.fingerprint.program != b.fingerprint.program:
-        found.append("their inputs agree, but not their equations")
-    if not found:
+    if not differences and not rewritten and a.fingerprint.program != b.fingerprint.program:
+        differences.append("their inputs agree, but not their equations")
+    if not differences:
         return []
-    return [f"These are plans of different programs: {'; '.join(found)}."]
+    return [f"These are plans of different programs: {'; '.join(differences)}."]
 
 
 # -- costs
@@ -107,7 +114,7 @@ def _costs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
     rows = []
     if is_timed(a) and is_timed(b):
         one, two = shares_of(a), shares_of(b)
-        for name in ("step", "compute", "communication", "waiting"):
+        for name in ("step", "compute", "communication", "bubble"):
             rows.append((name, getattr(one, name), getattr(two, name), format_seconds))
     elif is_timed(a) == is_timed(b):
         rows.append(("objective", a.solver.objective, b.solver.objective, "{:.6g}".format))
@@ -140,16 +147,18 @@ def _choices(a: ParallelPlan, b: ParallelPlan) -> list[str]:
 def _choices_of(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     yield "method", plan.method
     yield "cluster", cluster_text(plan)
-    yield "costs", costs_text(plan) or "by the device's figures"
+    yield "costs", costs_text(plan) or "from the data sheet"
     axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
     mesh = " × ".join(f"{name}={size}" for name, size in axes)
     yield "mesh", "a pipeline" if plan.is_pipeline else mesh
     yield "stages", _stages(plan)
     yield "micro-batches", str(plan.num_micro_batches)
     yield "schedule", plan.schedule or "none"
-    again = layer_names(plan.remat)
-    numbers = [str(n) for n, stage in enumerate(plan.stages) if stage.remat]
-    yield "recomputed", again or (f"stages {', '.join(numbers)}" if numbers else "nothing")
+    stages = [str(n) for n, stage in enumerate(plan.stages) if stage.remat]
+    yield (
+        "recomputed",
+        layer_names(plan.remat) or (f"stages {', '.join(stages)}" if stages else "nothing"),
+    )
     budget = plan.memory_budget_bytes
     yield "memory budget", format_bytes(budget) if budget < inf else "none"
     yield "pins", ", ".join(f"{path} as {spec}" for path, spec in plan.pinned) or "none"
@@ -159,8 +168,8 @@ def _stages(plan: ParallelPlan) -> str:
     if not plan.is_pipeline:
         return "1"
     parts = (
-        f"layers {number_range(*stage.layers)} on {'×'.join(map(str, stage.submesh))} as "
-        f"{'×'.join(map(str, stage.mesh_shape))}"
+        f"layers {number_range(*stage.layers)} on {'×'.join(map(str, stage.submesh))} devices as "
+        f"a {'×'.join(map(str, stage.mesh_shape))} mesh"
         for stage in plan.stages
     )
     return f"{plan.num_stages}: {'; '.join(parts)}"
@@ -184,23 +193,23 @@ def _specs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         for t in (*a.inputs, *a.named)
         if t.path in theirs
     }
-    return _table("specs that differ", pairs)
+    return _table("different specs", pairs)
 
 
 def _words(a: ParallelPlan, b: ParallelPlan) -> list[str]:
     ours, theirs = _words_of(a), _words_of(b)
     pairs = {path: (words, theirs[path]) for path, words in ours.items() if path in theirs}
-    return _table("parallelism of parameters that differs", pairs)
+    return _table("different parallelism of parameters", pairs)
 
 
 def _words_of(plan: ParallelPlan) -> dict[str, str]:
-    found = {}
-    for own in own_plans(plan):
-        sizes = dict(zip(own.axis_names, own.mesh_shape, strict=True))
-        for use in own.details.parallelism if own.details is not None else ():
+    words_of = {}
+    for mesh_plan in mesh_plans(plan):
+        sizes = dict(zip(mesh_plan.axis_names, mesh_plan.mesh_shape, strict=True))
+        for use in mesh_plan.details.parallelism if mesh_plan.details is not None else ():
             words = {axis: {word: 1.0} for axis, word in use.words if sizes.get(axis, 1) > 1}
-            found[use.path] = words_text(words) or "one device"
-    return found
+            words_of[use.path] = words_text(words) or "one device"
+    return words_of
 
 
 def _table(title: str, pairs: dict[str, tuple[str, str]]) -> list[str]:
@@ -246,7 +255,7 @@ def _collectives(a: ParallelPlan, b: ParallelPlan) -> list[str]:
         rows.append((f"{kind}({axes}): {cause}", *cells))
     if not rows:
         return []
-    return table(("collectives that differ", "a", "b"), _limited(rows), width=WIDTH)
+    return table(("different collectives", "a", "b"), _limited(rows), width=WIDTH)
 
 
 def _sum_text(sums: list[float], plan: ParallelPlan) -> str:
@@ -257,13 +266,13 @@ def _sum_text(sums: list[float], plan: ParallelPlan) -> str:
 
 
 def _sums(plan: ParallelPlan) -> dict[tuple[str, str, str], list[float]]:
-    """Count, bytes and seconds, per device on average, by kind, axes and cause."""
-    found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    """(kind, axes, cause) -> count, bytes and seconds per device, on average."""
+    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     devices = num_devices(plan)
-    for own in own_plans(plan):
-        share = own.num_devices / devices
-        for one in own.details.collectives if own.details is not None else ():
-            sums = found[one.kind, ", ".join(one.axes), why(one)]
+    for mesh_plan in mesh_plans(plan):
+        share = mesh_plan.num_devices / devices
+        for one in mesh_plan.details.collectives if mesh_plan.details is not None else ():
+            sums = totals[one.kind, ", ".join(one.axes), cause_text(one)]
             for position, value in enumerate((one.count, one.num_bytes, one.seconds)):
                 sums[position] += share * value
-    return found
+    return totals

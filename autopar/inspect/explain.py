@@ -1,6 +1,6 @@
-"""A plan in words: what runs where, how it is parallel, what it costs, and what to doubt.
+"""`plan.explain()`: from a `ParallelPlan` to text that says what runs where, how, and at what cost.
 
-Every section is a list of lines, at most `WIDTH` columns wide, and needs nothing but the plan.
+Every section is a list of lines of at most `WIDTH` columns, made from the plan alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from autopar.inspect.blocks_text import blocks_line
 from autopar.inspect.breakdown import (
     is_timed,
     limits_of,
+    mesh_plans,
     num_devices,
-    own_plans,
     rates_of,
     shares_of,
 )
@@ -29,8 +29,8 @@ from autopar.ir.text import format_bytes, format_seconds, layer_names, table
 
 
 def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | None = None) -> str:
-    """`depth`: how many levels of modules are shown; as many as fit on a screen, if None.
-    `blocks`: those of the step, where they are known."""
+    """`depth`: levels of modules; None for as many as fit on a screen. `blocks`: of the step, if
+    known."""
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
         raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
     cost = _time if is_timed(plan) else _plain
@@ -68,7 +68,7 @@ def _fitted(line: str) -> str:
 
 
 def where_text(plan: ParallelPlan) -> str:
-    """What is planned, and on what."""
+    """The step, and the mesh or stages that run it."""
     devices = num_devices(plan)
     if plan.is_pipeline:
         meshes = len({stage.mesh for stage in plan.stages})
@@ -79,7 +79,7 @@ def where_text(plan: ParallelPlan) -> str:
         return f"{plan.name}: on one device"
     axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
     mesh = " × ".join(f"{name}={size}" for name, size in axes)
-    return f"{plan.name}: on a mesh {mesh} of {devices} devices"
+    return f"{plan.name}: on an {mesh} mesh of {devices} devices"
 
 
 def _head(plan: ParallelPlan) -> list[str]:
@@ -92,7 +92,7 @@ def _head(plan: ParallelPlan) -> list[str]:
         micro_batches = counted(plan.num_micro_batches, "micro-batch")
         lines.append(f"  schedule  {plan.schedule}, {micro_batches}")
     elif plan.is_pipeline:
-        lines.append("  each stage makes its own results; nothing is sent between them")
+        lines.append("  each stage computes its own outputs; there are no transfers")
     elif plan.num_micro_batches > 1:
         lines.append(f"  schedule  {plan.num_micro_batches} micro-batches, one after another")
     if plan.remat:
@@ -118,21 +118,21 @@ def cluster_text(plan: ParallelPlan) -> str:
 
 
 def costs_text(plan: ParallelPlan) -> str | None:
-    """By what was measured the plan is priced, and what was not."""
+    """Which costs were measured, and which come from the data sheet."""
     profile = None if plan.cluster is None else plan.cluster.priced_by
     if profile is None or not is_timed(plan):
         return None
-    text = f"measured: {', '.join(profile.parts) or 'nothing but overheads'}; by {profile.text}"
+    text = f"measured: {', '.join(profile.parts) or 'overheads only'}, from {profile.text}"
     missing = [_UNMEASURED.get(part, part) for part in profile.missing]
     if missing:
-        text += f". By the device's figures: {', '.join(missing)}"
+        text += f"; from the data sheet: {', '.join(missing)}"
     return text
 
 
 _UNMEASURED = {
     "collectives": "collectives (links)",
     "crossings": "transfers between meshes",
-    "streams": "what is bound by memory",
+    "streams": "memory-bound operators",
 }
 
 
@@ -146,9 +146,9 @@ def _step(plan: ParallelPlan) -> list[str]:
         lines.append(f"predicted step: {format_seconds(plan.estimated_step_s)}")
         parts = [
             ("compute", shares.compute),
-            ("communication (none of it is taken to overlap)", shares.communication),
-            ("waiting for other stages (bubble)", shares.waiting),
-            ("starting programs", shares.starting),
+            ("communication (assumed not to overlap)", shares.communication),
+            ("pipeline bubble", shares.bubble),
+            ("launch overhead", shares.launch),
         ]
         rows = [
             (f"  {name}", format_seconds(seconds), f"{seconds / shares.step:.0%}")
@@ -160,33 +160,33 @@ def _step(plan: ParallelPlan) -> list[str]:
     rates = rates_of(plan)
     if rates is not None and rates.model:
         text = (
-            f"{rates.model / 1e12:.3g} TFLOP/s per device, {rates.model / rates.peak:.1%} of its "
+            f"{rates.model / 1e12:.3g} TFLOP/s per device, {rates.model / rates.peak:.1%} of the "
             f"peak of {rates.peak / 1e12:.4g}"
         )
         for what, rate, before in (
-            ("with what is computed again in the backward pass", rates.distinct, rates.model),
-            ("with what several devices compute alike", rates.computed, rates.distinct),
+            ("including recomputation", rates.distinct, rates.model),
+            ("including redundant work", rates.computed, rates.distinct),
         ):
             if rate > 1.01 * before:
                 text += f"; {rate / 1e12:.3g} ({rate / rates.peak:.1%}) {what}"
         lines += paragraph(text)
     budget = plan.memory_budget_bytes
-    of = f" of a budget of {format_bytes(budget)}" if budget < inf else ""
-    lines.append(f"  peak memory {format_bytes(plan.estimated_peak_bytes)} per device{of}")
+    limit = f", budget {format_bytes(budget)}" if budget < inf else ""
+    lines.append(f"  peak memory {format_bytes(plan.estimated_peak_bytes)} per device{limit}")
     at_most = " at most" if plan.is_pipeline else ""
     lines.append(f"  sent {format_bytes(plan.communication_bytes)} per device{at_most}")
     return lines
 
 
 def _limits(plan: ParallelPlan) -> list[str]:
-    found = [line for sentence in limits_of(plan) for line in paragraph(sentence)]
-    return ["what limits the step:", *found] if found else []
+    lines = [line for sentence in limits_of(plan) for line in paragraph(sentence)]
+    return ["what limits the step:", *lines] if lines else []
 
 
 def _blocks(blocks: Blocks | None) -> list[str]:
     if blocks is None:
         return []
-    return ["parallel blocks (plan.blocks() shows them):", *paragraph(blocks_line(blocks))]
+    return ["parallel blocks (details: plan.blocks()):", *paragraph(blocks_line(blocks))]
 
 
 # -- stages
@@ -194,9 +194,9 @@ def _blocks(blocks: Blocks | None) -> list[str]:
 
 def _stages(plan: ParallelPlan) -> list[str]:
     header = ("stage", "layers", "submesh", "mesh", "devices")
-    header += ("forward", "backward", "once", "waits", "peak", "budget")
+    header += ("forward", "backward", "per step", "transfer", "peak", "budget")
     rows = []
-    for number, (stage, own) in enumerate(zip(plan.stages, own_plans(plan), strict=True)):
+    for number, (stage, own) in enumerate(zip(plan.stages, mesh_plans(plan), strict=True)):
         budget, peak = own.memory_budget_bytes, own.estimated_peak_bytes
         rows.append(
             (
@@ -211,18 +211,18 @@ def _stages(plan: ParallelPlan) -> list[str]:
             )
         )
     lines = [
-        "stages, with times of one micro-batch:",
+        "stages (times per micro-batch):",
         *table(header, rows, right=range(5, 11), width=WIDTH),
     ]
     for number, stage in enumerate(plan.stages):
         names = layer_names(plan.layers[slice(*stage.layers)])
-        again = "; computed again in the backward pass" if stage.remat else ""
-        lines += paragraph(f"stage {number}: {names}{again}")
+        remat = "; recomputed in the backward pass" if stage.remat else ""
+        lines += paragraph(f"stage {number}: {names}{remat}")
     return lines
 
 
 def _times(stage: StagePlan) -> tuple[float, ...]:
-    if not stage.forward_s:  # of stages that only make results
+    if not stage.forward_s:  # a stage of an initializer
         return (stage.cost, 0.0, 0.0, 0.0)
     return stage.forward_s, stage.backward_s, stage.once_s, stage.transfer_s
 
@@ -231,17 +231,17 @@ def _times(stage: StagePlan) -> tuple[float, ...]:
 
 
 def _arrays(plan: ParallelPlan) -> list[list[str]]:
-    made = plan.is_pipeline and not plan.schedule
-    plain = tuple(t for t in plan.outputs if t.role != "state" or made)
-    found = []
-    if plan.inputs and not made:
-        found.append(array_table("inputs", plan.inputs, plan))
-    title = "results" if made else "results that are not state"
-    if plain:
-        found.append(array_table(title, plain, plan))
+    is_initializer = plan.is_pipeline and not plan.schedule
+    outputs = tuple(t for t in plan.outputs if t.role != "state" or is_initializer)
+    tables = []
+    if plan.inputs and not is_initializer:
+        tables.append(array_table("inputs", plan.inputs, plan))
+    if outputs:
+        title = "outputs" if is_initializer else "outputs other than state"
+        tables.append(array_table(title, outputs, plan))
     if plan.named:
-        found.append(array_table("named values", plan.named, plan))
+        tables.append(array_table("named values", plan.named, plan))
     copied = [f"{t.path} ({number_runs(t.stages[1:])})" for t in plan.inputs if t.stages[1:]]
     if copied and plan.schedule:
-        found.append(["copied to other stages in every step:", *(f"  {c}" for c in copied)])
-    return found
+        tables.append(["copied to other stages every step:", *(f"  {c}" for c in copied)])
+    return tables

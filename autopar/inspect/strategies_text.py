@@ -1,4 +1,4 @@
-"""How every operator of a plan is sharded, as a table: from a `ParallelPlan` to text."""
+"""How every operator of a plan is sharded: from a `ParallelPlan` to a table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _HEADER = (
     "module",
     "region",
     "array",
-    "as",
-    "axes",
+    "spec",
+    "parallelism",
     "runs",
     "compute",
     "communication",
@@ -19,20 +19,20 @@ _HEADER = (
 
 
 def strategy_text(plan: ParallelPlan) -> str:
-    """One line per operator, in program order; a pipeline's by stage."""
+    """A line per operator, in program order, and a table per stage."""
     parts = []
     for number, stage in enumerate(plan.stages):
-        own = plan if stage.plan is None else stage.plan
+        mesh_plan = plan if stage.plan is None else stage.plan
         where = f"stage {number} of {plan.name}" if plan.is_pipeline else plan.name
-        sizes = zip(own.axis_names, own.mesh_shape, strict=True)
+        sizes = zip(mesh_plan.axis_names, mesh_plan.mesh_shape, strict=True)
         mesh = ", ".join(f"{name}={size}" for name, size in sizes)
-        parts.append("\n".join([f"operators of {where} (mesh {mesh}):", *_lines(own)]))
+        parts.append("\n".join([f"operators of {where} (mesh {mesh}):", *_lines(mesh_plan)]))
     return "\n\n".join(parts)
 
 
 def _lines(plan: ParallelPlan) -> list[str]:
     if plan.details is None or not len(plan.details.ops):
-        return ["  none are known"]
+        return ["  not recorded in this plan"]
     rows = [
         (
             op.name,

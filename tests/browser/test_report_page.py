@@ -63,7 +63,7 @@ def test_warnings_and_pins_are_shown(open_page: Any) -> None:
     page = open_page(plan)
     assert "mind the gap" in page.inner_text(".box.warn")
     page.click("text=How the plan was made")
-    assert "a/kernel to P('x')" in page.inner_text("#summary")
+    assert "a/kernel as P('x')" in page.inner_text("#summary")
 
 
 def test_plans_that_were_run_are_shown(open_page: Any) -> None:
@@ -73,7 +73,7 @@ def test_plans_that_were_run_are_shown(open_page: Any) -> None:
     )
     page = open_page(replace(one_mesh(), search=SearchReport(0, 0, 0, 0, tried=tried)))
     text = page.inner_text("#plans")
-    assert "the fastest that fits was taken" in text and "Nothing else" not in text
+    assert "the fastest that fits was chosen" in text and "no stages to search" not in text
     assert "50.0 ms ± 2%" in text and "RESOURCE_EXHAUSTED" in text
     assert shown(page, "#plans tr.chosen td:first-child") == ["mesh 2×4 (chosen)"]
 

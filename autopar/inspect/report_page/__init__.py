@@ -1,7 +1,7 @@
 """A plan as one HTML page: from a `ParallelPlan` (and a measured `Timeline`) to a file.
 
-Everything is in that file: figures as JSON, and the style and scripts beside this module, which
-draw them in the browser. It asks the network for nothing, and forbids itself to.
+The file contains everything: the plan as JSON, and the style and scripts next to this module, which
+draw it in the browser. It needs no network, and its content policy forbids any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.ir.timeline import Timeline
 
 
 def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | None = None) -> None:
-    """Write the page; a crash leaves the old file or the new one, never half."""
+    """Write the page, whole or not at all."""
     where = f"report({str(target)!r})"
     if not isinstance(plan, ParallelPlan):
         raise PlanError(
@@ -32,34 +32,34 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
     except TypeError as error:
         raise ArgumentError(f"{where}: needs the path of a file to write.") from error
     if path.is_dir():
-        raise PlanError(f"{where}: is a folder; give the path of a file, such as plan.html.")
+        raise PlanError(f"{where}: this is a folder; give the path of a file, such as plan.html.")
     if not path.parent.is_dir():
-        raise PlanError(f"{where}: the folder {path.parent} does not exist; make it first.")
+        raise PlanError(f"{where}: the folder {path.parent} does not exist; create it first.")
     content = render(page_data(plan, measured))
     try:
         write_whole(path, content)
     except OSError as error:
         raise PlanError(
-            f"{where}: cannot be written ({error.strerror or error}). Choose a file in a folder "
-            "that you may write to, with room for it."
+            f"{where}: cannot write the file ({error.strerror or error}). Choose a writable folder "
+            "on a disk with free space."
         ) from error
 
 
 def _check_measured(plan: ParallelPlan, measured: object, where: str) -> None:
     if not isinstance(measured, Timeline):
         raise ArgumentError(
-            f"{where}: measured must be a Timeline, got a {type(measured).__name__}. Give one of "
-            "the timelines that autopar.trace recorded, or nothing."
+            f"{where}: measured must be a Timeline, got a {type(measured).__name__}. Pass one of "
+            "the timelines that autopar.trace recorded, or None."
         )
     num_meshes = len({stage.mesh for stage in plan.stages})
     if measured.num_meshes != num_meshes:
         raise ArgumentError(
-            f"{where}: measured has {measured.num_meshes} meshes, the plan {num_meshes}. Give a "
-            "timeline of a step that ran by this plan."
+            f"{where}: the plan has {num_meshes} meshes, the measured timeline "
+            f"{measured.num_meshes}. Pass a timeline of a step that ran with this plan."
         )
     meshes = range(num_meshes)
     if not all(e.mesh in meshes and -inf < e.start_s <= e.end_s < inf for e in measured.events):
         raise ArgumentError(
-            f"{where}: measured has events on no mesh of the plan, or that end before they start. "
-            "Give a timeline as autopar.trace recorded it."
+            f"{where}: measured has events on unknown meshes, or that end before they start. Pass "
+            "a timeline as autopar.trace recorded it."
         )

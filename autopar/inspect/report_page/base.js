@@ -1,9 +1,9 @@
-// Data, elements, figures as text, colours, the tooltip, the theme.
+// Data, elements, numbers as text, colours, the tooltip, the theme.
 
 const DATA = JSON.parse(document.getElementById("plan-data").textContent);
 const text = (number) => DATA.texts[number];
 
-// An element with attributes and children. Children are nodes or text; nothing is ever read as HTML.
+// An element with attributes and children. Children are nodes or text, never parsed as HTML.
 function make(tag, attributes, ...children) {
   const svg = ["svg", "g", "path", "line", "rect", "text", "title"].includes(tag);
   const node = svg
@@ -21,7 +21,7 @@ function make(tag, attributes, ...children) {
   return node;
 }
 
-// -- figures
+// -- numbers
 
 function digits(value, count) {
   const size = Math.abs(value);
@@ -86,8 +86,8 @@ const PART_COLOURS = {
   backward: 1,
   update: 4,
   communication: 3,
-  "starting programs": 6,
-  waiting: 7,
+  "launch overhead": 6,
+  bubble: 7,
 };
 
 function legend(entries) {
@@ -143,7 +143,7 @@ function facts(pairs) {
   );
 }
 
-// -- the tooltip: whatever has data-tip shows it while the pointer or the focus is on it
+// -- the tooltip: an element with data-tip shows it while hovered or focused
 
 const tip = document.getElementById("tip");
 
@@ -180,7 +180,7 @@ document.addEventListener("keydown", (event) => {
 });
 document.addEventListener("scroll", hideTip, { passive: true });
 
-// -- the theme; canvases are painted again when it changes
+// -- the theme; canvases are repainted when it changes
 
 const repaints = [];
 const themeButton = document.getElementById("theme");

@@ -1,4 +1,4 @@
-"""What charts draw: timelines, memory over time, collectives, where the time of a step goes."""
+"""The charts of a page: timelines, memory, collectives and time, from plans to JSON values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.inspect.breakdown import own_plans
+from autopar.inspect.breakdown import mesh_plans
 from autopar.inspect.report_page.encode import Texts, run_text, short, shorts
 from autopar.ir.details import MEMORY_CATEGORIES, CollectiveCost, MemoryUse
 from autopar.ir.plan import ParallelPlan
@@ -23,8 +23,8 @@ MEMORY_STEPS = 5000  # the height of a memory chart in whole numbers
 
 
 def timeline_data(timeline: Timeline, texts: Texts) -> dict[str, Any]:
-    """Events by mesh and start, as columns. Starts are counted from the start before, on the same
-    mesh; both they and lengths are in `tick_s`. What differs in time alone is one of `kinds`."""
+    """Events by mesh and start, as columns. A start is relative to the previous one on its mesh;
+    starts and lengths are in units of `tick_s`. `kinds`: all but the times of an event."""
     last_s = max((event.end_s for event in timeline.events), default=0.0)
     length_s = max(timeline.step_s, last_s)
     tick_s = length_s / TICKS if length_s else 1.0
@@ -57,24 +57,24 @@ def timeline_data(timeline: Timeline, texts: Texts) -> dict[str, Any]:
 
 
 def _few_enough(timeline: Timeline) -> tuple[Sequence[Event], str]:
-    """What a page can hold, and what it therefore lacks: transfers, and then all that comes late;
-    the middle of a long step is alike all the way."""
+    """The events that fit on a page, and a sentence about the rest. Transfers are dropped first,
+    then late events: a long step repeats itself."""
     events: Sequence[Event] = timeline.events
     if len(events) <= MOST_EVENTS:
         return events, ""
     total = len(events)
-    left_out = f"Transfers are not drawn: there are {total:,} events."
+    left_out = f"Transfers are not drawn: the step has {total:,} events."
     events = [event for event in events if event.kind not in ("send", "recv")]
     if len(events) > MOST_EVENTS:
         events = sorted(events, key=lambda event: event.start_s)
         end_s = events[MOST_EVENTS].start_s
         events = events[:MOST_EVENTS]
-        left_out = f"Of {total:,} events, runs up to {format_seconds(end_s)} are drawn."
+        left_out = f"Only runs up to {format_seconds(end_s)} are drawn, of {total:,} events."
     return events, left_out
 
 
 def _line(points: tuple[tuple[float, float], ...], tick_s: float) -> list[list[float | None]]:
-    """[ticks, bytes from then on]; of a long line, the first and the highest of each span."""
+    """[ticks, bytes from then on]. A long line keeps the first and highest point of each span."""
     kept = points
     if len(points) > MEMORY_POINTS:
         size = -(-2 * len(points) // MEMORY_POINTS)
@@ -94,11 +94,11 @@ def _kind(event: Event, texts: Texts) -> tuple[Any, ...]:
 
 
 def memory_data(plan: ParallelPlan, texts: Texts) -> dict[str, Any] | None:
-    """Charts that several stages share are kept once: `of` has a number of a chart per stage."""
+    """Stages with equal memory use share a chart; `of` has the chart's number per stage."""
     charts: dict[MemoryUse, int] = {}
     of = []
-    for own in own_plans(plan):
-        memory = own.details.memory if own.details is not None else None
+    for mesh_plan in mesh_plans(plan):
+        memory = mesh_plan.details.memory if mesh_plan.details is not None else None
         of.append(None if memory is None else charts.setdefault(memory, len(charts)))
     if not charts:
         return None
@@ -135,19 +135,19 @@ def _memory_chart(use: MemoryUse, texts: Texts) -> dict[str, Any]:
 
 
 def collective_data(plan: ParallelPlan, texts: Texts) -> dict[str, Any]:
-    """`rows`: per device of the stages named, those of equal layers together. `totals`: by kind,
-    axes and cause, per device on average over all devices."""
-    devices = sum(own.num_devices for own in own_plans(plan)) or 1
+    """`rows`: per device of the stages named, equal layers folded. `totals`: by kind, axes and
+    cause, per device, averaged over all devices."""
+    devices = sum(mesh_plan.num_devices for mesh_plan in mesh_plans(plan)) or 1
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     merged: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for stage, own in enumerate(own_plans(plan)):
-        found = own.details.collectives if own.details is not None else ()
-        share = own.num_devices / devices
-        for one in found:
+    for stage, mesh_plan in enumerate(mesh_plans(plan)):
+        collectives = mesh_plan.details.collectives if mesh_plan.details is not None else ()
+        share = mesh_plan.num_devices / devices
+        for one in collectives:
             sums = totals[one.kind, ", ".join(one.axes), one.cause]
             for position, value in enumerate((one.count, one.num_bytes, one.seconds)):
                 sums[position] += value * share
-        for row in _alike(found):
+        for row in _folded(collectives):
             merged[row].append(stage)
     return {
         "totals": [[*key, *shorts(sums)] for key, sums in totals.items()],
@@ -161,8 +161,8 @@ def collective_data(plan: ParallelPlan, texts: Texts) -> dict[str, Any]:
     }
 
 
-def _alike(collectives: tuple[CollectiveCost, ...]) -> list[tuple[Any, ...]]:
-    """Rows of texts and then count, bytes, seconds, and how many places they are of."""
+def _folded(collectives: tuple[CollectiveCost, ...]) -> list[tuple[Any, ...]]:
+    """Rows of texts, then count, bytes, seconds and number of places."""
     groups: dict[tuple[str, ...], list[CollectiveCost]] = defaultdict(list)
     for one in collectives:
         places = (one.module, one.value, one.producer, one.consumer)
@@ -186,11 +186,11 @@ def _alike(collectives: tuple[CollectiveCost, ...]) -> list[tuple[Any, ...]]:
 
 # -- where the time goes
 
-PARTS = ("forward", "backward", "update", "communication", "starting programs", "waiting")
+PARTS = ("forward", "backward", "update", "communication", "launch overhead", "bubble")
 
 
 def breakdown(plan: ParallelPlan, predicted: Timeline | None) -> dict[str, Any]:
-    """Seconds of a step by mesh and part, in the order of `PARTS`."""
+    """Seconds of a step by mesh, in the order of `PARTS`."""
     stages: dict[int, list[int]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         stages[stage.mesh].append(number)
@@ -204,7 +204,7 @@ def breakdown(plan: ParallelPlan, predicted: Timeline | None) -> dict[str, Any]:
                 spent[part] += cost.compute_s
                 spent["communication"] += cost.communication_s
         if busy_s is not None:
-            spent["starting programs"] = max(0.0, busy_s[mesh] - sum(spent.values()))
-            spent["waiting"] = max(0.0, plan.estimated_step_s - busy_s[mesh])
+            spent["launch overhead"] = max(0.0, busy_s[mesh] - sum(spent.values()))
+            spent["bubble"] = max(0.0, plan.estimated_step_s - busy_s[mesh])
         rows.append({"stages": run_text(stages[mesh]), "seconds": shorts(spent[p] for p in PARTS)})
     return {"parts": list(PARTS), "meshes": rows, "step_s": short(plan.estimated_step_s)}

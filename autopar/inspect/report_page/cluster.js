@@ -28,7 +28,7 @@ function clusterSection() {
     "Cluster",
     device
       ? `${count(hosts, "host")} of ${count(perHost, "device")} (${device.name}). ${clusterHelp(size)}`
-      : `${count(perHost, "device")} of a mesh that was given without a cluster.`,
+      : `A mesh of ${count(perHost, "device")}, without a description of the cluster.`,
     picture,
   );
   const used = DATA.head.devices;
@@ -37,21 +37,21 @@ function clusterSection() {
       make(
         "p",
         { class: "soft" },
-        `${count(total - used, "device")} (hatched) ${total - used === 1 ? "is" : "are"} not used by this plan.`,
+        `This plan does not use ${count(total - used, "device")} (hatched).`,
       ),
     );
   if (device) {
     node.append(
       facts([
-        ["Inside a host", `${scaled(device.intra_host_bandwidth, "B/s")} per device each way`],
-        ["Between hosts", hosts > 1 ? `${scaled(device.host_bandwidth, "B/s")} per host each way` : null],
+        ["Inside a host", `${scaled(device.intra_host_bandwidth, "B/s")} per device and direction`],
+        ["Between hosts", hosts > 1 ? `${scaled(device.host_bandwidth, "B/s")} per host and direction` : null],
         [
           "Memory",
-          `${scaled(device.memory_bytes, "B")} per device, read at ${scaled(device.memory_bandwidth, "B/s")}`,
+          `${scaled(device.memory_bytes, "B")} per device, ${scaled(device.memory_bandwidth, "B/s")} bandwidth`,
         ],
         [
           "Peak rate",
-          `${scaled(device.flops_16bit, "FLOP/s")} in 16 bits, ${scaled(device.flops_32bit, "FLOP/s")} in 32; large products reach ${percent(device.efficiency)} of it`,
+          `${scaled(device.flops_16bit, "FLOP/s")} with 16-bit numbers, ${scaled(device.flops_32bit, "FLOP/s")} with 32-bit; large matrix products reach ${percent(device.efficiency)} of it`,
         ],
         ["Costs", costs || null],
       ]),
@@ -65,7 +65,7 @@ function clusterHelp(size) {
   const stages = DATA.head.pipeline ? "Colours and numbers are stages. " : "";
   const repeat = DATA.head.pipeline && DATA.stages.length > NUM_COLOURS ? "Colours repeat. " : "";
   const bars = size === "s" ? "Each bar is a host. " : "";
-  return `${bars}${stages}${repeat}Point at ${size === "s" ? "one" : "a device"} for its place in the mesh.`;
+  return `${bars}${stages}${repeat}Hover over ${size === "s" ? "one" : "a device"} for its mesh coordinates.`;
 }
 
 // device number -> [[stage, position in the stage's mesh], …]; stages of an interleaved schedule share devices.
@@ -93,7 +93,7 @@ function coordinates(position, shape, axes) {
 function deviceCell(number, host, stageOf) {
   const held = stageOf[number];
   if (!held.length)
-    return make("div", { class: "cell unused", "data-tip": `device ${number}, host ${host}\nnot used` });
+    return make("div", { class: "cell unused", "data-tip": `device ${number}, host ${host}\nunused` });
   const lines = held.map(([stage, position]) => {
     const { shape, axes } = DATA.stages[stage];
     return `${DATA.head.pipeline ? `stage ${stage}: ` : ""}${coordinates(position, shape, axes)}`;
@@ -123,7 +123,7 @@ function hostCell(host, perHost, stageOf) {
       end += 1;
     const fill = stage === null ? "var(--line)" : colour(DATA.stages[stage].mesh);
     parts.push(`${fill} ${(100 * slot) / perHost}% ${(100 * end) / perHost}%`);
-    lines.push(stage === null ? "not used" : hostLine(held, stageOf[first + end - 1]));
+    lines.push(stage === null ? "unused" : hostLine(held, stageOf[first + end - 1]));
     slot = end;
   }
   const attributes = {
@@ -182,17 +182,17 @@ function stageTable() {
       show: (row) => meshText(row.shape, row.axes),
       class: "array",
     },
-    time(["Forward", "forward_s"], "seconds of one micro-batch"),
-    time(["Backward", "backward_s"], "seconds of one micro-batch"),
-    time(["Once", "once_s"], "update and what else is done once per step"),
-    time(["Transfer", "transfer_s"], "what it waits for from its neighbours, per micro-batch"),
+    time(["Forward", "forward_s"], "seconds per micro-batch"),
+    time(["Backward", "backward_s"], "seconds per micro-batch"),
+    time(["Per step", "once_s"], "the update and other work done once per step"),
+    time(["Transfer", "transfer_s"], "transfers from neighbouring stages, per micro-batch"),
     { name: "Peak memory", of: (row) => row.peak_bytes, show: (row) => bytes(row.peak_bytes), number: true },
     ...(rows.some((row) => row.remat)
       ? [
           {
             name: "Recomputed",
             of: (row) => (row.remat ? "yes" : "no"),
-            tip: "the backward pass computes its layers again",
+            tip: "the backward pass recomputes its layers",
           },
         ]
       : []),

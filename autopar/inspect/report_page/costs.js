@@ -1,4 +1,4 @@
-// Where time goes, collectives with their causes, and the plans that were considered.
+// Where the time goes, collectives with their causes, arrays, and the plans that were considered.
 
 function breakdownSection() {
   const { parts, meshes, step_s: step } = DATA.breakdown;
@@ -14,7 +14,7 @@ function breakdownSection() {
       show: (row) => (DATA.head.pipeline ? row.stages : meshText(DATA.head.mesh, DATA.head.axes)),
     },
     {
-      name: "Of the step",
+      name: "Share of the step",
       of: (row) => sum(row.seconds),
       show: (row) =>
         stack(
@@ -35,7 +35,7 @@ function breakdownSection() {
   return section(
     "time",
     "Where the time goes",
-    `Seconds of a device in one step of ${seconds(step)}, as the cost model counts them: forward, backward and update are computing alone.`,
+    `Predicted seconds per device in a step of ${seconds(step)}. Forward, backward and update are compute only.`,
     legend(present.map(([name]) => [name, PART_COLOURS[name]])),
     table,
   );
@@ -64,12 +64,12 @@ const causeColour = (cause) => (cause in CAUSE_COLOURS ? CAUSE_COLOURS[cause] : 
 function collectivesSection() {
   const { totals, rows } = DATA.collectives;
   const lead =
-    "Messages among devices, and why they are there: a sum was split (partial sums), an array is needed in another layout than it was made in, updated state returns to where it is kept (state), or neighbours' rows are read (windows).";
+    "Communication between devices of a mesh, by cause: an operator splits a sum (partial sums), needs an array in another layout, or reads its neighbours' halos (windows), or updated state returns to its layout (state).";
   if (!totals.length)
     return section(
       "collectives",
       "Collectives",
-      "This plan has none inside of a mesh: devices compute without sending each other anything.",
+      "This plan has no collectives: the devices of a mesh compute without communicating.",
     );
   const groups = new Map();
   totals.forEach(([kind, axes, cause, number, size, took]) => {
@@ -121,7 +121,7 @@ function collectivesSection() {
         ],
         class: "array",
       },
-      { name: "Cause", of: (row) => of(row, "cause"), tip: "why it is there", class: "array" },
+      { name: "Cause", of: (row) => of(row, "cause"), tip: "why the collective is needed", class: "array" },
       {
         name: "What",
         of: (row) => of(row, "value"),
@@ -175,7 +175,7 @@ function collectivesSection() {
     lead,
     legend(causes.map((cause) => [cause, causeColour(cause)])),
     summary,
-    make("h3", {}, "Each, with its cause"),
+    make("h3", {}, "All collectives"),
     all,
   );
 }
@@ -185,8 +185,8 @@ function arraysSection() {
   if (!rows.length) return null;
   return section(
     "arrays",
-    "Arguments and results",
-    "Where each array of the step lies. Paths that differ in numbers alone are one row; * stands for them.",
+    "Inputs and outputs",
+    "How each array of the step is sharded. Paths that differ only in numbers share a row, with * for the numbers.",
     sortable(
       [
         {
@@ -210,28 +210,28 @@ function arraysSection() {
         },
         ...(DATA.head.pipeline ? [{ name: "Stages", of: (row) => row.stages }] : []),
         { name: "Count", of: (row) => row.count, number: true },
-        { name: "Each, per device", of: (row) => row.bytes, show: (row) => bytes(row.bytes), number: true },
+        { name: "Bytes per device", of: (row) => row.bytes, show: (row) => bytes(row.bytes), number: true },
       ],
       rows,
-      { label: "Arguments and results", first: 40 },
+      { label: "Inputs and outputs", first: 40 },
     ),
   );
 }
 
 function triedTable(tried) {
   const compiled = tried.some((row) => row.compiled_s !== null);
-  const found = (row) => (compiled ? row.compiled_s : row.measured_s);
+  const time = (row) => (compiled ? row.compiled_s : row.measured_s);
   const text = (row) => {
     if (row.failure) return row.failure;
-    return compiled ? seconds(found(row)) : `${seconds(found(row))} ± ${(100 * row.spread).toFixed(0)}%`;
+    return compiled ? seconds(time(row)) : `${seconds(time(row))} ± ${(100 * row.spread).toFixed(0)}%`;
   };
   return [
     make(
       "p",
       { class: "lead" },
       compiled
-        ? "The best plans were compiled; the best by XLA's communication, of those that fit, was taken."
-        : "The best plans were run with made-up inputs; the fastest that fits was taken.",
+        ? "The best plans were compiled, and their step times corrected by XLA's collectives; the fastest that fits was chosen."
+        : "The best plans were timed with synthetic inputs; the fastest that fits was chosen.",
     ),
     sortable(
       [
@@ -242,7 +242,7 @@ function triedTable(tried) {
           class: "wrap",
         },
         {
-          name: "Memory, by XLA",
+          name: "Memory (XLA)",
           of: (row) => row.memory_bytes,
           show: (row) => (row.memory_bytes === null ? "–" : bytes(row.memory_bytes)),
           number: true,
@@ -253,10 +253,10 @@ function triedTable(tried) {
           show: (row) => seconds(row.predicted_s),
           number: true,
         },
-        { name: compiled ? "As compiled" : "Measured", of: found, show: text, number: true },
+        { name: compiled ? "Corrected" : "Measured", of: time, show: text, number: true },
       ],
       tried,
-      { by: 2, down: false, rowClass: (row) => (row.chosen ? "chosen" : null), label: "Plans that were run" },
+      { by: 2, down: false, rowClass: (row) => (row.chosen ? "chosen" : null), label: "Plans that were tried" },
     ),
   ];
 }
@@ -270,7 +270,7 @@ function searchSection() {
       make(
         "p",
         { class: "lead" },
-        "Step times as the search's tables predict them; the best few are then solved exactly.",
+        "Step times from the search's cost tables; the best few were then solved exactly.",
       ),
       sortable(
         [
@@ -309,14 +309,14 @@ function searchSection() {
       make(
         "p",
         { class: "lead" },
-        "Nothing else was searched: the method says how the step is run, and the solver chose the sharding.",
+        "The method leaves no stages to search; the solver chose the sharding.",
       ),
     );
   if (search && search.tried.length) node.append(...triedTable(search.tried));
   const gap =
     solver.gap === 0
-      ? "proven optimal by the cost model"
-      : `within ${(100 * solver.gap).toFixed(2)}% of the best possible by the cost model`;
+      ? "proven optimal under the cost model"
+      : `within ${(100 * solver.gap).toFixed(2)}% of optimal under the cost model`;
   const list = (entries, show) =>
     Object.entries(entries)
       .map(([name, value]) => `${name} ${show(value)}`)
@@ -331,16 +331,16 @@ function searchSection() {
           : null,
       ],
       ["Problem", list(solver.sizes, (value) => value.toLocaleString("en"))],
-      ["Seconds of planning", list(solver.seconds, seconds)],
+      ["Planning time", list(solver.seconds, seconds)],
       ...(search
         ? [
             [
               "Stage search",
               search.candidates
-                ? `${search.candidates.toLocaleString("en")} ways to run layers priced, ${search.pruned.toLocaleString("en")} pruned, ${count(search.bounds, "bound")} tried`
+                ? `priced ${search.candidates.toLocaleString("en")} stage candidates, pruned ${search.pruned.toLocaleString("en")}, tried ${count(search.bounds, "bound")}`
                 : null,
             ],
-            ["Seconds of the search", list(search.seconds, seconds)],
+            ["Search time", list(search.seconds, seconds)],
             [
               "Solved exactly",
               search.checked

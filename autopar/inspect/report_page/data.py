@@ -1,7 +1,7 @@
-"""All figures of a page: from a `ParallelPlan` and a measured `Timeline` to what JSON can hold.
+"""The data of a page: from a `ParallelPlan` and a measured `Timeline` to JSON values.
 
-The scripts know these names (`head`, `cluster`, `stages` …); what needs arithmetic on many rows is
-in `model.py` (modules, operators, arrays) and `charts.py` (timelines, memory, collectives).
+The scripts know these names (`head`, `cluster`, `stages` …). Tables of many rows come from
+`model.py` (modules, operators, arrays) and `charts.py` (timelines, memory, collectives).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
-from autopar.inspect.breakdown import own_plans
+from autopar.inspect.breakdown import mesh_plans
 from autopar.inspect.explain import costs_text
 from autopar.inspect.report_page.charts import (
     breakdown,
@@ -19,7 +19,7 @@ from autopar.inspect.report_page.charts import (
     timeline_data,
 )
 from autopar.inspect.report_page.encode import Texts, run_text, runs, short
-from autopar.inspect.report_page.headline import Headline, figures_of
+from autopar.inspect.report_page.headline import Headline, headline_of
 from autopar.inspect.report_page.model import array_rows, model_data
 from autopar.inspect.report_page.search import search_data
 from autopar.ir.plan import ParallelPlan, StagePlan
@@ -30,12 +30,12 @@ PAGE_VERSION = 1
 
 
 def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str, Any]:
-    """What the page shows; texts that occur often are numbers into `texts`."""
+    """Texts that occur often are indices into `texts`."""
     texts = Texts()
-    figures = figures_of(plan)
+    headline = headline_of(plan)
     data: dict[str, Any] = {
         "version": PAGE_VERSION,
-        "head": _head(plan, figures),
+        "head": _head(plan, headline),
         "cluster": _cluster(plan),
         "stages": [_stage(plan, n) for n in range(plan.num_stages)],
         "model": model_data(plan, texts),
@@ -43,39 +43,39 @@ def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str,
         "timelines": [],
         "memory": memory_data(plan, texts),
         "collectives": collective_data(plan, texts),
-        "breakdown": breakdown(plan, figures.predicted),
+        "breakdown": breakdown(plan, headline.predicted),
         "search": search_data(plan),
         "solver": _solver(plan),
     }
-    for title, timeline in (("predicted", figures.predicted), ("measured", measured)):
+    for title, timeline in (("predicted", headline.predicted), ("measured", measured)):
         if timeline is not None and timeline.events:
             data["timelines"].append({"title": title, **timeline_data(timeline, texts)})
     data["texts"] = texts.all()
     return data
 
 
-def _head(plan: ParallelPlan, figures: Headline) -> dict[str, Any]:
-    budget = min((p.memory_budget_bytes for p in own_plans(plan)), default=inf)
+def _head(plan: ParallelPlan, headline: Headline) -> dict[str, Any]:
+    budget = min((p.memory_budget_bytes for p in mesh_plans(plan)), default=inf)
     return {
         "name": plan.name,
         "method": plan.method,
         "device": plan.device,
         "pipeline": plan.is_pipeline,
-        "devices": figures.num_devices,
+        "devices": headline.num_devices,
         "mesh": list(plan.mesh_shape),
         "axes": list(plan.axis_names),
         "micro_batches": plan.num_micro_batches,
         "schedule": plan.schedule,
         "step_s": short(plan.estimated_step_s),
-        "rows": figures.batch_rows,
-        "model_rate": short(figures.model_rate),
-        "computed_rate": short(figures.computed_rate),
-        "peak_rate": short(figures.peak_rate),
+        "rows": headline.batch_rows,
+        "model_rate": short(headline.model_rate),
+        "computed_rate": short(headline.computed_rate),
+        "peak_rate": short(headline.peak_rate),
         "peak_bytes": short(plan.estimated_peak_bytes),
         "budget_bytes": short(budget),
         "communication_bytes": short(plan.communication_bytes),
-        "bubble": short(figures.bubble),
-        "limits": list(figures.limits),
+        "bubble": short(headline.bubble),
+        "limits": list(headline.limits),
         "warnings": list(plan.warnings),
         "remat": layer_names(plan.remat),
         "pinned": [list(pin) for pin in plan.pinned],
@@ -87,7 +87,7 @@ def _head(plan: ParallelPlan, figures: Headline) -> dict[str, Any]:
 
 def _cluster(plan: ParallelPlan) -> dict[str, Any]:
     cluster = plan.cluster
-    if cluster is None:  # a mesh was given, not a cluster
+    if cluster is None:  # the user gave a mesh, not a cluster
         return {"hosts": 1, "per_host": plan.num_devices, "device": None}
     device = {
         key: value if isinstance(value, str) else short(value)
@@ -103,24 +103,24 @@ def _cluster(plan: ParallelPlan) -> dict[str, Any]:
 
 def _stage(plan: ParallelPlan, number: int) -> dict[str, Any]:
     stage = plan.stages[number]
-    own = stage.plan or plan
+    mesh_plan = stage.plan or plan
     return {
         "mesh": stage.mesh,
         "layers": layer_names(plan.layers[slice(*stage.layers)]),
         "num_layers": stage.layers[1] - stage.layers[0] if plan.layers else 0,
         "submesh": list(stage.submesh),
-        "shape": list(own.mesh_shape),
-        "axes": list(own.axis_names),
+        "shape": list(mesh_plan.mesh_shape),
+        "axes": list(mesh_plan.axis_names),
         "devices": runs(_devices(plan, stage)),
         "device_text": run_text(_devices(plan, stage)),
         "forward_s": short(stage.forward_s),
         "backward_s": short(stage.backward_s),
         "once_s": short(stage.once_s),
         "transfer_s": short(stage.transfer_s),
-        "peak_bytes": short(own.estimated_peak_bytes),
-        "budget_bytes": short(own.memory_budget_bytes),
-        "remat": stage.remat or bool(own.remat),
-        "gap": short(own.solver.gap),
+        "peak_bytes": short(mesh_plan.estimated_peak_bytes),
+        "budget_bytes": short(mesh_plan.memory_budget_bytes),
+        "remat": stage.remat or bool(mesh_plan.remat),
+        "gap": short(mesh_plan.solver.gap),
     }
 
 

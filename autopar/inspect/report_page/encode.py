@@ -1,4 +1,4 @@
-"""Small ways to write figures for a page: texts once, numbers with four digits, runs of numbers."""
+"""Compact JSON values for a page: shared texts, rounded numbers, ranges of numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import isfinite
 
 
 class Texts:
-    """Texts by number, each kept once."""
+    """A table of texts, each stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -21,7 +21,7 @@ class Texts:
 
 
 def short(value: float, digits: int = 4) -> float | None:
-    """A number with few digits, whole where it can be; none for what JSON cannot say."""
+    """A number rounded to a few digits, an int if possible; None if it is not finite."""
     if not isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")
@@ -33,12 +33,12 @@ def shorts(values: Iterable[float], digits: int = 4) -> list[float | None]:
 
 
 def runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers, in order, as half-open ranges of neighbours."""
-    found = []
+    """Sorted numbers as half-open ranges."""
+    ranges = []
     for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in group]
-        found.append([members[0], members[-1] + 1])
-    return found
+        ranges.append([members[0], members[-1] + 1])
+    return ranges
 
 
 def run_text(numbers: Sequence[int]) -> str:

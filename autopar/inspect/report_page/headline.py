@@ -1,4 +1,4 @@
-"""The few figures that a plan is judged by: from a `ParallelPlan` to a `Headline`."""
+"""The numbers that a plan is judged by: from a `ParallelPlan` to a `Headline`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopar.ir.timeline import Timeline
 
 @dataclass(frozen=True)
 class Headline:
-    """`batch_rows`: leading dimension of the batch, None if arrays disagree. Rates are per device
-    and second, 0 if not known: of the model, of all that is computed, and the vendor's. `bubble`:
-    the share of the step in which devices wait. `limits`: what limits the step, in sentences."""
+    """`batch_rows`: leading dimension of the batch; None if arrays disagree. Rates are FLOP/s per
+    device, 0 if unknown: of the model, of all computation, and the vendor's peak. `bubble`: the
+    share of the step in which devices idle. `limits`: what limits the step, in sentences."""
 
     num_devices: int
     batch_rows: int | None
@@ -25,7 +25,7 @@ class Headline:
     limits: tuple[str, ...]
 
 
-def figures_of(plan: ParallelPlan) -> Headline:
+def headline_of(plan: ParallelPlan) -> Headline:
     predicted = plan.timeline()
     rates = rates_of(plan)
     rows = {t.shape[0] for t in plan.inputs if t.role == "batch" and t.shape}

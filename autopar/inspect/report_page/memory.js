@@ -1,4 +1,4 @@
-// Memory over time, by what it is held for, against the budget.
+// Memory over time, by category, against the budget.
 
 const MEMORY_COLOURS = [0, 5, 1, 2, 4, 3, 7];
 
@@ -19,8 +19,8 @@ function memorySection() {
   const show = (number) => place.replaceChildren(...memoryView(number));
   show(fullest);
   const lead = DATA.head.pipeline
-    ? "Bytes on each device of a stage. The first chart follows the stage's program and counts what other micro-batches in flight keep; the second follows the predicted timeline of the whole step."
-    : "Bytes on each device during one step.";
+    ? "Bytes per device of a stage. The first chart follows the stage's program and includes activations of other micro-batches in flight; the second follows the predicted timeline of the whole step."
+    : "Bytes per device during a step.";
   return section(
     "memory",
     "Memory",
@@ -74,10 +74,10 @@ function memoryView(number) {
               class: "wrap",
             },
             { name: "Module", of: (row) => row.module, class: "wrap" },
-            { name: "Held for", of: (row) => row.category },
+            { name: "Category", of: (row) => row.category },
             { name: "Bytes", of: (row) => row.size, show: (row) => bytes(row.size), number: true },
             {
-              name: "Of the peak",
+              name: "Share of peak",
               of: (row) => row.size,
               show: (row) => percent(row.size / peak),
               number: true,
@@ -92,7 +92,7 @@ function memoryView(number) {
     .filter(Boolean);
 }
 
-// Of a pipeline, the mesh's bytes over the whole step as the simulator has them.
+// For a pipeline: the mesh's bytes over the whole step, from the simulator.
 function stepMemory(number) {
   const predicted = DATA.timelines.find((one) => one.title === "predicted");
   const line = DATA.head.pipeline && predicted && predicted.memory[DATA.stages[number].mesh];
@@ -126,7 +126,7 @@ function stepMemory(number) {
   ];
 }
 
-// Axes of a chart of bytes over seconds; what is drawn later lies above them.
+// Axes of a chart of bytes over seconds.
 function chartFrame(height, ceiling, last, label) {
   const width = Math.max(320, Math.min(1200, document.documentElement.clientWidth - 40));
   const [left, right, top, bottom] = [74, 14, 16, 28];
@@ -231,7 +231,7 @@ function peakTable() {
         number: true,
       },
       {
-        name: "Of the budget",
+        name: "Share of budget",
         of: (row) => (row.budget_bytes ? row.peak_bytes / row.budget_bytes : 0),
         show: (row) =>
           row.budget_bytes

@@ -1,7 +1,7 @@
 """Modules, operators and arrays of a plan: from `PlanDetails` and `Tensor`s to rows of a page.
 
-Equal layers have equal operators, so an operator is a number into a table of distinct rows and one
-into the texts for its module: ten thousand of them take little room.
+Equal layers have equal operators, so an operator is an index into distinct rows and one into the
+texts for its module: ten thousand operators take little space.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from autopar.inspect.breakdown import own_plans
+from autopar.inspect.breakdown import mesh_plans
 from autopar.inspect.report_page.encode import Texts, run_text, short
 from autopar.ir.details import OpRow
 from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.spec import num_shards, to_partition_spec
+from autopar.ir.spec import num_shards
 from autopar.ir.text import name_pattern, name_skeleton
 
 
 def model_data(plan: ParallelPlan, texts: Texts) -> dict[str, Any]:
     """`rows`: distinct operators without their module. `ops`: per stage, (row, module) in program
-    order. `params`: parameters with what is known of them."""
+    order. `params`: parameters with their parallelism."""
     rows: dict[tuple[Any, ...], int] = {}
     ops = []
-    for own in own_plans(plan):
+    for mesh_plan in mesh_plans(plan):
         numbers: list[int] = []
         modules: list[int] = []
-        for op in _operators(own):
+        for op in _operators(mesh_plan):
             key = (
                 *map(texts.number, (op.name, op.region, op.array, op.spec, op.words, op.source)),
                 *map(short, op[7:]),
@@ -39,10 +39,10 @@ def model_data(plan: ParallelPlan, texts: Texts) -> dict[str, Any]:
     return {"rows": [list(row) for row in rows], "ops": ops, "params": _params(plan, texts)}
 
 
-def _operators(own: ParallelPlan) -> list[OpRow]:
-    if own.details is not None:
-        return list(own.details.ops.rows())
-    return [  # of a plan without details, sums are known
+def _operators(plan: ParallelPlan) -> list[OpRow]:
+    if plan.details is not None:
+        return list(plan.details.ops.rows())
+    return [  # a plan without details has sums per module
         OpRow(
             name="all operators",
             module=cost.module,
@@ -57,18 +57,18 @@ def _operators(own: ParallelPlan) -> list[OpRow]:
             communication_s=cost.communication_s,
             communication_bytes=cost.communication_bytes,
         )
-        for cost in own.modules
+        for cost in plan.modules
     ]
 
 
 def _params(plan: ParallelPlan, texts: Texts) -> list[list[Any]]:
-    """[path, module, stage, array, spec, words, reason, bytes per device] of each."""
+    """Rows of path, module, stage, array, spec, words, reason and bytes per device."""
     tensors = {tensor.path: tensor for tensor in plan.inputs}
     rows = []
     seen = set()
-    for stage, own in enumerate(own_plans(plan)):
-        known = {t.path: t for t in own.inputs}
-        for use in own.details.parallelism if own.details is not None else ():
+    for stage, mesh_plan in enumerate(mesh_plans(plan)):
+        known = {t.path: t for t in mesh_plan.inputs}
+        for use in mesh_plan.details.parallelism if mesh_plan.details is not None else ():
             tensor = known.get(use.path) or tensors.get(use.path)
             if tensor is None or (stage, use.path) in seen:
                 continue
@@ -80,21 +80,21 @@ def _params(plan: ParallelPlan, texts: Texts) -> list[list[Any]]:
                     texts.number(use.module),
                     stage,
                     texts.number(_array_text(tensor)),
-                    texts.number(str(plan_spec(own, tensor))),
+                    texts.number(str(mesh_plan.spec_of(tensor))),
                     texts.number(words),
                     texts.number(use.reason),
-                    short(held_bytes(tensor, own)),
+                    short(held_bytes(tensor, mesh_plan)),
                 ]
             )
     return rows
 
 
 def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
-    """Arguments, results that are not state, and named values; those alike but for numbers in
-    their paths are one row with their count."""
+    """Inputs, outputs other than state, and named values. Paths that differ only in numbers share
+    a row with their count."""
     kinds = (
-        ("argument", plan.inputs),
-        ("result", tuple(t for t in plan.outputs if t.role != "state")),
+        ("input", plan.inputs),
+        ("output", tuple(t for t in plan.outputs if t.role != "state")),
         ("named value", plan.named),
     )
     rows = []
@@ -104,7 +104,7 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
             key = (_array_text(tensor), str(plan.spec_of(tensor)), tensor.role)
             groups[name_skeleton(tensor.path), *key].append(tensor)
         for (_, array, spec, role), members in groups.items():
-            own = own_plans(plan)[members[0].stages[0]]
+            mesh_plan = mesh_plans(plan)[members[0].stages[0]]
             rows.append(
                 {
                     "kind": f"{kind}, {role}" if role else kind,
@@ -113,27 +113,22 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
                     "spec": spec,
                     "count": len(members),
                     "stages": run_text(sorted({s for t in members for s in t.stages})),
-                    "bytes": short(held_bytes(members[0], own)),
+                    "bytes": short(held_bytes(members[0], mesh_plan)),
                 }
             )
     return rows
 
 
-def plan_spec(own: ParallelPlan, tensor: Tensor) -> Any:
-    return to_partition_spec(tensor.layout, len(tensor.shape), own.axis_names)
-
-
-def held_bytes(tensor: Tensor, own: ParallelPlan) -> float:
-    """Of one device of the mesh on which it lies."""
-    return (
-        prod(tensor.shape) * _item_bytes(tensor.dtype) / num_shards(tensor.layout, own.mesh_shape)
-    )
+def held_bytes(tensor: Tensor, mesh_plan: ParallelPlan) -> float:
+    """Bytes of an array on one device of its mesh."""
+    shards = num_shards(tensor.layout, mesh_plan.mesh_shape)
+    return prod(tensor.shape) * _item_bytes(tensor.dtype) / shards
 
 
 def _item_bytes(dtype: str) -> int:
     try:
         return np.dtype(dtype).itemsize
-    except TypeError:  # random keys: two words of 32 bits
+    except TypeError:  # random keys: two 32-bit words
         return 8
 
 

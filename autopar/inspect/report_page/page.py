@@ -1,7 +1,7 @@
-"""From figures to the bytes of a page: style, scripts and data put into the frame `page.html`.
+"""The bytes of a page: style, scripts and data, put into `page.html`.
 
-Names of users' modules and arrays may hold anything. In the page they are only ever data: JSON in
-which no `<` is left, that scripts show as text.
+Names of users' modules and arrays may contain anything. In the page they are always data: JSON
+without any `<`, which scripts show as text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# In this order: each uses what stands before it.
+# In this order: each uses those before it.
 SCRIPTS = (
     "base.js",
     "tables.js",
@@ -32,19 +32,18 @@ SCRIPTS = (
 
 
 def render(data: dict[str, Any]) -> bytes:
-    """The page that shows the data."""
     parts = {
         "TITLE": html.escape(f"{data['head']['name']}: parallel plan"),
         "STYLE": _source("page.css"),
         "DATA": embedded_json(data),
         "SCRIPT": "\n".join(map(_source, SCRIPTS)),
     }
-    text = re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], _source("page.html"))
+    text = re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], _source("page.html"))
     return text.encode("utf-8", "xmlcharrefreplace")  # a name may be half of a surrogate pair
 
 
 def embedded_json(data: Any) -> str:
-    """Compact JSON that can stand inside of a script element: no character of it can end it."""
+    """Compact JSON for a script element, without characters that could end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

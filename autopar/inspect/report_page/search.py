@@ -1,23 +1,23 @@
-"""Which plans were considered: from `SearchReport` to rows of a page."""
+"""The plans that were considered: from a `SearchReport` to rows of a page."""
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 from autopar.inspect.report_page.encode import short
+from autopar.inspect.search_text import stage_key, stages_text
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import PipelineChoice
 
 
 def search_data(plan: ParallelPlan) -> dict[str, Any] | None:
-    """The candidates that are known, the fastest first, and how many were looked at."""
+    """The recorded candidates, the fastest first, and how many were searched."""
     search = plan.search
     if search is None:
         return None
     rows: list[dict[str, Any]] = [
         {
-            "what": _stages_text(choice),
+            "what": stages_text(choice.stages),
             "stages": len(choice.stages),
             "micro_batches": choice.num_micro_batches,
             "step_s": short(choice.step_s),
@@ -67,24 +67,8 @@ def _short(value: float | None) -> float | None:
 
 
 def _is_chosen(plan: ParallelPlan, choice: PipelineChoice) -> bool:
-    mine = [(s.layers, s.submesh, s.mesh_shape, s.remat) for s in plan.stages]
-    same = [(s.layers, s.submesh, s.mesh_shape, s.remat) for s in choice.stages]
-    return plan.is_pipeline and same == mine and choice.num_micro_batches == plan.num_micro_batches
-
-
-def _stages_text(choice: PipelineChoice) -> str:
-    """Stages in order, those alike with their number: 2 × (6 layers on 1×4 devices)."""
-
-    def alike(stage: Any) -> tuple[Any, ...]:
-        return stage.layers[1] - stage.layers[0], stage.submesh, stage.mesh_shape, stage.remat
-
-    parts = []
-    for (layers, submesh, shape, remat), group in groupby(choice.stages, key=alike):
-        count = len(list(group))
-        devices = "×".join(map(str, submesh))
-        mesh = "×".join(map(str, shape))
-        text = f"{layers} layer{'s' if layers != 1 else ''} on {devices} devices"
-        text += f" as {mesh}" if mesh != devices else ""
-        text += ", recomputed" if remat else ""
-        parts.append(f"{count} × ({text})" if count > 1 else text)
-    return ", ".join(parts)
+    return (
+        plan.is_pipeline
+        and choice.num_micro_batches == plan.num_micro_batches
+        and [stage_key(s) for s in choice.stages] == [stage_key(s) for s in plan.stages]
+    )

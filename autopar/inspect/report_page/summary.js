@@ -1,4 +1,4 @@
-// The headline: what is predicted, what limits it, and how to read the rest.
+// The summary: the prediction, what limits it, and how to read the page.
 
 function card(what, value, more, extra) {
   return make(
@@ -32,7 +32,7 @@ function summaryCards() {
   cards.push(
     card(
       "Predicted step",
-      timed ? seconds(step) : "not priced",
+      timed ? seconds(step) : "no estimate",
       head.rows ? `a batch of ${head.rows.toLocaleString("en")}` : null,
     ),
   );
@@ -42,7 +42,7 @@ function summaryCards() {
       card(
         "Throughput",
         `${rate >= 100 ? Math.round(Number(rate.toPrecision(4))).toLocaleString("en") : digits(rate, 3)}\u00a0/\u00a0s`,
-        head.rows ? "examples of the batch" : "steps",
+        head.rows ? "examples" : "steps",
       ),
     );
   }
@@ -50,13 +50,13 @@ function summaryCards() {
     const used = head.model_rate / head.peak_rate;
     const again =
       head.computed_rate > 1.02 * head.model_rate
-        ? `; ${scaled(head.computed_rate, "FLOP/s")} with repeated work counted`
+        ? `; ${scaled(head.computed_rate, "FLOP/s")} with recomputation and redundant work`
         : "";
     cards.push(
       card(
         "Per device",
         scaled(head.model_rate, "FLOP/s"),
-        `${percent(used)} of its peak${again}`,
+        `${percent(used)} of peak${again}`,
         meter(used, false),
       ),
     );
@@ -68,25 +68,25 @@ function summaryCards() {
         "Peak memory",
         bytes(head.peak_bytes),
         share === null
-          ? "per device; no budget was set"
-          : `${percent(share)} of a device's budget of ${bytes(head.budget_bytes)}`,
+          ? "per device, no budget"
+          : `${percent(share)} of the budget of ${bytes(head.budget_bytes)} per device`,
         share === null ? null : meter(share, true),
       ),
     );
   }
   cards.push(
     card(
-      "Sent by each device",
+      "Sent per device",
       bytes(head.communication_bytes),
-      head.pipeline ? "per step, at most, within its stage" : "per step",
+      head.pipeline ? "per step, maximum over stages" : "per step",
     ),
   );
   if (head.pipeline && head.schedule)
     cards.push(
       card(
-        "Waiting",
+        "Pipeline bubble",
         percent(head.bubble),
-        "of the step a device does nothing, on average",
+        "of the step, average over devices",
         meter(head.bubble, false),
       ),
     );
@@ -105,39 +105,39 @@ function meter(share, isLimit) {
 const TERMS = [
   [
     "Mesh, axis",
-    "Devices are arranged in a grid. Its directions are axes with names, x and y; an array is split along some of them and copied along the others.",
+    "Devices form a grid with named axes, such as x and y. An array is split along some axes and replicated along the others.",
   ],
   [
     "Spec",
-    "How an array lies on the mesh. P('x', None) means: the first dimension is cut into as many parts as axis x has devices, the second is whole. P() is a full copy on every device.",
+    "How an array is sharded. P('x', None): the first dimension is split over axis x, the second is not split. P(): every device has a full copy.",
   ],
   [
     "Data parallel",
-    "Devices along the axis compute with the same parameters on different examples; gradients are summed.",
+    "Devices along the axis have the same parameters and different examples; gradients are summed.",
   ],
   [
     "Tensor parallel, column or row",
-    "A product with a parameter is split by its output features (column) or by the features that are summed over (row; then addends are summed).",
+    "A product with a parameter is split by its output features (column) or by its input features (row), which leaves partial sums.",
   ],
   [
     "Expert, sequence",
-    "An axis splits the experts of a mixture, or another dimension of activations than the batch.",
+    "The axis splits the experts of a mixture, or a dimension of the activations other than the batch.",
   ],
   [
     "ZeRO",
-    "Parameters or optimizer state are kept in parts along an axis on which they are needed whole, and gathered for use.",
+    "Parameters or optimizer state are stored in shards along an axis and gathered for use.",
   ],
   [
     "Stage, micro-batch",
-    "A pipeline cuts the model into stages on devices of their own and the batch into micro-batches, which pass from stage to stage.",
+    "A pipeline splits the model into stages on separate meshes, and the batch into micro-batches that pass from stage to stage.",
   ],
   [
     "Collective",
-    "A message among all devices along an axis: all-reduce sums, all-gather collects parts, reduce-scatter sums and keeps parts, all-to-all changes which dimension is split.",
+    "Communication among the devices along an axis: all-reduce sums, all-gather collects shards, reduce-scatter sums and splits, all-to-all changes which dimension is split.",
   ],
   [
     "Predicted",
-    "All figures come from a cost model of the cluster, for one step and one device, unless said otherwise. Nothing was run; where a run was recorded its timeline is called measured.",
+    "Numbers come from a cost model of the cluster, per step and device unless noted. Nothing was run; a recorded run appears as a timeline called measured.",
   ],
 ];
 
@@ -197,12 +197,12 @@ function summarySection() {
       facts([
         ["Method", make("code", {}, head.method)],
         [
-          "Computed again in the backward pass",
+          "Recomputed in the backward pass",
           head.remat || (DATA.stages.some((s) => s.remat) ? "layers of some stages" : "nothing"),
         ],
         [
           "Pinned",
-          head.pinned.length ? head.pinned.map(([path, spec]) => `${path} to ${spec}`).join("; ") : "",
+          head.pinned.length ? head.pinned.map(([path, spec]) => `${path} as ${spec}`).join("; ") : "",
         ],
         ["Step before pinning", head.unpinned_step_s ? seconds(head.unpinned_step_s) : ""],
         ["JAX", head.jax],

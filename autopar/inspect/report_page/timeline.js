@@ -45,8 +45,8 @@ function timelineSection() {
   );
   const measured = timelines.find((one) => one.title === "measured");
   const lead = DATA.head.pipeline
-    ? "What each mesh does when, in one step; numbers are micro-batches. Thin bars below are what is sent and received; gaps are waiting."
-    : "The parts of one step. Collectives are counted in the part that needs them.";
+    ? "What each mesh does during a step. Numbers are micro-batches, thin bars sends and receives, gaps idle time."
+    : "The phases of a step. Collectives count toward the phase that needs them.";
   return section(
     "timeline",
     "Timeline",
@@ -62,7 +62,7 @@ function timelineSection() {
       make(
         "span",
         { class: "soft" },
-        "Drag to zoom into a range; click, then turn the wheel to zoom (or hold Ctrl); arrow keys move.",
+        "Drag to zoom into a range. Click the chart, or hold Ctrl, to zoom with the wheel. Arrow keys pan.",
       ),
     ),
     legend(
@@ -78,14 +78,14 @@ function timelineSection() {
       ? make(
           "p",
           {},
-          `Measured step ${seconds(measured.step_s)}, predicted ${seconds(DATA.head.step_s)}: ${digits(measured.step_s / DATA.head.step_s, 3)} × as long.`,
+          `The measured step of ${seconds(measured.step_s)} takes ${digits(measured.step_s / DATA.head.step_s, 3)}× the predicted ${seconds(DATA.head.step_s)}.`,
         )
       : null,
     make("details", {}, make("summary", {}, "As a table"), timelineTable(timelines)),
   );
 }
 
-// Draws all timelines equally long, so that their shapes can be compared; the clock is then in percent.
+// Draws all timelines equally long, to compare their shapes; the clock is then in percent.
 function stretchButton(chart) {
   const node = make("button", { type: "button", "aria-pressed": "false" }, "Equal lengths");
   node.addEventListener("click", () => {
@@ -107,9 +107,9 @@ function timelineLabel(timelines) {
     timelines
       .map(
         (one) =>
-          `${one.title} timeline of ${count(one.meshes.length, "mesh")}, ${seconds(one.step_s)} long, ${percent(one.bubble)} of it waiting`,
+          `${one.title} timeline of ${count(one.meshes.length, "mesh")}, ${seconds(one.step_s)} long, ${percent(one.bubble)} idle`,
       )
-      .join("; ") + ". The table below has the figures."
+      .join("; ") + ". The table below has the values."
   );
 }
 
@@ -136,8 +136,8 @@ function timelineTable(timelines) {
       { name: "Timeline", of: (row) => row.title },
       { name: "Mesh", of: (row) => row.number, number: true },
       { name: "Events", of: (row) => row.events, number: true },
-      time("Computing", "busy"),
-      time("Not computing", "waiting"),
+      time("Busy", "busy"),
+      time("Idle", "waiting"),
       time("First start", "first"),
       time("Last end", "last"),
     ],

@@ -1,4 +1,4 @@
-// The model tree on the page: opened by click or keys, searched by typing, rendered as far as it is open.
+// The model tree on the page: opened by click or keys, searched by typing; only open rows are rendered.
 
 const FIRST_CHILDREN = 100;
 const FIRST_MATCHES = 20; // of one module
@@ -33,10 +33,10 @@ function treeSection() {
     ["Module, parameter or operator"],
     ["Parallelism"],
     ["Array and spec"],
-    ["Compute", "seconds of a device per step"],
-    ["Communication", "seconds of a device per step"],
-    ["Sent", "bytes that a device sends per step"],
-    ["Share", "of all work: computing and communication"],
+    ["Compute", "seconds per device and step"],
+    ["Communication", "seconds per device and step"],
+    ["Sent", "bytes per device and step"],
+    ["Share", "of all compute and communication"],
   ];
   const table = make(
     "table",
@@ -161,7 +161,7 @@ function treeSection() {
   return section(
     "model",
     "Model",
-    `The step by your own modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see what is inside; arrow keys work too. A module's parallelism is that of most of its floating point operations.${DATA.head.pipeline ? " Figures are of a device of the stage; of several stages, their sum." : ""}`,
+    `Your modules: ${count(tree.root.numOps, "operator")}, ${count(model.params.length, "parameter")}. Open a module to see inside it, by click or arrow keys. A module's parallelism is that of most of its FLOPs.${DATA.head.pipeline ? " Costs are per device of a stage, summed over stages." : ""}`,
     make(
       "div",
       { class: "tools" },

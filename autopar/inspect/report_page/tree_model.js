@@ -51,15 +51,15 @@ function buildTree(model, texts) {
   model.ops.forEach(([rows, places], stage) =>
     rows.forEach((row, index) => {
       const node = find(texts[places[index]]);
-      const figures = model.rows[row];
+      const costs = model.rows[row];
       node.ops.push([row, stage]);
-      node.compute += figures[ROW.compute];
-      node.communication += figures[ROW.communication];
-      node.bytes += figures[ROW.bytes];
+      node.compute += costs[ROW.compute];
+      node.communication += costs[ROW.communication];
+      node.bytes += costs[ROW.bytes];
       node.stages.add(stage);
-      const weight = figures[ROW.flops] || 1e-3 * figures[ROW.compute];
-      if (figures[ROW.words] !== undefined && texts[figures[ROW.words]])
-        node.words.set(figures[ROW.words], (node.words.get(figures[ROW.words]) || 0) + weight);
+      const weight = costs[ROW.flops] || 1e-3 * costs[ROW.compute];
+      if (costs[ROW.words] !== undefined && texts[costs[ROW.words]])
+        node.words.set(costs[ROW.words], (node.words.get(costs[ROW.words]) || 0) + weight);
     }),
   );
   model.params.forEach((param, index) => {
@@ -91,7 +91,7 @@ function paramLabels(modules, model) {
 
 function addUp(node) {
   node.numOps = node.ops.length;
-  node.own = { ...node, words: new Map(node.words), held: 0 }; // without what is inside of it
+  node.own = { ...node, words: new Map(node.words), held: 0 }; // without its submodules
   for (const child of node.children.values()) {
     addUp(child);
     node.compute += child.compute;
@@ -104,7 +104,7 @@ function addUp(node) {
   }
 }
 
-// The word that most of a module's work is done by, with how much of it.
+// The parallelism of most of a module's work, with its share.
 function mainWords(node) {
   let best = null;
   let most = 0;
@@ -175,20 +175,20 @@ function searchTree(tree, model, texts, query) {
   return hits;
 }
 
-const FEWEST_ALIKE = 6;
+const FEWEST_EQUAL = 6;
 
 // Children in order, runs of equal layers as one group: [node] or [node, node, …].
 function siblings(node) {
   const groups = [];
   for (const child of node.children.values()) {
     const last = groups[groups.length - 1];
-    if (last && alike(last[0], child)) last.push(child);
+    if (last && isEqual(last[0], child)) last.push(child);
     else groups.push([child]);
   }
-  return groups.flatMap((group) => (group.length >= FEWEST_ALIKE ? [group] : group.map((one) => [one])));
+  return groups.flatMap((group) => (group.length >= FEWEST_EQUAL ? [group] : group.map((one) => [one])));
 }
 
-function alike(one, other) {
+function isEqual(one, other) {
   const close = (a, b) => Math.abs(a - b) <= 0.02 * Math.max(Math.abs(a), Math.abs(b));
   const places = (node) => [...node.stages].join();
   const words = (node) => {
@@ -201,7 +201,7 @@ function alike(one, other) {
     one.numOps === other.numOps &&
     words(one) === words(other) &&
     places(one) === places(other) &&
-    ["compute", "communication", "bytes", "held"].every((figure) => close(one[figure], other[figure]))
+    ["compute", "communication", "bytes", "held"].every((name) => close(one[name], other[name]))
   );
 }
 

@@ -71,7 +71,7 @@ const shareCell = (compute, communication, total) => [
   "",
 ];
 
-// `x: data, y: tensor, column` as one piece per axis.
+// `x: data, y: tensor, column` as one element per axis.
 function wordCells(words, query, share) {
   const parts = words.split(/, (?=[^,:]+: )/).filter(Boolean);
   return parts.map((part, index) =>
@@ -84,19 +84,19 @@ function wordCells(words, query, share) {
   );
 }
 
-// Equal layers, with their figures added up.
+// Equal layers, with their costs added up.
 function groupCells(row, model, total, state) {
   const { group } = row;
   const added = { ...group[0], name: `${group[0].name} … ${group[group.length - 1].name}` };
-  for (const figure of ["compute", "communication", "bytes", "held"])
-    added[figure] = sum(group.map((one) => one[figure]));
-  const tag = make("span", { class: "tag" }, `${group.length} alike`);
+  for (const name of ["compute", "communication", "bytes", "held"])
+    added[name] = sum(group.map((one) => one[name]));
+  const tag = make("span", { class: "tag" }, `${group.length} equal`);
   return moduleCells({ node: added, open: row.open, tag }, model, total, state);
 }
 
-// Operators of a module that are in none of the modules inside of it.
+// Operators of a module that belong to none of its submodules.
 function ownCells(row, model, total, state) {
-  const where = row.node.path ? "not inside of these" : "outside of all modules";
+  const where = row.node.path ? "outside these modules" : "outside all modules";
   const name = `${count(row.node.ops.length, "operator")} ${where}`;
   return moduleCells({ ...row, node: { ...row.node, name, stages: new Set() } }, model, total, {
     ...state,
@@ -138,12 +138,12 @@ function moduleCells(row, model, total, state) {
 
 function opCells(row, model, total, state) {
   const [number, stage] = row.item;
-  const figures = model.rows[number];
-  const of = (column) => text(figures[column]);
-  const runs = figures[ROW.runs] > 1 ? ` × ${figures[ROW.runs]}` : "";
+  const costs = model.rows[number];
+  const of = (column) => text(costs[column]);
+  const runs = costs[ROW.runs] > 1 ? ` × ${costs[ROW.runs]}` : "";
   const about = [
     of(ROW.source),
-    figures[ROW.flops] ? `${scaled(figures[ROW.flops], "FLOP")} on each device` : "",
+    costs[ROW.flops] ? `${scaled(costs[ROW.flops], "FLOP")} per device` : "",
     DATA.head.pipeline ? `stage ${stage}` : "",
   ]
     .filter(Boolean)
@@ -160,10 +160,10 @@ function opCells(row, model, total, state) {
     ],
     [wordCells(of(ROW.words), state.query), "words"],
     [make("span", { class: "code" }, marked(`${of(ROW.array)} ${of(ROW.spec)}`, state.query)), "spec"],
-    timeCell(figures[ROW.compute]),
-    timeCell(figures[ROW.communication]),
-    sentCell(figures[ROW.bytes]),
-    shareCell(figures[ROW.compute], figures[ROW.communication], total),
+    timeCell(costs[ROW.compute]),
+    timeCell(costs[ROW.communication]),
+    sentCell(costs[ROW.bytes]),
+    shareCell(costs[ROW.compute], costs[ROW.communication], total),
   ];
 }
 
@@ -194,7 +194,7 @@ function paramCells(row, model, total, state) {
     ],
     ["", "num"],
     ["", "num"],
-    [make("span", { "data-tip": "kept on each device" }, `${bytes(param[PARAM.bytes])} kept`), "num"],
+    [make("span", { "data-tip": "stored on each device" }, `${bytes(param[PARAM.bytes])} stored`), "num"],
     ["", ""],
   ];
 }
@@ -204,7 +204,7 @@ const blank = ["", ""];
 function cutCells(row, model, total, state) {
   return [
     [
-      state.hits ? "… and more matches: type more of the name" : "… and more: close some modules to see them",
+      state.hits ? "… more matches: type more of the name" : "… more rows: close some modules to see them",
       "soft",
     ],
     blank,
@@ -218,7 +218,7 @@ function cutCells(row, model, total, state) {
 
 function moreCells(row) {
   return [
-    [`… ${row.left.toLocaleString("en")} more ${row.what}: click to show some`, ""],
+    [`… ${row.left.toLocaleString("en")} more ${row.what}: click to show`, ""],
     blank,
     blank,
     blank,

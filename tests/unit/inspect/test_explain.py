@@ -137,9 +137,9 @@ def test_state_is_shown_once_and_empty_tables_not_at_all() -> None:
     state = tensor("state")
     plan = plan_of(inputs=(state,), outputs=(replace(state, path="result[0]"),))
     assert "result" not in explain_plan(plan)
-    assert "modules with" not in explain_plan(plan)
+    assert "modules and parameter specs" not in explain_plan(plan)
     loss = tensor("result[1]", role="")
-    found = arrays_of(replace(plan, outputs=(*plan.outputs, loss)), "results that are not state:")
+    found = arrays_of(replace(plan, outputs=(*plan.outputs, loss)), "outputs other than state:")
     assert [row[0] for row in found] == ["result[1]"]
 
 
@@ -148,7 +148,7 @@ def test_state_is_shown_once_and_empty_tables_not_at_all() -> None:
 
 def module_rows(plan: ParallelPlan, depth: int | None = None) -> list[str]:
     """Names, indented as they are nested."""
-    lines = section(explain_plan(plan, depth), "modules with")
+    lines = section(explain_plan(plan, depth), "modules and parameter specs")
     return [line[2:31].rstrip() for line in lines[2:] if line[2:31].strip()]
 
 
@@ -226,7 +226,7 @@ def test_depths_that_are_none(depth: Any) -> None:
 def test_head_says_what_how_and_how_well() -> None:
     lines = explain_plan(plan_of()).splitlines()
     assert lines[:3] == [
-        "train_step: on a mesh x=2 × y=4 of 8 devices",
+        "train_step: on an x=2 × y=4 mesh of 8 devices",
         "  method    ShardParallel()",
         "  cluster   1 host × 8 h100-sxm (74.5 GiB each), 400 GB/s between devices of a host",
     ]
@@ -246,13 +246,13 @@ def test_rates_are_of_the_model_and_of_what_is_computed() -> None:
     )
     plan = plan_of(details=details(*rows, model_flops=4e12))
     rates = rates_of(plan)
-    assert rates is not None and rates.same_along == ("x",)
+    assert rates is not None and rates.redundant_along == ("x",)
     assert (rates.model, rates.distinct) == pytest.approx((250e12, 400e12))
     assert (rates.computed, rates.peak) == pytest.approx((500e12, 989e12))
     text = " ".join(explain_plan(plan).split())
-    assert "250 TFLOP/s per device, 25.3% of its peak of 989; 400 (40.4%) with what is" in text
-    assert "; 500 (50.6%) with what several devices compute alike" in text
-    assert "Devices do 20% of the work in products in vain: several along x compute" in text
+    assert "250 TFLOP/s per device, 25.3% of the peak of 989; 400 (40.4%) including recomp" in text
+    assert "; 500 (50.6%) including redundant work" in text
+    assert "20% of the matrix products are redundant: devices along x repeat" in text
     assert rates_of(replace(plan, cluster=None)) is None
 
 
@@ -273,7 +273,7 @@ def test_costs_without_a_device_are_not_seconds() -> None:
         (
             0.0,
             {"classes": 3, "nodes": 9},
-            "proven optimal with equal layers alike (3 decisions for 9 ops)",
+            "proven optimal with shared decisions for equal layers (3 for 9 ops)",
         ),
     ],
 )
@@ -338,10 +338,10 @@ def test_memory_limits() -> None:
     solver = SolverReport(0.002, 0.002, 0.0, unbounded=(0.0015, 2.0**30))
     plan = plan_of(solver=solver, memory_budget_bytes=2.0**22, remat=("GPT/layer_0",))
     (budget,) = limits_of(plan)
-    assert "without it the step would take 1.50 ms in place of 2.00 ms" in budget
+    assert "without it the step would take 1.50 ms instead of 2.00 ms" in budget
     product = row("m", "x: data, y: sequence", flops=6e11)
     plan = replace(plan, details=details(product, model_flops=4e12))
-    assert "computes GPT/layer_0 again: 20% more work in products" in limits_of(plan)[1]
+    assert "recomputes GPT/layer_0: 20% more work in matrix products" in limits_of(plan)[1]
 
 
 # -- memory
@@ -419,7 +419,7 @@ def test_the_share_of_waiting(num_stages: int) -> None:
     plan = pipeline(num_stages)
     assert bubble_share(plan) == pytest.approx((num_stages - 1) / (num_stages + 3))
     shares = shares_of(plan)
-    parts = shares.compute + shares.communication + shares.waiting + shares.starting
+    parts = shares.compute + shares.communication + shares.bubble + shares.launch
     assert parts == pytest.approx(shares.step)
 
 
@@ -428,12 +428,12 @@ def test_text_of_a_pipeline() -> None:
     assert lines[0] == "train_step: a pipeline of 4 stages on 8 devices"
     assert "  schedule  1f1b, 4 micro-batches" in lines
     assert "predicted step: 21.00 s" in lines
-    (line,) = (x for x in lines if x.startswith("  waiting for other stages (bubble)"))
+    (line,) = (x for x in lines if x.startswith("  pipeline bubble"))
     assert line.split()[-3:] == ["9.00", "s", "43%"]
-    assert "  peak memory 1.0 GiB per device of a budget of 4.0 GiB" in lines
+    assert "  peak memory 1.0 GiB per device, budget 4.0 GiB" in lines
     row = next(line for line in lines if line.startswith("  2 "))
     assert " ".join(row.split()) == "2 4–5 1×2 2 4–5 1.00 s 2.00 s - - 1.0 GiB 25%"
-    assert "  stage 0: GPT/Block_* (2 layers); computed again in the backward pass" in lines
+    assert "  stage 0: GPT/Block_* (2 layers); recomputed in the backward pass" in lines
     assert "  stage 3: GPT/Block_* (2 layers)" in lines
     rows = cells(section("\n".join(lines), "inputs:"))
     # The path is too long and loses its middle.
@@ -441,14 +441,14 @@ def test_text_of_a_pipeline() -> None:
     assert rows[0][0].endswith("['layer_*']") and rows[0][-2:] == ["4", "0–3"]
     assert "  state.params['embedding'] (3)" in lines
     assert max(map(len, lines)) <= WIDTH
-    (waits,) = (line for line in limits_of(pipeline()) if line.startswith("Devices wait"))
+    (waits,) = (line for line in limits_of(pipeline()) if line.startswith("Pipeline bubbles"))
     assert "43% of the step: the pipeline fills and drains" in waits
 
 
 def test_stages_that_share_submeshes_and_that_only_make_results() -> None:
     stages = pipeline().stages
     text = explain_plan(pipeline(2, schedule="", layering=MADE))
-    assert "each stage makes its own results; nothing is sent" in text
+    assert "each stage computes its own outputs" in text
     shared = tuple(
         replace(s, mesh=n % 2, devices=stages[n % 2].devices) for n, s in enumerate(stages)
     )
@@ -487,13 +487,15 @@ def test_what_the_search_considered() -> None:
         ("A note.",),
     )
     assert search_lines(report) == [
-        "search: 1000 ways to run layers of 8 priced, 900 pruned, 12 bounds tried",
-        "  took search 500.00 ms",
-        "  without a pipeline: does not fit, or was not asked for",
-        "  pipelines, by what the tables predict:",
-        "    2.00 ms, 8 micro-batches: 2 × (4 layers on 1×8 as 2×4)",
-        "    3.00 ms, 8 micro-batches: (1 layer on 1×4, recomputed), (7 layers on 1×8 as 4×2)",
-        "  as solved exactly: 2.10 ms (tables 2.00 ms)",
+        "search: priced 1000 stage candidates over 8 layers, pruned 900, tried 12 bounds",
+        "  time: search 500.00 ms",
+        "  without a pipeline: does not fit, or was not searched",
+        "  best pipelines by the cost tables:",
+        "    2.00 ms, 8 micro-batches: 2 × (4 layers on 1×8 devices as a 2×4 mesh)",
+        "    3.00 ms, 8 micro-batches: 1 layer on 1×4 devices, recomputed; 7 layers on 1×8 devices "
+        "as a 4×2",
+        "      mesh",
+        "  solved exactly: 2.10 ms (tables 2.00 ms)",
         "  A note.",
     ]
 
@@ -522,7 +524,7 @@ def test_a_real_plan_fits_on_the_screen_and_comes_from_its_file() -> None:
     lines = text.split("\n")
     assert max(map(len, lines)) <= WIDTH
     assert all(line == line.rstrip() for line in lines)
-    for start in ("what limits the step:", "modules with", "inputs:", "solver: "):
+    for start in ("what limits the step:", "modules and parameter specs", "inputs:", "solver: "):
         assert any(line.startswith(start) for line in lines), start
     deep = plan.explain(depth=9).split("\n")
     shallow = plan.explain(depth=1).split("\n")

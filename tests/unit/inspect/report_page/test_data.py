@@ -1,4 +1,4 @@
-"""The figures behind the page: equal to the plan's own, and small."""
+"""The data of the page: equal to the plan's, and small."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.inspect.report_page.charts import (
 )
 from autopar.inspect.report_page.data import page_data
 from autopar.inspect.report_page.encode import Texts, run_text, runs, short
-from autopar.inspect.report_page.headline import figures_of
+from autopar.inspect.report_page.headline import headline_of
 from autopar.inspect.report_page.model import array_rows, held_bytes, model_data
 from autopar.inspect.report_page.page import embedded_json
 from autopar.ir.plan import Tensor
@@ -162,11 +162,11 @@ def test_a_timeline_of_very_many_events_is_cut_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(charts, "MOST_EVENTS", 900)
     data = timeline_data(many, Texts())
     assert sum(data["counts"]) == 800
-    assert data["left_out"] == "Transfers are not drawn: there are 1,200 events."
+    assert data["left_out"] == "Transfers are not drawn: the step has 1,200 events."
     monkeypatch.setattr(charts, "MOST_EVENTS", 400)
     data = timeline_data(many, Texts())
     assert sum(data["counts"]) == 400  # all forward passes, the last of which ends after 103 ms
-    assert data["left_out"] == "Of 1,200 events, runs up to 103.00 ms are drawn."
+    assert data["left_out"] == "Only runs up to 103.00 ms are drawn, of 1,200 events."
     assert data["busy_s"] == [short(s) for s in many.busy_s()]
 
 
@@ -207,7 +207,9 @@ def test_the_parts_of_a_step_add_up() -> None:
 def test_candidates_and_the_chosen_one() -> None:
     data = page_data(pipeline())["search"]
     assert [row["chosen"] for row in data["rows"]] == [True, False, False]
-    assert data["rows"][0]["what"].startswith("2 layers on 1×8 devices as 2×4, recomputed, 3 × (")
+    assert data["rows"][0]["what"].startswith(
+        "2 layers on 1×8 devices as a 2×4 mesh, recomputed; 3 × ("
+    )
     assert data["rows"][-1]["what"] == "one mesh, without a pipeline"
     assert page_data(one_mesh())["search"] is None
 
@@ -215,22 +217,22 @@ def test_candidates_and_the_chosen_one() -> None:
 # -- the headline
 
 
-def test_figures_of_the_headline() -> None:
+def test_headline_of_the_headline() -> None:
     plan = one_mesh()
-    figures = figures_of(plan)
+    headline = headline_of(plan)
     assert plan.details is not None and plan.cluster is not None
-    assert figures.num_devices == 8 and figures.batch_rows == 64
+    assert headline.num_devices == 8 and headline.batch_rows == 64
     per_device_s = 8 * plan.estimated_step_s
-    assert figures.model_rate == pytest.approx(plan.details.model_flops / per_device_s)
-    assert figures.computed_rate == pytest.approx(plan.details.flops / plan.estimated_step_s)
-    assert figures.peak_rate == plan.cluster.spec.flops_16bit  # products are in bfloat16
-    assert figures.bubble == 0 and figures.limits[0].startswith("Compute takes")
+    assert headline.model_rate == pytest.approx(plan.details.model_flops / per_device_s)
+    assert headline.computed_rate == pytest.approx(plan.details.flops / plan.estimated_step_s)
+    assert headline.peak_rate == plan.cluster.spec.flops_16bit  # products are in bfloat16
+    assert headline.bubble == 0 and headline.limits[0].startswith("Compute takes")
 
 
 def test_a_pipeline_waits_as_its_timeline_says() -> None:
     """Four stages, eight micro-batches of 3 ms: devices compute for 24 ms and wait for 9."""
-    figures = figures_of(pipeline())
-    assert figures.bubble == pytest.approx(9 / 33, abs=0.03)
+    headline = headline_of(pipeline())
+    assert headline.bubble == pytest.approx(9 / 33, abs=0.03)
     seconds = page_data(pipeline())["breakdown"]["meshes"][0]["seconds"]
     assert sum(seconds) == pytest.approx(0.0331, rel=0.02)
 
@@ -238,4 +240,4 @@ def test_a_pipeline_waits_as_its_timeline_says() -> None:
 def test_a_batch_of_many_lengths_has_no_rows() -> None:
     plan = one_mesh()
     other = Tensor("batch['mask']", (32,), "int32", (-1, -1), "batch")
-    assert figures_of(replace(plan, inputs=(*plan.inputs, other))).batch_rows is None
+    assert headline_of(replace(plan, inputs=(*plan.inputs, other))).batch_rows is None

@@ -99,12 +99,12 @@ def test_embedded_json_is_refused_what_json_cannot_say() -> None:
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="does not exist; make it first"):
+    with pytest.raises(PlanError, match="does not exist; create it first"):
         write_report(one_mesh(), tmp_path / "missing" / "plan.html")
 
 
 def test_a_target_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"is a folder; give the path of a file"):
+    with pytest.raises(PlanError, match=r"this is a folder; give the path of a file"):
         one_mesh().report(tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_a_target_that_cannot_be_written_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(PlanError, match=r"No space left on device.*Choose a file"):
+    with pytest.raises(PlanError, match=r"No space left on device.*Choose a writable folder"):
         write_report(one_mesh(), target)
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.html"]
@@ -162,10 +162,10 @@ def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
     [
         (
             timeline(3, 8),
-            "measured has 3 meshes, the plan 4. Give a timeline of a step that ran by",
+            "the plan has 4 meshes, the measured timeline 3. Pass a timeline of a step",
         ),
-        (replace(timeline(4, 8), num_meshes=1), "measured has 1 meshes, the plan 4"),
-        (replace(timeline(5, 8), num_meshes=4), "events on no mesh"),
+        (replace(timeline(4, 8), num_meshes=1), "the plan has 4 meshes, the measured timeline 1"),
+        (replace(timeline(5, 8), num_meshes=4), "events on unknown meshes"),
         (Timeline((Event(0, "run", "", 0, None, 2.0, 1.0),), 3.0, 4), "end before they start"),
         (Timeline((Event(0, "run", "", 0, None, 0.0, inf),), 3.0, 4), "end before they start"),
     ],
