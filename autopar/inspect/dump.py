@@ -37,7 +37,7 @@ from autopar.lower.schedules import make_schedule
 from autopar.lower.tiles import plan_transfers
 from autopar.runtime.debug import DebugFile, Describe
 from autopar.sharding.assemble import untouched
-from autopar.sharding.lp_file import lp_text
+from autopar.sharding.lp_file import problem_text
 from autopar.sharding.origin import Origin
 from autopar.sharding.solve import GraphSharding
 
@@ -143,7 +143,9 @@ def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
     yield DebugFile(
         f"{part.prefix}problem.lp",
         f"the solver's integer programme{of}, for any solver that reads .lp files",
-        lambda: lp_text(origin.sharding.problem, origin.sharding.choice, _binding(part, origin)),
+        lambda: problem_text(
+            origin.sharding.problem, origin.sharding.choice, _binding(part, origin)
+        ),
     )
 
 

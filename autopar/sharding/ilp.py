@@ -20,7 +20,7 @@ model by name.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -198,10 +198,7 @@ def solve_with_limits(
     """The cheapest choice for which every limit is at most the bound; without a bound, the choice
     whose largest limit is smallest. None if there is none, or none was found in time. For the
     small problems of `budget`: always by HiGHS, and edges that limits need must be there."""
-    for limit in limits:
-        for u, v in limit.edges:
-            if v not in problem.edges.get(u, {}):
-                problem.add_edge(u, v, np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
+    _add_limit_edges(problem, limits)
     model = _model(problem)
     highs = _highs(model)
     highs.setOptionValue("time_limit", time_limit_s)
@@ -215,27 +212,79 @@ def solve_with_limits(
         highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
         highs.changeColCost(largest, 1.0)
     for limit in limits:
-        columns = [
-            np.arange(model.node_slices[u].start, model.node_slices[u].stop) for u in limit.nodes
-        ]
-        columns += [
-            np.arange(model.edge_slices[e].start, model.edge_slices[e].stop) for e in limit.edges
-        ]
-        terms = [t.ravel() for t in (*limit.nodes.values(), *limit.edges.values())]
+        index, values = _limit_row(model, limit)
         if bound is None:
-            columns.append(np.array([largest]))
-            terms.append(np.array([-unit]))
-        if not columns:
-            continue
-        index = np.concatenate(columns).astype(np.int32)
-        values = np.concatenate(terms) / unit
-        room = ((bound or 0.0) - limit.constant) / unit
-        highs.addRow(-highspy.kHighsInf, room, len(index), index, values)
+            index, values = np.append(index, np.int32(largest)), np.append(values, -unit)
+        if len(index):
+            room = ((bound or 0.0) - limit.constant) / unit
+            highs.addRow(-highspy.kHighsInf, room, len(index), index, values / unit)
     highs.run()
     if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return None
     solution = np.array(highs.getSolution().col_value)
     return {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
+
+
+def _add_limit_edges(problem: PairwiseProblem, limits: Iterable[Limit]) -> None:
+    """Give the problem the edges that limits speak of, free of cost."""
+    for limit in limits:
+        for u, v in limit.edges:
+            if v not in problem.edges.get(u, {}):
+                problem.add_edge(u, v, np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
+
+
+def _limit_row(model: _Model, limit: Limit) -> tuple[np.ndarray, np.ndarray]:
+    """(columns, bytes per column) of a limit."""
+    slices = [model.node_slices[u] for u in limit.nodes]
+    slices += [model.edge_slices[edge] for edge in limit.edges]
+    columns = [np.arange(own.start, own.stop, dtype=np.int32) for own in slices]
+    terms = [term.ravel() for term in (*limit.nodes.values(), *limit.edges.values())]
+    if not columns:
+        return np.empty(0, np.int32), np.empty(0)
+    return np.concatenate(columns), np.concatenate(terms).astype(float)
+
+
+def lp_text(
+    problem: PairwiseProblem, cost_unit: float, limits: Mapping[str, Limit], bound: float
+) -> str:
+    """The model in CPLEX's `.lp` format, written by HiGHS. Costs are multiplied by `cost_unit`;
+    each limit is a row with a name. The problem gets the edges that limits need."""
+    _add_limit_edges(problem, limits.values())
+    model = _model(problem)
+    model = replace(model, cost=model.cost * (cost_unit / model.scale))
+    highs = _highs(model)
+    _make_integral(highs, model)
+    highs.changeObjectiveOffset(problem.constant * cost_unit)
+    for limit in limits.values():
+        index, values = _limit_row(model, limit)
+        room = (bound - limit.constant) / bound
+        highs.addRow(-highspy.kHighsInf, room, len(index), index, values / bound)
+    for column, name in enumerate(_column_names(model)):
+        highs.passColName(column, name)
+    for row, name in enumerate((*_row_names(model), *limits)):
+        highs.passRowName(row, name)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.lp"
+        highs.writeModel(str(path))
+        return path.read_text(encoding="utf-8")
+
+
+def _column_names(model: _Model) -> Iterator[str]:
+    """x_v_s and y_u_v_s_t, as in the module's mathematics."""
+    counts = {u: own.stop - own.start for u, own in model.node_slices.items()}
+    for u, count in counts.items():
+        yield from (f"x_{u}_{s}" for s in range(count))
+    for u, v in model.edge_slices:
+        yield from (f"y_{u}_{v}_{s}_{t}" for s in range(counts[u]) for t in range(counts[v]))
+
+
+def _row_names(model: _Model) -> Iterator[str]:
+    """one_v for the strategies of a node, from_u_v_s and to_u_v_t for the marginals of an edge."""
+    counts = {u: own.stop - own.start for u, own in model.node_slices.items()}
+    yield from (f"one_{u}" for u in counts)
+    for u, v in model.edge_slices:
+        yield from (f"from_{u}_{v}_{s}" for s in range(counts[u]))
+        yield from (f"to_{u}_{v}_{t}" for t in range(counts[v]))
 
 
 def floor_of(problem: PairwiseProblem) -> float:

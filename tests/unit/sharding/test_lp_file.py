@@ -9,7 +9,7 @@ import pytest
 
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.sharding import lp_file
-from autopar.sharding.lp_file import lp_text
+from autopar.sharding.lp_file import problem_text
 from autopar.sharding.solve import fit_into_memory, solve_graph
 from tests.properties.test_solver_against_brute_force import stack_graph
 
@@ -38,7 +38,7 @@ def test_the_same_optimum(mesh: LogicalMesh, reduced: bool, tmp_path: Path, monk
         monkeypatch.setattr(lp_file, "MOST_ENTRIES", 0)
     solved = solve_graph(stack_graph(2, 8, 16, 32), mesh)
     unit = 1e6 if mesh.device is not None else 1.0
-    text = lp_text(solved.problem, solved.choice)
+    text = problem_text(solved.problem, solved.choice)
     assert ("reduced, since" in text) == reduced
     assert optimum(text, tmp_path) == pytest.approx(unit * solved.objective, rel=1e-6)
 
@@ -47,7 +47,7 @@ def test_what_is_forbidden_is_fixed(tmp_path: Path) -> None:
     """A mesh without reduce-scatters forbids pairs of layouts, or makes them dear."""
     mesh = LogicalMesh((2, 2), forbidden=frozenset({"reduce-scatter", "all-to-all"}))
     solved = solve_graph(stack_graph(2, 8, 16, 32), mesh)
-    found = optimum(lp_text(solved.problem, solved.choice), tmp_path)
+    found = optimum(problem_text(solved.problem, solved.choice), tmp_path)
     assert found == pytest.approx(solved.objective, rel=1e-6)
 
 
@@ -58,7 +58,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     budget = 0.8 * free.memory.peak_bytes
     fitted = fit_into_memory(free, budget)
     assert fitted.objective > free.objective
-    text = lp_text(fitted.problem, fitted.choice, budget)
+    text = problem_text(fitted.problem, fitted.choice, budget)
     assert text.count(" memory_") >= 1
     found = optimum(text, tmp_path)
     # Rows at some times bound the cost from below; the plan keeps to all of them.
