@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from autopar.cost.measured import least_work_s
+from autopar.cost.measured import min_work_s
 from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
@@ -204,7 +204,7 @@ def _why_whole_batch(task: AutoTask) -> str | None:
 def _why_too_slow(task: AutoTask, whole_s: float) -> str | None:
     """Why no pipeline can beat a plan on one mesh; None if one may."""
     flops = program_flops(task.source.whole.program) / task.cluster.num_devices
-    min_s = least_work_s(task.cluster, flops) + _FEWEST_LAUNCHES * launch_s(task.cluster)
+    min_s = min_work_s(task.cluster, flops) + _FEWEST_LAUNCHES * launch_s(task.cluster)
     return None if whole_s > min_s else f"it would take {min_s:.3g} s at least"
 
 

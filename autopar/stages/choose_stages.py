@@ -15,7 +15,7 @@ from math import inf, prod
 
 import numpy as np
 
-from autopar.cost.measured import least_work_s
+from autopar.cost.measured import min_work_s
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
@@ -176,7 +176,7 @@ def _lacks_memory(looped: LoopedStep, setting: Setting, choice: PipelineChoice) 
     """Whether a plan is slow, perhaps for want of memory: a stage recomputes or is full."""
     cluster = setting.cluster
     flops = setting.num_micro_batches * sum(looped.layer_flops) / cluster.num_devices
-    is_slow = choice.step_s > SLOW * least_work_s(cluster, flops)
+    is_slow = choice.step_s > SLOW * min_work_s(cluster, flops)
     return is_slow and any(
         stage.remat or stage.peak_bytes > FULL * setting.budget_bytes(stage.submesh)
         for stage in choice.stages
@@ -193,7 +193,7 @@ def _search_many(
     small ones, and prices of memory are worked out only where memory may be short."""
     cluster, num_layers = setting.cluster, len(looped.layers)
     flops = [setting.num_micro_batches * layer for layer in looped.layer_flops]
-    least_s = least_times(flops, lambda work: least_work_s(cluster, work))
+    least_s = least_times(flops, lambda work: min_work_s(cluster, work))
     even = cluster.num_devices / num_layers
     large = [s for s in submeshes if prod(s) >= even] or list(submeshes)
     tables = maker.tables(large, prices=())

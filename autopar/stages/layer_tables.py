@@ -1,4 +1,4 @@
-"""Figures of every layer on every submesh: from a graph and a cluster to `LayerTable`s.
+"""Costs of every layer on every submesh: from a graph and a cluster to `LayerTable`s.
 
 The whole step is sharded on each submesh in each logical mesh shape, and what it costs is split
 over layers (`cost.layer_costs`). A stage is a range of layers, and its cost the range's sum: tens
@@ -12,7 +12,7 @@ For each mesh it is solved again with a price per byte of memory,
 
 where x₀ is the cheapest: at a share of 0.3, halving memory is worth 15 % of the step. k is what the
 middle stage of a pipeline of such submeshes keeps in flight. Every table has a twin in which layers
-are computed again. Tables that another of the same submesh is nowhere worse than are dropped.
+are recomputed. Dominated tables of a submesh are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from math import prod
 import numpy as np
 
 from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
-from autopar.cost.node_layers import NodePlaces, place_nodes
+from autopar.cost.node_layers import NodeLayers, place_nodes
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.graph import Graph, NodeKind
@@ -58,7 +58,7 @@ TABLE_GAP = 0.05  # tables are within a few percent of a stage's own solve; they
 
 def stage_tables(
     graph: Graph,
-    places: NodePlaces,
+    places: NodeLayers,
     cluster: ClusterSpec,
     submeshes: Sequence[Submesh],
     num_micro_batches: int,
@@ -73,10 +73,15 @@ def stage_tables(
     time_limit_s: float = 5.0,
     bench: TableBench | None = None,
 ) -> list[LayerTable]:
-    """`shapes`: logical meshes of a submesh, if not all that are sensible; `constraints`: what may
-    be chosen on a mesh; `forbidden`: collectives that may not be used; `time_limit_s`: of one
-    solve; `bench`: what was made of the same graph and options before. A mesh on which the
-    constraints cannot be met is left out, as long as another is left."""
+    """Tables of these submeshes. A mesh on which the constraints cannot be met is left out, as long
+    as another remains.
+
+    shapes:       logical meshes of a submesh; all sensible ones by default.
+    constraints:  mesh -> what the solver may choose there.
+    forbidden:    collectives that may not be used.
+    time_limit_s: of one solve.
+    bench:        made of the same graph and options before.
+    """
     if bench is None:
         bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
     found: list[LayerTable] = []
@@ -103,7 +108,7 @@ def stage_tables(
     return found
 
 
-def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodePlaces:
+def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodeLayers:
     """The layer and phase of every node of a looped step's graph."""
     assert step.loop is not None
     number = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
@@ -115,7 +120,7 @@ def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodePlace
         number += count
     own = equation_layers(step, layers)
     places = place_nodes(graph, own, is_backward, len(layers.layers))
-    return replace(places, kept=kept_values(step, layers))
+    return replace(places, residuals=kept_values(step, layers))
 
 
 def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
@@ -149,8 +154,8 @@ def _num_equations(equation: Equation) -> int:
     return 1 + sum(_num_equations(e) for body in equation.bodies for e in body.equations)
 
 
-def stage_figures(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) -> LayerTable:
-    """What a stage takes whose own step is sharded so: a table of one layer."""
+def stage_costs(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) -> LayerTable:
+    """Costs of a stage under a sharding, as a table of one layer."""
     step = stage.step
     assert step.loop is not None
     graph, problem = sharding.graph, sharding.problem
@@ -163,7 +168,7 @@ def stage_figures(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) 
         first += count
     total = sum(_num_equations(e) for e in step.program.equations)
     places = place_nodes(graph, [0] * total, is_backward, 1)
-    places = replace(places, kept=dict.fromkeys(stage.residual_values(), 0))
+    places = replace(places, residuals=dict.fromkeys(stage.residual_values(), 0))
     terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)
     figures = _Pricer(problem, terms).figures(sharding.choice)
     return terms.table(figures, submesh, sharding.mesh)
@@ -195,7 +200,7 @@ def submesh_cluster(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
 
 
 def undominated(tables: Sequence[LayerTable]) -> list[LayerTable]:
-    """Tables that no other of the same submesh is as good as in every figure of every layer."""
+    """Tables that no other of the same submesh dominates in every cost of every layer."""
     kept: list[LayerTable] = []
     for table in tables:
         if any(_is_as_good(other, table) for other in kept):
@@ -216,7 +221,7 @@ class TableBench:
     def __init__(
         self,
         graph: Graph,
-        places: NodePlaces,
+        places: NodeLayers,
         num_micro_batches: int,
         fold: bool = True,
         solver: str = "highs",
@@ -230,7 +235,7 @@ class TableBench:
         self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
 
     def terms_of(self, problem: ShardingProblem) -> LayerTerms:
-        """Those of the problem's classes, which pins may have parted."""
+        """The terms of the problem's classes, which pins may have split."""
         if problem.classes is not self.terms.classes:
             self.terms = LayerTerms(
                 self.graph, self.places, problem.classes, self.num_micro_batches

@@ -1,48 +1,51 @@
 """The predicted timeline of a pipeline: from stage plans to `PipelineTimes` and a `Timeline`.
 
-What crosses between stages is priced from the layouts that the stages' plans give it. The timeline
-needs nothing but the plan, so it can be drawn from a plan file.
+Transfers between stages are priced from the layouts in the stages' plans. The timeline needs
+nothing but the plan, so it can be drawn from a plan file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from autopar.cost.pipeline_links import boundary_s, crossing_time
+from autopar.cost.pipeline_links import boundary_s, transfer_time
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
 from autopar.cost.simulator import (
-    Simulated,
-    SimulatedRun,
+    SimulationInput,
+    SimulationResult,
     TransferTime,
     host_routes,
-    program_work,
     simulate,
+    simulation_input,
     timeline,
 )
-from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
+from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.pipeline import PER_MICRO_BATCH, Phase, Pipeline, PipelinePrograms
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.schedule import Schedule
 from autopar.ir.spec import WHOLE
+from autopar.ir.stages import LayerTable
 from autopar.ir.timeline import Event, PipelineTimes, StageProgramTime, Timeline
 from autopar.lower.instructions import emit_programs
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import lane_axes, with_lanes
+from autopar.rewrite.stage_slices import SlicedStep
+from autopar.stages.stage_plans import SolvedStage
 
-# Tiles of larger meshes take seconds to plan; what crosses between them is priced in closed form.
-MOST_TILED = 256
+# Planning tiles of larger meshes takes seconds; transfers between them are priced in closed form.
+MAX_TILED = 256
 
 Hosts = Sequence[frozenset[int]]  # of each mesh
 
 
 def stage_times(
-    sliced: Any,
-    solved: Sequence[Any],
+    sliced: SlicedStep,
+    solved: Sequence[SolvedStage],
     *,
     devices: Sequence[Sequence[int]],
     stage_mesh: Sequence[int],
@@ -51,36 +54,36 @@ def stage_times(
     cluster: ClusterSpec,
     launch_s: float,
 ) -> PipelineTimes:
-    """Times of a pipeline that is planned: its `SlicedStep`, and a `SolvedStage` per stage. What is
-    done once per step counts for the first stage program of the update."""
+    """Times of a planned pipeline. Work done once per step counts for the first stage program of
+    the update."""
     stage_programs = cut_into_stage_programs(
         sliced.stages,
-        [own.plan.program for own in solved],
+        [stage.plan.program for stage in solved],
         num_micro_batches,
         stage_mesh=stage_mesh,
         split_weights=schedule == "zero_bubble",
     )
-    figures = [stage.costs for stage in solved]
+    tables = [stage.costs for stage in solved]
     return pipeline_times(
         stage_programs.pipeline,
-        _stage_program_seconds(stage_programs.pipeline, figures, launch_s),
+        _stage_program_seconds(stage_programs.pipeline, tables, launch_s),
         _transfer_times(stage_programs, sliced.program.avals, solved, devices, stage_mesh, cluster),
-        [float(table.held_bytes[0]) for table in figures],
-        [float(table.in_flight_bytes[0]) for table in figures],
-        [float(table.working_bytes[0]) for table in figures],
+        [float(table.held_bytes[0]) for table in tables],
+        [float(table.in_flight_bytes[0]) for table in tables],
+        [float(table.working_bytes[0]) for table in tables],
     )
 
 
 def _stage_program_seconds(
-    pipeline: Pipeline, figures: Sequence[Any], launch_s: float
+    pipeline: Pipeline, tables: Sequence[LayerTable], launch_s: float
 ) -> list[float]:
-    """Of one run of each stage program. The backward pass is shared evenly between its stage
-    programs."""
+    """Seconds of one run of each stage program. The stage programs of a backward pass share its
+    time evenly."""
     of_stage: dict[tuple[int, Phase], list[int]] = {}
     for number, stage_program in enumerate(pipeline.stage_programs):
         of_stage.setdefault((stage_program.stage, stage_program.phase), []).append(number)
     seconds = [launch_s] * len(pipeline.stage_programs)
-    for stage, table in enumerate(figures):
+    for stage, table in enumerate(tables):
         for number in of_stage.get((stage, Phase.FORWARD), []):
             seconds[number] += float(table.forward_s[0])
         later = [*of_stage.get((stage, Phase.BACKWARD), [])]
@@ -96,23 +99,24 @@ def _stage_program_seconds(
 def _transfer_times(
     stage_programs: StagePrograms,
     avals: Sequence[Any],
-    solved: Sequence[Any],
+    solved: Sequence[SolvedStage],
     devices: Sequence[Sequence[int]],
     stage_mesh: Sequence[int],
     cluster: ClusterSpec,
 ) -> list[TransferTime]:
-    """Of every transfer, for one micro-batch; none where both stages are on one mesh."""
-    shapes = [own.plan.mesh_shape for own in solved]
-    hosts = [tuple(d // cluster.devices_per_host for d in own) for own in devices]
+    """Time of every transfer, for one micro-batch; 0 where both stages are on one mesh."""
+    shapes = [stage.plan.mesh_shape for stage in solved]
+    hosts = [tuple(d // cluster.devices_per_host for d in numbers) for numbers in devices]
     meshes = [
-        _mesh_on(cluster, shape, len(set(own))) for shape, own in zip(shapes, hosts, strict=True)
+        mesh_of_cluster(replace(cluster, num_hosts=len(set(on))), shape)
+        for shape, on in zip(shapes, hosts, strict=True)
     ]
-    known: dict[Any, TransferTime] = {}
-    found = []
+    known: dict[Hashable, TransferTime] = {}
+    times = []
     for transfer in stage_programs.pipeline.transfers:
         source, target, value = transfer.source, transfer.target, transfer.ref.value
         if stage_mesh[source] == stage_mesh[target]:
-            found.append(TransferTime(0.0, 0.0))
+            times.append(TransferTime(0.0, 0.0))
             continue
         aval = avals[value]
         shape = tuple(getattr(aval, "shape", ()))
@@ -120,16 +124,16 @@ def _transfer_times(
             _laid_out(stage_programs, stage, value, shape, shapes[stage])
             for stage in (source, target)
         ]
-        # What is sent is one array of one type: partial sums are finished before.
+        # One array of one type is sent: partial sums are finished before.
         way = (ends[0][0], aval.dtype.itemsize, ends[0][1], shapes[source], ends[1][1])
         key = (*way, shapes[target], hosts[source], hosts[target])
-        if key not in known and max(len(devices[source]), len(devices[target])) > MOST_TILED:
+        if key not in known and max(len(devices[source]), len(devices[target])) > MAX_TILED:
             known[key] = _in_closed_form(way[0], way[1], hosts[source], hosts[target], cluster)
         elif key not in known:
             plan = plan_tiles(*way, shapes[target])
-            known[key] = crossing_time(plan, hosts[source], hosts[target], cluster, meshes[target])
-        found.append(known[key])
-    return found
+            known[key] = transfer_time(plan, hosts[source], hosts[target], cluster, meshes[target])
+        times.append(known[key])
+    return times
 
 
 def _in_closed_form(
@@ -163,19 +167,13 @@ def _laid_out(
     return (*lanes, *shape), with_lanes(layout)
 
 
-def _mesh_on(cluster: ClusterSpec, shape: tuple[int, ...], num_hosts: int) -> LogicalMesh:
-    """A mesh on some hosts of a cluster, or on a part of one."""
-    own = replace(cluster, num_hosts=num_hosts)
-    return mesh_of_cluster(own, shape)
-
-
 def mesh_hosts(
     devices: Sequence[Sequence[int]], stage_mesh: Sequence[int], devices_per_host: int
 ) -> list[frozenset[int]]:
-    """The hosts that each mesh has devices on, by those of the stages."""
+    """The hosts on which each mesh has devices, given the devices of every stage."""
     hosts: list[set[int]] = [set() for _ in range(max(stage_mesh) + 1)]
-    for own, mesh in zip(devices, stage_mesh, strict=True):
-        hosts[mesh].update(device // devices_per_host for device in own)
+    for numbers, mesh in zip(devices, stage_mesh, strict=True):
+        hosts[mesh].update(number // devices_per_host for number in numbers)
     return list(map(frozenset, hosts))
 
 
@@ -186,14 +184,14 @@ def predicted_s(times: PipelineTimes, schedule: Schedule, hosts: Hosts | None = 
 
 def _simulated(
     times: PipelineTimes, schedule: Schedule, hosts: Hosts | None
-) -> tuple[Pipeline, PipelinePrograms, SimulatedRun, Simulated]:
+) -> tuple[Pipeline, PipelinePrograms, SimulationInput, SimulationResult]:
     stage_mesh, number = schedule.stage_mesh, schedule.num_micro_batches
     pipeline, stage_program_s, transfers = pipeline_of_times(times, stage_mesh, number)
     programs = emit_programs(pipeline, schedule)
     if hosts is None:
-        work = program_work(pipeline, programs, stage_program_s, transfers)
+        work = simulation_input(pipeline, programs, stage_program_s, transfers)
     else:
-        work = program_work(pipeline, programs, stage_program_s, transfers, host_routes(hosts))
+        work = simulation_input(pipeline, programs, stage_program_s, transfers, host_routes(hosts))
     return pipeline, programs, work, simulate(work)
 
 
@@ -216,38 +214,38 @@ def predicted_timeline(plan: ParallelPlan) -> Timeline:
     if plan.cluster is not None:
         devices = [stage.devices for stage in plan.stages]
         hosts = mesh_hosts(devices, stage_mesh, plan.cluster.devices_per_host)
-    found = timeline(*_simulated(times, schedule, hosts))
+    events = timeline(*_simulated(times, schedule, hosts))
     if not times.held_bytes:
-        return found
-    return replace(found, memory=_memory(found, times, stage_mesh))
+        return events
+    return replace(events, memory=_memory(events, times, stage_mesh))
 
 
 def _memory(
-    found: Timeline, times: PipelineTimes, stage_mesh: Sequence[int]
+    line: Timeline, times: PipelineTimes, stage_mesh: Sequence[int]
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Bytes on one device of each mesh: what its stages hold all the time, what they keep of each
     micro-batch from the start of its forward pass to the end of its last phase, and what they need
     while a stage program runs."""
     ends: dict[tuple[int, int | None], float] = {}
-    for event in found.events:
+    for event in line.events:
         if event.kind == "run" and event.micro_batch is not None:
             key = event.stage, event.micro_batch
             ends[key] = max(ends.get(key, 0.0), event.end_s)
-    changes: list[list[tuple[float, float]]] = [[] for _ in range(found.num_meshes)]
-    for event in found.events:
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(line.num_meshes)]
+    for event in line.events:
         if event.kind != "run":
             continue
-        own, stage = changes[event.mesh], event.stage
-        own.append((event.start_s, times.working_bytes[stage]))
-        own.append((event.end_s, -times.working_bytes[stage]))
+        on_mesh, stage = changes[event.mesh], event.stage
+        on_mesh.append((event.start_s, times.working_bytes[stage]))
+        on_mesh.append((event.end_s, -times.working_bytes[stage]))
         if event.phase == Phase.FORWARD.value:
-            own.append((event.start_s, times.kept_bytes[stage]))
-            own.append((ends[stage, event.micro_batch], -times.kept_bytes[stage]))
+            on_mesh.append((event.start_s, times.kept_bytes[stage]))
+            on_mesh.append((ends[stage, event.micro_batch], -times.kept_bytes[stage]))
     lines = []
-    for mesh, own in enumerate(changes):
+    for mesh, on_mesh in enumerate(changes):
         held = sum(b for b, m in zip(times.held_bytes, stage_mesh, strict=True) if m == mesh)
         at_time: dict[float, float] = {0.0: held}
-        for at, change in sorted(own):
+        for at, change in sorted(on_mesh):
             held += change
             at_time[at] = held
         lines.append(tuple(at_time.items()))
@@ -255,7 +253,7 @@ def _memory(
 
 
 def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
-    """Of a plan that does not say what crosses: as if it took no time."""
+    """Times of a plan that says nothing of its transfers: they take none."""
     phases = [Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS, Phase.UPDATE]
     if plan.schedule == "inference":
         phases = [Phase.FORWARD]
@@ -277,7 +275,7 @@ def _times_of_stages(plan: ParallelPlan) -> PipelineTimes:
 
 
 def _side_by_side(plan: ParallelPlan, stage_mesh: Sequence[int]) -> Timeline:
-    """Stages that make results of their own, those of one mesh after another."""
+    """Stages that make results independently, one after another on each mesh."""
     now_s = [0.0] * (max(stage_mesh) + 1)
     events = []
     for number, (stage, mesh) in enumerate(zip(plan.stages, stage_mesh, strict=True)):
@@ -291,8 +289,7 @@ def _side_by_side(plan: ParallelPlan, stage_mesh: Sequence[int]) -> Timeline:
 
 
 def _on_one_mesh(plan: ParallelPlan) -> Timeline:
-    """All modules of a region together. Regions are in proportion to what their modules take, and
-    the whole is the plan's own step time."""
+    """One event per region: its modules' share of the plan's step time."""
     regions: dict[str, float] = {}
     for module in plan.modules:
         took_s = module.compute_s + module.communication_s

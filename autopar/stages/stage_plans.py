@@ -30,7 +30,7 @@ from autopar.sharding.origin import Pins
 from autopar.sharding.plan_mesh import MeshTask, mesh_problem, planned_as, solve_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
-from autopar.stages.layer_tables import stage_figures, submesh_cluster
+from autopar.stages.layer_tables import stage_costs, submesh_cluster
 from autopar.tracer.fingerprint import program_fingerprint
 
 # (program, submesh) -> mesh -> the best sharding there without a memory budget
@@ -104,7 +104,7 @@ def plan_stage(
         raise StageTooLarge(number, error) from error
     with log.timed("assign"):
         planned = planned_as(solution.origin, solution.sharding, warnings=solution.warnings)
-        costs = stage_figures(solution.sharding, task.slice, task.submesh)
+        costs = stage_costs(solution.sharding, task.slice, task.submesh)
     return SolvedStage(planned.plan, costs)
 
 

@@ -13,7 +13,7 @@ schedule's bound, which depends only on the number of stages from this one to th
 (`schedules.in_flight_bound`; interleaved_1f1b has one stage per mesh here, and then is 1f1b).
 
 As in Alpa, a bound t on the slowest stage makes (1) a sum, whose least value G(t) a dynamic
-programme finds (`least_sums.py`): first the quick one that knows little of (3). If its stages fit
+programme finds (`stage_dp.py`): first the quick one that knows little of (3). If its stages fit
 where they stand, they are the optimum of t; if not, the full one is run, without states that the
 quick one shows to be no better than what is known.
 
@@ -40,7 +40,7 @@ from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.stage_dp import SAME, StageDP, StageRange
 from autopar.stages.submeshes import candidate_submeshes, tiles
 
-MOST_UNPLACED = 100  # plans that cannot be laid out, after which a search is given up
+MAX_UNPLACED = 100  # plans that cannot be laid out, after which a search gives up
 ALTERNATIVES = 1.25  # plans of other numbers of stages may have a stage that much slower
 
 
@@ -80,8 +80,8 @@ def search_stages(
             notes.append(_why_none(ranges, num_stages))
     if any(search.num_unplaced for search in searches):
         notes.append(
-            "Plans were passed over whose submeshes add up to the cluster but cannot be laid out. "
-            "The plan is at least as good as the best of tiling submeshes."
+            "Plans were skipped whose submeshes add up to the cluster but cannot be laid out. "
+            "The plan is at least as good as the best one of tiling submeshes."
         )
     if top > 1:
         for search in searches:
@@ -171,7 +171,7 @@ class _StageSearch:
 
         if len(bounds):
             self._start(add)
-        while heap and self.num_unplaced < MOST_UNPLACED:
+        while heap and self.num_unplaced < MAX_UNPLACED:
             least_s, first, last, floor_s = heappop(heap)
             if least_s >= self.best_s * (1 - max(self.gap, SAME)):
                 return
@@ -241,8 +241,8 @@ class _StageSearch:
         return floor_s, None, prefixes
 
     def _plan(self, ranges: Sequence[StageRange]) -> PipelineChoice | None:
-        """The stage programs under the best variants that fit where they stand; kept if it can be
-        laid out."""
+        """The ranges under the best variants that fit where they stand; kept if they can be laid
+        out."""
         stages: list[StageChoice] = []
         for i, (first, end, m) in enumerate(ranges):
             stage = self.ranges.choose(first, end, m, self.sums.in_flight[len(ranges) - i])
@@ -300,8 +300,8 @@ def _why_none(ranges: Ranges, num_stages: int | None) -> str:
                 f"it needs at least {format_bytes(missing)} more on each device. More "
                 "micro-batches, layers that are cut smaller or more devices would help."
             )
-    asked = "" if num_stages is None else f" of {num_stages} stages"
+    with_count = "" if num_stages is None else f" of {num_stages} stages"
     return (
-        f"Every layer fits on some submesh by itself, but no pipeline{asked} fits as a whole. More "
-        "micro-batches, recomputation or more devices would help."
+        f"Every layer fits on some submesh by itself, but no pipeline{with_count} fits as a whole. "
+        "More micro-batches, recomputation or more devices would help."
     )

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost.node_layers import ONCE, SHARED, NodePlaces
+from autopar.cost.node_layers import PER_STEP, SHARED, NodeLayers
 from autopar.errors import SolverError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import mesh_of_cluster
@@ -27,7 +27,7 @@ from autopar.sharding.solve import solve_graph
 from autopar.stages.layer_tables import (
     mesh_shapes,
     node_places,
-    stage_figures,
+    stage_costs,
     stage_tables,
     submesh_cluster,
     undominated,
@@ -44,7 +44,7 @@ class Case:
     step: TracedStep
     layers: LoopLayers
     graph: Graph
-    places: NodePlaces
+    places: NodeLayers
     num_micro_batches: int
 
     def tables(self, submeshes, **options) -> list[LayerTable]:
@@ -128,9 +128,9 @@ def test_products_run_for_every_micro_batch_and_updates_once() -> None:
     graph, places = gpt().graph, gpt().places
     for node, phase in zip(graph.nodes, places.phase, strict=True):
         if node.is_heavy:
-            assert phase != ONCE
+            assert phase != PER_STEP
         if node.region == "update":
-            assert phase == ONCE
+            assert phase == PER_STEP
 
 
 # -- time
@@ -299,7 +299,7 @@ def test_figures_of_a_stage_are_those_of_its_layers() -> None:
     for number, stage in enumerate(slice_step(own.step, own.layers, stage_of).stages):
         part = [i for i, s in enumerate(stage_of) if s == number]
         alone = solve_graph(build_graph(stage.step), mesh)
-        figures = stage_figures(alone, stage, (1, 2))
+        figures = stage_costs(alone, stage, (1, 2))
         total = own.num_micro_batches * figures.latency_s.sum() + figures.once_s.sum()
         assert total == pytest.approx(alone.objective, rel=1e-9)
         for name in ("latency_s", "forward_s", "in_flight_bytes"):

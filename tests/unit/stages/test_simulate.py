@@ -74,7 +74,7 @@ def test_memory_goes_up_and_down_with_micro_batches(pipeline: ParallelPlan) -> N
 def test_large_meshes_are_priced_in_closed_form(
     pipeline: ParallelPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "MOST_TILED", 1)
+    monkeypatch.setattr(simulate, "MAX_TILED", 1)
     other = planned(autopar.PipeshardParallel(4, stages=autopar.UniformStages(2)), num_hosts=2)
     assert pipeline.times is not None and other.times is not None
     for tiled, closed in zip(pipeline.times.crossings, other.times.crossings, strict=True):
