@@ -7,7 +7,7 @@ plain integers. `tracer.flatten` makes a program from a jaxpr.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,6 @@ Operand = int | Constant
 def values_in(operands: Iterable[Operand]) -> list[int]:
     """The operands that are values, without the constants; repetitions stay."""
     return [o for o in operands if isinstance(o, int)]
-
-
-def renamed(operands: Iterable[Operand], env: Mapping[int, Operand]) -> tuple[Operand, ...]:
-    """The operands with their values replaced by `env`; values missing there stay."""
-    return tuple(env.get(o, o) if isinstance(o, int) else o for o in operands)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,19 @@
-"""Gradient accumulation: from a step on the whole batch to one that loops over micro-batches.
+"""Gradient accumulation: from a `TracedStep` on the whole batch to one looping over micro-batches.
 
 Two traces of the same function, at the whole batch and at a micro-batch, are aligned equation by
 equation (`rewrite.align`). Values whose shapes differ have *rows*. The new program has three parts:
 
-    prologue   what does not depend on the batch, and what all rows need of the whole batch
+    prologue   equations independent of the batch, and those all rows need of the whole batch
     loop       a `scan` over micro-batches: every equation that makes or reads rows
-    epilogue   everything behind the reductions over rows, once: optimizer, clipping, metrics
+    epilogue   everything after the reductions over rows, once: optimizer, clipping, metrics
 
-Reductions over rows are the frontier between loop and epilogue: the loop sums them up (or takes
-their maximum …) in its carry, and the epilogue reads the value of the whole batch. With the
-floating point numbers of the full trace that is exact, whatever the epilogue does with it.
+Reductions over rows separate loop and epilogue: the loop sums them up (or takes their maximum …) in
+its carry, and the epilogue reads the value of the whole batch. With the floating-point constants of
+the full trace that is exact, whatever the epilogue does with it.
 
-A reduction that flows back into rows crosses the batch (statistics of BatchNorm, the sum of a
-mask). If no product is above it, it is computed once, exactly, in the prologue. Otherwise each
-micro-batch uses its own in its place, and a note says so.
+A reduction that flows back into rows *crosses* the batch (statistics of BatchNorm, the sum of a
+mask). If it does not depend on a product, the prologue computes it once, exactly. Otherwise each
+micro-batch uses its own reduction instead, and a note says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from autopar.errors import MeshError, TraceError
 from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite import micro_batch_rows
-from autopar.rewrite.additive import (
+from autopar.rewrite.align import align
+from autopar.rewrite.batch_dependence import (
     COMBINED_BY,
-    OWN,
+    NONLINEAR,
     ROWS,
     SAME,
     SCATTER_ADD,
@@ -41,26 +42,26 @@ from autopar.rewrite.additive import (
     ZERO,
     RowShapes,
 )
-from autopar.rewrite.align import align
-from autopar.rewrite.fold_transposes import with_turned_products
+from autopar.rewrite.fold_transposes import fold_transposes
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope, add
-from autopar.rewrite.micro_batch_placement import Pair, Placement
-from autopar.rewrite.program_writer import Env, ProgramWriter
+from autopar.rewrite.micro_batch_placement import MicroBatchPlacement, Pair
+from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
 from autopar.rewrite.remat import rematerialise, with_remat
 
 
 def batch_size(step: TracedStep, num_micro_batches: int) -> int:
-    """The rows of the batch, checked: its arrays have as many each, micro-batches divide them."""
-    found = [(step.call.paths[i], step.avals[i].shape) for i in step.batch if step.avals[i].shape]
-    if not found:
+    """The number of rows of the batch, after checks: its arrays have equally many, and the
+    micro-batches divide them."""
+    arrays = [(step.call.paths[i], step.avals[i].shape) for i in step.batch if step.avals[i].shape]
+    if not arrays:
         raise TraceError(
             f"{step.name}: num_micro_batches={num_micro_batches} needs a batch, but no array of "
             "its arguments is one. Pass the batch as argument 1, or say with batch_argnums which "
             "arguments have a leading batch dimension."
         )
-    path, (size, *_) = found[0]
-    for other, shape in found:
+    path, (size, *_) = arrays[0]
+    for other, shape in arrays:
         if shape[0] != size:
             raise MeshError(
                 f"{other} has {shape[0]} rows and {path} has {size}: with num_micro_batches="
@@ -80,7 +81,7 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
 
 
 def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
-    """The leaves of a call with one micro-batch in place of the batch, as shapes."""
+    """The leaves of a call with one micro-batch in placement of the batch, as shapes."""
     size = batch_size(step, num_micro_batches) // num_micro_batches
     leaves = []
     for index, aval in enumerate(step.avals):
@@ -93,20 +94,21 @@ def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
 def accumulate(
     full: TracedStep, micro: TracedStep, num_micro_batches: int, layers: Sequence[Layer] = ()
 ) -> TracedStep:
-    """The full step as a loop over micro-batches of the size that `micro` was traced with. These
-    layers are computed again in the backward pass of each."""
+    """The full step as a loop over micro-batches of the size that `micro` was traced with. The
+    backward pass of each micro-batch recomputes `layers`."""
     part = align(full.program, micro.program, full.name)
     if layers:
         full, part = with_remat(full, layers), rematerialise(part, layers)
-    full = replace(full, program=with_turned_products(full.program))
-    part = with_turned_products(part)
+    full = replace(full, program=fold_transposes(full.program))
+    part = fold_transposes(part)
     shapes = RowShapes(full.program.avals, part.avals)
     size = batch_size(full, num_micro_batches)
     sizes = _row_sizes(part, shapes, num_micro_batches)
     block = micro_batch_rows.block_rows(size, sizes)
     notes = Notes()
-    of = MicroBatches(num_micro_batches, size // num_micro_batches // block, shapes, notes)
-    program, loop = _write(Placement(full.program, part, of, full.out_paths))
+    blocks = size // num_micro_batches // block
+    micro_batches = MicroBatches(num_micro_batches, blocks, shapes, notes)
+    program, loop = _write(MicroBatchPlacement(full.program, part, micro_batches, full.out_paths))
     return replace(
         full,
         program=program,
@@ -117,77 +119,78 @@ def accumulate(
 
 
 def _row_sizes(program: Program, shapes: RowShapes, num: int) -> set[int]:
-    """Every size that the batch dimension has, after a check that it is cut evenly."""
+    """Every size that the batch dimension takes, after a check that it splits evenly."""
     sizes: set[int] = set()
-
-    def visit(part: Program) -> None:
-        for equation in part.equations:
-            for value in equation.results:
-                for dim in shapes.dims(value):
-                    whole, own = shapes.full[value].shape[dim], shapes.micro[value].shape[dim]
-                    if whole != num * own:
-                        raise TraceError(
-                            f"{equation.source_line}: {equation.name} makes an array of {whole} "
-                            f"rows from the batch, and one of {own} rows from one of {num} "
-                            "micro-batches, so the batch cannot be put together again. Keep a "
-                            "multiple of the batch's rows, or use num_micro_batches=1."
-                        )
-                    sizes.add(whole)
-            for body in equation.bodies:
-                visit(body)
-
-    visit(program)
+    for equation in program.all_equations():
+        for value in equation.results:
+            for dim in shapes.dims(value):
+                whole, part = shapes.full[value].shape[dim], shapes.micro[value].shape[dim]
+                if whole != num * part:
+                    raise TraceError(
+                        f"{equation.source_line}: {equation.name} makes an array of {whole} rows "
+                        f"from the batch, and one of {part} rows from one of {num} micro-batches, "
+                        "so the batch cannot be put together again. Keep a multiple of the batch's "
+                        "rows, or use num_micro_batches=1."
+                    )
+                sizes.add(whole)
     for value in program.inputs:
         sizes.update(shapes.full[value].shape[dim] for dim in shapes.dims(value))
     return sizes
 
 
-def _write(place: Placement) -> tuple[Program, int | None]:
+def _write(placement: MicroBatchPlacement) -> tuple[Program, int | None]:
     """(prologue, loop and epilogue as one program, the loop's position in it)."""
     writer, env = ProgramWriter(), Env()
-    avals = place.full.avals
-    inputs = [writer.new_value(avals[v]) for v in place.full.inputs]
-    env.update(zip(place.full.inputs, inputs, strict=True))
-    for value, array in place.full.captured:
+    avals = placement.full.avals
+    inputs = [writer.new_value(avals[v]) for v in placement.full.inputs]
+    env.update(zip(placement.full.inputs, inputs, strict=True))
+    for value, array in placement.full.captured:
         env[value] = writer.capture(array, avals[value])
-    for index in sorted(place.before):
-        writer.copy(place.pairs[index].whole, avals, env)
+    for index in sorted(placement.before):
+        writer.copy(placement.pairs[index].whole, avals, env)
     results: dict[int, Operand] = {}
     loop = None
-    if place.in_loop:
-        loop_writer = _LoopWriter(place, writer, env)
+    if placement.in_loop:
+        loop_writer = _LoopWriter(placement, writer, env)
         results, loop = loop_writer.write(), loop_writer.position
-    for index, pair in enumerate(place.pairs):
-        if index in place.after:
+    for index, pair in enumerate(placement.pairs):
+        if index in placement.after:
             writer.copy(pair.whole, avals, env)
         for value in pair.results:
             if value in results:
-                env[value] = _finished(place, writer, env, pair, value, results[value])
-    outputs = [env[o] if isinstance(o, int) else o for o in place.full.outputs]
-    return writer.program(inputs, outputs), loop
+                env[value] = _finished(placement, writer, env, pair, value, results[value])
+    return writer.program(inputs, read_all(placement.full.outputs, env)), loop
 
 
 def _finished(
-    place: Placement, writer: ProgramWriter, env: Env, pair: Pair, value: int, made: Operand
+    placement: MicroBatchPlacement,
+    writer: ProgramWriter,
+    env: Env,
+    pair: Pair,
+    value: int,
+    made: Operand,
 ) -> Operand:
-    """What the loop gave, as the value of the whole batch."""
-    if value in place.stacked:
-        (dim,) = place.of.shapes.dims(value)
-        return writer.emit(micro_batch_rows.join, [made], dim=dim, blocks=place.of.blocks)
-    dtype = place.full.avals[value].dtype
+    """The value of the whole batch, from the loop's result."""
+    if value in placement.stacked:
+        (dim,) = placement.micro_batches.shapes.dims(value)
+        return writer.emit(
+            micro_batch_rows.join, [made], dim=dim, blocks=placement.micro_batches.blocks
+        )
+    dtype = placement.full.avals[value].dtype
     if writer.aval(made).dtype != dtype:
         made = writer.emit(_convert, [made], dtype=dtype)
-    if not place.adds_to(pair, 0):
+    if not placement.adds_to(pair, 0):
         return made
-    first = pair.part.operands[0]
-    return writer.emit(add, [env[first] if isinstance(first, int) else first, made])
+    return writer.emit(add, [*read_all(pair.part.operands[:1], env), made])
 
 
 class _LoopWriter:
-    """Writes the loop: what enters, its body, and how results of micro-batches are combined."""
+    """Writes the loop: its operands, its body, and the combination of micro-batches' results."""
 
-    def __init__(self, plan: Placement, outer: ProgramWriter, outer_env: Env) -> None:
-        self.plan, self.of = plan, plan.of
+    def __init__(
+        self, placement: MicroBatchPlacement, outer: ProgramWriter, outer_env: Env
+    ) -> None:
+        self.placement, self.micro_batches = placement, placement.micro_batches
         self.outer, self.outer_env = outer, outer_env
         self.inner = outer.inner()
         self.consts: list[tuple[Operand, int]] = []  # (outside, inside)
@@ -195,19 +198,19 @@ class _LoopWriter:
         self.position: int | None = None  # of the loop among the equations outside
 
     def write(self) -> dict[int, Operand]:
-        """value -> what the loop gives for it, outside."""
-        plan, inner = self.plan, self.inner
-        index = self.take(self.outer.emit(micro_batch_rows.indices, [], num=self.of.num))
-        scope = Scope(self.of, inner, plan.makeup, index)
+        """{value: the loop's result for it}."""
+        placement, inner = self.placement, self.inner
+        index = self.take(self.outer.emit(micro_batch_rows.indices, [], num=self.micro_batches.num))
+        scope = Scope(self.micro_batches, inner, placement.dependence, index)
         self.enter(scope)
-        for at in sorted(plan.in_loop):
-            pair = plan.pairs[at]
-            if pair.part.name in SCATTER_ADD and plan.adds_to(pair, 0):
+        for at in sorted(placement.in_loop):
+            pair = placement.pairs[at]
+            if pair.part.name in SCATTER_ADD and placement.adds_to(pair, 0):
                 self.scatter_to_zeros(scope, pair)
             else:
                 scope.copy(pair.part)
         carries = self.write_carries(scope)
-        stacked = [scope.env[value] for value in plan.stacked]
+        stacked = [scope.env[value] for value in placement.stacked]
         inits = [self.outer.emit(_filled, [], **c.start) for c in carries]
         body = inner.program(
             [
@@ -218,92 +221,93 @@ class _LoopWriter:
             [*(c.out for c in carries), *stacked],
         )
         results = self.scan(body, inits, [inner.aval(c.inside) for c in carries])
-        found: dict[int, Operand] = {}
-        for value, carry, result in zip(plan.accumulated, carries, results, strict=False):
-            found[value] = result
+        result_of: dict[int, Operand] = {}
+        for value, carry, result in zip(placement.accumulated, carries, results, strict=False):
+            result_of[value] = result
             if carry.is_average:
-                found[value] = self.outer.emit(_divide, [result], num=self.of.num)
-        found.update(zip(plan.stacked, results[len(carries) :], strict=True))
-        return found
+                result_of[value] = self.outer.emit(_divide, [result], num=self.micro_batches.num)
+        result_of.update(zip(placement.stacked, results[len(carries) :], strict=True))
+        return result_of
 
     def write_carries(self, scope: Scope) -> list[_Carry]:
-        """Every sum is added to where its term is made, so that the term is not kept."""
+        """Adds every term to its sum right where it is computed, so that it need not be stored."""
         inner = self.inner
         made_at = {r: i for i, e in enumerate(inner.equations) for r in e.results}
-        own = list(inner.equations)
+        equations = list(inner.equations)
         after: dict[int, list[Equation]] = {}
         carries = []
-        for value in self.plan.accumulated:
+        for value in self.placement.accumulated:
             inner.equations.clear()
             carries.append(self.carry(scope, value))
             term = scope.env[value]
-            at = made_at.get(term, len(own) - 1) if isinstance(term, int) else len(own) - 1
+            last = len(equations) - 1
+            at = made_at.get(term, last) if isinstance(term, int) else last
             after.setdefault(at, []).extend(inner.equations)
-        inner.equations[:] = [e for i, x in enumerate(own) for e in (x, *after.get(i, ()))]
+        inner.equations[:] = [e for i, x in enumerate(equations) for e in (x, *after.get(i, ()))]
         return carries
 
     def take(self, stack: Operand) -> int:
-        """A slice of a stack, in the body."""
+        """The body's value for a slice of a stack."""
         aval = self.outer.aval(stack)
         inside = self.inner.new_value(_jax.unstacked_aval(aval))
         self.xs.append((stack, inside))
         return inside
 
     def enter(self, scope: Scope) -> None:
-        """Everything that the body reads from outside of it."""
-        plan, shapes = self.plan, self.of.shapes
-        captured = dict(plan.part.captured)
-        made = {r for at in plan.in_loop for r in plan.pairs[at].results}
-        for at in sorted(plan.in_loop):
-            pair = plan.pairs[at]
+        """Brings everything that the body reads into it."""
+        placement, shapes = self.placement, self.micro_batches.shapes
+        captured = dict(placement.part.captured)
+        made = {r for at in placement.in_loop for r in placement.pairs[at].results}
+        for at in sorted(placement.in_loop):
+            pair = placement.pairs[at]
             for position, value in enumerate(pair.part.operands):
                 if not isinstance(value, int) or value in scope.env or value in made:
                     continue
-                if plan.adds_to(pair, position):
+                if placement.adds_to(pair, position):
                     continue
-                if plan.makeup[value] is not ROWS:
+                if placement.dependence[value] is not ROWS:
                     aval = self.outer.aval(self.outer_env[value])
                     scope.env[value] = inside = self.inner.new_value(aval)
                     self.consts.append((self.outer_env[value], inside))
                 elif value in captured and not _is_cut(captured[value], shapes.dims(value)):
                     scope.env[value] = self.inner.capture(captured[value], shapes.micro[value])
                 else:
-                    (dim,) = shapes.dims(value)  # arguments are checked, keys have one
+                    (dim,) = shapes.dims(value)  # arguments were checked; keys have one
                     stack = self.outer.emit(
                         micro_batch_rows.cut,
                         [self.outer_env[value]],
-                        num=self.of.num,
+                        num=self.micro_batches.num,
                         dim=dim,
-                        blocks=self.of.blocks,
+                        blocks=self.micro_batches.blocks,
                     )
                     scope.env[value] = self.take(stack)
 
     def scatter_to_zeros(self, scope: Scope, pair: Pair) -> None:
         equation = pair.part
-        zeros = {"shape": self.of.shapes.micro[equation.results[0]].shape, "fill": 0}
-        dtype = self.of.shapes.micro[equation.results[0]].dtype
+        zeros = {"shape": self.micro_batches.shapes.micro[equation.results[0]].shape, "fill": 0}
+        dtype = self.micro_batches.shapes.micro[equation.results[0]].dtype
         first = self.inner.emit(_filled, [], equation, dtype=dtype, **zeros)
         operands = [first, *(scope.read(o) for o in equation.operands[1:])]
         (result,) = scope.bind(equation, operands)
         scope.env[equation.results[0]] = result
 
     def carry(self, scope: Scope, value: int) -> _Carry:
-        """Combine a value of this micro-batch with those before it."""
-        plan = self.plan
-        pair = plan.pairs[plan.producer[value]]
-        equation, kind = pair.part, plan.makeup[value]
+        """Combines a value of this micro-batch with those of earlier ones."""
+        placement = self.placement
+        pair = placement.pairs[placement.producer[value]]
+        equation, kind = pair.part, placement.dependence[value]
         scattered = equation.name in SCATTER_ADD
         combined_by = "add"
-        if kind is OWN and not equation.bodies and not scattered:
+        if kind is NONLINEAR and not equation.bodies and not scattered:
             combined_by = COMBINED_BY[equation.name]
-        # Averages of loops' results; what a scatter-add adds to is added after the loop.
+        # Results of loops are averaged; the operand of a scatter-add is added after the loop.
         is_average = bool(equation.bodies) and kind is not SUM
-        own = scope.env[value]
-        dtype = sum_dtype = self.inner.aval(own).dtype
-        if kind in (SAME, ZERO):  # a loop's counter: any micro-batch has it
-            start = {"shape": self.inner.aval(own).shape, "dtype": dtype, "fill": 0}
-            inside = self.inner.new_value(self.inner.aval(own))
-            return _Carry(inside, own, start, is_average=False)
+        term = scope.env[value]
+        aval = self.inner.aval(term)
+        dtype = sum_dtype = aval.dtype
+        if kind in (SAME, ZERO):  # a loop's counter: the same in every micro-batch
+            start = {"shape": aval.shape, "dtype": dtype, "fill": 0}
+            return _Carry(self.inner.new_value(aval), term, start, is_average=False)
         if is_average and not jnp.issubdtype(dtype, jnp.inexact):
             raise TraceError(
                 f"{equation.source_line}: a result of this {equation.name} is {dtype} and depends "
@@ -312,46 +316,30 @@ class _LoopWriter:
             )
         if combined_by == "add" and jnp.issubdtype(dtype, jnp.floating):
             sum_dtype = jnp.promote_types(dtype, jnp.float32)
-        start = _start(combined_by, np.dtype(sum_dtype))
-        aval = self.inner.aval(own)
+        start = _neutral_element(combined_by, np.dtype(sum_dtype))
         inside = self.inner.new_value(_jax.array_aval(aval.shape, sum_dtype))
         if sum_dtype != dtype:
-            own = self.inner.emit(_convert, [own], equation, dtype=sum_dtype)
-        out = self.inner.emit(_COMBINE[combined_by], [inside, own], equation)
+            term = self.inner.emit(_convert, [term], equation, dtype=sum_dtype)
+        out = self.inner.emit(_COMBINE[combined_by], [inside, term], equation)
         return _Carry(
             inside, out, {"shape": aval.shape, "dtype": sum_dtype, "fill": start}, is_average
         )
 
     def scan(self, body: Program, inits: list[Operand], carries: list[Any]) -> list[int]:
-        outer, num = self.outer, self.of.num
+        outer, num = self.outer, self.micro_batches.num
         stacked = [
             _jax.stacked_aval(self.inner.aval(out), num) for out in body.outputs[len(inits) :]
         ]
         results = [outer.new_value(aval) for aval in (*carries, *stacked)]
-        template = self.plan.pairs[min(self.plan.in_loop)].part
         self.position = len(outer.equations)
-        outer.equations.append(
-            Equation(
-                primitive=_jax.scan_primitive(),
-                params={
-                    "length": num,
-                    "reverse": False,
-                    "unroll": 1,
-                    "num_consts": len(self.consts),
-                    "num_carry": len(inits),
-                },
-                operands=(
-                    *(outside for outside, _ in self.consts),
-                    *inits,
-                    *(outside for outside, _ in self.xs),
-                ),
-                results=tuple(results),
-                scope="",
-                name_stack=_jax.empty_name_stack(),
-                source_info=template.source_info,
-                context=template.context,
-                bodies=(body,),
-            )
+        outer.scan(
+            body,
+            length=num,
+            consts=[outside for outside, _ in self.consts],
+            inits=inits,
+            xs=[outside for outside, _ in self.xs],
+            results=results,
+            like=self.placement.pairs[min(self.placement.in_loop)].part,
         )
         return results
 
@@ -365,8 +353,8 @@ class _Carry:
 
 
 def _is_cut(array: Any, dims: tuple[int, ...]) -> bool:
-    """Captured numbers are cut like the batch; captured indices and masks over pairs of rows are
-    those of the micro-batch's own trace."""
+    """Whether a captured array is split like the batch. Captured indices, and masks over pairs of
+    rows, come from the micro-batch's trace instead."""
     return len(dims) == 1 and jnp.issubdtype(array.dtype, jnp.inexact)
 
 
@@ -381,8 +369,7 @@ _COMBINE = {
 }
 
 
-def _start(combined_by: str, dtype: Any) -> Any:
-    """The neutral element of a combination."""
+def _neutral_element(combined_by: str, dtype: Any) -> Any:
     if combined_by in ("max", "min"):
         if jnp.issubdtype(dtype, jnp.floating):
             return -np.inf if combined_by == "max" else np.inf

@@ -1,9 +1,10 @@
-"""Two traces of one step, at the whole batch and at a micro-batch, aligned to one program.
+"""Alignment of two traces of one step: the whole batch's and a micro-batch's `Program` → one
+program.
 
-Both traces number their values alike if, and only if, the function does the same at both batch
-sizes. The aligned program has the shapes and parameters of the micro-batch, and the floating point
-numbers of the whole batch: a mean over B rows stays a division by B, so that means of micro-batches
-add up to the mean of the batch.
+Both traces number their values equally if, and only if, the function does the same at both batch
+sizes. The aligned program has the shapes and parameters of the micro-batch and the floating-point
+constants of the whole batch: a mean over B rows stays a division by B, so that means of
+micro-batches add up to the mean of the batch.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from autopar.errors import TraceError
 from autopar.ir.program import Constant, Equation, Operand, Program
 
 
 def align(full: Program, micro: Program, name: str) -> Program:
-    """The micro-batch's program with the floating point numbers of the full one."""
+    """The micro-batch's program with the floating-point constants of the full one."""
     for whole, part in zip(full.equations, micro.equations, strict=False):
         ranks = [(_rank(full.avals[r]), _rank(micro.avals[r])) for r in part.results]
-        if not _alike(whole, part) or any(a != b for a, b in ranks):
+        if not _same_structure(whole, part) or any(a != b for a, b in ranks):
             raise _depends_on_batch_size(whole, name)
     if len(full.equations) != len(micro.equations):
         longer = max(full.equations, micro.equations, key=len)
@@ -44,14 +46,17 @@ def align(full: Program, micro: Program, name: str) -> Program:
     return replace(micro, equations=equations, captured=captured)
 
 
-def _alike(whole: Equation, part: Equation) -> bool:
-    alike = whole.name == part.name and whole.results == part.results
-    alike = alike and _same_operands(whole.operands, part.operands)
-    alike = alike and whole.params.keys() == part.params.keys()
-    return alike and len(whole.bodies) == len(part.bodies)
+def _same_structure(whole: Equation, part: Equation) -> bool:
+    return (
+        whole.name == part.name
+        and whole.results == part.results
+        and _same_operands(whole.operands, part.operands)
+        and whole.params.keys() == part.params.keys()
+        and len(whole.bodies) == len(part.bodies)
+    )
 
 
-def _rank(aval: Any) -> int:
+def _rank(aval: ShapedArray) -> int:
     return len(getattr(aval, "shape", ()))
 
 
@@ -87,11 +92,10 @@ def _aligned(whole: Equation, part: Equation, name: str) -> Equation:
 
 
 def _float_constant(part: Constant, whole: Constant) -> Constant:
-    kept = _float_of(part.value, whole.value)
-    return part if kept is part.value else whole
+    return part if _float_of(part.value, whole.value) is part.value else whole
 
 
 def _float_of(part: Any, whole: Any) -> Any:
-    """The number of the whole batch if it is floating point and of the same shape."""
+    """The whole batch's constant if it is floating point and has the same shape."""
     is_float = jnp.issubdtype(jnp.result_type(part), jnp.inexact)
     return whole if is_float and np.shape(part) == np.shape(whole) else part

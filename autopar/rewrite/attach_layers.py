@@ -1,12 +1,12 @@
-"""Every equation of a loop over micro-batches to a layer: from forward layers to `LoopLayers`.
+"""The layer of every equation in a loop over micro-batches: from forward `Layer`s to `LoopLayers`.
 
 Layers are groups of forward equations (`rewrite.layers`). The backward pass runs through them in
-reverse, so a backward equation belongs to a layer no later than those whose cotangents it reads.
-Among these it belongs where the forward values that it reads are at home: in the layer that makes
-them, or in one that reads them. (The gradient of a weight reads its layer's input, which the layer
-before made, and a cotangent of its own.) No name and no marker is needed for that.
+reverse, so a backward equation belongs to a layer no later than those whose cotangents it reads. Of
+these, it belongs to the latest that makes or reads the forward values that the equation reads. (The
+gradient of a weight reads its layer's input, which the layer before made, and a cotangent of the
+layer.) That takes neither names nor markers.
 
-What is made of constants alone belongs nowhere: whoever reads it makes it for itself.
+Values computed from constants alone belong to no layer: every reader computes them itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ANYWHERE = -1
 
 @dataclass(frozen=True)
 class LoopLayers:
-    """Per equation of the loop's body its layer, or `ANYWHERE`, and whether it is part of the
-    backward pass."""
+    """For each equation of the loop's body, its layer (or `ANYWHERE`) and whether it belongs to
+    the backward pass."""
 
     layers: tuple[Layer, ...]
     layer_of: tuple[int, ...]
@@ -39,12 +39,12 @@ def loop_batch(loop: Equation) -> range:
     return range(num_consts + num_carry, len(loop.operands))
 
 
-def attach(body: Program, layers: Sequence[Layer]) -> LoopLayers:
+def attach_layers(body: Program, layers: Sequence[Layer]) -> LoopLayers:
     return _Attacher(body, layers).attached()
 
 
 def boundary_bytes(body: Program, attached: LoopLayers) -> list[int]:
-    """Bytes of activations that cross each boundary between two layers."""
+    """The bytes of activations that cross each boundary between two layers."""
     crossing = [0] * (len(attached.layers) - 1)
     maker: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -62,9 +62,9 @@ def boundary_bytes(body: Program, attached: LoopLayers) -> list[int]:
     return crossing
 
 
-def moved_to(body: Program, layers: Sequence[Layer], changed: Program) -> tuple[Layer, ...]:
-    """The layers with the positions that their equations have in a changed body, where values kept
-    their numbers."""
+def move_layers(body: Program, layers: Sequence[Layer], changed: Program) -> tuple[Layer, ...]:
+    """The layers with the positions of their equations in a changed body that kept the numbers of
+    values."""
     layer_of = {
         body.equations[i].results: number for number, x in enumerate(layers) for i in x.equations
     }
@@ -99,58 +99,60 @@ class _Attacher:
             if not self.is_backward[index]:
                 earlier = max((self.layer_of[m] for m in makers), default=0)
                 self.layer_of[index] = max(self.in_layer.get(index, 0), earlier)
-        homes = self.homes(floating)
-        self.attach_backward(homes, {})
-        self.attach_backward(homes, {**self.with_siblings(homes), **self.with_readers(homes)})
-        self.move_to_readers(homes)
+        layers_of = self.layers_of(floating)
+        self.attach_backward(layers_of, {})
+        self.attach_backward(
+            layers_of, {**self.with_siblings(layers_of), **self.with_readers(layers_of)}
+        )
+        self.move_to_readers(layers_of)
         return LoopLayers(self.layers, tuple(self.layer_of), tuple(self.is_backward))
 
-    def homes(self, floating: Collection[int]) -> dict[int, set[int]]:
-        """The layers that make a forward value, or read one in the forward pass."""
-        homes: dict[int, set[int]] = {}
+    def layers_of(self, floating: Collection[int]) -> dict[int, set[int]]:
+        """{forward value: the layers that make it, or read it in the forward pass}."""
+        layers_of: dict[int, set[int]] = {}
         for index, equation in enumerate(self.body.equations):
             if self.is_backward[index] or self.layer_of[index] == ANYWHERE:
                 continue
             for value in (*equation.inputs, *equation.results):
                 if value not in floating:
-                    homes.setdefault(value, set()).add(self.layer_of[index])
-        return homes
+                    layers_of.setdefault(value, set()).add(self.layer_of[index])
+        return layers_of
 
-    def attach_backward(self, homes: dict[int, set[int]], known: dict[int, int]) -> None:
+    def attach_backward(self, layers_of: dict[int, set[int]], known: dict[int, int]) -> None:
         for index, equation in enumerate(self.body.equations):
             if self.is_backward[index]:
-                layer = self.backward_layer(equation, homes)
+                layer = self.backward_layer(equation, layers_of)
                 self.layer_of[index] = min(layer, known.get(index, layer))
 
-    def with_readers(self, homes: dict[int, set[int]]) -> dict[int, int]:
-        """Equations of the backward pass that read neither cotangents nor forward values (a mask
-        that is made again) belong where they are first read."""
+    def with_readers(self, layers_of: dict[int, set[int]]) -> dict[int, int]:
+        """Layers of backward equations that depend on neither cotangents nor forward values (a
+        recomputed mask): those of their first readers."""
         alone: set[int] = set()
         for index, equation in enumerate(self.body.equations):
             reads = equation.inputs
             makers = {self.maker[v] for v in reads if v in self.maker}
             is_alone = alone.issuperset(m for m in makers if self.is_backward[m])
-            if self.is_backward[index] and is_alone and not any(v in homes for v in reads):
+            if self.is_backward[index] and is_alone and not any(v in layers_of for v in reads):
                 alone.add(index)
         latest: dict[int, int] = {}
         for index in range(len(self.body.equations) - 1, -1, -1):
             if not self.is_backward[index]:
                 continue
-            own = latest.get(index, 0) if index in alone else self.layer_of[index]
+            layer = latest.get(index, 0) if index in alone else self.layer_of[index]
             for value in self.body.equations[index].inputs:
                 maker = self.maker.get(value)
                 if maker in alone:
-                    latest[maker] = max(latest.get(maker, 0), own)
+                    latest[maker] = max(latest.get(maker, 0), layer)
         return latest
 
-    def with_siblings(self, homes: dict[int, set[int]]) -> dict[int, int]:
-        """Equations whose results are only summed up belong with the others that read the same
-        cotangent: the gradient of a bias, which reads nothing else, and that of a weight if what
-        it reads besides is at home in several layers."""
-        readers = self.readers()
+    def with_siblings(self, layers_of: dict[int, set[int]]) -> dict[int, int]:
+        """Layers of equations whose results are only summed up: those of other readers of the same
+        cotangent. Such are the gradient of a bias, which reads nothing else, and that of a weight
+        if its other operand belongs to several layers."""
+        readers = self.body.readers()
         outputs = set(self.body.output_values)
-        ends: dict[int, None] = {}  # equations with which a cotangent only goes into sums
-        weights: dict[int, None] = {}  # those that lead there and read forward values too
+        ends: dict[int, None] = {}  # equations after which a cotangent only goes into sums
+        weights: dict[int, None] = {}  # the same for equations that read forward values too
         for index in range(len(self.body.equations) - 1, -1, -1):
             equation = self.body.equations[index]
             after = [r for v in equation.results for r in readers.get(v, ())]
@@ -158,72 +160,61 @@ class _Attacher:
                 all(r in ends for r in after) if after else (outputs.issuperset(equation.results))
             )
             if self.is_backward[index] and is_summed:
-                reads_forward = any(v in homes for v in equation.inputs)
+                reads_forward = any(v in layers_of for v in equation.inputs)
                 (weights if reads_forward else ends)[index] = None
-        found: dict[int, int] = {}
+        sibling_layer: dict[int, int] = {}
         for index in (*weights, *ends):
             others = ends if index in ends else {**ends, **weights}
             values = self.body.equations[index].inputs
-            cotangents = [v for v in values if v in self.maker and v not in homes]
+            cotangents = [v for v in values if v in self.maker and v not in layers_of]
             siblings = {
-                found.get(r, self.layer_of[r])
+                sibling_layer.get(r, self.layer_of[r])
                 for v in cotangents
                 for r in readers[v]
                 if r not in others
             }
-            at_home = [homes[v] for v in values if v in homes]
-            if at_home:
-                siblings &= set.intersection(*at_home)
+            candidates = [layers_of[v] for v in values if v in layers_of]
+            if candidates:
+                siblings &= set.intersection(*candidates)
             if siblings:
-                found[index] = max(siblings)
-        return found
+                sibling_layer[index] = max(siblings)
+        return sibling_layer
 
-    def move_to_readers(self, homes: dict[int, set[int]]) -> None:
-        """Cheap equations of one cotangent that only layers before theirs read are made there, if
-        fewer bytes are handed on so: the cotangent of a mean before it is broadcast, or what is
-        handed on anyway before it is reshaped."""
-        readers = self.readers()
+    def move_to_readers(self, layers_of: dict[int, set[int]]) -> None:
+        """Moves cheap equations of one cotangent to the earlier layers that alone read them, if
+        fewer bytes cross that way: the cotangent of a mean crosses before it is broadcast, a
+        cotangent that crosses anyway before it is reshaped."""
+        readers = self.body.readers()
         for index in range(len(self.body.equations) - 1, -1, -1):
             equation = self.body.equations[index]
-            own, reads = self.layer_of[index], set(equation.inputs)
+            layer, reads = self.layer_of[index], set(equation.inputs)
             is_cheap = not equation.bodies and equation.name not in UNFUSED
             if not self.is_backward[index] or equation.has_effect or not is_cheap:
                 continue
-            if len(reads) != 1 or not reads.isdisjoint(homes):
+            if len(reads) != 1 or not reads.isdisjoint(layers_of):
                 continue
             (cotangent,) = reads
             after = [self.layer_of[r] for v in equation.results for r in readers.get(v, ())]
-            if cotangent not in self.maker or not after or max(after) >= own:
+            if cotangent not in self.maker or not after or max(after) >= layer:
                 continue
-            crosses = any(self.layer_of[r] < own for r in readers[cotangent])
+            crosses = any(self.layer_of[r] < layer for r in readers[cotangent])
             before = sum(aval_bytes(self.body.avals[r]) for r in equation.results)
             if crosses or aval_bytes(self.body.avals[cotangent]) < before:
                 self.layer_of[index] = max(after)
 
-    def readers(self) -> dict[int, list[int]]:
-        """Value -> the equations that read it."""
-        found: dict[int, list[int]] = {}
-        for index, equation in enumerate(self.body.equations):
-            for value in equation.inputs:
-                found.setdefault(value, []).append(index)
-        return found
-
-    def backward_layer(self, equation: Equation, homes: dict[int, set[int]]) -> int:
+    def backward_layer(self, equation: Equation, layers_of: dict[int, set[int]]) -> int:
         latest = len(self.layers) - 1
-        at_home: list[set[int]] = []
+        candidates: list[set[int]] = []
         for value in equation.inputs:
             maker = self.maker.get(value)
             if maker is not None and self.is_backward[maker]:
                 latest = min(latest, self.layer_of[maker])
-            elif value in homes:
-                at_home.append(homes[value])
-        if not at_home:
+            elif value in layers_of:
+                candidates.append(layers_of[value])
+        if not candidates:
             return latest
-        common = {x for x in set.intersection(*at_home) if x <= latest}
+        common = {x for x in set.intersection(*candidates) if x <= latest}
         if common:
             return max(common)
-        near = [x for x in set.union(*at_home) if x <= latest]
+        near = [x for x in set.union(*candidates) if x <= latest]
         return max(near, default=latest)
-
-
-__all__ = ["ANYWHERE", "LoopLayers", "attach", "boundary_bytes", "loop_batch", "moved_to"]

@@ -1,11 +1,11 @@
-"""Products that come out as they are wanted: a `Program` without transposes of products.
+"""Transposes folded into products: `Program` → `Program`.
 
-    t = a · b, transposed   →   t = b · a
+    t = (a · b)ᵀ   →   t = b · a
 
-The gradient of a weight is a product that JAX transposes afterwards. XLA swaps the operands
-instead where it sees both; but where the product is added up in a loop and transposed behind it,
-the sums lie the wrong way round, and the whole update reads them so. The product is swapped before
-the loop is made.
+JAX computes the gradient of a weight as a product and transposes it afterwards. XLA swaps the
+operands instead if it sees both. But if a loop adds the product up and the transpose comes after
+the loop, the sums are stored transposed, and the whole update reads them so. Hence products are
+swapped before the loop is made.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from autopar.ir.program import Equation, Program
 
 
-def with_turned_products(program: Program) -> Program:
-    """The same program, where a transpose that is the only reader of a product and does no more
-    than swap its operands' dimensions is part of it. Bodies of loops stay as they are."""
+def fold_transposes(program: Program) -> Program:
+    """The program with every transpose folded into a product that only it reads, if swapping the
+    operands has the same effect. Loop bodies stay as they are."""
     count = program.num_reads()
     products = {
         e.results[0]: e for e in program.equations if e.name == "dot_general" and not e.has_effect
@@ -53,8 +53,8 @@ def with_turned_products(program: Program) -> Program:
 
 
 def _swap_of(product: Equation, avals: Any) -> tuple[int, ...]:
-    """Where each dimension of the swapped product is in the product: batch dimensions first, then
-    what were the second operand's own, then the first's. Empty if it must not be swapped."""
+    """The permutation that swapping the operands amounts to: batch dimensions, then those of the
+    second operand, then those of the first. Empty if they must not be swapped."""
     if product.params.get("out_sharding") is not None:
         return ()
     if not all(isinstance(o, int) for o in product.operands):

@@ -1,9 +1,9 @@
-"""From a program whose user marked layer boundaries to its layers.
+"""Layers from the user's marks: from a `Program` to its `Layer`s.
 
-`autopar.mark_layer_boundary()` leaves no equation: each equation holds the marks that stood before
-it in the forward pass (`Equation.marks`), through every transform that copies equations. n marks
-make n + 1 layers; what comes before the first (an embedding) and after the last (head and loss) are
-layers like the others.
+`autopar.mark_layer_boundary()` leaves no equation: each equation knows the marks before it in the
+forward pass (`Equation.marks`), through every transform that copies equations. n marks make n + 1
+layers, including the one before the first mark (an embedding) and the one after the last (head and
+loss).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def layers_by_marks(program: Program, batch: Collection[int] | None = None) -> t
     groups: list[list[int]] = [[] for _ in range(len(marks) + 1)]
     reached = 0
     for index in flow.forward_equations():
-        # What was added in between (and knows no marks) belongs to what stands before it.
+        # An equation added in between has no marks and belongs with the one before it.
         reached = max(reached, len(program.equations[index].marks))
         groups[reached].append(index)
     for number, group in enumerate(groups):
@@ -56,8 +56,7 @@ def _refuse_marks_in_loops(program: Program) -> None:
     for equation in program.equations:
         if equation.inner_marks:
             raise TraceError(
-                f"layer boundary inside a {equation.inner_marks[0]}. A loop's body is "
-                "one piece of the program, whose trips cannot be put on different stages. "
-                "Call autopar.mark_layer_boundary() outside of it, write the loop out in Python, "
-                "or use layers=AutoLayers(), which takes a scan over layers apart by itself."
+                f"layer boundary inside a {equation.inner_marks[0]}. The trips of a loop cannot be "
+                "put on different stages. Call autopar.mark_layer_boundary() outside of it, unroll "
+                "the loop in Python, or use layers=AutoLayers(), which unrolls a scan over layers."
             )

@@ -1,9 +1,9 @@
-"""Where to cut a forward pass into layers: from its equations' figures to groups of equations.
+"""Where to cut a forward pass into layers: from the costs in `LayerSpan`s to groups of equations.
 
-Cuts lie in the gaps between products, each at the position of its gap where the fewest bytes
-cross. Natural layers are gaps at which a block ends: one that repeats, by its numbered module name
-or by the products in it. Where there are none, or a number of layers is asked for, a dynamic
-programme takes the gaps that balance flops with few bytes.
+Cuts are in the gaps between products, each at the position in its gap where the fewest bytes cross.
+Natural layers end where a repeated block ends: repeated by its numbered module name, or by its
+products. Without such blocks, or for a given number of layers, a dynamic programme chooses the gaps
+that balance flops at few bytes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import numpy as np
 from autopar.errors import ArgumentError
 
 _NUMBER = re.compile(r"\d+")
-# A place where the user's own modules change is as good as one with a tenth more bytes crossing.
-_MODULE_CHANGE_SHARE = 0.9
-# What a cut that as many bytes cross as others weighs, against the square of a layer's work.
+# Factor on the bytes crossing a cut where the user's modules change: such cuts are preferred.
+_MODULE_CHANGE_FACTOR = 0.9
+# Weight of a cut with average bytes, relative to the square of an average layer's work.
 _BYTES_WEIGHT = 0.25
-# Bytes, or products covered, that differ by less than this share are taken for equal.
-_ABOUT_AS_MUCH = 0.9
+# Bytes, or numbers of products covered, count as equal if their ratio is at least this.
+_ABOUT_EQUAL = 0.9
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Forward equations in order. Positions below are into `indices`.
+    """A run of forward equations. Positions below index `indices`.
 
-    crossing_bytes: per position, what is made up to it and read after it.
-    heavy:          positions of products; `signatures` are equal for equal ones.
+    crossing_bytes: per position, bytes made up to it and read after it.
+    heavy:          positions of products; equal products have equal `signatures`.
     scans:          positions of loops among them.
-    only_readers:   per position, the first later one that alone reads something made up to it.
+    only_readers:   per position, the first later one that is the only reader of a value made
+                    up to it.
     """
 
     indices: tuple[int, ...]
@@ -48,7 +49,7 @@ class LayerSpan:
 
 
 def choose_cuts(segments: Sequence[LayerSpan], num_layers: int | None) -> list[tuple[int, ...]]:
-    """The equations of each layer. A segment has at least one."""
+    """The equations of each layer; a segment has at least one layer."""
     if not segments:
         return []
     if num_layers is None:
@@ -59,14 +60,14 @@ def choose_cuts(segments: Sequence[LayerSpan], num_layers: int | None) -> list[t
             for segment, count in zip(segments, _shares(segments, num_layers), strict=True)
         ]
     groups = []
-    for segment, own in zip(segments, cuts, strict=True):
-        bounds = [0, *(cut + 1 for cut in own), len(segment.indices)]
+    for segment, segment_cuts in zip(segments, cuts, strict=True):
+        bounds = [0, *(cut + 1 for cut in segment_cuts), len(segment.indices)]
         groups += [segment.indices[a:b] for a, b in pairwise(bounds)]
     return groups
 
 
 def _shares(segments: Sequence[LayerSpan], num_layers: int) -> list[int]:
-    """How many layers each segment gets: one, and the rest where most flops per layer are."""
+    """The number of layers of each segment: one, and the rest by most flops per layer."""
     total = sum(len(segment.indices) for segment in segments)
     if not len(segments) <= num_layers <= total:
         raise ArgumentError(
@@ -85,30 +86,30 @@ def _shares(segments: Sequence[LayerSpan], num_layers: int) -> list[int]:
 
 
 def _gap_cut(segment: LayerSpan, first: int, last: int) -> int:
-    """The best cut in `first … last`: few bytes cross, if it can be modules change, and of equals
-    the first that takes nothing from its only reader in between."""
+    """The best cut in `first … last`: few bytes cross, preferably where modules change; among
+    equals, the first that separates no value from its only reader in between."""
 
     def price(cut: int) -> tuple[float, bool, int]:
         here, after = segment.modules[cut], segment.modules[cut + 1]
         change = not (f"{here}/".startswith(f"{after}/") or f"{after}/".startswith(f"{here}/"))
-        share = _MODULE_CHANGE_SHARE if change else 1.0
+        share = _MODULE_CHANGE_FACTOR if change else 1.0
         return segment.crossing_bytes[cut] * share, segment.only_readers[cut] <= last, cut
 
     return min(range(first, last + 1), key=price)
 
 
 def _gaps(segment: LayerSpan) -> list[int]:
-    """One cut between any two neighbouring products. After a loop, and before one, it is cut
-    directly: the loop itself is a layer."""
-    found = []
+    """One cut between any two neighbouring products; directly before and after a loop, which is a
+    layer by itself."""
+    gaps = []
     for before, after in pairwise(segment.heavy):
         if before in segment.scans:
-            found.append(before)
+            gaps.append(before)
         elif after in segment.scans:
-            found.append(after - 1)
+            gaps.append(after - 1)
         else:
-            found.append(_gap_cut(segment, before, after - 1))
-    return found
+            gaps.append(_gap_cut(segment, before, after - 1))
+    return gaps
 
 
 # -- natural layers
@@ -127,7 +128,7 @@ def _natural_cuts(segment: LayerSpan) -> list[int]:
             if labels[k] != labels[k + 1]:
                 cuts.add(_gap_cut(segment, before, after - 1))
     for position in alone:
-        # No other cut may lie in the gaps beside the loop.
+        # The gaps beside the loop have no other cut.
         k = segment.heavy.index(position)
         before = segment.heavy[k - 1] if k else -1
         after = segment.heavy[k + 1] if k + 1 < len(segment.heavy) else len(segment.indices)
@@ -137,9 +138,9 @@ def _natural_cuts(segment: LayerSpan) -> list[int]:
 
 
 def _is_alone(segment: LayerSpan, labels: Sequence[object], position: int) -> bool:
-    """A loop that shares its block with no other product."""
-    own = labels[segment.heavy.index(position)]
-    return own is None or sum(label == own for label in labels) == 1
+    """Whether a loop shares its block with no other product."""
+    block = labels[segment.heavy.index(position)]
+    return block is None or sum(label == block for label in labels) == 1
 
 
 def _labels_by_name(segment: LayerSpan) -> list[str | None] | None:
@@ -155,16 +156,16 @@ def _labels_by_name(segment: LayerSpan) -> list[str | None] | None:
                 blocks.setdefault(_NUMBER.sub("*", label), set()).add(label)
             labels.append(label)
         repeated = {s for s, names in blocks.items() if len(names) > 1}
-        kept = [x if x is not None and _NUMBER.sub("*", x) in repeated else None for x in labels]
-        if 2 * sum(label is not None for label in kept) >= len(kept) > 0:
-            return kept
+        labels = [x if x is not None and _NUMBER.sub("*", x) in repeated else None for x in labels]
+        if 2 * sum(label is not None for label in labels) >= len(labels) > 0:
+            return labels
     return None
 
 
 def _labels_by_period(segment: LayerSpan) -> list[int | None] | None:
-    """Per product, in which repeat of a periodic stretch it lies. Of the periods that cover about
-    as much as any, it is the shortest whose cuts about as few bytes cross as any's: a block may
-    have a period of its own inside, but then more crosses there."""
+    """Per product, its repeat in a periodic stretch. Of the periods that cover about the most
+    products, it is the shortest whose cuts have about the fewest bytes crossing: a block may have a
+    period inside, but more bytes cross there."""
     keys = np.array(segment.signatures)
     stretches = []  # period, first product, products covered
     for period in range(1, len(keys) // 2 + 1):
@@ -172,18 +173,18 @@ def _labels_by_period(segment: LayerSpan) -> list[int | None] | None:
         repeats = (length + period) // period
         if repeats >= 2 and 2 * repeats * period >= len(keys):
             stretches.append((period, start, repeats * period))
-    most = max((covered for _, _, covered in stretches), default=0)
+    max_covered = max((covered for _, _, covered in stretches), default=0)
     crossing = [segment.crossing_bytes[gap] for gap in _gaps(segment)]
-    found = [
+    candidates = [
         (_best_phase(crossing, *stretch), stretch)
         for stretch in stretches
-        if stretch[2] >= _ABOUT_AS_MUCH * most
+        if stretch[2] >= _ABOUT_EQUAL * max_covered
     ]
-    if not found:
+    if not candidates:
         return None
-    least = min(mean for (mean, _), _ in found)
+    min_mean = min(mean for (mean, _), _ in candidates)
     (_, phase), (period, start, covered) = next(
-        x for x in found if x[0][0] * _ABOUT_AS_MUCH <= least
+        x for x in candidates if x[0][0] * _ABOUT_EQUAL <= min_mean
     )
     labels: list[int | None] = [None] * len(keys)
     for k in range((covered - phase) // period * period):
@@ -194,8 +195,8 @@ def _labels_by_period(segment: LayerSpan) -> list[int | None] | None:
 def _best_phase(
     crossing: Sequence[int], period: int, start: int, covered: int
 ) -> tuple[float, int]:
-    """(bytes that cross a cut on average, products from the stretch's start to its first block).
-    A block begins where the stretch does, unless clearly fewer bytes cross elsewhere."""
+    """(average bytes crossing a cut, products from the stretch's start to its first block). Blocks
+    begin at the stretch's start unless clearly fewer bytes cross elsewhere."""
 
     def mean(phase: int) -> float:
         # The cut in front of product n is in gap n - 1.
@@ -221,7 +222,7 @@ def _longest_run(flags: np.ndarray) -> tuple[int, int]:
 
 
 def _balanced_cuts(segment: LayerSpan, count: int) -> list[int]:
-    """`count - 1` cuts, natural ones if there are enough, that balance flops with few bytes."""
+    """`count - 1` cuts that balance flops at few bytes; natural ones if there are enough."""
     candidates = _gaps(segment)
     if len(candidates) < count - 1:
         return _balance(segment, list(range(len(segment.indices) - 1)), count)
@@ -235,8 +236,8 @@ def _balanced_cuts(segment: LayerSpan, count: int) -> list[int]:
 
 
 def _narrow_nearby(segment: LayerSpan, candidates: Sequence[int], count: int) -> list[int]:
-    """The cuts that at most twice as many bytes cross as the best one nearby, as far as half a
-    layer reaches: activations of a convolutional network get smaller with depth."""
+    """The cuts with at most twice the bytes of the best cut within half a layer: activations of a
+    convolutional network get smaller with depth."""
     reach = -(-len(candidates) // (2 * count))
     crossing = [segment.crossing_bytes[c] for c in candidates]
     return [
@@ -247,13 +248,13 @@ def _narrow_nearby(segment: LayerSpan, candidates: Sequence[int], count: int) ->
 
 
 def _narrow(segment: LayerSpan, candidates: Sequence[int]) -> list[int]:
-    """The cuts that few bytes cross: at most twice as many as cross the best of them."""
+    """The cuts with at most twice the bytes of the best one."""
     limit = 2 * min((segment.crossing_bytes[c] for c in candidates), default=0)
     return [c for c in candidates if segment.crossing_bytes[c] <= limit]
 
 
 def _balance(segment: LayerSpan, candidates: list[int], count: int) -> list[int]:
-    """Least Σ (flops / even share)² over layers + w · Σ (bytes / mean bytes) over cuts."""
+    """Minimizes Σ (flops / even share)² over layers + w · Σ (bytes / mean bytes) over cuts."""
     if count <= 1:
         return []
     before = np.concatenate(([0.0], np.cumsum(segment.flops)))
@@ -262,7 +263,7 @@ def _balance(segment: LayerSpan, candidates: list[int], count: int) -> list[int]
     crossing = np.array([segment.crossing_bytes[c] for c in candidates], dtype=float)
     price = _BYTES_WEIGHT * crossing / max(crossing.mean(), 1.0)
     num = len(candidates)
-    # cost[j]: the best with the current number of cuts, the last of them candidate j.
+    # cost[j]: the minimum with the current number of cuts, the last of them candidate j.
     cost = work[1 : num + 1] ** 2 + price
     choices = []
     for _ in range(count - 2):

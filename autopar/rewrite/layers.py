@@ -1,15 +1,15 @@
-"""From a program to its layers: contiguous groups of forward equations, found from data flow.
+"""From a `Program` to its `Layer`s: contiguous groups of forward equations, found from data flow.
 
-Between two products of the forward pass, the best place to cut is where the fewest bytes cross:
-a transformer's residual stream, the one activation between two blocks. Which of these gaps are
-layer boundaries is told by repetition: module names that differ in their numbers alone, or, where
-a model has no names, a period in the sequence of its products. Without either, and where a number
-of layers is asked for, a small dynamic programme balances flops against bytes that cross
-(`rewrite.layer_cuts`). A scan over layers is one layer of its own.
+Between two products of the forward pass, the best cut is where the fewest bytes cross: a
+transformer's residual stream, the one activation between two blocks. Repetition tells which of
+these gaps are layer boundaries: module names that differ only in their numbers, or, in a model
+without names, a period in the sequence of products. Without either, or for a given number of
+layers, a small dynamic programme balances flops against crossing bytes (`rewrite.layer_cuts`). A
+scan over layers is one layer.
 
-A layer holds *activations*: what depends on the batch, on random bits or on constants alone. What
-is made of parameters alone and is no larger than they are (their cast to bfloat16) belongs to no
-layer, since it is shared by all that use it.
+A layer holds *activations*: values that depend on the batch, on random bits or on constants alone.
+Values made from parameters alone and no larger than they are (a cast to bfloat16) belong to no
+layer, since all their users share them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
 from typing import Any
+
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.program import Equation, Program
@@ -46,14 +48,14 @@ class Layer:
 
     name:           module path that its products share, or `layer 3`; unique in a program.
     equations:      indices into `program.equations`.
-    inputs:         activations (or arrays of the batch) that it reads and does not make.
+    inputs:         activations (or arrays of the batch) that it reads from outside.
     flops:          of its equations, loops with all their trips.
-    residual_bytes: what its backward pass reads of it and recomputation would not keep.
-    kept_bytes:     activations that stay if it is recomputed: its inputs, of a scan the carry that
-                    enters each trip.
+    residual_bytes: activations that its backward pass reads and recomputation would free.
+    kept_bytes:     activations that stay if it is recomputed: its inputs; for a scan, the carry
+                    that enters each trip.
     scan:           the equation, if the layer is a scan over layers; `trips` is their number.
-    is_last:        its backward pass starts where its forward pass ends, so that recomputing it
-                    frees nothing in between.
+    is_last:        its backward pass starts where its forward pass ends, so recomputing it frees
+                    nothing in between.
     """
 
     name: str
@@ -82,7 +84,7 @@ def find_layers(
 
 
 def worth_recomputing(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The layers whose recomputation frees memory: those with residuals, less the last, whose
+    """The layers whose recomputation frees memory: those with residuals, except the last, whose
     residuals are all in use when its backward pass begins."""
     return tuple(x for x in layers if x.residual_bytes > 0 and not x.is_last)
 
@@ -92,7 +94,7 @@ def layers_by_name(layers: Sequence[Layer], names: Collection[str]) -> tuple[Lay
 
 
 class Flow:
-    """Who makes and who reads what, and which values are activations."""
+    """The data flow of a program: regions, readers, and which values are activations."""
 
     def __init__(self, program: Program, batch: Collection[int] | None) -> None:
         self.program = program
@@ -106,13 +108,13 @@ class Flow:
                 if not any(self.regions[r] == UPDATE for r in self.readers.get(value, ()))
             ]
         self.data = {program.inputs[position] for position in batch}
-        # What is in neither of these, and no parameter, is an activation.
+        # Values in neither set that are not parameters are activations.
         self.persistent, self.free = self.classify()
 
     def classify(self) -> tuple[set[int], set[int]]:
-        """(values made of parameters alone, values made of constants alone). A parameter, or a
-        constant that enters, on its way to where it is used (a bias or a mask, broadcast to the
-        batch) counts among the latter: whoever needs it makes it."""
+        """(values made from parameters alone, values made from constants alone). The latter include
+        cheap enlargements of parameters or constants (a bias or a mask, broadcast to the batch):
+        every reader computes them itself."""
         program = self.program
         persistent = {v for v in program.inputs if v not in self.data}
         persistent.update(value for value, _ in program.captured)
@@ -135,17 +137,16 @@ class Flow:
     def bytes_of(self, values: Collection[int]) -> int:
         return sum(aval_bytes(self.program.avals[v]) for v in values)
 
-    # -- what is cut
+    # -- segments to cut
 
     def segments(self) -> list[LayerSpan]:
-        """Stretches of forward equations, as segments; of those without products only the first,
-        if none has any."""
+        """The stretches of forward equations that have products, or else the first stretch."""
         segments = [self.segment(stretch) for stretch in self.stretches()]
         return [segment for segment in segments if segment.heavy] or segments[:1]
 
     def stretches(self) -> list[list[int]]:
-        """Stretches of forward equations with no backward equation between them. What follows the
-        last backward equation (metrics) is in none, unless there is no backward pass at all."""
+        """Stretches of forward equations with no backward equation between them, without the
+        equations after the last backward one (metrics)."""
         stretches: list[list[int]] = [[]]
         for index, region in enumerate(self.regions):
             if region == BACKWARD:
@@ -182,8 +183,8 @@ class Flow:
         )
 
     def crossing_bytes(self, indices: list[int]) -> tuple[int, ...]:
-        """For every position, the bytes of activations that later positions read; and of data that
-        is read both up to it and after it."""
+        """For every position, the bytes of activations that later positions read, and of data that
+        is read both before and after it."""
         position = {index: p for p, index in enumerate(indices)}
         change = [0] * (len(indices) + 1)
 
@@ -204,10 +205,10 @@ class Flow:
         return tuple(accumulate(change[:-1]))
 
     def next_only_readers(self, indices: list[int]) -> tuple[int, ...]:
-        """For every position, the first later one that alone reads something made up to it (the
-        number of positions if there is none)."""
+        """For every position, the first later one that is the only reader of a value made up to it
+        (the number of positions if there is none)."""
         position = {index: p for p, index in enumerate(indices)}
-        found, ahead = [], []
+        next_readers, ahead = [], []
         for p, index in enumerate(indices):
             for result in self.program.equations[index].results:
                 later = [position[r] for r in self.readers.get(result, ()) if r in position]
@@ -215,18 +216,18 @@ class Flow:
                     heappush(ahead, later[0])
             while ahead and ahead[0] <= p:
                 heappop(ahead)
-            found.append(ahead[0] if ahead else len(indices))
-        return tuple(found)
+            next_readers.append(ahead[0] if ahead else len(indices))
+        return tuple(next_readers)
 
-    # -- what a layer is
+    # -- layers
 
     def layers(self, groups: Sequence[Sequence[int]]) -> tuple[Layer, ...]:
-        """The layers that these groups of equations are."""
+        """One layer per group of equations."""
         return _with_unique_names([self.layer(group, n) for n, group in enumerate(groups)])
 
     def layer(self, group: Sequence[int], number: int) -> Layer:
         equations = [self.program.equations[i] for i in group]
-        own = set(group)
+        members = set(group)
         made = {r for e in equations for r in e.results}
         inputs = dict.fromkeys(
             o
@@ -239,7 +240,7 @@ class Flow:
             readers = self.readers.get(value, ())
             if all(self.regions[r] != BACKWARD for r in readers):
                 continue
-            elsewhere = any(self.regions[r] != BACKWARD and r not in own for r in readers)
+            elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
             if not elsewhere and value not in self.outputs:
                 residuals.add(value)
         heavy = [p for e in equations for p in products(e)]
@@ -271,11 +272,11 @@ class Flow:
             kept_bytes=stacked + self.bytes_of(others),
             scan=index,
             trips=scan.params["length"],
-            is_last=False,  # its trips are undone one by one, the last of them first
+            is_last=False,  # the backward scan frees its trips one by one
         )
 
     def is_last(self, index: int) -> bool:
-        """Whether no other layer lies between the end of the layer and the backward pass."""
+        """Whether the backward pass follows the end of the layer, with no other layer between."""
         for later in range(index + 1, len(self.regions)):
             if self.regions[later] == BACKWARD:
                 return True
@@ -285,21 +286,19 @@ class Flow:
 
 
 def products(equation: Equation) -> list[Equation]:
-    """The equation itself if it is a product; those in it if it is a loop."""
-    if equation.name in _PRODUCTS:
-        return [equation]
-    return [p for body in equation.bodies for inner in body.equations for p in products(inner)]
+    """The equation itself if it is a product; the products in its bodies if it is a loop."""
+    return [e for e in equation.with_bodies() if e.name in _PRODUCTS]
 
 
-def _flops(equation: Equation, avals: Sequence[Any]) -> float:
+def _flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
     if equation.bodies:
         inside = sum(_flops(inner, avals) for b in equation.bodies for inner in b.equations)
         return inside * equation.params.get("length", 1)
     return equation_flops(equation, avals) if equation.results else 0.0
 
 
-def _signature(equation: Equation, avals: Sequence[Any]) -> Any:
-    """Equal for equal products; a loop is compared by what it reads."""
+def _signature(equation: Equation, avals: Sequence[ShapedArray]) -> Any:
+    """Equal for equal products; loops are compared by their inner ops and operand types."""
     if not equation.bodies:
         return equation_key(equation, avals)
     inner = tuple(e.name for b in equation.bodies for e in b.equations)
@@ -317,7 +316,7 @@ def _common_module(modules: Sequence[str]) -> str:
 
 
 def _with_unique_names(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Layers that share a module are told apart by their number in it."""
+    """Numbers the layers that share a module: `GPT/Block (1)`."""
     counts = Counter(layer.name for layer in layers)
     seen: Counter[str] = Counter()
     named = []

@@ -1,8 +1,9 @@
-"""Layers by where arguments lie: from a looped step and the stages that hold its inputs to layers.
+"""Layers by the placement of inputs: from a looped `TracedStep` and the stages of its inputs to
+layers.
 
 For a step that follows another one, whose parameters are on stages already. A forward equation
-belongs to the first stage that has the parameters it reads and comes no earlier than what else it
-reads. So no layer has to be found: each stage's equations are one.
+belongs to the first stage that has its parameters and comes no earlier than its other operands.
+Each stage's equations are then one layer.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ Stages = frozenset[int]
 def layers_by_arguments(
     step: TracedStep, holders: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
-    """(layers, the stage of each): one per stage that has forward equations. `holders`: input, by
-    position -> the stages that have it."""
+    """(layers, the stage of each), one per stage that has forward equations. `holders`: position of
+    an input -> the stages that have it."""
     assert step.loop is not None
     program, loop = step.program, step.program.equations[step.loop]
     (body,) = loop.bodies
-    held: dict[int, Stages] = {program.inputs[i]: frozenset(s) for i, s in holders.items()}
+    stages_of: dict[int, Stages] = {program.inputs[i]: frozenset(s) for i, s in holders.items()}
     for equation in program.equations[: step.loop]:
-        stages = _common([held[v] for v in equation.inputs if v in held])
+        stages = _common([stages_of[v] for v in equation.inputs if v in stages_of])
         if stages:
-            held.update(dict.fromkeys(equation.results, stages))
+            stages_of.update(dict.fromkeys(equation.results, stages))
     inside = {
-        value: held[operand]
+        value: stages_of[operand]
         for operand, value in zip(loop.operands, body.inputs, strict=True)
-        if isinstance(operand, int) and operand in held
+        if isinstance(operand, int) and operand in stages_of
     }
     forward = _forward_equations(body.equations, equation_regions(body))
-    stage_of = _placed(body.equations, forward, inside)
+    stage_of = _place(body.equations, forward, inside)
     groups: dict[int, list[int]] = {}
     for index, stage in sorted(stage_of.items()):
         groups.setdefault(stage, []).append(index)
@@ -57,7 +58,7 @@ def layers_by_arguments(
 
 
 def _common(sets: Sequence[Stages]) -> Stages:
-    """The stages that have all of it; else the first that can, if arrays only move on."""
+    """The stages that have everything; else the first that all arrays can reach moving forward."""
     if not sets:
         return frozenset()
     return frozenset.intersection(*sets) or frozenset({max(map(min, sets))})
@@ -65,41 +66,41 @@ def _common(sets: Sequence[Stages]) -> Stages:
 
 def _forward_equations(equations: Sequence[Equation], regions: Sequence[str]) -> list[int]:
     backward: set[int] = set()
-    found = []
+    forward = []
     for index, (equation, region) in enumerate(zip(equations, regions, strict=True)):
         if region == BACKWARD or not backward.isdisjoint(equation.inputs):
             backward.update(equation.results)
         else:
-            found.append(index)
-    return found
+            forward.append(index)
+    return forward
 
 
-def _placed(
-    equations: Sequence[Equation], forward: Sequence[int], held: Mapping[int, Stages]
+def _place(
+    equations: Sequence[Equation], forward: Sequence[int], stages_of: Mapping[int, Stages]
 ) -> dict[int, int]:
-    """The stage of every forward equation that depends on an argument with a stage, and of what
-    those read."""
+    """The stage of every forward equation that depends on an argument with a stage, or feeds one
+    that does."""
     made_at: dict[int, int] = {}
-    found: dict[int, int] = {}
+    stage_of: dict[int, int] = {}
     for index in forward:
         values = equations[index].inputs
         stages = [made_at[v] for v in values if v in made_at]
-        sets = [held[v] for v in values if v in held]
+        sets = [stages_of[v] for v in values if v in stages_of]
         if not stages and not sets:
             continue
         stage = max(stages, default=0)
-        for own in sets:
-            stage = max(stage, min((s for s in own if s >= stage), default=stage))
-        found[index] = stage
+        for holders in sets:
+            stage = max(stage, min((s for s in holders if s >= stage), default=stage))
+        stage_of[index] = stage
         made_at.update(dict.fromkeys(equations[index].results, stage))
-    wanted: dict[int, int] = {}  # value that has no stage yet -> the first that reads it
+    wanted: dict[int, int] = {}  # value without a stage -> the first stage that reads it
     for index in reversed(forward):
         equation = equations[index]
-        if index not in found:
+        if index not in stage_of:
             readers = [wanted[r] for r in equation.results if r in wanted]
             if not readers:
                 continue
-            found[index] = min(readers)
+            stage_of[index] = min(readers)
         for value in equation.inputs:
-            wanted[value] = min(wanted.get(value, found[index]), found[index])
-    return found
+            wanted[value] = min(wanted.get(value, stage_of[index]), stage_of[index])
+    return stage_of

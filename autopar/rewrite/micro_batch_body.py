@@ -1,13 +1,12 @@
-"""The body of the accumulation loop: a step's equations, written for one micro-batch.
+"""The body of the accumulation loop: from a step's `Equation`s to those of one micro-batch.
 
-Equations are copied as the micro-batch's trace has them, with three changes, made in the bodies of
-inner loops too:
+Equations are copied from the micro-batch's trace with three changes, in inner loops too:
 
-- A reduction over the rows of one micro-batch stands for that over the whole batch where it is not
-  simply summed up after the loop: readers that make rows of it, or anything that is not linear,
-  get it times the number of micro-batches.
-- Random bits are those that the whole batch's program has in these rows.
-- A scatter-add adds to zeros; what it would have added to is added after.
+- A reduction over the rows of one micro-batch replaces that over the whole batch unless it is
+  simply summed up after the loop: readers that make rows from it, or are not linear in it, get it
+  times the number of micro-batches.
+- Random bits are those of the whole batch's program in these rows.
+- A scatter-add adds to zeros; its first operand is added afterwards.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ import numpy as np
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program
 from autopar.rewrite import micro_batch_rows
-from autopar.rewrite.additive import (
-    AFFINE,
-    OWN,
+from autopar.rewrite.batch_dependence import (
+    NONLINEAR,
     ROWS,
     SAME,
     SCATTER_ADD,
     SUM,
     ZERO,
-    Makeup,
+    BatchDependence,
     RowShapes,
-    loop_makeup,
-    of_operand,
-    outputs_of,
-    results_of,
+    loop_dependence,
+    operand_dependence,
+    output_dependence,
+    result_dependence,
 )
 from autopar.rewrite.program_writer import Env, ProgramWriter
 from autopar.tracer.regions import BACKWARD, region_by_name
@@ -67,23 +65,23 @@ def add(first: Any, second: Any) -> Any:
 
 @dataclass
 class Notes:
-    """What the plan should warn of, once per line of the user's code."""
+    """Warnings for the plan, one per kind and line of the user's code."""
 
-    found: dict[tuple[str, str], str] = field(default_factory=dict)
+    by_line: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, about: str, equation: Equation, text: str) -> None:
-        # A derivative repeats what its forward pass did already.
-        if region_by_name(equation.scope) != BACKWARD or not self.found:
+        # A derivative repeats the warnings of its forward pass.
+        if region_by_name(equation.scope) != BACKWARD or not self.by_line:
             line = equation.source_line
-            self.found.setdefault((about, line), f"{line}: {text}")
+            self.by_line.setdefault((about, line), f"{line}: {text}")
 
     def texts(self) -> tuple[str, ...]:
-        return tuple(self.found.values())
+        return tuple(self.by_line.values())
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the batch is divided. `blocks` are the blocks of rows of one micro-batch."""
+    """How the batch is divided; `blocks` is the number of blocks of rows in a micro-batch."""
 
     num: int
     blocks: int
@@ -92,28 +90,28 @@ class MicroBatches:
 
 
 class Scope:
-    """One scope of the program that is written: the loop's body, or a body inside of it."""
+    """One body of the program being written: the loop's body, or a body inside it."""
 
     def __init__(
         self,
-        of: MicroBatches,
+        micro_batches: MicroBatches,
         writer: ProgramWriter,
-        makeup: dict[int, Makeup],
+        dependence: dict[int, BatchDependence],
         index: Operand,
     ) -> None:
-        self.of = of
+        self.micro_batches = micro_batches
         self.writer = writer
-        self.makeup = makeup  # of the values of the program that is copied
+        self.dependence = dependence  # of the values of the program being copied
         self.index = index  # of the micro-batch, in this scope
         self.env: Env = {}
         self.scaled: dict[int, Operand] = {}
         self.made_by: dict[int, Equation] = {}
 
-    def kind(self, operand: Operand) -> Makeup:
-        return of_operand(operand, self.makeup)
+    def kind(self, operand: Operand) -> BatchDependence:
+        return operand_dependence(operand, self.dependence)
 
-    def read(self, operand: Operand, as_kind: Makeup = SUM) -> Operand:
-        """An operand for a reader of the given kind."""
+    def read(self, operand: Operand, as_kind: BatchDependence = SUM) -> Operand:
+        """An operand for a reader of the given dependence."""
         if not isinstance(operand, int):
             return operand
         if as_kind in (SUM, SAME, ZERO) or self.kind(operand) is not SUM:
@@ -121,7 +119,7 @@ class Scope:
         if operand not in self.scaled:
             like = self.made_by.get(operand)
             self.scaled[operand] = self.writer.emit(
-                times, [self.env[operand]], like, num=self.of.num
+                times, [self.env[operand]], like, num=self.micro_batches.num
             )
         return self.scaled[operand]
 
@@ -141,7 +139,7 @@ class Scope:
     def operation(self, equation: Equation) -> None:
         self.note_mixed_rows(equation)
         kinds = [self.kind(o) for o in equation.operands]
-        made = results_of(equation, kinds, self.of.shapes)
+        made = result_dependence(equation, kinds, self.micro_batches.shapes)
         one_to_one = equation.name == "optimization_barrier"
         as_kinds = made if one_to_one else (made[0] if made else ROWS,) * len(kinds)
         operands = [self.read(o, k) for o, k in zip(equation.operands, as_kinds, strict=True)]
@@ -155,14 +153,14 @@ class Scope:
             rest = operands[0]
             operands[0] = self.writer.emit(zeros_like, [rest], equation)
             part = self.bind(equation, operands)[0]
-            whole = self.writer.emit(times, [part], equation, num=self.of.num)
+            whole = self.writer.emit(times, [part], equation, num=self.micro_batches.num)
             self.env[equation.results[0]] = self.writer.emit(add, [rest, whole], equation)
             return
         results = self.bind(equation, operands)
         self.env.update(zip(equation.results, results, strict=True))
 
     def bind(self, equation: Equation, operands: Sequence[Operand], **changed: Any) -> list[int]:
-        writer, micro = self.writer, self.of.shapes.micro
+        writer, micro = self.writer, self.micro_batches.shapes.micro
         results = [writer.new_value(micro[r]) for r in equation.results]
         writer.equations.append(
             replace(equation, operands=tuple(operands), results=tuple(results), **changed)
@@ -170,31 +168,34 @@ class Scope:
         return results
 
     def note_mixed_rows(self, equation: Equation) -> None:
-        """Ops that move rows to other rows do so within a micro-batch."""
-        shapes = self.of.shapes
+        """Notes an op that moves rows to other rows, which it does within a micro-batch."""
+        shapes = self.micro_batches.shapes
         along = equation.params.get(_ALONG.get(equation.name, ""), ())
         along = along if isinstance(along, tuple) else (along,)
         batch_dims = {d for r in equation.results for d in shapes.dims(r)}
         pairs = any(len(shapes.dims(r)) > 1 for r in equation.results)
         if batch_dims & set(along) or (pairs and equation.name == "dot_general"):
-            self.of.notes.add(
+            self.micro_batches.notes.add(
                 "mixed",
                 equation,
                 f"{equation.name} combines different rows of the batch; with "
-                f"{self.of.num} micro-batches it combines those of one micro-batch only",
+                f"{self.micro_batches.num} micro-batches it combines those of one micro-batch only",
             )
 
     # -- random numbers
 
     def draws_rows(self, equation: Equation) -> bool:
-        """Random bits with a batch dimension, from a key that is the same for all rows."""
+        """Whether it draws bits with a batch dimension from a key common to all rows."""
         (key,) = equation.operands
-        return self.of.shapes.has_rows(equation.results[0]) and self.kind(key) in (SAME, ZERO)
+        return self.micro_batches.shapes.has_rows(equation.results[0]) and self.kind(key) in (
+            SAME,
+            ZERO,
+        )
 
     def random_bits(self, equation: Equation) -> None:
         (key,), (result,) = equation.operands, equation.results
         aval = self.writer.aval(self.read(key))
-        dims = self.of.shapes.dims(result)
+        dims = self.micro_batches.shapes.dims(result)
         width, shape = equation.params["bit_width"], tuple(equation.params["shape"])
         if _jax.draws_bits_by_position(aval.dtype) and len(dims) == 1:
             self.env[result] = self.writer.emit(
@@ -203,16 +204,16 @@ class Scope:
                 equation,
                 shape=shape,
                 dim=dims[0] - len(aval.shape),
-                num=self.of.num,
-                blocks=self.of.blocks,
+                num=self.micro_batches.num,
+                blocks=self.micro_batches.blocks,
                 bit_width=width,
             )
             return
-        self.of.notes.add(
+        self.micro_batches.notes.add(
             "random",
             equation,
-            "random numbers from this kind of key cannot be had row by row; each micro-batch draws "
-            "its own, so they differ from those of the whole batch",
+            "random numbers from this kind of key cannot be drawn row by row; each micro-batch "
+            "draws its own, so they differ from those of the whole batch",
         )
         self.env[result] = self.writer.emit(
             micro_batch_rows.bits_of_micro_batch,
@@ -224,15 +225,17 @@ class Scope:
 
     # -- loops
 
-    def body(self, program: Program, kinds: Sequence[Makeup], wanted: Sequence[Makeup]) -> Program:
-        """A body for inputs of the given kinds and the index of the micro-batch, which comes last;
-        its outputs are made as wanted."""
+    def body(
+        self, program: Program, kinds: Sequence[BatchDependence], wanted: Sequence[BatchDependence]
+    ) -> Program:
+        """A body for inputs of the given kinds, then the index of the micro-batch; its outputs are
+        of the wanted kinds."""
         writer = self.writer.inner()
-        _, makeup = outputs_of(program, kinds, self.of.shapes)
-        micro = self.of.shapes.micro
+        _, dependence = output_dependence(program, kinds, self.micro_batches.shapes)
+        micro = self.micro_batches.shapes.micro
         inputs = [writer.new_value(micro[v]) for v in program.inputs]
         index = writer.new_value(self.writer.aval(self.index))
-        scope = Scope(self.of, writer, makeup, index)
+        scope = Scope(self.micro_batches, writer, dependence, index)
         for value, array in program.captured:
             scope.env[value] = writer.capture(array, micro[value])
         scope.env.update(zip(program.inputs, inputs, strict=True))
@@ -246,18 +249,16 @@ class Scope:
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         first_x = num_consts + num_carry
         kinds = [self.kind(o) for o in equation.operands]
-        carries, stacked = loop_makeup(equation, kinds, self.of.shapes)
+        carries, stacked = loop_dependence(equation, kinds, self.micro_batches.shapes)
         inside = [*kinds[:num_consts], *carries, *kinds[first_x:]]
         written = self.body(body, inside, (*carries, *stacked))
-        # The index is a constant of the loop.
-        *own, index = written.inputs
-        written = replace(written, inputs=(*own[:num_consts], index, *own[num_consts:]))
-        given = equation.operands
+        written = _with_index_at(written, num_consts)  # a constant of the loop
+        old = equation.operands
         operands = [
-            *(self.read(o) for o in given[:num_consts]),
+            *(self.read(o) for o in old[:num_consts]),
             self.index,
-            *(self.read(o, k) for o, k in zip(given[num_consts:first_x], carries, strict=True)),
-            *(self.read(o) for o in given[first_x:]),
+            *(self.read(o, k) for o, k in zip(old[num_consts:first_x], carries, strict=True)),
+            *(self.read(o) for o in old[first_x:]),
         ]
         params = {**equation.params, "num_consts": num_consts + 1, "num_carry": num_carry}
         self.loop(equation, operands, (written,), params)
@@ -267,28 +268,26 @@ class Scope:
         num_cond = equation.params["cond_nconsts"]
         num_body = equation.params["body_nconsts"]
         kinds = [self.kind(o) for o in equation.operands]
-        carries, _ = loop_makeup(equation, kinds, self.of.shapes)
+        carries, _ = loop_dependence(equation, kinds, self.micro_batches.shapes)
         first = num_cond + num_body
         test = self.body(condition, [*kinds[:num_cond], *carries], [SUM])
-        *own, index = test.inputs
-        test = replace(test, inputs=(*own[:num_cond], index, *own[num_cond:]))
+        test = _with_index_at(test, num_cond)
         written = self.body(body, [*kinds[num_cond:first], *carries], carries)
-        *own, index = written.inputs
-        written = replace(written, inputs=(*own[:num_body], index, *own[num_body:]))
-        given = equation.operands
+        written = _with_index_at(written, num_body)
+        old = equation.operands
         operands = [
-            *(self.read(o) for o in given[:num_cond]),
+            *(self.read(o) for o in old[:num_cond]),
             self.index,
-            *(self.read(o) for o in given[num_cond:first]),
+            *(self.read(o) for o in old[num_cond:first]),
             self.index,
-            *(self.read(o, k) for o, k in zip(given[first:], carries, strict=True)),
+            *(self.read(o, k) for o, k in zip(old[first:], carries, strict=True)),
         ]
         params = {**equation.params, "cond_nconsts": num_cond + 1, "body_nconsts": num_body + 1}
         self.loop(equation, operands, (test, written), params)
 
     def cond(self, equation: Equation) -> None:
         kinds = [self.kind(o) for o in equation.operands]
-        made = results_of(equation, kinds, self.of.shapes)
+        made = result_dependence(equation, kinds, self.micro_batches.shapes)
         branches = tuple(self.body(branch, kinds[1:], made) for branch in equation.bodies)
         operands = [*(self.read(o) for o in equation.operands), self.index]
         self.loop(equation, operands, branches, equation.params)
@@ -300,17 +299,21 @@ class Scope:
         bodies: tuple[Program, ...],
         params: dict[str, Any],
     ) -> None:
-        kinds = results_of(equation, [self.kind(o) for o in equation.operands], self.of.shapes)
-        if OWN in kinds:
-            self.of.notes.add(
+        kinds = result_dependence(
+            equation, [self.kind(o) for o in equation.operands], self.micro_batches.shapes
+        )
+        if NONLINEAR in kinds:
+            self.micro_batches.notes.add(
                 "averaged",
                 equation,
-                f"in this {equation.name}, what is computed from sums over the batch other than "
-                f"linearly is computed for each of {self.of.num} micro-batches by itself and then "
-                "averaged",
+                f"in this {equation.name}, nonlinear functions of sums over the batch are computed "
+                f"for each of {self.micro_batches.num} micro-batches and then averaged",
             )
         results = self.bind(equation, operands, bodies=bodies, params=params)
         self.env.update(zip(equation.results, results, strict=True))
 
 
-__all__ = ["AFFINE", "OWN", "MicroBatches", "Notes", "Scope", "add", "times"]
+def _with_index_at(body: Program, position: int) -> Program:
+    """The body with the index of the micro-batch, its last input, at another position."""
+    *inputs, index = body.inputs
+    return replace(body, inputs=(*inputs[:position], index, *inputs[position:]))

@@ -1,9 +1,9 @@
-"""Which rows of the batch form a micro-batch, and how arrays are cut into them and put together.
+"""The rows of a micro-batch: functions on arrays that cut a batch into micro-batches and join them.
 
 Rows are dealt out in blocks: blocks 0, n, 2n, … of k rows are micro-batch 0, blocks 1, n + 1, … are
-micro-batch 1. So a batch whose rows are split over devices is cut where it lies: each device gives
-every micro-batch an equal part of its own rows. k is 1 unless the program groups neighbouring rows;
-groups then stay together.
+micro-batch 1. So a batch whose rows are split over devices is cut in place: each device gives every
+micro-batch an equal share of its rows. k is 1 unless the program groups neighbouring rows; groups
+stay together.
 
 Every function here is traced into the program; `num` is the number of micro-batches.
 """
@@ -21,14 +21,14 @@ from autopar import _jax
 
 
 def block_rows(num_rows: int, sizes: Iterable[int]) -> int:
-    """The rows of a block. `sizes` are those that the batch dimension takes in the program: where
-    it is B / g, rows come in groups of g; where groups straddle rows, so many rows as make whole
-    groups stay together."""
+    """The rows of a block. `sizes` are the sizes of the batch dimension in the program: if it is
+    B / g, rows come in groups of g; if groups straddle rows, a block has enough rows for whole
+    groups."""
     return lcm(*(num_rows // gcd(num_rows, size) for size in sizes))
 
 
 def cut(array: Any, *, num: int, dim: int, blocks: int) -> Any:
-    """(…, B, …) → (n, …, b, …): the stack of micro-batches. `blocks` are those of a micro-batch."""
+    """(…, B, …) → (n, …, b, …): the stack of micro-batches, each of so many blocks."""
     shape = array.shape
     inside = shape[dim] // (num * blocks)
     apart = array.reshape(*shape[:dim], blocks, num, inside, *shape[dim + 1 :])
@@ -59,7 +59,7 @@ def bits_of_rows(
     blocks: int,
     bit_width: int,
 ) -> Any:
-    """The random bits that the whole batch's program has in the rows of micro-batch `index`."""
+    """The random bits of the whole batch's program in the rows of micro-batch `index`."""
     high, low = _positions(index, shape, dim, num, blocks)
 
     def one(key: Any) -> Any:
@@ -71,7 +71,7 @@ def bits_of_rows(
 
 
 def bits_of_micro_batch(key: Any, index: Any, *, shape: tuple[int, ...], bit_width: int) -> Any:
-    """Random bits of a micro-batch's own, for keys whose bits cannot be had by position."""
+    """Separate random bits for a micro-batch, for keys whose bits cannot be drawn by position."""
 
     def one(key: Any) -> Any:
         folded = jax.random.fold_in(key, index)
@@ -85,7 +85,7 @@ def bits_of_micro_batch(key: Any, index: Any, *, shape: tuple[int, ...], bit_wid
 def _positions(
     index: Any, shape: tuple[int, ...], dim: int, num: int, blocks: int
 ) -> tuple[Any, Any]:
-    """Where each element stands in the whole batch's array, row-major: 64 bits as two words."""
+    """The row-major position of each element in the whole batch's array: 64 bits as two words."""
     inside = shape[dim] // blocks
     whole = (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
     is_wide = prod(whole) > 2**32

@@ -1,43 +1,50 @@
-"""Programs written by hand: a writer that numbers values, copies equations and adds new ones.
+"""A writer of `Program`s: it numbers values, copies equations and adds new ones.
 
-New equations come from tracing small functions of `jax.numpy`, so that no pass here has to know how
-JAX builds the parameters of its primitives.
+New equations come from tracing small `jax.numpy` functions, so that no pass has to know how JAX
+builds the parameters of its primitives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
+from autopar import _jax
 from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.tracer.flatten import flatten_jaxpr
 
-Env = dict[int, Operand]  # value of the program that is copied -> operand of the one written
+Env = dict[int, Operand]  # value of the program copied -> operand of the program written
+
+
+def read_all(operands: Iterable[Operand], env: Mapping[int, Operand]) -> list[Operand]:
+    """The operands in the program that is written."""
+    return [env[o] if isinstance(o, int) else o for o in operands]
 
 
 class ProgramWriter:
-    """Equations of one scope; scopes inside of it (`inner`) share the numbering."""
+    """The equations of one body; bodies inside it (`inner`) share the numbering."""
 
-    def __init__(self, avals: list[Any] | None = None) -> None:
-        self.avals: list[Any] = [] if avals is None else avals
+    def __init__(self, avals: list[ShapedArray] | None = None) -> None:
+        self.avals: list[ShapedArray] = [] if avals is None else avals
         self.equations: list[Equation] = []
         self.captured: list[tuple[int, Any]] = []
 
     def inner(self) -> ProgramWriter:
         return ProgramWriter(self.avals)
 
-    def new_value(self, aval: Any) -> int:
+    def new_value(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def aval(self, operand: Operand) -> Any:
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
 
-    def capture(self, array: Any, aval: Any) -> int:
+    def capture(self, array: Any, aval: ShapedArray) -> int:
         value = self.new_value(aval)
         self.captured.append((value, array))
         return value
@@ -52,8 +59,8 @@ class ProgramWriter:
         )
 
     def copy(self, equation: Equation, source: Sequence[Any], env: Env) -> None:
-        """Add an equation of another program, whose values have the avals `source`."""
-        operands = tuple(env[o] if isinstance(o, int) else o for o in equation.operands)
+        """Add an equation of another program whose avals are `source`."""
+        operands = tuple(read_all(equation.operands, env))
         bodies = tuple(self.copy_program(body, source) for body in equation.bodies)
         results = tuple(self.new_value(source[r]) for r in equation.results)
         env.update(zip(equation.results, results, strict=True))
@@ -67,8 +74,34 @@ class ProgramWriter:
         env.update(zip(program.inputs, inputs, strict=True))
         for equation in program.equations:
             inside.copy(equation, source, env)
-        outputs = [env[o] if isinstance(o, int) else o for o in program.outputs]
-        return inside.program(inputs, outputs)
+        return inside.program(inputs, read_all(program.outputs, env))
+
+    def scan(
+        self,
+        body: Program,
+        *,
+        length: int,
+        consts: Sequence[Operand],
+        inits: Sequence[Operand],
+        xs: Sequence[Operand],
+        results: Sequence[int],
+        like: Equation,
+    ) -> None:
+        """Add a scan, with the source line of the equation `like`."""
+        sizes = {"num_consts": len(consts), "num_carry": len(inits)}
+        self.equations.append(
+            Equation(
+                primitive=_jax.scan_primitive(),
+                params={"length": length, "reverse": False, "unroll": 1, **sizes},
+                operands=(*consts, *inits, *xs),
+                results=tuple(results),
+                scope="",
+                name_stack=_jax.empty_name_stack(),
+                source_info=like.source_info,
+                context=like.context,
+                bodies=(body,),
+            )
+        )
 
     def emit(
         self,
@@ -77,8 +110,8 @@ class ProgramWriter:
         like: Equation | None = None,
         **static: Any,
     ) -> Operand:
-        """Add the equations of `function(*operands, **static)`; they get the names and the source
-        line of the equation `like`. The result must be one array."""
+        """Add the equations of `function(*operands, **static)`, with the names and source line of
+        the equation `like`. The result must be one array."""
         types = tuple(_type(self.aval(o)) for o in operands)
         program = _traced(function, types, tuple(sorted(static.items())))
         env: Env = dict(zip(program.inputs, operands, strict=True))
@@ -89,8 +122,8 @@ class ProgramWriter:
             self.copy(equation, program.avals, env)
         if like is not None:
             self.equations[first:] = [_named_like(e, like) for e in self.equations[first:]]
-        (out,) = program.outputs
-        return env[out] if isinstance(out, int) else out
+        (out,) = read_all(program.outputs, env)
+        return out
 
 
 def _named_like(equation: Equation, like: Equation) -> Equation:
@@ -104,7 +137,7 @@ def _named_like(equation: Equation, like: Equation) -> Equation:
     )
 
 
-def _type(aval: Any) -> tuple[tuple[int, ...], Any, bool]:
+def _type(aval: ShapedArray) -> tuple[tuple[int, ...], Any, bool]:
     return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 

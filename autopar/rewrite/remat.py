@@ -1,23 +1,25 @@
-"""Rematerialisation: from a program to one that computes layers again in its backward pass.
+"""Rematerialisation: from a `Program` to one that recomputes layers in its backward pass.
 
-For each layer, the forward equations behind what its backward equations read are copied, in front
-of the first of these, and the backward pass reads the copies. Nothing else of the layer then has
-to stay in memory but its inputs. As with `jax.checkpoint`, one optimization barrier takes the
-layer's inputs together with a cotangent that exists only then, so that XLA can neither merge the
-copies with the originals nor compute them early.
+For each layer, the forward equations that its backward equations depend on are copied in front of
+the first of these, and the backward pass reads the copies. Only the layer's inputs then have to
+stay in memory. As with `jax.checkpoint`, one optimization barrier takes the layer's inputs together
+with a cotangent that exists only then, so that XLA can neither merge the copies with the originals
+nor compute them early.
 
-What passes the barrier: the activations that the layer reads, and whatever a copied equation reads
-that reads nothing else behind the barrier (the key of random bits). Parameters do not, where an
-activation is read along with them: their product cannot be merged with the original, and a second
-name for a parameter would only get in the way of its sharding. What is made of parameters alone is
-not copied at all, and neither is what has an effect. What is made of constants alone is copied
-without a barrier: should XLA merge it, it is no activation.
+The barrier takes the activations that the layer reads, and the operands of a copied equation that
+reads nothing else behind the barrier (the key of random bits). It takes no parameters that are read
+along with an activation: their product cannot be merged with the original, and a second name for a
+parameter would only hinder its sharding. Equations on parameters alone are not copied, nor are
+those with effects. Equations on constants alone are copied without a barrier: if XLA merges them,
+no activation survives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+from jax.core import ShapedArray
 
 from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
@@ -28,7 +30,7 @@ from autopar.tracer.regions import BACKWARD, FORWARD, equation_regions
 
 
 def with_remat(traced: TracedStep, layers: Sequence[Layer]) -> TracedStep:
-    """The step whose program computes these layers again in its backward pass."""
+    """The step with these layers recomputed in its backward pass."""
     if not layers:
         return traced
     program = rematerialise(traced.program, layers)
@@ -36,9 +38,9 @@ def with_remat(traced: TracedStep, layers: Sequence[Layer]) -> TracedStep:
 
 
 def rematerialise(program: Program, layers: Sequence[Layer]) -> Program:
-    """The program with these layers computed again in the backward pass. Values keep their
-    numbers; what is added is numbered after them. It depends on nothing but the program's
-    equations and the layers', so that equal programs with other shapes are changed alike."""
+    """The program with these layers recomputed in the backward pass. Values keep their numbers, new
+    ones come after them. The result depends only on the equations of program and layers, so that
+    equal programs with other shapes change in the same way."""
     return _Rematerialiser(program).run(layers)
 
 
@@ -52,9 +54,9 @@ class _Rematerialiser:
         self.maker = program.producers()
 
     def run(self, layers: Sequence[Layer]) -> Program:
-        again: dict[int, list[tuple[Layer, set[int], set[int]]]] = {}
+        recomputed: dict[int, list[tuple[Layer, set[int], set[int]]]] = {}
         scans: dict[int, ScanRewriter] = {}
-        changed: set[int] = set()  # equations that may no longer be needed
+        maybe_dead: set[int] = set()  # equations that may no longer be needed
         for layer in layers:
             if layer.scan is not None:
                 pair = find_scan_pair(self.program, layer.scan, self.regions)
@@ -62,17 +64,17 @@ class _Rematerialiser:
                     rewriter = ScanRewriter(self.program, pair, self.copier)
                     scans[pair.forward] = scans[pair.backward] = rewriter
                 continue
-            residuals, kept = self.residuals(layer)
+            residuals, stored = self.residuals(layer)
             if residuals:
                 first = min(r for v in residuals for r in self.backward_readers(v))
-                again.setdefault(first, []).append((layer, residuals, kept))
-                changed.update(layer.equations)
+                recomputed.setdefault(first, []).append((layer, residuals, stored))
+                maybe_dead.update(layer.equations)
         equations: list[tuple[Equation, bool]] = []
         renamed: dict[int, int] = {}  # what backward equations read instead
         for index, equation in enumerate(self.program.equations):
-            for layer, residuals, kept in again.get(index, ()):
-                made = self.recomputed(layer, residuals, kept, index, renamed)
-                equations += [(copy, False) for copy in made]
+            for layer, residuals, stored in recomputed.get(index, ()):
+                copies = self.recomputed(layer, residuals, stored, index, renamed)
+                equations += [(copy, False) for copy in copies]
             if self.regions[index] != FORWARD:
                 operands = rename(equation.operands, renamed)
                 equation = replace(equation, operands=operands)
@@ -84,7 +86,7 @@ class _Rematerialiser:
                     if is_forward
                     else rewriter.rewritten_backward(equation.operands)
                 )
-            equations.append((equation, index in changed))
+            equations.append((equation, index in maybe_dead))
         avals = self.copier.avals
         live = self.without_dead(equations)
         return replace(
@@ -97,33 +99,34 @@ class _Rematerialiser:
         return [r for r in self.readers.get(value, ()) if self.regions[r] == BACKWARD]
 
     def residuals(self, layer: Layer) -> tuple[set[int], set[int]]:
-        """(what the backward pass alone reads of a layer, what it will find kept anyway: values
-        that other forward equations, the update or the result need too)."""
-        own = set(layer.equations)
+        """(values of a layer that only its backward pass reads, values that stay in memory anyway
+        since other forward equations, the update or the result need them too)."""
+        members = set(layer.equations)
         residuals: set[int] = set()
-        kept: set[int] = set()
+        stored: set[int] = set()
         for index in layer.equations:
             equation = self.program.equations[index]
             for value in equation.results:
                 readers = self.readers.get(value, ())
                 if not self.backward_readers(value) or equation.has_effect:
                     continue
-                elsewhere = any(self.regions[r] != BACKWARD and r not in own for r in readers)
-                (kept if elsewhere or value in self.outputs else residuals).add(value)
-        return residuals, kept
+                elsewhere = any(self.regions[r] != BACKWARD and r not in members for r in readers)
+                (stored if elsewhere or value in self.outputs else residuals).add(value)
+        return residuals, stored
 
     def recomputed(
         self,
         layer: Layer,
         residuals: set[int],
-        kept: set[int],
+        stored: set[int],
         first: int,
         renamed: dict[int, int],
     ) -> list[Equation]:
-        """The barrier and the copies in front of equation `first`; `renamed` learns of them."""
-        own = [self.program.equations[i] for i in layer.equations]
-        chosen, read = needed_equations(own, residuals, kept)
-        inside = {r for e in own for r in e.results}
+        """The barrier and the copies in front of equation `first`; adds their names to
+        `renamed`."""
+        originals = [self.program.equations[i] for i in layer.equations]
+        chosen, read = needed_equations(originals, residuals, stored)
+        inside = {r for e in originals for r in e.results}
         shielded = {v for v in read if v in inside or v in layer.inputs}
         behind = set(shielded)
         for equation in chosen:
@@ -146,21 +149,19 @@ class _Rematerialiser:
         return equations
 
     def token(self, first: int) -> int | None:
-        """The first cotangent that is read from equation `first` on and was there before: where
-        the layer's backward pass begins, it is what reaches the layer."""
+        """The first cotangent made before equation `first` and read from there on: the cotangent
+        with which the layer's backward pass begins."""
         for index in range(first, len(self.program.equations)):
             if self.regions[index] != BACKWARD:
                 continue
-            for operand in self.program.equations[index].operands:
-                if not isinstance(operand, int):
-                    continue
-                maker = self.maker.get(operand, first)
+            for value in self.program.equations[index].inputs:
+                maker = self.maker.get(value, first)
                 if maker < first and self.regions[maker] == BACKWARD:
-                    return operand
+                    return value
         return None
 
     def without_dead(self, equations: Sequence[tuple[Equation, bool]]) -> list[Equation]:
-        """Originals that only the backward pass needed are gone."""
+        """The equations without originals that only the backward pass needed."""
         needed = set(self.outputs)
         live = []
         for equation, may_go in reversed(equations):
@@ -171,8 +172,8 @@ class _Rematerialiser:
         return live[::-1]
 
 
-def _with_avals(equation: Equation, avals: list[object]) -> Equation:
-    """The equation with bodies that know the values of the new program."""
+def _with_avals(equation: Equation, avals: list[ShapedArray]) -> Equation:
+    """The equation with the new program's avals in its bodies."""
     if not equation.bodies:
         return equation
     bodies = tuple(

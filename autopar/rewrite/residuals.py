@@ -1,32 +1,32 @@
-"""Which forward values a stage keeps for its backward pass, and which it makes again there.
+"""Which forward values a stage stores for its backward pass, and which it recomputes there.
 
-What JAX's derivative hands from forward to backward is chosen for one program, in which XLA fuses
-elementwise ops into their readers. Between two programs every such value would be written, kept for
-each micro-batch in flight, and read back. So what costs next to nothing to make is made again from
-parameters, constants, and what is kept.
+From forward equations and the values that the backward pass reads to a `ResidualChoice`. JAX's
+derivative chooses residuals for one program, in which XLA fuses elementwise ops into their readers.
+Between two programs every such value would be written, stored for each micro-batch in flight, and
+read back. So values that cost next to nothing are recomputed from parameters, constants and stored
+values.
 
-The bytes kept are the fewest possible. A read value can be made again if, on every way back through
-cheap equations, something is kept before a value that cannot be made again. So what is kept is a
-vertex cut between the latter and the values that are read, with bytes for weights, and a smallest
-one is found by maximum flow (`_smallest_cut`). Of equally small ones it is the last on the way,
-next to the readers, so that little is done twice.
+The bytes stored are minimal. A value can be recomputed if every path back through cheap equations
+meets a stored value before one that cannot be recomputed. So the stored values are a vertex cut
+between the latter and the values read, weighted by bytes, and maximum flow finds a minimum one
+(`_minimum_cut`). Of equal cuts it is the one closest to the readers, which recomputes least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from jax.core import ShapedArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from autopar.ir.program import Equation
 from autopar.tracer.costs import aval_bytes
 
-# One pass over the result's elements, from elements at the same or fewer places: XLA fuses it into
-# whatever reads it. Products, reductions, gathers, sorts and random bits are not among them.
+# One pass over the result's elements, each from one element per operand: XLA fuses it into its
+# readers. Products, reductions, gathers, sorts and random bits are not among them.
 CHEAP = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
@@ -45,29 +45,29 @@ def is_cheap(equation: Equation) -> bool:
 
 
 @dataclass(frozen=True)
-class Thinned:
-    """kept: values to hand to the backward pass; repeated: positions of the forward equations that
-    it runs again first, in order."""
+class ResidualChoice:
+    """stored: values handed to the backward pass; recomputed: positions of the forward equations
+    that it runs again first, in order."""
 
-    kept: tuple[int, ...]
-    repeated: tuple[int, ...]
+    stored: tuple[int, ...]
+    recomputed: tuple[int, ...]
 
 
-def thin_residuals(
+def choose_residuals(
     forward: Sequence[Equation],
     read: Collection[int],
     available: Collection[int],
-    avals: Sequence[Any],
-) -> Thinned:
-    """What to keep of a forward pass whose backward pass reads the values `read`.
+    avals: Sequence[ShapedArray],
+) -> ResidualChoice:
+    """What to store of a forward pass whose backward pass reads the values `read`.
 
-    forward:   its equations, in order; values that it reads and does not make may be kept too.
+    forward:   its equations, in order; values that it reads from outside may be stored too.
     available: values that the backward pass has in any case (parameters, constants).
     """
     maker = {e.results[0]: p for p, e in enumerate(forward) if is_cheap(e)}
     wanted = sorted(v for v in set(read) if v not in available)
     known = set(available)
-    # Every value on a way back from those wanted, through cheap equations.
+    # Every value on a path back from the wanted ones through cheap equations.
     nodes: dict[int, int] = {}
     stack = list(wanted)
     while stack:
@@ -79,35 +79,35 @@ def thin_residuals(
             stack.extend(forward[maker[value]].inputs)
     sources = [v for v in nodes if v not in maker]
     edges = [(o, v) for v in nodes if v in maker for o in forward[maker[v]].inputs if o in nodes]
-    kept = _smallest_cut(nodes, {v: aval_bytes(avals[v]) for v in nodes}, sources, edges, wanted)
-    repeated: set[int] = set()
-    stack = [v for v in wanted if v not in kept]
+    stored = _minimum_cut(nodes, {v: aval_bytes(avals[v]) for v in nodes}, sources, edges, wanted)
+    recomputed: set[int] = set()
+    stack = [v for v in wanted if v not in stored]
     while stack:
         position = maker[stack.pop()]
-        if position not in repeated:
-            repeated.add(position)
-            stack.extend(o for o in forward[position].inputs if o in nodes and o not in kept)
-    return Thinned(tuple(sorted(kept)), tuple(sorted(repeated)))
+        if position not in recomputed:
+            recomputed.add(position)
+            stack.extend(o for o in forward[position].inputs if o in nodes and o not in stored)
+    return ResidualChoice(tuple(sorted(stored)), tuple(sorted(recomputed)))
 
 
-def _smallest_cut(
+def _minimum_cut(
     nodes: dict[int, int],
     num_bytes: dict[int, int],
     sources: Sequence[int],
     edges: Sequence[tuple[int, int]],
     targets: Sequence[int],
 ) -> set[int]:
-    """The values with the fewest bytes in all that lie on every way from a source to a target; the
-    last such on the way."""
+    """The values with the fewest bytes in total that every path from a source to a target passes;
+    of several such cuts, the one closest to the targets."""
     if not sources:
         return set()
     # A value is an edge from its entry 2k to its exit 2k + 1; flows are 32-bit integers.
     weights = _scaled([num_bytes[v] for v in nodes])
-    start, end, endless = 2 * len(nodes), 2 * len(nodes) + 1, np.iinfo(np.int32).max
+    start, end, unlimited = 2 * len(nodes), 2 * len(nodes) + 1, np.iinfo(np.int32).max
     flows = [(2 * k, 2 * k + 1, weights[k]) for k in range(len(nodes))]
-    flows += [(2 * nodes[o] + 1, 2 * nodes[v], endless) for o, v in set(edges)]
-    flows += [(start, 2 * nodes[v], endless) for v in sources]
-    flows += [(2 * nodes[v] + 1, end, endless) for v in targets]
+    flows += [(2 * nodes[o] + 1, 2 * nodes[v], unlimited) for o, v in set(edges)]
+    flows += [(start, 2 * nodes[v], unlimited) for v in sources]
+    flows += [(2 * nodes[v] + 1, end, unlimited) for v in targets]
     rows, columns, capacities = (np.array(x, dtype=np.int32) for x in zip(*flows, strict=True))
     shape = (end + 1, end + 1)
     capacity = csr_array((capacities, (rows, columns)), shape=shape)
@@ -121,9 +121,9 @@ def _smallest_cut(
 
 
 def _scaled(weights: list[int]) -> list[int]:
-    """Integers in the same proportion whose sum has 30 bits; only what is very small is rounded."""
+    """Integers in the same proportion whose sum has 30 bits; rounding affects small ones only."""
     unit = max(int(np.gcd.reduce(weights)), 1)
-    most = sum(weights) // unit
-    if most < 2**30:
+    total = sum(weights) // unit
+    if total < 2**30:
         return [w // unit for w in weights]
-    return [max(round(w / unit * (2**30 / most)), min(w, 1)) for w in weights]
+    return [max(round(w / unit * (2**30 / total)), min(w, 1)) for w in weights]

@@ -1,9 +1,10 @@
-"""A scan over layers and its backward scan, so rewritten that only the carry is kept.
+"""Rematerialisation of a scan over layers: its forward and backward scan → two that store the
+carry.
 
-JAX differentiates a scan into two: the forward scan stacks what the backward scan will read. Here
-the forward scan stacks the carry that enters each trip instead, and the backward scan computes the
-forward body again at the start of each trip, from that carry and the slices and constants that the
-forward scan read. Stacks that anything else reads stay.
+JAX differentiates a scan into two: the forward scan stacks residuals for the backward scan. Here
+the forward scan stacks the carry that enters each trip instead, and each backward trip first
+recomputes the forward body, from that carry and the slices and constants that the forward scan
+read. Stacks that anything else reads stay.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.program import Equation, Program, values_in
@@ -24,10 +27,10 @@ class ScanPair:
     """A forward scan and the backward scan that reads its stacks.
 
     forward, backward: indices of the equations.
-    dropped:           positions among the forward scan's results that are no longer made.
-    equations:         of the forward body: those that make the dropped stacks' slices.
-    stacked:           values of the forward body that are stacked instead: carries that enter,
-                       and what an effect gave. Those that are stacked anyway are not among them.
+    dropped:           positions of the forward scan's results that are no longer made.
+    equations:         equations of the forward body that make the slices of dropped stacks.
+    stacked:           values of the forward body that are stacked instead (entering carries and
+                       results of effects), without those that are stacked anyway.
     """
 
     forward: int
@@ -37,13 +40,13 @@ class ScanPair:
     stacked: tuple[int, ...]
     length: int
 
-    def stacked_bytes(self, avals: Sequence[Any]) -> int:
+    def stacked_bytes(self, avals: Sequence[ShapedArray]) -> int:
         return self.length * sum(aval_bytes(avals[value]) for value in self.stacked)
 
 
 @dataclass(frozen=True)
 class ScanParts:
-    """The operands of a scan, or the inputs of its body, by their kind."""
+    """The operands of a scan, or the inputs of its body, by kind."""
 
     consts: tuple[Any, ...]
     carry: tuple[Any, ...]
@@ -59,7 +62,7 @@ def scan_parts(scan: Equation, values: Sequence[Any]) -> ScanParts:
 
 
 def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> ScanPair | None:
-    """The pair that the scan at this index is the first of; None if nothing could be dropped."""
+    """The pair whose forward scan is at this index; None if nothing could be dropped."""
     scan = program.equations[index]
     num_carry = _jax.scan_sizes(scan.params)[1]
     stacks = set(scan.results[num_carry:])
@@ -67,22 +70,22 @@ def find_scan_pair(program: Program, index: int, regions: Sequence[str]) -> Scan
     for position, equation in enumerate(program.equations):
         for operand in stacks.intersection(equation.inputs):
             readers.setdefault(operand, set()).add(position)
-    found = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
-    backward = next((b for b in found if _reverses(program.equations[b], scan)), None)
+    candidates = [b for b in sorted(set().union(*readers.values())) if regions[b] == BACKWARD]
+    backward = next((b for b in candidates if _reverses(program.equations[b], scan)), None)
     if backward is None:
         return None
-    own = scan_parts(program.equations[backward], program.equations[backward].operands)
-    others = set(values_in((*own.consts, *own.carry, *program.outputs)))
+    parts = scan_parts(program.equations[backward], program.equations[backward].operands)
+    others = set(values_in((*parts.consts, *parts.carry, *program.outputs)))
     (body,) = scan.bodies
     inputs = scan_parts(scan, body.inputs)
-    candidates = [
+    residuals = [
         p
         for p in range(num_carry, len(scan.results))
         if readers.get(scan.results[p]) == {backward}
         and scan.results[p] not in others
-        and body.outputs[p] not in inputs.carry  # the carry itself: what is to be kept
+        and body.outputs[p] not in inputs.carry  # the carry itself stays
     ]
-    return _pair(scan, index, backward, candidates)
+    return _pair(scan, index, backward, residuals)
 
 
 def _reverses(equation: Equation, scan: Equation) -> bool:
@@ -93,13 +96,13 @@ def _reverses(equation: Equation, scan: Equation) -> bool:
     )
 
 
-def _pair(scan: Equation, forward: int, backward: int, candidates: list[int]) -> ScanPair | None:
+def _pair(scan: Equation, forward: int, backward: int, residuals: list[int]) -> ScanPair | None:
     (body,) = scan.bodies
     num_carry = _jax.scan_sizes(scan.params)[1]
     from_effects = {r for e in body.equations if e.has_effect for r in e.results}
     dropped = [
         p
-        for p in candidates
+        for p in residuals
         if isinstance(body.outputs[p], int) and body.outputs[p] not in from_effects
     ]
     if not dropped:
@@ -107,15 +110,15 @@ def _pair(scan: Equation, forward: int, backward: int, candidates: list[int]) ->
     wanted = {o for p in dropped if isinstance(o := body.outputs[p], int)}
     equations, read = needed_equations(body.equations, wanted, set())
     read |= wanted - {r for e in equations for r in e.results}
-    there = {body.outputs[p] for p in range(num_carry, len(body.outputs)) if p not in dropped}
+    stays = {body.outputs[p] for p in range(num_carry, len(body.outputs)) if p not in dropped}
     carries = set(scan_parts(scan, body.inputs).carry)
-    stacked = sorted(v for v in read if v in carries | from_effects and v not in there)
+    stacked = sorted(v for v in read if v in carries | from_effects and v not in stays)
     length = scan.params["length"]
     return ScanPair(forward, backward, tuple(dropped), tuple(equations), tuple(stacked), length)
 
 
 class ScanRewriter:
-    """The two scans of a pair, rewritten."""
+    """Rewrites the two scans of a pair."""
 
     def __init__(self, program: Program, pair: ScanPair, copier: Copier) -> None:
         self.pair = pair
@@ -125,7 +128,7 @@ class ScanRewriter:
         self.stacks: dict[int, int] = {}  # value of the forward body -> its stack outside
 
     def rewritten_forward(self) -> Equation:
-        """The forward scan: no dropped stacks, the carry's stacks instead."""
+        """The forward scan, stacking the carry instead of the dropped residuals."""
         scan, dropped = self.forward, set(self.pair.dropped)
         (body,) = scan.bodies
         kept = [p for p in range(len(scan.results)) if p not in dropped]
@@ -143,7 +146,7 @@ class ScanRewriter:
         return replace(scan, results=results, bodies=(inside,), params=_params(scan))
 
     def rewritten_backward(self, operands: Sequence[Any]) -> Equation:
-        """The backward scan, with these operands: it makes the dropped slices itself."""
+        """The backward scan with these operands; it recomputes the dropped slices."""
         scan, copier = self.backward, self.copier
         (body,) = scan.bodies
         inside, outside = scan_parts(scan, body.inputs), scan_parts(scan, operands)
@@ -173,7 +176,7 @@ class ScanRewriter:
         return replace(scan, operands=new_operands, params=params, bodies=(new_body,))
 
     def needed(self) -> set[int]:
-        """What the copied equations read of the forward body and do not make."""
+        """Values of the forward body that the copied equations read but do not make."""
         (body,) = self.forward.bodies
         made = {r for e in self.pair.equations for r in e.results}
         read = {o for e in self.pair.equations for o in e.inputs}
@@ -181,8 +184,8 @@ class ScanRewriter:
         return (read | wanted) - made
 
     def bring_in(self, consts: list[tuple[int, Any]], xs: list[tuple[int, Any]]) -> dict[int, int]:
-        """Make what the forward body reads known in the backward body, through constants and
-        slices that are there already or are added: forward value -> backward value."""
+        """Brings the values that the forward body reads into the backward body, as constants and
+        slices that exist already or are added: {forward value: backward value}."""
         (body,) = self.forward.bodies
         inside = scan_parts(self.forward, body.inputs)
         outside = scan_parts(self.forward, self.forward.operands)
@@ -196,33 +199,33 @@ class ScanRewriter:
                 if value not in needed or value in renamed:
                     continue
                 same = (i for i, o in where if isinstance(o, int) and o == operand)
-                there = next(same, None)
-                if there is None:
-                    there = self.copier.new_value(self.copier.avals[value])
-                    where.append((there, operand))
-                renamed[value] = there
+                inner = next(same, None)
+                if inner is None:
+                    inner = self.copier.new_value(self.copier.avals[value])
+                    where.append((inner, operand))
+                renamed[value] = inner
         return renamed
 
     def captured(self, renamed: dict[int, int]) -> list[tuple[int, Any]]:
         """The captured constants that the copied equations read, under new numbers."""
         (body,) = self.forward.bodies
-        needed, found = self.needed(), []
+        needed, captured = self.needed(), []
         for value, const in body.captured:
             if value in needed:
                 renamed[value] = self.copier.new_value(self.copier.avals[value])
-                found.append((renamed[value], const))
-        return found
+                captured.append((renamed[value], const))
+        return captured
 
     def recomputed(
         self, renamed: dict[int, int], carry: Sequence[int], body: Program
     ) -> list[Equation]:
-        """The forward body's equations, behind a barrier with the cotangent that comes in."""
+        """Copies of the forward body's equations, behind a barrier with the incoming cotangent."""
         if not self.pair.equations:
             return []
         token = _token(carry, body)
-        kept = [renamed[v] for v in self.stacks if v in renamed]
+        stored = [renamed[v] for v in self.stacks if v in renamed]
         behind: dict[int, int] = {}
-        shielded = [*dict.fromkeys(kept), *token]
+        shielded = [*dict.fromkeys(stored), *token]
         equations = []
         if shielded:
             equations.append(self.copier.barrier(shielded, self.pair.equations[0], behind))
@@ -234,8 +237,8 @@ class ScanRewriter:
 
 
 def _token(carry: Sequence[int], body: Program) -> list[int]:
-    """The cotangent that the next layer hands on: the carry that is read first. (Others gather the
-    gradients of what the loop only reads, and are read last.)"""
+    """The cotangent that the next layer hands on: the carry that is read first. (Other carries sum
+    up gradients of the loop's constants and are read last.)"""
     for equation in body.equations:
         read = [c for c in carry if c in equation.operands]
         if read:
@@ -244,7 +247,7 @@ def _token(carry: Sequence[int], body: Program) -> list[int]:
 
 
 def _params(scan: Equation) -> dict[str, Any]:
-    """The parameters that a rewritten scan still has: those of its body no longer hold."""
+    """The parameters of a rewritten scan, without those that describe its old body."""
     num_consts, num_carry = _jax.scan_sizes(scan.params)
     sizes = {"num_consts": num_consts, "num_carry": num_carry}
     return {name: scan.params[name] for name in ("length", "reverse", "unroll")} | sizes

@@ -1,8 +1,8 @@
-"""A step as a loop of one trip: from a traced step to one in the form that micro-batches give.
+"""A step as a loop over a single micro-batch: from a `TracedStep` to a looped one.
 
-Pipelines are made of loops over micro-batches. With one micro-batch nothing has to be cut or summed
-up: the loop holds the forward and backward pass as they are, before it stands what is made of
-parameters alone, after it the update.
+Pipelines are cut from loops over micro-batches. With a single micro-batch nothing has to be split
+or summed up: the loop holds the forward and backward pass as they are. Equations that depend on
+parameters alone come before it, the update after it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar import _jax
 from autopar.errors import TraceError
 from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.program_writer import Env, ProgramWriter
+from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
 from autopar.tracer.regions import UPDATE, equation_regions
 
 
-def looped_once(step: TracedStep) -> TracedStep:
+def loop_single_microbatch(step: TracedStep) -> TracedStep:
     writer = _Writer(step.program, step.batch)
     if not any(writer.inside):
         raise TraceError(
-            f"{step.name}: a pipeline is what is done to a batch, and nothing in it reads one. "
+            f"{step.name}: a pipeline runs over a batch, but nothing in the step reads one. "
             "Pass the batch as argument 1, or name it with batch_argnums."
         )
     program, loop = writer.written()
@@ -51,16 +50,16 @@ class _Writer:
         self.env: Env = {}
 
     def find_inside(self) -> list[bool]:
-        """Passes over the data. What depends on no data is made before the loop."""
+        """Per equation, whether it belongs to the passes over the data."""
         moving = set(self.data)
-        found = []
+        inside = []
         for equation, region in zip(self.program.equations, self.regions, strict=True):
             reads = equation.inputs
             is_inside = region != UPDATE and (equation.has_effect or not moving.isdisjoint(reads))
             if is_inside:
                 moving.update(equation.results)
-            found.append(is_inside)
-        return found
+            inside.append(is_inside)
+        return inside
 
     def written(self) -> tuple[Program, int]:
         outer, env, program = self.outer, self.env, self.program
@@ -85,17 +84,16 @@ class _Writer:
         loop = self.write_loop(sorted(made & read))
         for equation in rest:
             outer.copy(equation, self.avals, env)
-        outputs = [env[o] if isinstance(o, int) else o for o in program.outputs]
-        return outer.program(inputs, outputs), loop
+        return outer.program(inputs, read_all(program.outputs, env)), loop
 
     def write_loop(self, results: Sequence[int]) -> int:
         outer, inner = self.outer, self.outer.inner()
-        own = [e for e, at in zip(self.program.equations, self.inside, strict=True) if at]
+        equations = [e for e, at in zip(self.program.equations, self.inside, strict=True) if at]
         inside: Env = {}
-        made = {r for e in own for r in e.results}
+        made = {r for e in equations for r in e.results}
         consts: list[tuple[Operand, int]] = []
         xs: list[tuple[Operand, int]] = []
-        for value in dict.fromkeys(v for e in own for v in e.inputs):
+        for value in dict.fromkeys(v for e in equations for v in e.inputs):
             if value in made:
                 continue
             number = inner.new_value(self.avals[value])
@@ -104,7 +102,7 @@ class _Writer:
                 xs.append((outer.emit(_stacked, [self.env[value]]), number))
             else:
                 consts.append((self.env[value], number))
-        for equation in own:
+        for equation in equations:
             inner.copy(equation, self.avals, inside)
         inits = [
             outer.emit(_zeros, [], shape=tuple(self.avals[v].shape), dtype=self.avals[v].dtype)
@@ -117,23 +115,13 @@ class _Writer:
         )
         after = [outer.new_value(self.avals[v]) for v in results]
         self.env.update(zip(results, after, strict=True))
-        outer.equations.append(
-            Equation(
-                primitive=_jax.scan_primitive(),
-                params={
-                    "length": 1,
-                    "reverse": False,
-                    "unroll": 1,
-                    "num_consts": len(consts),
-                    "num_carry": len(carries),
-                },
-                operands=(*(o for o, _ in consts), *inits, *(o for o, _ in xs)),
-                results=tuple(after),
-                scope="",
-                name_stack=_jax.empty_name_stack(),
-                source_info=own[0].source_info,
-                context=own[0].context,
-                bodies=(body,),
-            )
+        outer.scan(
+            body,
+            length=1,
+            consts=[o for o, _ in consts],
+            inits=inits,
+            xs=[o for o, _ in xs],
+            results=after,
+            like=equations[0],
         )
         return len(outer.equations) - 1

@@ -1,8 +1,8 @@
-"""Sums that several stages contribute to, one per stage: from a looped program to another.
+"""Splits sums that several stages add to into one per stage: looped `Program` → looped `Program`.
 
 The gradient of a weight that two stages use is one carry of the loop over micro-batches, to which
-both add. Left so, one stage would send its part for every micro-batch. Here each stage gets a carry
-of its own, and what they have summed up is added once, after the loop.
+both add. Unchanged, one stage would send its term for every micro-batch. Here each stage gets its
+own carry, and their sums are added once, after the loop.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, is_zero, zeros_made
 
 @dataclass(frozen=True)
 class _Term:
-    """A value that a carry adds, after some linear ops, the innermost first."""
+    """A value that is added to a carry after some linear ops, innermost first."""
 
     value: int
     ops: tuple[Equation, ...]
 
 
-def part_sums(
+def split_sums(
     program: Program, loop: int, stage_of: Sequence[int]
 ) -> tuple[Program, int, tuple[int, ...]]:
-    """(program, position of its loop, stage per equation of its body). `stage_of` is the stage of
-    every equation of the body, negative for those that belong to none."""
-    return _SumSplitter(program, loop, stage_of).parted()
+    """(program, position of its loop, stage per equation of its body). `stage_of`: the stage of
+    every equation of the body, negative if it belongs to none."""
+    return _SumSplitter(program, loop, stage_of).split()
 
 
 def _zeros(*, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -53,7 +53,7 @@ class _SumSplitter:
         self.maker = self.body.producers()
         self.num_reads = self.body.num_reads()
 
-    def parted(self) -> tuple[Program, int, tuple[int, ...]]:
+    def split(self) -> tuple[Program, int, tuple[int, ...]]:
         groups = self.groups()
         if not groups:
             return self.program, self.position, tuple(self.stage_of)
@@ -64,7 +64,7 @@ class _SumSplitter:
         later: list[tuple[Equation, int]] = []
         # (operand outside, input inside, output inside, result outside)
         carries: list[tuple[Operand, int, Operand, int]] = []
-        finals: list[tuple[int, list[int], Equation]] = []  # result, its parts, what it is like
+        finals: list[tuple[int, list[int], Equation]] = []  # result, its parts, its addition
         for position in range(self.num_carry):
             at = self.num_consts + position
             operand, inside = self.loop.operands[at], self.body.inputs[at]
@@ -78,15 +78,15 @@ class _SumSplitter:
             parts: list[int] = []
             for stage, terms in sorted(by_stage.items()):
                 aval = self.program.avals[inside]
-                own = inner.new_value(aval)
+                carry = inner.new_value(aval)
                 inner.equations.clear()
-                total: Operand = own
+                total: Operand = carry
                 for term in terms:
-                    total = inner.emit(_add, [total, self.again(inner, term)], like)
+                    total = inner.emit(_add, [total, self.copy_term(inner, term)], like)
                 later += ((equation, stage) for equation in inner.equations)
                 start = outer.emit(_zeros, [], shape=tuple(aval.shape), dtype=aval.dtype)
                 parts.append(outer.new_value(aval))
-                carries.append((start, own, total, parts[-1]))
+                carries.append((start, carry, total, parts[-1]))
             finals.append((result, parts, like))
         equations = [e for i, e in enumerate(self.body.equations) if i not in dropped]
         stages = [s for i, s in enumerate(self.stage_of) if i not in dropped]
@@ -129,7 +129,7 @@ class _SumSplitter:
             bodies=(body,),
         )
 
-    def again(self, inner: ProgramWriter, term: _Term) -> int:
+    def copy_term(self, inner: ProgramWriter, term: _Term) -> int:
         """A term with its linear ops applied to it alone."""
         value = term.value
         for op in term.ops:
@@ -139,12 +139,12 @@ class _SumSplitter:
         return value
 
     def groups(self) -> dict[int, tuple[set[int], dict[int, list[_Term]]]]:
-        """By position of a carry: (the equations that add up, its terms by stage), for carries that
-        start at zero and to which more than one stage adds."""
+        """{position of a carry: (its additions, its terms by stage)}, for carries that start at
+        zero and to which more than one stage adds."""
         zeros: set[int] = set()
         for equation in self.program.equations[: self.position]:
             zeros.update(zeros_made(equation, zeros))
-        found = {}
+        groups = {}
         for position in range(self.num_carry):
             at = self.num_consts + position
             carry, out = self.body.inputs[at], self.body.outputs[position]
@@ -166,8 +166,8 @@ class _SumSplitter:
                 anywhere = by_stage.pop(-1, [])
                 by_stage[min(by_stage)] += anywhere
             if len(by_stage) > 1:
-                found[position] = (chain, by_stage)
-        return found
+                groups[position] = (chain, by_stage)
+        return groups
 
     def terms(
         self, value: Operand, carry: int, ops: tuple[Equation, ...], chain: set[int]

@@ -1,14 +1,14 @@
-"""Which stage runs what lies outside the loop over micro-batches: `StagePlacement`.
+"""Which stage runs the equations outside the loop: from a looped `Program` to a `StagePlacement`.
 
-What a stage reads of the step's arguments lies there, and so does what the optimizer makes of it.
-An equation outside the loop runs where most of the bytes that it reads are. Small values made of
-small arguments and constants alone (step counters, schedules, keys) are made by every stage that
-reads them; other values are made once and sent. An argument has one owner, the first stage that
-reads it, and a result that replaces an argument is returned to its owner.
+A stage owns the arguments that it reads, and the optimizer's results for them. An equation outside
+the loop runs where most of the bytes that it reads are. Small values made from small arguments and
+constants alone (step counters, schedules, keys) are computed by every stage that reads them; other
+values are computed once and sent. An argument has one owner, the first stage that reads it, and a
+result that replaces an argument is returned to its owner.
 
-Before and after the loop a stage may have to wait for others (for the norm of all gradients). What
-it does there is cut into *parts*; what comes from another stage was made in an earlier part of that
-one. After the loop an equation runs in the last part that will do, so that little is kept between.
+Before and after the loop a stage may have to wait for others (for the norm of all gradients). Its
+work there is cut into *parts*; a value from another stage was made in an earlier part of that one.
+After the loop an equation runs in the latest possible part, so that little is stored in between.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autopar import _jax
 from autopar.ir.program import Equation, Program
 from autopar.tracer.costs import aval_bytes
 
-SMALL_BYTES = 16  # scalars and keys: what every stage can have of its own
+SMALL_BYTES = 16  # scalars and keys: every stage can have its own copy
 
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """stages:    per equation outside the loop, those that run it (of the loop itself: all).
-    owner:     value outside the loop -> the stage that has it; none for what every reader makes.
-    parts:     (equation, stage) -> part of the prologue or epilogue that it runs in.
+    """stages:    per equation outside the loop, the stages that run it (all, for the loop itself).
+    owner:     value outside the loop -> the stage that has it, unless every reader makes it.
+    parts:     (equation, stage) -> the part of the prologue or epilogue that it runs in.
     received:  per stage, values outside the loop that it gets from their owners, in order.
     outputs:   per output of the program, the stage that has it.
     num_parts: (of the prologue, of the epilogue).
@@ -41,7 +41,7 @@ class StagePlacement:
     num_parts: tuple[int, int]
 
 
-def find_homes(
+def place_stages(
     program: Program,
     loop: int,
     stage_of: Sequence[int],
@@ -49,11 +49,11 @@ def find_homes(
     state: Iterable[tuple[int, int]],
     owners: Mapping[int, int] | None = None,
 ) -> StagePlacement:
-    """`stage_of`: the stage of every equation of the loop's body, negative for those that every
-    reader makes for itself. `state`: (input, output) positions that belong together. `owners`:
-    inputs, by position, that have an owner already."""
+    """`stage_of`: the stage of every equation of the loop's body, negative if every reader computes
+    it itself. `state`: (input, output) positions that belong together. `owners`: position of an
+    input that is already placed -> its stage."""
     input_of = {o: i for i, o in state}
-    return _PlacementFinder(program, loop, stage_of, num_stages, input_of, owners or {}).homes()
+    return _PlacementFinder(program, loop, stage_of, num_stages, input_of, owners or {}).placement()
 
 
 class _PlacementFinder:
@@ -67,12 +67,12 @@ class _PlacementFinder:
         owners: Mapping[int, int],
     ) -> None:
         self.program, self.loop = program, loop
-        self.lying = {program.inputs[i]: stage for i, stage in owners.items()}
+        self.fixed_owner = {program.inputs[i]: stage for i, stage in owners.items()}
         self.num_stages = num_stages
         self.input_of = input_of
         self.inputs = frozenset(program.inputs)
         self.owner: dict[int, int] = {}
-        self.small: set[int] = set()  # values that every reader may make for itself
+        self.small: set[int] = set()  # values that every reader may compute itself
         self.at: dict[int, int] = {}  # equation -> its stage, if it has one
         self.readers = program.readers()
         self.body_maker: dict[int, int] = {}
@@ -86,13 +86,13 @@ class _PlacementFinder:
         self.loop_needs = self.loop_reads()
         self.prologue_needs = self.through_prologue()
 
-    def homes(self) -> StagePlacement:
+    def placement(self) -> StagePlacement:
         self.find_small()
         self.own_loop_results()
         for value in self.program.inputs:
             if self.prologue_needs.get(value):
                 self.owner[value] = min(self.prologue_needs[value])
-        self.owner.update(self.lying)
+        self.owner.update(self.fixed_owner)
         self.place_equations()
         outputs = self.own_outputs()
         stages, received = self.demand(outputs)
@@ -105,7 +105,7 @@ class _PlacementFinder:
     # -- the loop
 
     def loop_reads(self) -> dict[int, set[int]]:
-        """Stages that need each value outside, for the loop."""
+        """{value outside: the stages that need it for the loop}."""
         loop = self.program.equations[self.loop]
         (body,) = loop.bodies
         num_consts, num_carry = _jax.scan_sizes(loop.params)
@@ -115,7 +115,7 @@ class _PlacementFinder:
                 needs.setdefault(operand, set()).update(self.body_readers.get(inside, ()))
                 if num_consts <= position < num_consts + num_carry:
                     needs[operand].add(self.result_stage(position - num_consts))
-        for position, out in enumerate(body.outputs):  # handed on as it came in
+        for position, out in enumerate(body.outputs):  # inputs that are returned unchanged
             if isinstance(out, int) and out in body.inputs:
                 operand = loop.operands[body.inputs.index(out)]
                 if isinstance(operand, int):
@@ -123,7 +123,7 @@ class _PlacementFinder:
         return needs
 
     def result_stage(self, position: int) -> int:
-        """The stage at which the loop makes a result."""
+        """The stage that makes a result of the loop."""
         loop = self.program.equations[self.loop]
         (body,) = loop.bodies
         out = body.outputs[position]
@@ -139,7 +139,7 @@ class _PlacementFinder:
             self.owner[result] = self.result_stage(position)
 
     def through_prologue(self) -> dict[int, set[int]]:
-        """Stages that need each value outside for the loop, or for what the loop needs."""
+        """{value outside: the stages that need it for the loop, directly or not}."""
         needs = {value: set(stages) for value, stages in self.loop_needs.items()}
         for index in range(self.loop - 1, -1, -1):
             equation = self.program.equations[index]
@@ -151,8 +151,8 @@ class _PlacementFinder:
     # -- owners
 
     def find_small(self) -> None:
-        """Small values that are made of small arguments and constants alone, and what is made of
-        constants alone, whatever its size."""
+        """Finds the small values made from small arguments and constants alone, and the values made
+        from constants alone, of any size."""
         avals = self.program.avals
         free: set[int] = set()
         self.small.update(v for v in self.program.inputs if aval_bytes(avals[v]) <= SMALL_BYTES)
@@ -170,8 +170,8 @@ class _PlacementFinder:
                     self.small.update(equation.results)
 
     def place_equations(self) -> None:
-        """Forward: where most of the bytes that are read lie. What reads nothing that lies
-        anywhere yet (a moment times a constant) follows its readers, and so do its operands."""
+        """Places each equation where most bytes of its operands are. An equation without placed
+        operands (a moment times a constant) goes with its readers, and takes its operands along."""
         equations = self.program.equations
         outside = [i for i in range(len(equations)) if i != self.loop]
         makes_small = {
@@ -227,7 +227,7 @@ class _PlacementFinder:
         return None
 
     def by_state(self, equation: Equation) -> int:
-        """What is connected to nothing that has a stage: where the argument it replaces lies."""
+        """The stage of an equation without placed neighbours: that of the argument it replaces."""
         for position, output in enumerate(self.program.outputs):
             if output in equation.results and position in self.input_of:
                 return self.owner.get(self.program.inputs[self.input_of[position]], 0)
@@ -244,7 +244,7 @@ class _PlacementFinder:
                 stages.append(0)
         return tuple(stages)
 
-    # -- who runs what
+    # -- which stages run an equation
 
     def demand(
         self, outputs: Sequence[int]
@@ -264,26 +264,26 @@ class _PlacementFinder:
                     needs.setdefault(value, set()).update(users)
                 continue
             if index in self.at:
-                own = {self.at[index]}
+                runs_on = {self.at[index]}
             else:
-                own = set().union(*(needs.get(r, ()) for r in equation.results))
-                if not own and equation.has_effect:
-                    own = {0}
-            stages[index] = frozenset(own)
+                runs_on = set().union(*(needs.get(r, ()) for r in equation.results))
+                if not runs_on and equation.has_effect:
+                    runs_on = {0}
+            stages[index] = frozenset(runs_on)
             for value in equation.inputs:
-                needs.setdefault(value, set()).update(own)
-        kept = {self.program.inputs[i] for i in self.input_of.values()}
+                needs.setdefault(value, set()).update(runs_on)
+        state = {self.program.inputs[i] for i in self.input_of.values()}
         for value in self.program.inputs:  # of the stages that read it, the first
             is_free = value in self.small and not self.prologue_needs.get(value)
-            if is_free and value not in kept | self.lying.keys() and needs.get(value):
+            if is_free and value not in state | self.fixed_owner.keys() and needs.get(value):
                 self.owner[value] = min(needs[value])
-        nobodys = {v for v, _ in self.program.captured}
+        unowned = {v for v, _ in self.program.captured}
         for index, equation in enumerate(equations):
             if index != self.loop and index not in self.at:
-                nobodys.update(equation.results)
+                unowned.update(equation.results)
         received: list[list[int]] = [[] for _ in range(self.num_stages)]
         for value in sorted(needs):
-            if value not in nobodys:
+            if value not in unowned:
                 for stage in sorted(needs[value] - {self.owner[value]}):
                     received[stage].append(value)
         return stages, tuple(map(tuple, received))
@@ -312,21 +312,21 @@ class _PlacementFinder:
         return parts
 
     def late_parts(self, stages: Sequence[frozenset[int]]) -> dict[tuple[int, int], int]:
-        """The epilogue: every equation as late as its readers allow, with no more parts than the
-        longest way through the stages needs."""
+        """The epilogue: every equation as late as its readers allow, with only as many parts as the
+        longest path through the stages needs."""
         equations = self.program.equations
-        after: dict[tuple[int, int], int] = {}  # parts that must follow that of (equation, stage)
-        needed: dict[tuple[int, int], int] = {}  # or that in which (value, stage) is made
+        after: dict[tuple[int, int], int] = {}  # (equation, stage) -> parts that must follow
+        needed: dict[tuple[int, int], int] = {}  # (value, stage) -> parts that must follow
         for index in range(len(equations) - 1, self.loop, -1):
             equation = equations[index]
             for stage in stages[index]:
-                own = max((needed.get((r, stage), 0) for r in equation.results), default=0)
-                after[index, stage] = own
+                following = max((needed.get((r, stage), 0) for r in equation.results), default=0)
+                after[index, stage] = following
                 for value in equation.inputs:
                     crossing = self.crosses(value, stage)
                     key = (value, self.owner[value] if crossing else stage)
-                    needed[key] = max(needed.get(key, 0), own + crossing)
-        # Results of the loop that are sent are finished in a part of their own stage first.
+                    needed[key] = max(needed.get(key, 0), following + crossing)
+        # Results of the loop that are sent are first finished in a part of their stage.
         finished = set(equations[self.loop].results)
         deepest = max([0, *after.values(), *(n for (v, _), n in needed.items() if v in finished)])
-        return {key: deepest - own for key, own in after.items()}
+        return {key: deepest - following for key, following in after.items()}

@@ -1,10 +1,11 @@
-"""From a looped step and the stages of its layers to one step per stage: `StageSlice`s.
+"""From a looped `TracedStep` and the stages of its layers to one step per stage: a `SlicedStep`.
 
-A stage's step is a program like any other, with a smaller loop over micro-batches: it takes its own
-arguments and what other stages send it (a stack over micro-batches, if it is sent for each), and
-gives its own results and what it sends. So it is sharded by the passes that shard whole steps. All
-stages number values alike. How a stage's step is cut into the stage programs that run one after
-another is decided here too, as sets of equations; `lower.stage_programs` makes programs of them.
+A stage's step is a program like any other, with a smaller loop over micro-batches. Its inputs are
+its own arguments and the values that other stages send (a stack over micro-batches, if sent for
+each); its outputs are its own results and the values it sends. So the passes that shard whole steps
+shard it too. All stages number values in the same way. This module also cuts a stage's step into
+the stage programs that run one after another, as sets of equations; `lower.stage_programs` turns
+these into programs.
 """
 
 from __future__ import annotations
@@ -16,26 +17,25 @@ from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.attach_layers import ANYWHERE, LoopLayers
-from autopar.rewrite.residuals import thin_residuals
-from autopar.rewrite.split_sums import part_sums
-from autopar.rewrite.stage_placement import StagePlacement, find_homes
+from autopar.rewrite.residuals import choose_residuals
+from autopar.rewrite.split_sums import split_sums
+from autopar.rewrite.stage_placement import StagePlacement, place_stages
 
 
 @dataclass(frozen=True)
 class StageSlice:
     """One stage's step and how it is cut.
 
-    step:      its program, with one loop (`step.loop`), and its arguments and results.
-    inputs:    positions among the whole step's inputs of its own arguments, which come first.
-    outputs:   positions among the whole step's outputs of its own results, which come first.
-    received:  (value outside the loop, the stage it comes from), in the order of its inputs.
-    arrivals:  (value inside the loop, the stage it comes from): the last of its inputs are stacks
-               of them.
-    sent:      values outside the loop that others receive, in the order of its outputs.
-    departures: values inside the loop that others receive: the last of its outputs are stacks.
-    stacks:    the stacks of arrivals and departures, which exist for the solver alone.
-    forward, backward: equations of the loop's body, by position; what both need is in both.
-    parts:     per equation outside the loop, the part of prologue or epilogue that it runs in.
+    step:       its program, with one loop (`step.loop`), its arguments and its results.
+    inputs:     the whole step's inputs that are its arguments, by position; its first inputs.
+    outputs:    the whole step's outputs that are its results, by position; its first outputs.
+    received:   (value outside the loop, stage it comes from), in the order of its inputs.
+    arrivals:   (value inside the loop, stage it comes from); stacks of them are its last inputs.
+    sent:       values outside the loop that others receive, in the order of its outputs.
+    departures: values inside the loop that others receive; stacks of them are its last outputs.
+    stacks:     the stacks of arrivals and departures, which exist only for the solver.
+    forward, backward: equations of the loop's body, by position; shared ones are in both.
+    parts:      per equation outside the loop, the part of prologue or epilogue that it runs in.
     """
 
     step: TracedStep
@@ -59,8 +59,8 @@ class StageSlice:
     def body(self) -> Program:
         return self.loop.bodies[0]
 
-    def kept_values(self) -> frozenset[int]:
-        """Values of a micro-batch that the backward stage program reads and does not make."""
+    def residual_values(self) -> frozenset[int]:
+        """Values of a micro-batch that the backward stage program reads from the forward one."""
         num_consts, num_carry = _jax.scan_sizes(self.loop.params)
         given = {*self.body.inputs[: num_consts + num_carry], *(v for v, _ in self.body.captured)}
         equations = [self.body.equations[i] for i in self.backward]
@@ -71,7 +71,7 @@ class StageSlice:
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """The stages' steps. `program` is the whole one that they were cut from."""
+    """The steps of all stages, and the whole program that they were cut from."""
 
     stages: tuple[StageSlice, ...]
     program: Program
@@ -84,8 +84,8 @@ def slice_step(
     stage_of_layer: Sequence[int],
     owners: Mapping[int, int] | None = None,
 ) -> SlicedStep:
-    """`stage_of_layer`: ascending, from 0. `owners`: stages of inputs, by position, that lie
-    somewhere already."""
+    """`stage_of_layer`: ascending, from 0. `owners`: position of an input that is already placed ->
+    its stage."""
     assert step.loop is not None
     body = step.program.equations[step.loop].bodies[0]
     backward_results = {
@@ -96,41 +96,37 @@ def slice_step(
     }
     stage_of = [ANYWHERE if x == ANYWHERE else stage_of_layer[x] for x in layers.layer_of]
     num_stages = stage_of_layer[-1] + 1
-    program, loop, stage_of = part_sums(step.program, step.loop, stage_of)
+    program, loop, stage_of = split_sums(step.program, step.loop, stage_of)
     program = _with_constant_outputs(program)
     step = replace(step, program=program, loop=loop)
-    homes = find_homes(program, loop, stage_of, num_stages, step.state, owners)
-    cutter = _StageSlicer(step, homes, stage_of, backward_results)
+    placement = place_stages(program, loop, stage_of, num_stages, step.state, owners)
+    cutter = _StageSlicer(step, placement, stage_of, backward_results)
     stages = tuple(cutter.stage(s) for s in range(num_stages))
-    return SlicedStep(stages, program, homes.num_parts)
+    return SlicedStep(stages, program, placement.num_parts)
 
 
 def equation_layers(step: TracedStep, layers: LoopLayers) -> list[int]:
-    """The layer of every equation of a looped step, loops' bodies numbered right after them, or
-    `ANYWHERE` for what several layers share."""
+    """The layer of every equation of a looped step, bodies right after their loops; `ANYWHERE` for
+    equations that several layers share."""
     assert step.loop is not None
-    homes = find_homes(step.program, step.loop, layers.layer_of, len(layers.layers), step.state)
-    found: list[int] = []
-
-    def add(equation: Equation, layer: int) -> None:
-        found.append(layer)
-        for body in equation.bodies:
-            for inner in body.equations:
-                add(inner, layer)
-
+    placement = place_stages(
+        step.program, step.loop, layers.layer_of, len(layers.layers), step.state
+    )
+    layer_of: list[int] = []
     for index, equation in enumerate(step.program.equations):
         if index == step.loop:
-            found.append(ANYWHERE)
+            layer_of.append(ANYWHERE)
             for inner, layer in zip(equation.bodies[0].equations, layers.layer_of, strict=True):
-                add(inner, layer)
+                layer_of += (layer for _ in inner.with_bodies())
             continue
-        stages = homes.stages[index]
-        add(equation, min(stages) if len(stages) == 1 else ANYWHERE)
-    return found
+        stages = placement.stages[index]
+        layer = min(stages) if len(stages) == 1 else ANYWHERE
+        layer_of += (layer for _ in equation.with_bodies())
+    return layer_of
 
 
 def _with_constant_outputs(program: Program) -> Program:
-    """Results that are known while tracing as captured arrays, so that each has a value."""
+    """Turns results that are constants into captured arrays, so that each has a value."""
     captured, outputs = list(program.captured), list(program.outputs)
     for position, output in enumerate(outputs):
         if not isinstance(output, int):
@@ -145,11 +141,11 @@ class _StageSlicer:
     def __init__(
         self,
         step: TracedStep,
-        homes: StagePlacement,
+        placement: StagePlacement,
         stage_of: Sequence[int],
         backward_results: Collection[int],
     ) -> None:
-        self.step, self.homes = step, homes
+        self.step, self.placement = step, placement
         assert step.loop is not None
         self.position = step.loop
         self.program = step.program
@@ -161,7 +157,7 @@ class _StageSlicer:
         self.maker = self.body.producers()
         self.body_inputs = frozenset(self.body.inputs)
         self.body_captured = dict(self.body.captured)
-        # What each stage gets from others inside the loop.
+        # Values that each stage gets from others inside the loop.
         self.arrivals: list[dict[int, int]] = [{} for _ in range(self.num_stages)]
         self.departures: list[dict[int, None]] = [{} for _ in range(self.num_stages)]
         for equation, stage in zip(self.body.equations, stage_of, strict=True):
@@ -173,27 +169,27 @@ class _StageSlicer:
                     self.arrivals[stage][value] = source
                     self.departures[source][value] = None
         self.sent: list[dict[int, None]] = [{} for _ in range(self.num_stages)]
-        for values in homes.received:
+        for values in placement.received:
             for value in values:
-                self.sent[homes.owner[value]][value] = None
+                self.sent[placement.owner[value]][value] = None
 
     @property
     def num_stages(self) -> int:
-        return len(self.homes.received)
+        return len(self.placement.received)
 
     def find_backward(self, known: Collection[int]) -> list[bool]:
-        """Equations that were backward before sums were parted, and those that read from them."""
+        """Per equation, whether it was backward before sums were split, or reads from one."""
         made = set(known)
-        found = []
+        backward = []
         for equation in self.body.equations:
             is_backward = any(v in made for v in (*equation.results, *equation.inputs))
             if is_backward:
                 made.update(equation.results)
-            found.append(is_backward)
-        return found
+            backward.append(is_backward)
+        return backward
 
     def made_at(self, value: int) -> int | None:
-        """The stage that makes a value of the body; None for what every stage has or makes."""
+        """The stage that makes a value of the body; None if every stage has or makes it."""
         maker = self.maker.get(value)
         stage = ANYWHERE if maker is None else self.stage_of[maker]
         return None if stage == ANYWHERE else stage
@@ -201,10 +197,10 @@ class _StageSlicer:
     # -- the loop of a stage
 
     def stage(self, stage: int) -> StageSlice:
-        homes = self.homes
-        own_inputs = [i for i, v in enumerate(self.program.inputs) if homes.owner[v] == stage]
-        own_outputs = [o for o, s in enumerate(homes.outputs) if s == stage]
-        received = [(v, homes.owner[v]) for v in homes.received[stage]]
+        placement = self.placement
+        own_inputs = [i for i, v in enumerate(self.program.inputs) if placement.owner[v] == stage]
+        own_outputs = [o for o, s in enumerate(placement.outputs) if s == stage]
+        received = [(v, placement.owner[v]) for v in placement.received[stage]]
         loop, positions, stacks = self.stage_loop(stage)
         arriving, departing = stacks
         before, after = [], []
@@ -212,9 +208,9 @@ class _StageSlicer:
         for index, equation in enumerate(self.program.equations):
             if index == self.position:
                 parts.append(0)
-            elif stage in homes.stages[index]:
+            elif stage in placement.stages[index]:
                 (before if index < self.position else after).append(equation)
-                parts.append(homes.parts[index, stage])
+                parts.append(placement.parts[index, stage])
         inputs = [
             *(self.program.inputs[i] for i in own_inputs),
             *(v for v, _ in received),
@@ -237,31 +233,33 @@ class _StageSlicer:
         traced = self.traced(stage, program, own_inputs, own_outputs, received, len(before))
         forward, backward = _passes(loop, [self.is_backward[p] for p in positions])
         return StageSlice(
-            traced,
-            tuple(own_inputs),
-            tuple(own_outputs),
-            tuple(received),
-            tuple(self.arrivals[stage].items()),
-            tuple(self.sent[stage]),
-            tuple(self.departures[stage]),
-            (*arriving, *departing),
-            forward,
-            backward,
-            tuple(parts),
+            step=traced,
+            inputs=tuple(own_inputs),
+            outputs=tuple(own_outputs),
+            received=tuple(received),
+            arrivals=tuple(self.arrivals[stage].items()),
+            sent=tuple(self.sent[stage]),
+            departures=tuple(self.departures[stage]),
+            stacks=(*arriving, *departing),
+            forward=forward,
+            backward=backward,
+            parts=tuple(parts),
         )
 
     def stage_loop(self, stage: int) -> tuple[Equation, list[int], tuple[list[int], list[int]]]:
         """(the loop, positions of its equations in the whole body, stacks in and out)."""
         body, loop = self.body, self.loop
         needed = {i for i, s in enumerate(self.stage_of) if s == stage}
-        carries = [p for p in range(self.num_carry) if self.homes.owner[loop.results[p]] == stage]
+        carries = [
+            p for p in range(self.num_carry) if self.placement.owner[loop.results[p]] == stage
+        ]
         rows = [
             p
             for p in range(self.num_carry, len(loop.results))
-            if self.homes.owner[loop.results[p]] == stage
+            if self.placement.owner[loop.results[p]] == stage
         ]
         outs = [body.outputs[p] for p in (*carries, *rows)]
-        # What belongs to no stage is made by those that read it.
+        # Equations that belong to no stage run on every stage that reads them.
         left = [*needed, *(self.maker[o] for o in values_in(outs) if o in self.maker)]
         while left:
             index = left.pop()
@@ -355,15 +353,15 @@ class _StageSlicer:
         )
 
     def name(self, value: int) -> str:
-        """What a value that is sent is called; arguments keep their names."""
+        """The name of a value that is sent; arguments keep their names."""
         if value in self.program.inputs:
             return self.step.call.paths[self.program.inputs.index(value)]
         return f"value {value}"
 
 
 def _passes(loop: Equation, is_backward: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The equations of the forward and of the backward stage program. What is cheap to make is made
-    again in the backward stage program, so that less is kept of each micro-batch in flight."""
+    """The equations of the forward and of the backward stage program. The backward one recomputes
+    cheap values, so that less is stored for each micro-batch in flight."""
     (body,) = loop.bodies
     equations = body.equations
     backward = [i for i, b in enumerate(is_backward) if b]
@@ -372,6 +370,6 @@ def _passes(loop: Equation, is_backward: Sequence[bool]) -> tuple[tuple[int, ...
     read = {v for i in backward for v in equations[i].inputs} - made
     num_consts, num_carry = _jax.scan_sizes(loop.params)
     given = (*body.inputs[: num_consts + num_carry], *(v for v, _ in body.captured))
-    thinned = thin_residuals([equations[i] for i in forward], read, frozenset(given), body.avals)
-    repeated = [forward[position] for position in thinned.repeated]
-    return tuple(forward), tuple(sorted((*backward, *repeated)))
+    choice = choose_residuals([equations[i] for i in forward], read, frozenset(given), body.avals)
+    recomputed = [forward[position] for position in choice.recomputed]
+    return tuple(forward), tuple(sorted((*backward, *recomputed)))

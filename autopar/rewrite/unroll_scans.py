@@ -1,18 +1,17 @@
-"""From a step that scans over its layers to one in which they are written out, trip by trip.
+"""From a `TracedStep` that scans over its layers to one with these scans unrolled.
 
-A scan over layers has weights among the slices that it reads: parameters stacked along a first
-dimension. Stages that run trips 4 to 7 should hold those of trips 4 to 7 alone, so each trip reads
-a static slice of its own. What JAX's derivative stacks in the forward scan for the backward scan is
-handed from trip to trip; only what other equations read is stacked. What JAX moved out of the loop
-since all trips share it, a mask broadcast to the batch, is made in each trip again: a small value
-is shared, the large one never crosses between layers. Modules get numbers, as if the layers had
-been written one by one: `GPT/layers/attention` becomes `GPT/layers_3/attention`, in the backward
-pass too.
+A scan over layers reads slices of weights: parameters stacked along a first dimension. A stage that
+runs trips 4 to 7 should hold only their weights, so each trip reads a static slice. Residuals that
+JAX's derivative stacks in the forward scan are handed from trip to trip; a stack is made only if
+other equations read it. JAX moves values that all trips share out of the loop, such as a mask
+broadcast to the batch; each trip recomputes these, so that the small value is shared and the large
+one never crosses between layers. Modules get numbers, as if the layers had been written one by one:
+`GPT/layers/attention` becomes `GPT/layers_3/attention`, in the backward pass too.
 
-A scan is over layers if in its body a product takes the carry, or what is made of it, by what is
-made of slices of parameters alone. So a scan over time (weights are constants of the loop), over
-chunks of a vocabulary (the carry meets no weights) or over micro-batches is left as it is; and so
-is a loop that runs one layer with the same weights again and again.
+A scan is over layers if a product in its body multiplies the carry, or a value made from it, by
+values made only from slices of parameters. So scans over time (weights are constants of the loop),
+over chunks of a vocabulary (the carry meets no weights) and over micro-batches stay; and so does a
+loop that runs one layer with the same weights again and again.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layers import Flow, products
-from autopar.rewrite.program_writer import Env, ProgramWriter
+from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
 from autopar.rewrite.residuals import is_cheap
 from autopar.rewrite.scan_remat import live_equations, scan_parts
 from autopar.tracer.copy_equations import Copier
 from autopar.tracer.regions import BACKWARD, UPDATE
 
 
-def unrolled(step: TracedStep) -> TracedStep:
-    """The step with its scans over layers written out; the step itself if it has none. Traces of
-    one step at two batch sizes are changed alike."""
+def unroll_scans(step: TracedStep) -> TracedStep:
+    """The step with its scans over layers unrolled; the step itself if it has none. Traces of one
+    step at two batch sizes change in the same way."""
     program = step.program
-    while (written := _written_out(program, step.batch)) is not None:
-        program = written  # a trip may hold a scan over layers in turn
+    while chosen := _scans_over_layers(program, step.batch):
+        program = _Unroller(program, chosen).run()  # a trip may contain a scan over layers again
     return step if program is step.program else replace(step, program=program)
 
 
 @dataclass(frozen=True)
 class _Names:
-    """What the trips of a scan, forward and backward, are called: `layers_0`, `layers_1` …"""
+    """The names of a scan's trips, forward and backward: `layers_0`, `layers_1` …"""
 
     name: str
     first: int
@@ -55,19 +54,14 @@ class _Names:
         return f"{self.name}_{self.first + trip}"
 
 
-def _written_out(program: Program, batch: Collection[int]) -> Program | None:
-    chosen = _scans_over_layers(program, batch)
-    return _Unroller(program, chosen).run() if chosen else None
-
-
 # -- which scans
 
 
 def _scans_over_layers(program: Program, batch: Collection[int]) -> dict[int, _Names]:
-    """The scans to write out, by their place among the equations."""
+    """{index of a scan to unroll: the names of its trips}."""
     flow = Flow(program, batch)
     chosen: dict[int, _Names] = {}
-    stacks: dict[int, _Names] = {}  # results of scans that are written out
+    stacks: dict[int, _Names] = {}  # results of scans to unroll
     weights: dict[tuple[int, int], _Names] = {}  # (stacked parameters, trips)
     trips_so_far: dict[tuple[str, str], int] = {}
     for index, equation in enumerate(program.equations):
@@ -126,7 +120,7 @@ def _stacks(scan: Equation) -> tuple[int, ...]:
 
 
 def _module_of(scan: Equation) -> str:
-    """The module that all products of the body are in, or simply `layer`."""
+    """The module of all products in the body, or simply `layer`."""
     names = {_jax.first_name(product.name_stack) for product in products(scan)}
     name = names.pop() if len(names) == 1 else None
     return name if name is not None and name.isidentifier() else "layer"
@@ -141,8 +135,8 @@ class _Unroller:
         self.chosen = chosen
         self.writer = ProgramWriter()
         self.env: Env = {}
-        self.stage_programs: dict[int, list[Operand]] = {}  # stack -> what each trip made of it
-        self.stacked: dict[int, list[Operand]] = {}  # stack -> what the user made it of
+        self.trip_slices: dict[int, list[Operand]] = {}  # stack -> the slice each trip made
+        self.stacked: dict[int, list[Operand]] = {}  # stack -> the slices the user stacked
         self.slices: dict[tuple[int, int], Operand] = {}  # (stack, trip)
         self.spread: dict[tuple[int, str], int] = {}  # (value, name of the trip)
         self.broadcasts = {
@@ -151,7 +145,7 @@ class _Unroller:
         self.stacks = {stack for index in chosen for stack in _stacks(program.equations[index])}
         self.read_whole = set(program.output_values)
         for index, equation in enumerate(program.equations):
-            if self.taken_apart(equation) is not None:
+            if self.unstacked(equation) is not None:
                 continue
             operands = equation.operands
             if index in chosen:
@@ -159,15 +153,15 @@ class _Unroller:
                 operands = (*parts.consts, *parts.carry)
             self.read_whole.update(values_in(operands))
 
-    def taken_apart(self, equation: Equation) -> int | None:
-        """What a scan that is written out stacked, if the equation gives back its slices."""
+    def unstacked(self, equation: Equation) -> int | None:
+        """The stack of an unrolled scan, if the equation takes it apart into its slices."""
         if equation.name != "unstack" or equation.params["axis"] != 0:
             return None
         (stack,) = equation.operands
         return stack if isinstance(stack, int) and stack in self.stacks else None
 
     def enlarges(self, equation: Equation) -> bool:
-        """Whether its result is larger than all that it reads, which is something."""
+        """Whether it has operands, and a result larger than all of them."""
 
         def size(values: Collection[int]) -> int:
             return sum(prod(self.program.avals[v].shape) for v in values)
@@ -184,8 +178,8 @@ class _Unroller:
         for index, equation in enumerate(program.equations):
             if index in self.chosen:
                 self.scan(equation, self.chosen[index])
-            elif (stack := self.taken_apart(equation)) is not None:
-                self.env.update(zip(equation.results, self.stage_programs[stack], strict=True))
+            elif (stack := self.unstacked(equation)) is not None:
+                self.env.update(zip(equation.results, self.trip_slices[stack], strict=True))
             else:
                 writer.copy(equation, program.avals, self.env)
             if equation.name == "stack" and equation.params["axis"] == 0:
@@ -199,46 +193,44 @@ class _Unroller:
 
     def scan(self, scan: Equation, names: _Names) -> None:
         (body,) = scan.bodies
-        own, given = scan_parts(scan, body.inputs), scan_parts(scan, scan.operands)
+        inputs, operands = scan_parts(scan, body.inputs), scan_parts(scan, scan.operands)
         env: Env = {}
         for value, array in body.captured:
             env[value] = self.writer.capture(array, self.program.avals[value])
-        moving = [self.outside(o) for o in given.carry]
-        num_carry = len(moving)
+        carry = [self.outside(o) for o in operands.carry]
+        num_carry = len(carry)
         made: list[list[Operand]] = [[] for _ in scan.results[num_carry:]]
-        unshielded = _computes_again(body)
+        unshielded = _recomputes(body)
         trips = range(scan.params["length"])
         for trip in reversed(trips) if scan.params["reverse"] else trips:
             inside = dict(env)
-            inside.update(zip(own.carry, moving, strict=True))
+            inside.update(zip(inputs.carry, carry, strict=True))
             stack = scan.name_stack.extend(names.of(trip))
             like = replace(scan, name_stack=stack, scope=str(stack))
-            for value, const in zip(own.consts, given.consts, strict=True):
+            for value, const in zip(inputs.consts, operands.consts, strict=True):
                 inside[value] = self.const(const, names.of(trip), like)
-            for value, x in zip(own.xs, given.xs, strict=True):
+            for value, x in zip(inputs.xs, operands.xs, strict=True):
                 inside[value] = self.slice(x, trip, like)
             if unshielded:
-                kept = [
+                residuals = [
                     v
-                    for v, x in zip(own.xs, given.xs, strict=True)
-                    if isinstance(x, int) and x in self.stage_programs
+                    for v, x in zip(inputs.xs, operands.xs, strict=True)
+                    if isinstance(x, int) and x in self.trip_slices
                 ]
-                self.shield(inside, [*kept, *own.carry], like)
+                self.shield(inside, [*residuals, *inputs.carry], like)
             self.trip(scan, body, inside, names.name, names.of(trip))
-            outputs = [inside[o] if isinstance(o, int) else o for o in body.outputs]
-            moving = outputs[:num_carry]
-            for stage_programs, stage_program in zip(made, outputs[num_carry:], strict=True):
-                stage_programs.append(stage_program)
-        self.env.update(zip(scan.results, moving, strict=False))
-        for stack, stage_programs in zip(scan.results[num_carry:], made, strict=True):
-            self.stage_programs[stack] = (
-                stage_programs[::-1] if scan.params["reverse"] else stage_programs
-            )
+            outputs = read_all(body.outputs, inside)
+            carry = outputs[:num_carry]
+            for slices, output in zip(made, outputs[num_carry:], strict=True):
+                slices.append(output)
+        self.env.update(zip(scan.results, carry, strict=False))
+        for stack, slices in zip(scan.results[num_carry:], made, strict=True):
+            self.trip_slices[stack] = slices[::-1] if scan.params["reverse"] else slices
             if stack in self.read_whole:
-                self.env[stack] = self.writer.emit(_stacked, self.stage_programs[stack], scan)
+                self.env[stack] = self.writer.emit(_stacked, self.trip_slices[stack], scan)
 
     def const(self, value: Operand, name: str, like: Equation) -> Operand:
-        """What all trips read, in the trip of this name; the backward trip reads the forward's."""
+        """A value that all trips read, for the trip of this name, forward and backward."""
         if not isinstance(value, int) or value not in self.broadcasts:
             return self.outside(value)
         if (value, name) not in self.spread:
@@ -252,21 +244,21 @@ class _Unroller:
         return self.spread[value, name]
 
     def slice(self, stack: Operand, trip: int, like: Equation) -> Operand:
-        """What a trip reads of a stack, as one equation for all trips that read it."""
+        """A trip's slice of a stack, one equation for all trips that read it."""
         if not isinstance(stack, int):
-            return self.writer.emit(_taken, [stack], like, index=trip)
-        if stack in self.stage_programs:
-            return self.stage_programs[stack][trip]
+            return self.writer.emit(_index, [stack], like, index=trip)
+        if stack in self.trip_slices:
+            return self.trip_slices[stack][trip]
         if stack in self.stacked:
             return self.stacked[stack][trip]
         if (stack, trip) not in self.slices:
-            taken = self.writer.emit(_taken, [self.env[stack]], like, index=trip)
+            taken = self.writer.emit(_index, [self.env[stack]], like, index=trip)
             self.slices[stack, trip] = taken
         return self.slices[stack, trip]
 
     def shield(self, env: Env, values: list[int], like: Equation) -> None:
-        """A barrier in front of what a backward trip computes again: in a loop it needs none, but
-        written out XLA would merge it with the forward trip."""
+        """Puts a barrier in front of a backward trip's recomputation: a loop needs none, but
+        unrolled XLA would merge it with the forward trip."""
         values = [v for v in values if isinstance(env[v], int)]
         copier = Copier(self.writer.avals)
         renamed: dict[int, int] = {}
@@ -275,7 +267,7 @@ class _Unroller:
         env.update((v, renamed[o]) for v in values if isinstance(o := env[v], int))
 
     def trip(self, scan: Equation, body: Program, env: Env, name: str, new: str) -> None:
-        """The body once, with `new` in place of the module's name."""
+        """Copies the body, with `new` instead of the module's name."""
         writer = self.writer
         first = len(writer.equations)
         for equation in body.equations:
@@ -297,7 +289,7 @@ class _Unroller:
 
 
 def _named_below(body: Program, around: Any) -> Program:
-    """Name stacks in a loop are relative to it, scopes are not."""
+    """The body with full scopes; name stacks in a loop stay relative to it."""
     equations = []
     for equation in body.equations:
         stack = around + equation.name_stack
@@ -306,18 +298,16 @@ def _named_below(body: Program, around: Any) -> Program:
     return replace(body, equations=tuple(equations))
 
 
-def _computes_again(body: Program) -> bool:
+def _recomputes(body: Program) -> bool:
     """Whether the body has code of `jax.checkpoint` without the barrier that it has elsewhere."""
     if any(e.name == "optimization_barrier" for e in body.equations):
         return False
     return any("rematted_computation" in e.scope for e in body.equations)
 
 
-def _taken(stack: Any, *, index: int) -> Any:
+def _index(stack: Any, *, index: int) -> Any:
     return lax.index_in_dim(stack, index, keepdims=False)
 
 
-def _stacked(*stage_programs: Any) -> Any:
-    return lax.concatenate(
-        [lax.expand_dims(stage_program, (0,)) for stage_program in stage_programs], 0
-    )
+def _stacked(*slices: Any) -> Any:
+    return lax.concatenate([lax.expand_dims(array, (0,)) for array in slices], 0)

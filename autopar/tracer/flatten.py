@@ -193,8 +193,8 @@ class _Flattener:
 
 def _read(env: dict[Any, Operand], atom: Any) -> Operand:
     if isinstance(atom, _jax.Literal):
-        aval: ShapedArray = atom.aval
-        return Constant(atom.val, aval)
+        assert isinstance(atom.aval, ShapedArray)
+        return Constant(atom.val, atom.aval)
     return env[atom]
 
 

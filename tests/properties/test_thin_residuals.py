@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from autopar.ir.program import Equation
-from autopar.rewrite.residuals import is_cheap, thin_residuals
+from autopar.rewrite.residuals import is_cheap, choose_residuals
 
 NUM_INPUTS = 2
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, database=None)
@@ -52,9 +52,9 @@ def test_no_choice_keeps_fewer_bytes(
     def size(values: Any) -> int:
         return sum(types[v].shape[0] * 4 for v in values)
 
-    thinned = thin_residuals(equations, read, available, types)
-    there = available | set(thinned.kept)
-    for position in thinned.repeated:
+    choice = choose_residuals(equations, read, available, types)
+    there = available | set(choice.stored)
+    for position in choice.recomputed:
         assert is_cheap(equations[position])
         assert there.issuperset(equations[position].operands), "in order"
         assert there.isdisjoint(equations[position].results), "none that is there"
@@ -64,4 +64,4 @@ def test_no_choice_keeps_fewer_bytes(
     others = [v for v in range(len(types)) if v not in available]
     subsets = chain.from_iterable(combinations(others, n) for n in range(len(others) + 1))
     fewest = min(size(s) for s in subsets if read <= derivable(equations, available | set(s)))
-    assert size(thinned.kept) == fewest <= size(read - available)
+    assert size(choice.stored) == fewest <= size(read - available)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.attach_layers import ANYWHERE, attach
+from autopar.rewrite.attach_layers import ANYWHERE, attach_layers
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.regions import UPDATE, equation_regions
@@ -109,7 +109,7 @@ class _Placer:
             replace(layer, equations=tuple(place[i] for i in layer.equations))
             for layer in self.layers
         ]
-        attached = attach(passes, layers)
+        attached = attach_layers(passes, layers)
         rows = zip(kept, attached.layer_of, attached.is_backward, strict=True)
         for index, layer, is_backward in rows:
             makers = [self.maker[v] for v in self.equations[index].inputs if v in self.maker]

@@ -13,7 +13,7 @@ import optax
 
 from autopar.ir.program import Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.attach_layers import LoopLayers, attach, loop_batch
+from autopar.rewrite.attach_layers import LoopLayers, attach_layers, loop_batch
 from autopar.rewrite.layers import find_layers
 from tests.properties.staged_steps import body_of, loop_of
 
@@ -71,7 +71,7 @@ def in_layers(step: TracedStep, num_layers: int) -> LoopLayers:
     body = body_of(step)
     assert step.loop is not None
     batch = loop_batch(step.program.equations[step.loop])
-    return attach(body, find_layers(body, num_layers, batch=batch))
+    return attach_layers(body, find_layers(body, num_layers, batch=batch))
 
 
 def makers(program: Program) -> dict[int, int]:

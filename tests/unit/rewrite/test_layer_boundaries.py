@@ -216,7 +216,7 @@ def twice(p: Any, x: Any) -> Any:
 )
 def test_a_layer_without_work_is_refused_with_its_line(forward: Any, where: str) -> None:
     step = traced(forward)
-    with pytest.raises(TraceError, match=f"{where} .*test_boundaries.py:[0-9]+") as caught:
+    with pytest.raises(TraceError, match=f"{where} .*test_layer_boundaries.py:[0-9]+") as caught:
         layers_by_marks(step.program, step.batch)
     assert forward.__name__ in str(caught.value)
 
@@ -246,7 +246,7 @@ def in_cond(p: Any, x: Any) -> Any:
 def test_a_mark_inside_a_loop_is_refused_with_its_line(forward: Any, loop: str) -> None:
     step = traced(forward)
     assert not any(e.has_effect for e in step.program.equations)
-    text = rf"layer boundary inside a {loop} body: .*test_boundaries.py:\d+:\d+ \(marked\)"
+    text = rf"layer boundary inside a {loop} body: .*test_layer_boundaries.py:\d+:\d+ \(marked\)"
     with pytest.raises(TraceError, match=text) as caught:
         layers_by_marks(step.program, step.batch)
     assert re.search("AutoLayers", str(caught.value))

@@ -17,7 +17,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
 from autopar.rewrite.attach_layers import loop_batch
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
-from autopar.rewrite.unroll_scans import unrolled
+from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.regions import FORWARD, equation_regions
 from autopar.tracer.trace_step import trace_step
 from examples.models import build
@@ -282,9 +282,9 @@ def loop_of(name: str, **options: Any) -> tuple[Program, range]:
 
 
 def looped(step: Any, state: Any, batch: Any) -> tuple[Program, range]:
-    full = unrolled(trace_step(step, (state, batch)))
+    full = unroll_scans(trace_step(step, (state, batch)))
     args, _ = full.call.rebuild(micro_batch_leaves(full, 2))
-    program = accumulate(full, unrolled(trace_step(step, args)), 2).program
+    program = accumulate(full, unroll_scans(trace_step(step, args)), 2).program
     (loop,) = [e for e in program.equations if e.name == "scan"]
     return loop.bodies[0], loop_batch(loop)
 

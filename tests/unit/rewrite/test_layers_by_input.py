@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.rewrite.layers_by_input import layers_by_arguments
-from autopar.rewrite.single_microbatch import looped_once
+from autopar.rewrite.single_microbatch import loop_single_microbatch
 from autopar.tracer.trace_step import trace_step
 
 X = np.ones((4, 8), np.float32)
@@ -18,7 +18,7 @@ W = np.ones((8, 8), np.float32)
 
 def products_by_stage(fn: Any, params: Any, holders: dict[str, tuple[int, ...]]) -> dict[int, int]:
     """Stage -> how many products it runs; parameters by name."""
-    step = looped_once(trace_step(fn, (params, X)))
+    step = loop_single_microbatch(trace_step(fn, (params, X)))
     paths = step.call.paths
     by_input = {i: holders[p] for i, p in enumerate(paths) if p in holders}
     layers, stages = layers_by_arguments(step, by_input)

@@ -12,7 +12,7 @@ import pytest
 
 from autopar import _jax
 from autopar.ir.program import Equation, Program
-from autopar.rewrite.residuals import CHEAP, Thinned, thin_residuals
+from autopar.rewrite.residuals import CHEAP, ResidualChoice, choose_residuals
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.regions import BACKWARD, equation_regions
 from autopar.tracer.trace_step import trace_step
@@ -86,15 +86,15 @@ def test_the_backward_pass_is_the_same_with_fewer_bytes(name: str) -> None:
     program, forward, backward = split(BLOCKS[name])
     read = read_by(backward, forward)
     given = dict(zip(program.inputs, jax.tree.leaves((W, X)), strict=True)) | dict(program.captured)
-    thinned = thin_residuals(forward, read, given, program.avals)
-    before, after = size(read, program), size(thinned.kept, program)
+    choice = choose_residuals(forward, read, given, program.avals)
+    before, after = size(read, program), size(choice.stored, program)
     assert after <= before if name == "dropout" else after < before
-    assert {forward[p].name for p in thinned.repeated} <= CHEAP
+    assert {forward[p].name for p in choice.recomputed} <= CHEAP
 
     whole = dict(given)
     evaluate(forward, whole)
-    handed = given | {v: whole[v] for v in thinned.kept}
-    evaluate([forward[p] for p in thinned.repeated], handed)
+    handed = given | {v: whole[v] for v in choice.stored}
+    evaluate([forward[p] for p in choice.recomputed], handed)
     for env in (whole, handed):
         evaluate(backward, env)
     for output in program.outputs:
@@ -104,7 +104,7 @@ def test_the_backward_pass_is_the_same_with_fewer_bytes(name: str) -> None:
 def test_of_a_gelu_only_what_the_product_gave_is_kept() -> None:
     program, forward, backward = split(gelu)
     read = read_by(backward, forward)
-    kept = thin_residuals(forward, read, program.inputs, program.avals).kept
+    kept = choose_residuals(forward, read, program.inputs, program.avals).stored
     shapes = sorted(program.avals[v].shape for v in kept)
     assert shapes == [(4, 8), (4, 32)], "the products' results, the last of them for the sine"
     assert sum(program.avals[v].shape == (4, 32) for v in read) > 2
@@ -112,17 +112,17 @@ def test_of_a_gelu_only_what_the_product_gave_is_kept() -> None:
 
 def test_a_mask_of_constants_is_not_kept_and_a_random_one_as_bits_of_a_byte() -> None:
     program, forward, backward = split(softmax)
-    thinned = thin_residuals(forward, read_by(backward, forward), program.inputs, program.avals)
-    assert not [v for v in thinned.kept if program.avals[v].dtype == bool]
+    choice = choose_residuals(forward, read_by(backward, forward), program.inputs, program.avals)
+    assert not [v for v in choice.stored if program.avals[v].dtype == bool]
     program, forward, backward = split(dropped)
-    thinned = thin_residuals(forward, read_by(backward, forward), program.inputs, program.avals)
-    types = [program.avals[v].dtype for v in thinned.kept if program.avals[v].shape == (4, 32)]
+    choice = choose_residuals(forward, read_by(backward, forward), program.inputs, program.avals)
+    types = [program.avals[v].dtype for v in choice.stored if program.avals[v].shape == (4, 32)]
     assert bool in types and jnp.uint32 not in types
 
 
 def test_nothing_read_and_nothing_made_again() -> None:
     _, forward, _ = split(gelu)
-    assert thin_residuals(forward, (), (), ()) == Thinned((), ())
+    assert choose_residuals(forward, (), (), ()) == ResidualChoice((), ())
 
 
 def test_what_comes_from_elsewhere_may_be_kept() -> None:
@@ -131,8 +131,10 @@ def test_what_comes_from_elsewhere_may_be_kept() -> None:
     (x,) = [v for v in program.inputs if program.avals[v].shape == X.shape]
     made = forward[0].results[0]
     weights = [v for v in program.inputs if v != x]
-    assert thin_residuals(forward, {x, made}, weights, program.avals) == Thinned((x,), (0,))
-    assert thin_residuals(forward, {made}, weights, program.avals) == Thinned((made,), ())
+    assert choose_residuals(forward, {x, made}, weights, program.avals) == ResidualChoice(
+        (x,), (0,)
+    )
+    assert choose_residuals(forward, {made}, weights, program.avals) == ResidualChoice((made,), ())
 
 
 def test_bytes_beyond_32_bits_are_counted() -> None:
@@ -140,5 +142,5 @@ def test_bytes_beyond_32_bits_are_counted() -> None:
     big = [jax.ShapeDtypeStruct((1 << 20, 1 << 14), jnp.float32)] * len(program.avals)
     x = next(v for v in program.inputs if program.avals[v].shape == X.shape)
     read = {e.results[0] for e in forward[:3]} | {x}
-    thinned = thin_residuals(forward, read, [v for v in program.inputs if v != x], big)
-    assert thinned.kept == (x,)
+    choice = choose_residuals(forward, read, [v for v in program.inputs if v != x], big)
+    assert choice.stored == (x,)

@@ -63,5 +63,5 @@ def test_step_that_ignores_its_batch_is_refused() -> None:
     def step(params: Any, batch: Any) -> Any:
         return jax.grad(lambda p: sum(jnp.sum(own["w"] ** 2) for own in p))(params)
 
-    with pytest.raises(TraceError, match="nothing in it reads one"):
+    with pytest.raises(TraceError, match="nothing in the step reads one"):
         loop_single_microbatch(trace_step(step, (parameters(), batch())))

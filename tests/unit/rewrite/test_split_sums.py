@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from autopar import _jax
-from autopar.rewrite.split_sums import part_sums
+from autopar.rewrite.split_sums import split_sums
 from tests.properties.staged_steps import body_of
 from tests.unit.rewrite.staged_models import WIDTHS, in_layers, looped, makers, reads
 
@@ -29,7 +29,7 @@ def test_without_shared_weights_nothing_changes() -> None:
     step = looped(optax.sgd(0.1))
     assert step.loop is not None
     stage_of = in_layers(step, 3).layer_of
-    program, loop, stages = part_sums(step.program, step.loop, stage_of)
+    program, loop, stages = split_sums(step.program, step.loop, stage_of)
     assert program is step.program and loop == step.loop and stages == stage_of
 
 
@@ -38,7 +38,7 @@ def test_each_stage_sums_its_own_gradient_of_a_shared_weight(num_micro_batches: 
     step = looped(optax.sgd(0.1), tied_loss, tied_parameters(), num_micro_batches)
     assert step.loop is not None
     stage_of = in_layers(step, 3).layer_of
-    program, loop, stages = part_sums(step.program, step.loop, stage_of)
+    program, loop, stages = split_sums(step.program, step.loop, stage_of)
     before, after = step.program.equations[step.loop], program.equations[loop]
     assert _jax.scan_sizes(after.params)[1] == _jax.scan_sizes(before.params)[1] + 1
     (body,) = after.bodies
@@ -73,6 +73,6 @@ def test_a_weight_used_twice_in_one_stage_has_one_sum() -> None:
     step = looped(optax.sgd(0.1), loss, tied_parameters())
     assert step.loop is not None
     stage_of = [min(layer, 0) for layer in in_layers(step, 2).layer_of]
-    program, _, _ = part_sums(step.program, step.loop, stage_of)
+    program, _, _ = split_sums(step.program, step.loop, stage_of)
     assert program is step.program
     assert len(body_of(step).equations) == len(stage_of)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.stage_placement import StagePlacement, find_homes
+from autopar.rewrite.stage_placement import StagePlacement, place_stages
 from autopar.rewrite.stage_slices import slice_step
 from tests.unit.rewrite.staged_models import in_layers, looped, loss_fn
 
@@ -19,7 +19,7 @@ def homes_of(step: TracedStep) -> StagePlacement:
     """With a layer per stage."""
     attached = in_layers(step, NUM_STAGES)
     assert step.loop is not None
-    return find_homes(step.program, step.loop, attached.layer_of, NUM_STAGES, step.state)
+    return place_stages(step.program, step.loop, attached.layer_of, NUM_STAGES, step.state)
 
 
 def owners(step: TracedStep, homes: StagePlacement, part: str) -> list[int]:

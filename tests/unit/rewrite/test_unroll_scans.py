@@ -16,7 +16,7 @@ from autopar.ir.program import Equation, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import find_layers
-from autopar.rewrite.unroll_scans import unrolled
+from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.tracer.regions import equation_regions, module_name
 from autopar.tracer.trace_step import trace_step
 from examples.models.gpt import GPTConfig, example
@@ -90,7 +90,7 @@ def over_a_table_of_positions(w: Any, x: Any) -> Any:
 def test_other_scans_stay(forward: Callable[..., Any]) -> None:
     step = traced(forward)
     assert scans(step.program)
-    assert unrolled(step) is step
+    assert unroll_scans(step) is step
 
 
 def test_a_scan_over_micro_batches_stays() -> None:
@@ -103,7 +103,7 @@ def test_a_scan_over_micro_batches_stays() -> None:
 
     args = (SHAPE((8, 8), jnp.float32), SHAPE((TRIPS, 4, 8), jnp.float32))
     step = trace_step(step, args)
-    assert unrolled(step) is step
+    assert unroll_scans(step) is step
 
 
 def test_a_scan_in_the_update_stays() -> None:
@@ -113,7 +113,7 @@ def test_a_scan_in_the_update_stays() -> None:
         _, updates = lax.scan(lambda c, g: (c, g @ g.T @ g), 0.0, grads)
         return w - updates
 
-    after = unrolled(trace_step(step, (WEIGHTS, X)))
+    after = unroll_scans(trace_step(step, (WEIGHTS, X)))
     (left,) = scans(after.program)
     regions = equation_regions(after.program)
     assert regions[after.program.equations.index(left)] == "update"
@@ -123,7 +123,7 @@ def test_a_scan_in_the_update_stays() -> None:
 def test_forward_and_backward_scans_are_written_out(wrap: Callable[..., Any]) -> None:
     step = traced(lambda w, x: over_layers(w, x, wrap))
     assert len(scans(step.program)) == 2
-    after = unrolled(step)
+    after = unroll_scans(step)
     assert not scans(after.program)
     assert after.program.outputs != step.program.outputs
     types = [after.program.avals[o] for o in after.program.outputs]
@@ -131,7 +131,7 @@ def test_forward_and_backward_scans_are_written_out(wrap: Callable[..., Any]) ->
 
 
 def test_a_forward_pass_alone_is_written_out() -> None:
-    after = unrolled(trace_step(over_layers, (WEIGHTS, X)))
+    after = unroll_scans(trace_step(over_layers, (WEIGHTS, X)))
     assert products(after.program) == ["layer_0", "layer_1", "layer_2"]
 
 
@@ -139,7 +139,7 @@ def test_a_forward_pass_alone_is_written_out() -> None:
 
 
 def test_each_trip_reads_one_slice_and_only_gradients_are_stacked() -> None:
-    step = unrolled(traced(over_layers))
+    step = unroll_scans(traced(over_layers))
     program = step.program
     (weights,) = [v for i, v in enumerate(program.inputs) if i not in step.batch]
     slices = [e for e in program.equations if e.name == "slice"]
@@ -154,7 +154,7 @@ def test_each_trip_reads_one_slice_and_only_gradients_are_stacked() -> None:
 
 def test_weights_that_the_step_stacks_itself_are_read_one_by_one() -> None:
     weights = [SHAPE((8, 8), jnp.float32)] * TRIPS
-    step = unrolled(traced(lambda w, x: over_layers(jnp.stack(w), x), weights))
+    step = unroll_scans(traced(lambda w, x: over_layers(jnp.stack(w), x), weights))
     program = step.program
     names = [e.name for e in program.equations]
     assert not {"stack", "unstack", "concatenate", "slice", "scan"} & set(names)
@@ -174,7 +174,7 @@ def test_what_all_trips_share_is_broadcast_in_each() -> None:
     forward, backward = scans(before.program)
     mask = {o for s in (forward, backward) for o in s.operands if isinstance(o, int)}
     assert any(before.program.avals[o].shape == (2, 4, 8) for o in mask)
-    after = unrolled(before).program
+    after = unroll_scans(before).program
     spread = [
         e
         for e in after.equations
@@ -192,7 +192,7 @@ def test_what_all_trips_share_is_broadcast_in_each() -> None:
 
 
 def test_trips_are_called_after_their_module() -> None:
-    program = unrolled(gpt()).program
+    program = unroll_scans(gpt()).program
     names = [f"GPT/layers_{i}" for i in range(TRIPS)]
     modules = products(program)
     for name in names:
@@ -209,7 +209,7 @@ def test_two_stacks_of_layers_are_told_apart() -> None:
         x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w[0])
         return over_layers(w[1], x)
 
-    step = unrolled(traced(forward, [WEIGHTS, WEIGHTS]))
+    step = unroll_scans(traced(forward, [WEIGHTS, WEIGHTS]))
     expected = [f"layer_{i}" for i in range(2 * TRIPS)]
     layers = find_layers(step.program, batch=step.batch)
     assert [layer.name for layer in layers] == expected
@@ -221,7 +221,7 @@ def test_loops_in_a_trip_are_named_too() -> None:
     def layer(x: Any, w: Any) -> tuple[Any, None]:
         return lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ w), x), None
 
-    step = unrolled(traced(lambda w, x: lax.scan(layer, x, w)[0].sum()))
+    step = unroll_scans(traced(lambda w, x: lax.scan(layer, x, w)[0].sum()))
     forward = scans(step.program)[:TRIPS]
     names = [module_name(e.scope) for s in forward for e in s.bodies[0].equations]
     assert set(names) == {f"layer_{i}" for i in range(TRIPS)}
@@ -241,7 +241,7 @@ def test_a_mark_in_the_body_is_still_refused() -> None:
         autopar.mark_layer_boundary()
         return x, None
 
-    step = unrolled(traced(lambda w, x: lax.scan(layer, x, w)[0].sum()))
+    step = unroll_scans(traced(lambda w, x: lax.scan(layer, x, w)[0].sum()))
     assert not scans(step.program)
     with pytest.raises(TraceError, match="inside a scan body"):
         layers_by_marks(step.program, step.batch)

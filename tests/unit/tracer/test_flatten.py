@@ -163,10 +163,10 @@ def test_scopes_and_source_lines() -> None:
     sine = find(body, "sin")
     assert sine.scope == "outer/inner"
     assert str(sine.name_stack) == "inner", "JAX adds the loop's own scope when it lowers"
-    assert "test_program.py" in sine.source_line
+    assert "test_flatten.py" in sine.source_line
     # `jnp.linalg.qr` is jitted inside JAX, so its equations have no line of ours.
     line = fn.__code__.co_firstlineno + 3
-    assert f"test_program.py:{line}" in find(program, "qr").source_line
+    assert f"test_flatten.py:{line}" in find(program, "qr").source_line
 
 
 def test_effects_are_marked() -> None:

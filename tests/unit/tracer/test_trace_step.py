@@ -222,7 +222,7 @@ def test_mutable_arrays_are_refused_by_their_line() -> None:
         return total[...]
 
     line = step.__code__.co_firstlineno + 1
-    with pytest.raises(TraceError, match=rf"test_flatten.py:{line}.*jax.new_ref"):
+    with pytest.raises(TraceError, match=rf"test_trace_step.py:{line}.*jax.new_ref"):
         trace_step(step, (BATCH["x"],))
 
 
