@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
-from autopar.ir.ranking import rank_correlation
+from autopar.measure.ranking import rank_correlation
 
 GIB = 2**30
 Row = dict[str, Any]

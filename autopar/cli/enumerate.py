@@ -25,11 +25,11 @@ from autopar.errors import ArgumentError
 from autopar.ir.files import write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import find_profile
-from autopar.ir.ranking import rank_correlation, ranks
 from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.database import default_database
 from autopar.measure.enumerate_plans import TimedPlan, covering_plans, timed_plans
+from autopar.measure.ranking import rank_correlation, ranks
 from autopar.measure.time_step import StepTiming
 from autopar.session import check_profile_here, cluster_of_devices
 

@@ -4,7 +4,7 @@ from math import isnan
 
 import pytest
 
-from autopar.ir.ranking import rank_correlation, ranks
+from autopar.measure.ranking import rank_correlation, ranks
 
 
 def test_equal_values_share_their_ranks():
