@@ -1,10 +1,8 @@
-"""What a parallel method asks for: the meshes it may use, and constraints on the solver.
+"""What a parallel method demands: the meshes it may use, and constraints on the solver.
 
-    DataParallel     the batch split over every axis, everything else whole
-    Zero2Parallel    the same, but state that is no parameter is split; the update is free
-    Zero3Parallel    the same, but all state is split
+    DataParallel, Zero2Parallel, Zero3Parallel   see `sharding.zero`
     ManualParallel   inputs and outputs have the user's specs
-    ShardParallel    what its options say (see `steering`); otherwise the solver is free
+    ShardParallel    its options' pins and the like (see `layout_constraints`); else it is free
 
 Constraints are the layouts that values may have and a filter on the strategies of each node; the
 solver knows no methods.
@@ -21,18 +19,16 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_flatten_with_path
 
 from autopar.errors import ArgumentError, MeshError, SpecError, shortened
-from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.spec import WHOLE, Layout, all_layouts
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
     DataParallel,
     ManualParallel,
     OneMeshMethod,
     PlacedParallel,
+    ShardingOptions,
     ShardParallel,
-    Zero2Parallel,
-    Zero3Parallel,
     options_of,
 )
 from autopar.sharding.layout_constraints import (
@@ -41,25 +37,24 @@ from autopar.sharding.layout_constraints import (
     constrain_layouts,
 )
 from autopar.sharding.problem import Allowed, StrategyFilter
-from autopar.sharding.strategies import Strategy
-from autopar.tracer.regions import UPDATE
+from autopar.sharding.zero import data_parallel_constraints
 
 # -- meshes
 
 
 def candidate_meshes(cluster: ClusterSpec, method: OneMeshMethod) -> list[LogicalMesh]:
     """The meshes a method may use on a cluster."""
+    forbidden = forbidden_collectives(options_of(method))
     meshes = _meshes(cluster, method)
-    options = options_of(method)
-    forbidden = {
-        name
-        for name, is_allowed in (
-            ("reduce-scatter", options.allow_reduce_scatter),
-            ("all-to-all", options.allow_all_to_all),
-        )
-        if not is_allowed
-    }
     return [replace(mesh, forbidden=mesh.forbidden | forbidden) for mesh in meshes]
+
+
+def forbidden_collectives(options: ShardingOptions) -> frozenset[str]:
+    allowed = {
+        "reduce-scatter": options.allow_reduce_scatter,
+        "all-to-all": options.allow_all_to_all,
+    }
+    return frozenset(name for name, is_allowed in allowed.items() if not is_allowed)
 
 
 def _meshes(cluster: ClusterSpec, method: OneMeshMethod) -> list[LogicalMesh]:
@@ -148,84 +143,9 @@ def solver_constraints(
     """(layouts that values may have, strategy filter) of a method."""
     own = allowed_layouts(graph, traced, mesh, constraints, options_of(method))
     if isinstance(method, DataParallel):
-        allowed, keep = _data_parallel(graph, traced, mesh, method)
+        allowed, keep = data_parallel_constraints(graph, traced, mesh, method)
         return {**allowed, **own}, keep
     return own, None
-
-
-def _data_parallel(
-    graph: Graph, traced: TracedStep, mesh: LogicalMesh, method: DataParallel
-) -> tuple[Allowed, StrategyFilter]:
-    """Batch inputs and all that has their first dimension split along it, everything else whole;
-    for ZeRO, state split along any dimension and free what has no batch dimension."""
-    name = type(method).__name__
-    if not graph.batch:
-        raise ArgumentError(
-            f"{name}: {traced.name} was called without a batch argument "
-            "(batch_argnums names none). Pass the batch as argument 1 or set batch_argnums."
-        )
-    whole = (WHOLE,) * len(mesh.shape)
-    to_split = _state_to_split(graph, method)
-    allowed: dict[int, frozenset[Layout]] = {}
-    for index, value in enumerate(graph.inputs):
-        shape = graph.values[value].shape
-        if value in to_split:
-            split = [x for x in all_layouts(shape, mesh.shape) if x != whole]
-            allowed[value] = frozenset(split or [whole])
-            continue
-        if index not in graph.batch or not shape:
-            allowed[value] = frozenset((whole,))
-            continue
-        if shape[0] % mesh.num_devices:
-            raise MeshError(
-                f"{traced.call.paths[index]}: its batch dimension of {shape[0]} is not divisible "
-                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
-                f"multiple of {mesh.num_devices}, or fewer devices."
-            )
-        num_micro_batches = traced.num_micro_batches
-        if shape[0] // num_micro_batches % mesh.num_devices:
-            raise MeshError(
-                f"{traced.call.paths[index]}: each of num_micro_batches={num_micro_batches} has "
-                f"{shape[0] // num_micro_batches} of its {shape[0]} rows, which is not divisible "
-                f"by the {mesh.num_devices} devices of {name}. Use a batch size that is a "
-                f"multiple of {num_micro_batches * mesh.num_devices}, fewer micro-batches or fewer "
-                "devices."
-            )
-        allowed[value] = frozenset((tuple(0 if size > 1 else WHOLE for size in mesh.shape),))
-
-    def keep(node: Node, strategies: tuple[Strategy, ...]) -> list[int]:
-        every = list(range(len(strategies)))
-        whole = [i for i in every if not any(f >= 0 for f in strategies[i].factors)]
-        if node.batch_factor is not None:
-            wanted = tuple(node.batch_factor if n > 1 else -1 for n in mesh.shape)
-            split = [i for i in every if strategies[i].factors == wanted]
-            return split or whole or every
-        generated = node.kind is NodeKind.OP and all(
-            not graph.values[v].shape for v in node.operands
-        )
-        return every if generated or to_split else whole or every
-
-    return allowed, keep
-
-
-def _state_to_split(graph: Graph, method: DataParallel) -> set[int]:
-    """Inputs that ZeRO splits: all state, or, in its second stage, what the passes do not read."""
-    state = {graph.inputs[i] for i, _ in graph.state if graph.values[graph.inputs[i]].shape}
-    if isinstance(method, Zero3Parallel):
-        return state
-    if not isinstance(method, Zero2Parallel):
-        return set()
-    origin = {value: value for value in state}
-    parameters: set[int] = set()
-    for node in graph.nodes:
-        for value in node.operands:
-            if value not in origin:
-                continue
-            if node.kind is NodeKind.USE:
-                origin[node.results[0]] = origin[value]
-            elif node.region != UPDATE:
-                parameters.add(origin[value])
-    return state - parameters
 
 
 def _manual_specs(

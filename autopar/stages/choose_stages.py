@@ -23,12 +23,16 @@ from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
 from autopar.methods import AutoStages, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.rewrite.attach_layers import boundary_bytes
-from autopar.sharding.constraints import method_constraints, solver_constraints
+from autopar.sharding.constraints import (
+    forbidden_collectives,
+    method_constraints,
+    solver_constraints,
+)
 from autopar.sharding.layout_constraints import LayoutConstraints
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
-from autopar.stages.looped import LoopedStep, batch_rows, forbidden_collectives, launch_s
+from autopar.stages.looped import LoopedStep, batch_rows, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
 from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -150,14 +149,6 @@ def batch_rows(step: TracedStep) -> int:
         f"{step.name}: a pipeline needs a batch that can be cut into micro-batches, but no array "
         "of its arguments is one. Pass the batch as argument 1, or name it with batch_argnums."
     )
-
-
-def forbidden_collectives(options: Any) -> frozenset[str]:
-    allowed = {
-        "reduce-scatter": options.allow_reduce_scatter,
-        "all-to-all": options.allow_all_to_all,
-    }
-    return frozenset(name for name, is_allowed in allowed.items() if not is_allowed)
 
 
 def even_ranges(work: Sequence[float], count: int) -> list[tuple[int, int]]:
