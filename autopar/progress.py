@@ -1,9 +1,12 @@
-"""What autopar is doing while it does it: log records, a line on a terminal, text on demand.
+"""Shows what autopar is doing: log records, a line on the terminal, text on demand.
 
-passes      `logging` under "autopar": DEBUG when one begins, INFO with its seconds
-terminal    one line on stderr for work of more than a second; none where stderr is no terminal,
-            or with AUTOPAR_PROGRESS=0
-on demand   AUTOPAR_DEBUG=plan,strategies,solver prints these to stderr as they are found
+passes      `logging` under "autopar": DEBUG when a pass begins, INFO with its seconds
+terminal    one line on stderr for work of more than a second, if stderr is a terminal;
+            AUTOPAR_PROGRESS=0 turns it off
+on demand   AUTOPAR_DEBUG=plan,strategies,solver prints these to stderr
+
+The line is our own, not `tqdm`'s: a thread redraws it while HiGHS blocks for a minute, and `tqdm`
+redraws only when stepped. It would also be one more package on every GPU host.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from typing import Any
 LOGGER = logging.getLogger("autopar")
 
 DEBUG_WORDS = ("plan", "strategies", "solver")
-_FIRST_S = 1.0  # nothing is drawn for work that is done by then
+_FIRST_S = 1.0  # shorter work is not shown
 _EVERY_S = 0.2
 _BAR = 20
-_told: set[str] = set()  # settings whose unknown words were named already
+_warned: set[str] = set()  # values of AUTOPAR_DEBUG whose unknown words were reported
 
 
 # -- on demand
@@ -34,10 +37,10 @@ def debugs(word: str) -> bool:
     given = os.environ.get("AUTOPAR_DEBUG", "")
     words = {part.strip() for part in given.split(",")} - {""}
     unknown = sorted(words - set(DEBUG_WORDS))
-    if unknown and given not in _told:
-        _told.add(given)
+    if unknown and given not in _warned:
+        _warned.add(given)
         LOGGER.warning(
-            "AUTOPAR_DEBUG=%s: %s not known. The words are %s, with commas between.",
+            "AUTOPAR_DEBUG=%s: %s unknown. Choose from %s, separated by commas.",
             given,
             ", ".join(map(repr, unknown)) + (" is" if len(unknown) == 1 else " are"),
             ", ".join(DEBUG_WORDS),
@@ -67,8 +70,7 @@ def logged(name: str) -> Iterator[None]:
 
 
 class Progress:
-    """Work that is under way, to be entered as a context. With a total, `step` says that one more
-    part of it is done."""
+    """A context in which work is shown on the terminal. With a total, `step` counts its parts."""
 
     def __init__(self, what: str, total: int = 0) -> None:
         self.what, self.total, self.done = what, total, 0
@@ -94,7 +96,7 @@ class Progress:
 
 
 class _Screen:
-    """The line, and the thread that draws it while anything is under way on a terminal."""
+    """The line on the terminal, and the thread that draws it while any work is under way."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -130,7 +132,7 @@ class _Screen:
 
     @contextmanager
     def wiped(self) -> Iterator[None]:
-        """The line is away while something else is printed."""
+        """Removes the line while something else is printed."""
         with self._lock:
             self._wipe()
             yield
@@ -162,7 +164,7 @@ def _on_terminal() -> bool:
         return False
     try:
         return sys.stderr is not None and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # something put in its place, or closed
+    except (AttributeError, ValueError):  # replaced, or closed
         return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -19,4 +20,5 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
     if min(len(set(one)), len(set(other))) < 2:
         return float("nan")
-    return float(spearmanr(one, other)[0])
+    result: Any = spearmanr(one, other)
+    return float(result.statistic)

@@ -136,7 +136,7 @@ def test_text_on_demand(monkeypatch: pytest.MonkeyPatch, capfd, caplog) -> None:
     assert "autopar solver, mesh (4,): " in err and "gap 0.00%" in err
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warned) == 1  # once, though it is asked many times
-    assert "'plans' is not known. The words are plan, strategies, solver" in warned[0]
+    assert "'plans' is unknown. Choose from plan, strategies, solver" in warned[0]
     monkeypatch.setenv("AUTOPAR_DEBUG", "")
     assert not debugs("plan")
     tell("plan", "nothing")
