@@ -132,7 +132,7 @@ class Loop:
         return cache, outs
 
     def fill(self, cache: Any, prompts: jax.Array) -> Any:
-        """Fills the cache with all but the last token of each prompt (batch, length), one by one."""
+        """Fills the cache with all but the last token of each prompt (batch, length)."""
         for index in range(prompts.shape[1] - 1):
             positions = jnp.full(prompts.shape[:1], index, jnp.int32)
             cache, *_ = self._call(self._params, cache, prompts[:, index], positions)

@@ -1,11 +1,11 @@
-"""What experts write by hand for the models of `examples.models`, tuned: autopar's competitors.
+"""Hand-written, tuned layouts for the models of `examples.models`: autopar's competitors.
 
 experts_for(example, num_devices, devices_per_host) → list[Expert]     all candidates
 chains_for(…)                                        → list[list[Expert]]
 best_of_families(chains, judge)                      → the best of each family
 Expert.step(example, devices) → (jitted step, abstract state, abstract batch), with shardings
 Expert.made(example, devices) → the same with arrays on the devices
-Expert.plan(example, cluster) → an autopar plan, of those that are pipelines by hand
+Expert.plan(example, cluster) → an autopar plan, for hand-written pipelines
 """
 
 from __future__ import annotations

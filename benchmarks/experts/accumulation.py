@@ -1,10 +1,10 @@
-"""A train step by hand that adds gradients up over parts of the batch.
+"""A hand-written train step that accumulates gradients over parts of the batch.
 
     Example, number of micro-batches → (state, batch) → (state, loss)
 
-The gradient of a mean over equal parts is the mean of their gradients. So it is for GPT, Llama and
-the mixture (whose groups of tokens stay whole); not for BERT, whose masks count differently in each
-part, nor for a Wide-ResNet with its BatchNorm. `can_accumulate` tells.
+The gradient of a mean over equal parts is the mean of their gradients. That holds for GPT, Llama
+and the mixture of experts (whose groups of tokens stay whole), but not for BERT, whose parts have
+different numbers of masked tokens, nor for a Wide-ResNet with its BatchNorm: see `can_accumulate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def can_accumulate(example: Example) -> bool:
 
 
 def rows_together(example: Example) -> int:
-    """How many neighbouring sequences must stay in one part: those that share a group."""
+    """How many neighbouring sequences share a group of tokens and must stay in one part."""
     config = example.config
     if isinstance(config, moe.MoEConfig):
         return max(1, config.group_size // config.seq_len)
@@ -43,9 +43,9 @@ def rows_together(example: Example) -> int:
 def accumulating_step(
     example: Example, num_parts: int, place: Callable[[Any], Any] = lambda parts: parts
 ) -> Any:
-    """`place` lays out the batch once it is cut into (part, row of the part, …)."""
+    """`place` sets the layout of the batch after it is split into (part, row of the part, …)."""
     if not can_accumulate(example):
-        raise ValueError(f"{example.name}: the loss of a batch is no mean of that of its parts")
+        raise ValueError(f"{example.name}: the loss of a batch is not the mean over its parts")
 
     block = rows_together(example)
 

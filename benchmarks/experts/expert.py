@@ -1,4 +1,4 @@
-"""One expert's way to run a model: a layout by hand with its own knobs, or a pipeline by hand.
+"""One expert's way to run a model: a hand-written layout with knobs, or a hand-written pipeline.
 
 Expert, Example, devices → a jitted step, abstract state and batch with their shardings
 Expert (a pipeline), Example, cluster → an autopar plan
@@ -25,16 +25,16 @@ from .handwritten import HandWritten
 
 @dataclass(frozen=True)
 class Expert:
-    """What an expert would run.
+    """A candidate that an expert would run.
 
-    name:              tells this candidate from all others.
-    family:            what it is compared as: the best of each family is reported.
+    name:              unique among all candidates.
+    family:            the best of each family is reported.
     layout:            the mesh and the shardings; None for a pipeline.
-    scan_layers:       layers stacked and run by a loop, if the model can.
+    scan_layers:       whether layers are stacked and run by a loop, if the model supports it.
     remat:             one of `remat.KINDS`.
-    num_micro_batches: gradients are added up over so many parts of the batch.
-    method:            of a pipeline: stages, meshes and pins as an expert gives them to autopar.
-    wrap:              of a pipeline: gives the step's values the names that the pins speak of.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
+    method:            of a pipeline: the stages, meshes and pins that an expert gives to autopar.
+    wrap:              of a pipeline: names the values of the step for the pins.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Expert:
         return self.method is not None
 
     def example(self, example: Example) -> Example:
-        """The model as this expert configures it: stacked layers, rematerialised layers; for a
-        pipeline, its step with names in it."""
+        """The model as this expert configures it: stacked layers, remat; for a pipeline, a step
+        with named values."""
         fields = {field.name for field in dataclasses.fields(example.config)}
         wanted = {"scan_layers": self.scan_layers, "remat": self.remat != "none"}
         own = example.replace(**{name: wanted[name] for name in wanted if name in fields})
@@ -65,7 +65,7 @@ class Expert:
 
     def step(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(step, state, batch): `jax.jit` with shardings and the state donated, and abstract
-        arguments with their shardings, to be lowered or to be made (`made`)."""
+        arguments with their shardings; `made` creates them."""
         if self.layout is None:
             raise ValueError(f"{self.name} is a pipeline: use Expert.plan(example, cluster)")
         layout, own = self.layout, self.example(example)
@@ -91,17 +91,17 @@ class Expert:
         return layout.jit_on(step, mesh, places), placed_state, jax.tree.map(_placed, batch, rows)
 
     def made(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """(step, state, batch) as `step` gives them, with arrays on the devices."""
+        """(step, state, batch) as `step` returns them, with arrays on the devices."""
         step, state, batch = self.step(example, devices)
         own = self.example(example)
         places = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
         return step, *jax.device_put((own.create_state(), own.make_batch()), places)
 
     def plan(self, example: Example, cluster: autopar.ClusterSpec) -> autopar.ParallelPlan:
-        """The plan of a pipeline, of the step of `example`, for `autopar.compile` or
+        """The pipeline's plan for the step of `example`, for `autopar.compile` or
         `autopar.parallelize(method=plan)`."""
         if self.method is None:
-            raise ValueError(f"{self.name} is no pipeline: use Expert.step(example, devices)")
+            raise ValueError(f"{self.name} is not a pipeline: use Expert.step(example, devices)")
         own = self.example(example)
         arguments = (own.abstract_state(), own.abstract_batch())
         return autopar.plan(own.train_step, *arguments, cluster=cluster, method=self.method)

@@ -1,11 +1,10 @@
-"""The candidates that experts choose among: every layout that fits a model and a cluster, with
-its knobs.
+"""The candidates of the experts: every layout that fits a model and a cluster, with its knobs.
 
     Example, devices, devices per host → Expert …
 
-Candidates come in *chains*: the same layout with more and more computed again, or with more and
-more micro-batches. The first of a chain that fits in memory is its fastest, since all after it do
-more work; `tuning.best_of_families` stops there.
+Candidates form *chains*: the same layout with more and more recomputation, or with more and more
+micro-batches. The first of a chain that fits in memory is its fastest, since all after it do more
+work; `tuning.best_of_families` stops there.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Chain = list[Expert]
 def experts_for(
     example: Example, num_devices: int, devices_per_host: int, *, scan_layers: bool = False
 ) -> list[Expert]:
-    """All candidates for this model on so many devices. With `scan_layers`, those that can have
-    their layers stacked, which compiles fast."""
+    """All candidates for this model and number of devices. With `scan_layers`, layers are stacked
+    where possible, which compiles fast."""
     found = chains_for(example, num_devices, devices_per_host, scan_layers=scan_layers)
     return [expert for chain in found for expert in chain]
 
@@ -49,7 +48,7 @@ def experts_for(
 def chains_for(
     example: Example, num_devices: int, devices_per_host: int, *, scan_layers: bool = False
 ) -> list[Chain]:
-    """The same, by chains; pipelines come last."""
+    """The same as chains; pipelines come last."""
     scanned = scan_layers and hasattr(example.config, "scan_layers")
     chains = []
     for family, layout in layouts_for(example, num_devices, devices_per_host):
@@ -60,7 +59,7 @@ def chains_for(
 def layouts_for(
     example: Example, num_devices: int, devices_per_host: int
 ) -> list[tuple[str, HandWritten]]:
-    """(family, layout) that the model's sizes and its batch can be split by."""
+    """(family, layout) pairs that divide the model's sizes and its batch."""
     config = example.config
     if isinstance(config, wide_resnet.WideResNetConfig):
         found = _image_layouts(config, num_devices, devices_per_host)
@@ -78,7 +77,7 @@ def _splits_batch(example: Example, layout: HandWritten) -> bool:
 
 
 def _tensor_degrees(num_devices: int, devices_per_host: int) -> list[int]:
-    """Tensor parallelism stays in the host."""
+    """Tensor parallelism stays inside a host."""
     most = min(num_devices, devices_per_host)
     return [n for n in (2, 4, 8, 16) if n <= most and most % n == 0]
 

@@ -1,11 +1,11 @@
-"""A sharding as an expert writes it by hand: specs of parameters, annotations of activations.
+"""A hand-written sharding: specs of parameters, annotations of activations.
 
     HandWritten, a model's step and state → `jax.jit` of the step with shardings
 
-Parameters are placed by a rule on their path; activations are annotated from outside the model,
-by intercepting Flax modules, linen's and nnx's, and einsums, so that the models themselves stay
-free of shardings. Meshes have the axes "x" and "y", of which "y" is the inner one: its devices are
-neighbours. Layers may be stacked (`scan_layers`): rules speak of one layer's arrays.
+A rule on the path places each parameter. Activations are annotated from outside the model, by
+intercepting Flax modules (linen's and nnx's) and einsums, so the models themselves contain no
+shardings. Meshes have the axes "x" and "y"; "y" is the inner one, whose devices are neighbours.
+Layers may be stacked (`scan_layers`): rules apply to the arrays of one layer.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Specs = P | list[P]
 
 @dataclass(frozen=True)
 class HandWritten:
-    """A way to shard by hand. `parameter(path, shape)` gives a parameter's spec (optimizer
-    moments follow unless `moment` is given), `activations` the spec of a module's output by the
-    module's name (or that without the number at its end; "*" for all others, "logits" for the
-    whole model), `einsums` the spec of an einsum's output by its subscripts. Where there are
-    several specs, the output is passed through them in turn."""
+    """A hand-written sharding. `parameter(path, shape)` returns a parameter's spec (optimizer
+    moments follow unless `moment` is given). `activations` has the specs of module outputs by
+    module name (with or without the number at its end; "*" for all others, "logits" for the whole
+    model), `einsums` those of einsum outputs by subscripts. An output with several specs passes
+    through them in turn."""
 
     name: str
     mesh_shape: tuple[int, int]
@@ -58,8 +58,8 @@ class HandWritten:
     moment: Rule | None = None
 
     def state_specs(self, state: Any, *, stacked: bool = False) -> Any:
-        """A spec for each leaf of the state; with `stacked`, arrays of layers have a dimension of
-        layers in front, which is never split."""
+        """A spec for each leaf of the state; with `stacked`, arrays of layers have a leading layer
+        dimension, which is never split."""
 
         def spec(path: Any, leaf: Any) -> P:
             text = jax.tree_util.keystr(path)
@@ -74,8 +74,8 @@ class HandWritten:
 
     @contextlib.contextmanager
     def annotate(self, mesh: Mesh, saved: Sequence[str] = ()) -> Iterator[None]:
-        """Annotate activations of every Flax module that runs inside. Outputs of the modules and
-        einsums in `saved` get that name, for a policy of `jax.checkpoint` to know them by."""
+        """Annotates the activations of every Flax module that runs in the block. Outputs of the
+        modules and einsums in `saved` get that name for a `jax.checkpoint` policy."""
 
         def constrain(value: Any, spec: P) -> Any:
             if not hasattr(value, "ndim") or value.ndim < len(spec):
@@ -109,7 +109,7 @@ class HandWritten:
             yield
 
     def specs_of(self, module: str) -> list[P]:
-        """What the output of the module with this name is passed through."""
+        """The specs for the output of the module with this name."""
         if module == "model":
             module = "logits" if "logits" in self.activations else ""
         stem = module.rstrip("0123456789")
@@ -119,7 +119,7 @@ class HandWritten:
         return []
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
-        """The first devices in their order, as many as the mesh has."""
+        """A mesh of the first devices, in their order."""
         taken = np.array(list(devices)[: math.prod(self.mesh_shape)], dtype=object)
         auto = (jax.sharding.AxisType.Auto,) * 2
         return Mesh(taken.reshape(self.mesh_shape), ALL, axis_types=auto)
@@ -156,8 +156,8 @@ def _in_turn(specs: Specs) -> list[P]:
 
 @contextlib.contextmanager
 def intercept_nnx(annotated: Callable[[Any, str], Any]) -> Iterator[None]:
-    """Pass what nnx modules return through `annotated`, with the name that the module has in the
-    one that calls it; the outermost is "model"."""
+    """Passes the outputs of nnx modules through `annotated`, with the module's name in its caller;
+    the outermost is "model"."""
     names: dict[int, str] = {}
     depth = 0
 
@@ -172,7 +172,7 @@ def intercept_nnx(annotated: Callable[[Any, str], Any]) -> Iterator[None]:
                 return annotated(call(module, *args, **kwargs), name)
             finally:
                 depth -= 1
-                for child in children:  # another module may get this address
+                for child in children:  # another module may reuse this address
                     del names[child]
 
         return __call__
@@ -184,7 +184,7 @@ def intercept_nnx(annotated: Callable[[Any, str], Any]) -> Iterator[None]:
         yield
 
 
-# -- rules that layouts share
+# -- shared rules
 
 
 def replicated(path: str, shape: tuple[int, ...]) -> P:
@@ -192,7 +192,7 @@ def replicated(path: str, shape: tuple[int, ...]) -> P:
 
 
 def largest_dim(axes: Any, num_shards: int) -> Rule:
-    """FSDP: every parameter split along its largest dimension that divides."""
+    """FSDP: splits every parameter along its largest divisible dimension."""
 
     def spec(path: str, shape: tuple[int, ...]) -> P:
         divisible = [d for d, n in enumerate(shape) if n % num_shards == 0]

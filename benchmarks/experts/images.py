@@ -1,4 +1,4 @@
-"""Layouts by hand of a Wide-ResNet: images split over devices, channels of its blocks too."""
+"""Hand-written layouts of a Wide-ResNet: images split over devices, and channels of its blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def image_zero2(num_devices: int) -> HandWritten:
 
 
 def image_hsdp(num_hosts: int, per_host: int) -> HandWritten:
-    """Filters split in each host and the same in all, moments split over all devices."""
+    """Filters split inside a host and replicated across hosts, moments split over all devices."""
     return HandWritten(
         f"HSDP {num_hosts}×{per_host}",
         (num_hosts, per_host),
@@ -37,8 +37,8 @@ def image_hsdp(num_hosts: int, per_host: int) -> HandWritten:
 def image_channels(data: int, tensor: int) -> HandWritten:
     """Megatron's columns and rows in the bottleneck blocks of a Wide-ResNet, with ZeRO-3 on "x".
 
-    A block's 3×3 convolution makes channels that are split over "y" and the last one adds them up.
-    The first one is split too, and its output, a quarter of the residual stream, gathered."""
+    A block's 3×3 convolution produces channels split over "y", and the last convolution sums over
+    them. The first one is split too, and its output, a quarter of the residual stream, gathered."""
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
         if len(shape) == 2:
@@ -47,7 +47,7 @@ def image_channels(data: int, tensor: int) -> HandWritten:
             return P()
         if "'Conv_2'" in path:
             return P(None, None, "y", "x")
-        if "'stem'" in path:  # three channels of colour
+        if "'stem'" in path:  # three colour channels
             return P()
         return P(None, None, "x", "y")
 

@@ -1,4 +1,4 @@
-"""All layouts by hand under one name."""
+"""All hand-written layouts in one module."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""autopar beside experts, measured: steps on virtual CPU devices, all plans in turns.
+"""autopar against experts, measured: steps on virtual CPU devices, all plans interleaved.
 
     Example, devices → a row: the median step of each plan, autopar over the best expert
     python -m benchmarks.experts.measured_cpu [--model NAME …] [--rounds N] [--json FILE]
 
-A round runs every plan once, in an order of its own, for at least `LEAST_SAMPLE_S`. After the first
-rounds only autopar's plan and those near the fastest go on. The ratio is the median of the rounds'
-own ratios, so that a machine that is busy for a while disturbs both sides. Processor time is that
-of all threads of the process; other work on the machine changes it less than the clock's.
+A round runs every plan once, in random order, for at least `LEAST_SAMPLE_S`. After the first rounds
+only autopar's plan and those near the fastest continue. The ratio is the median of the per-round
+ratios, so temporary load disturbs both sides. Processor time is that of all threads of the process;
+other load changes it less than wall time.
 
-On these devices memory is not short and layers are few: of every layout, the expert is the one
-that computes nothing again, with layers one by one and stacked. Pipelines by hand are left out:
-virtual devices are one host.
+On these devices memory is not tight and layers are few: of every layout, the expert is the one
+without recomputation, with layers written out and stacked. Hand-written pipelines are left out,
+since virtual devices are one host.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .grid import DATA, FSDP, experts_for
 NUM_DEVICES = 8
 LEAST_SAMPLE_S = 0.2
 FIRST_ROUNDS = 3
-NEAR = 1.15  # of the fastest expert: who goes on after the first rounds
+NEAR = 1.15  # times the fastest expert: who continues after the first rounds
 
-# Wide for their batches, so that what is sent matters beside what is computed; steps of 0.1 to
-# 0.3 s on two cores.
+# Wide for their batches, so that communication matters next to compute; steps of 0.1 to 0.3 s on
+# two cores.
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt": (
         "gpt-tiny", 16,
@@ -70,7 +70,7 @@ def example_of(name: str) -> Example:
 
 
 class Runner:
-    """A step with its state, run again and again."""
+    """A step with its state, ready to run repeatedly."""
 
     def __init__(self, plan: str, family: str, step: Callable[..., Any], state: Any, batch: Any):
         self.plan, self.family = plan, family
@@ -101,7 +101,7 @@ class Runner:
 
 
 def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None) -> Runner:
-    """As a user gets it who gives no method."""
+    """autopar's plan with the default method."""
     autopar.init(devices=list(devices))
     step = autopar.parallelize(example.train_step, method=method or autopar.AutoParallel())
     state, batch = example.create_state(), example.make_batch()
@@ -128,8 +128,8 @@ def expert_runner(expert: Expert, example: Example, devices: Sequence[Any]) -> R
 
 
 def candidates(example: Example, num_devices: int) -> list[Expert]:
-    """Every layout, and data parallelism and FSDP with stacked layers too; one of each family
-    first, so that none is missed where time is short."""
+    """Every layout, and data parallelism and FSDP also with stacked layers; one of each family
+    comes first, so that none is missing if time runs out."""
     families: dict[str, list[Expert]] = {}
     for scanned in (False, True)[: 1 + hasattr(example.config, "scan_layers")]:
         for expert in experts_for(example, num_devices, num_devices, scan_layers=scanned):
@@ -149,8 +149,8 @@ def measure(
     method: Any = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The row of one model. `limit_s`: after half of it no more candidates are compiled, at the
-    end of it the rounds so far must do (the first ones are always run)."""
+    """The row of one model. After half of `limit_s` no more candidates are compiled; at its end no
+    more rounds run (the first ones always do)."""
     load = os.getloadavg()[0]
     started = time.perf_counter()
     runners = [autopar_runner(example, devices, method)]
@@ -182,7 +182,7 @@ def measure(
 
 
 def compared(ours: Runner, experts: Sequence[Runner]) -> dict[str, Any]:
-    """autopar over the best expert, of those that ran in all rounds."""
+    """autopar over the best expert, among those that ran in all rounds."""
     best = min(experts, key=lambda runner: runner.step_s)
     ratios = [a / b for a, b in zip(ours.samples, best.samples, strict=True)]
     processor = [a / b for a, b in zip(ours.processor_samples, best.processor_samples, strict=True)]
@@ -212,7 +212,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one model")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="per model")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     rows = []

@@ -1,4 +1,4 @@
-"""Layouts by hand of a mixture of experts: tokens go to the devices of their experts and back."""
+"""Hand-written layouts of a mixture of experts: tokens go to their experts' devices and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .transformers import expert_einsums
 
 def expert_parallel(num_devices: int, *, zero: bool, split_moments: bool = False) -> HandWritten:
     """Experts split over all devices, tokens exchanged by all-to-all; the rest data parallel, with
-    ZeRO-3, with the optimizer's moments alone split (ZeRO-2), or neither."""
+    ZeRO-3, with only the optimizer's moments split (ZeRO-2), or neither."""
     split = _experts_and(largest_dim(ALL, num_devices))
     whole = _experts_and(replicated)
     tokens = P(ALL, None, None)
@@ -28,7 +28,7 @@ def expert_parallel(num_devices: int, *, zero: bool, split_moments: bool = False
 
 
 def _experts_and(rest: Rule) -> Rule:
-    """Experts' kernels split over all devices, all else by another rule."""
+    """Experts' kernels split over all devices, everything else by the rule `rest`."""
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:
         if "'experts'" in path and len(shape) == 3:
@@ -39,8 +39,8 @@ def _experts_and(rest: Rule) -> Rule:
 
 
 def experts_in_hosts(data: int, experts: int) -> HandWritten:
-    """For more devices than experts: experts split over "y", inside over "x" as ZeRO-3 does; the
-    rest ZeRO-3 over all devices. Tokens are exchanged along "y" alone."""
+    """For more devices than experts: experts split over "y" and, as in ZeRO-3, inside over "x"; the
+    rest ZeRO-3 over all devices. Tokens are exchanged only along "y"."""
     rest = largest_dim(ALL, data * experts)
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:

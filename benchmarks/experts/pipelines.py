@@ -1,11 +1,11 @@
-"""3-D by hand: tensor parallelism in the host, pipeline stages of whole hosts, data parallelism.
+"""3-D by hand: tensor parallelism inside a host, pipeline stages of whole hosts, data parallelism.
 
-    Example, devices, devices per host → chains of `Expert`s, whose `method` autopar carries out
+    Example, devices, devices per host → chains of `Expert`s with a `method` for autopar
 
-Stages have equally many layers. In a stage kernels are split as Megatron does, over "y", and the
-optimizer's moments over "x" too. What products give is pinned: parts of heads and features over
-"y" behind column-split kernels, the residual stream along the sequence behind row-split ones, whole
-sequences behind norms. What is left to autopar is what follows from that, biases and norms.
+Stages have equally many layers. Inside a stage, kernels are split over "y" as in Megatron, and the
+optimizer's moments also over "x". The products' outputs are pinned: heads and features over "y"
+after column-split kernels, the residual stream along the sequence after row-split ones, whole
+sequences after norms. autopar only decides what follows from that: biases and norms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.models import Example, gpt, llama
 from .expert import Expert
 from .handwritten import intercept_nnx
 
-MICRO_BATCHES_PER_STAGE = 8  # 1F1B then waits an eighth of the time at most
+MICRO_BATCHES_PER_STAGE = 8  # so 1F1B waits at most an eighth of the time
 _COLUMN = ("qkv", "query", "key", "value", "up", "gate", "lm_head")
 _ROW = ("out", "down")
 _NORMS = ("attention_norm", "ffn_norm", "final_norm")
@@ -33,8 +33,8 @@ _NORMS = ("attention_norm", "ffn_norm", "final_norm")
 def pipelines(
     example: Example, num_devices: int, devices_per_host: int, family: str
 ) -> Iterator[list[Expert]]:
-    """Two stages, and one per host, with tensor parallelism in a host or half of it; each as it is
-    and with layers computed again."""
+    """Two stages, and one per host, with tensor parallelism over a host or half of it; each with
+    and without recomputation."""
     config = example.config
     if not isinstance(config, (gpt.GPTConfig, llama.LlamaConfig)) or config.scan_layers:
         return
@@ -46,8 +46,8 @@ def pipelines(
         submesh = (num_hosts // num_stages, devices_per_host)
         for tensor in (devices_per_host // 2, devices_per_host):
             data = submesh[0] * devices_per_host // max(tensor, 1)
-            # A micro-batch has a row for every device that rows are split over, and two at least:
-            # of a single row, autopar cannot tell the batch from other dimensions of one.
+            # A micro-batch has a row per data-parallel device, and at least two: with a single
+            # row, autopar cannot tell the batch from other dimensions of size one.
             rows = max(data, 2)
             most = min(MICRO_BATCHES_PER_STAGE * num_stages, example.batch_size // rows)
             sizes = (heads, config.seq_len, config.vocab_size)
@@ -90,7 +90,7 @@ def _expert(
 
 
 def _pins(example: Example) -> dict[str, P]:
-    """Of kernels and moments, by the paths that the model has, and of values, by their names."""
+    """Pins for kernels and moments, by their paths, and for values, by their names."""
     leaves = jax.tree.leaves_with_path(example.abstract_state().params)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     split, stream, whole = P("x", None, "y"), P("x", "y", None), P("x", None, None)
@@ -114,7 +114,7 @@ def _pins(example: Example) -> dict[str, P]:
 
 
 def naming(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step, with outputs of the modules that `_pins` speaks of under names."""
+    """The step, with names on the outputs of the modules in `_pins`."""
     named = {*_COLUMN, *_ROW, *_NORMS, "logits"}
 
     def name_value(out: Any, name: str) -> Any:

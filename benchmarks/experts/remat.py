@@ -1,13 +1,13 @@
-"""What of a layer is kept for the backward pass, when an expert has it computed again.
+"""Which values of a layer an expert saves for the backward pass; the rest is recomputed.
 
-    "none"       all of it
-    "products"   what the kernels (and experts) of a layer give; attention's scores, activation
-                 functions and norms are computed again
-    "attention"  the projections of attention alone; the feed-forward is computed again
-    "full"       nothing but the layer's input
+    "none"       saves everything
+    "products"   saves the outputs of the layer's kernels (and experts); recomputes attention
+                 scores, activation functions and norms
+    "attention"  saves only the attention projections; recomputes the feed-forward
+    "full"       saves only the layer's input
 
-The models' own `remat=True` is the last; the two between are a policy of `jax.checkpoint` that
-saves outputs by name. They are named by `HandWritten.annotate`, from outside the model.
+The models' `remat=True` is the last; the two in between are `jax.checkpoint` policies that save
+outputs by name. `HandWritten.annotate` names them, from outside the model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import jax
 KINDS = ("none", "products", "attention", "full")
 _PROJECTIONS = ("qkv", "query", "key", "value", "out")
 _EXPERTS = ("gsec,gsm->egcm", "egcm,emh->egch", "egch,ehm->egcm")
-# A row-split product's result is added to the stream, and nothing of the backward pass reads it.
+# A row-split product's output is added to the residual stream; the backward pass never reads it.
 SAVED = {"products": (*_PROJECTIONS, "up", "gate", *_EXPERTS), "attention": _PROJECTIONS}
 
 
 @contextlib.contextmanager
 def keeping(kind: str) -> Iterator[None]:
-    """Layers that are rematerialised inside keep what `kind` says."""
+    """Layers rematerialised in the block save what `kind` says."""
     if kind not in SAVED:
         yield
         return

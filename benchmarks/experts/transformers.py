@@ -1,7 +1,7 @@
-"""Layouts by hand of GPT, Llama and BERT: data parallel, ZeRO-2, FSDP, HSDP, Megatron, FSDP + TP.
+"""Hand-written layouts of GPT, Llama and BERT: data, ZeRO-2, FSDP, HSDP, Megatron, FSDP + TP.
 
-They follow what is common practice: FSDP gathers one layer's kernels at a time; a host's devices
-share the tensor axis; with sequence sharding the residual stream and its norms are split along the
+They follow common practice: FSDP gathers the kernels of one layer at a time; the devices of a host
+share the tensor axis; with sequence sharding, the residual stream and its norms are split along the
 sequence between the tensor parallel parts, as in Megatron-LM.
 """
 
@@ -33,7 +33,7 @@ def fsdp(num_devices: int) -> HandWritten:
 
 
 def zero2(num_devices: int) -> HandWritten:
-    """Parameters whole, moments (and so gradients) split."""
+    """Parameters replicated, moments (and therefore gradients) split."""
     base = fsdp(num_devices)
     return HandWritten(
         "ZeRO-2", base.mesh_shape, replicated, base.batch, base.activations, moment=base.parameter
@@ -41,8 +41,8 @@ def zero2(num_devices: int) -> HandWritten:
 
 
 def hsdp(num_hosts: int, per_host: int) -> HandWritten:
-    """Parameters split in each host and the same in all, moments split over all devices. "y" is
-    the major axis of moments, so that a host has all parts of the parameters it keeps."""
+    """Parameters split inside a host and replicated across hosts, moments split over all devices.
+    "y" is the major axis of moments, so a host has all moments of the parameters it keeps."""
     base = fsdp(num_hosts * per_host)
     return HandWritten(
         f"HSDP {num_hosts}×{per_host}",
@@ -56,8 +56,8 @@ def hsdp(num_hosts: int, per_host: int) -> HandWritten:
 
 
 def expert_einsums(by_token: P, by_expert: P, inside: P, tokens: P) -> dict[str, Specs]:
-    """Of a mixture: slots are filled and emptied where their tokens are, and go to the experts in
-    between. Told only the latter, XLA gathers all tokens everywhere."""
+    """For a mixture: slots are filled and emptied on the tokens' devices and go to the experts in
+    between. With only the latter annotated, XLA gathers all tokens everywhere."""
     return {
         "gsec,gsm->egcm": [by_token, by_expert],
         "egcm,emh->egch": inside,
@@ -75,17 +75,17 @@ def megatron(
     split_moments: bool = False,
     vocab_size: int = 0,
 ) -> HandWritten:
-    """Column- and row-split kernels on "y", batch on "x"; with `sequence` the residual stream is
+    """Column- and row-split kernels on "y", batch on "x". With `sequence` the residual stream is
     split along the sequence between them; with `zero` kernels are also split over "x", with
-    `split_moments` their optimizer's moments alone. Experts, if there are any, are split over "x"
-    and inside over "y", tokens exchanged by all-to-all. A vocabulary that "y" does not divide is
-    kept whole, and the head split along the sequence."""
+    `split_moments` only their optimizer moments. Experts, if any, are split over "x" and inside
+    over "y", with tokens exchanged by all-to-all. A vocabulary that "y" does not divide is not
+    split; the head is then split along the sequence."""
     whole = P("x", None, None)
     split = P("x", None, "y")
     by_sequence = P("x", "y", None)
     stream = by_sequence if sequence else whole
     logits = by_sequence if vocab_size % tensor else split
-    # Computed in parts and gathered as it comes out: what is inside of a norm is float32.
+    # Computed in shards and gathered at the output: the inside of a norm is float32.
     norm = [stream, whole] if sequence else whole
     activations: dict[str, Specs] = {
         "*": stream, "logits": logits, "lm_head": logits, "out": stream, "down": stream,
@@ -95,7 +95,7 @@ def megatron(
         "router": whole,
     }  # fmt: skip
     einsums: dict[str, Specs] = {
-        # Left alone, XLA splits some of attention along the sequence instead of by heads.
+        # Without this, XLA splits parts of attention along the sequence instead of by heads.
         "bqnd,bknd->bnqk": P("x", "y", None, None),
         "bnqk,bknd->bqnd": P("x", None, "y", None),
         "bqngd,bknd->bngqk": P("x", "y", None, None, None),
@@ -116,8 +116,8 @@ def megatron(
 
 
 def _split_moments(data: int, tensor: int, vocab_size: int) -> Rule:
-    """Moments of kernels split over "x" too. Those of the embedding are split along the vocabulary
-    alone, as its gradient comes; across it, XLA would gather all that the gradient is made of."""
+    """Moments of kernels are also split over "x". Those of the embedding are split only along the
+    vocabulary, like its gradient; otherwise XLA would gather everything the gradient is made of."""
     kernels = _columns_and_rows(tensor, "x", vocab_size)
 
     def moment(path: str, shape: tuple[int, ...]) -> P:
@@ -129,7 +129,7 @@ def _split_moments(data: int, tensor: int, vocab_size: int) -> Rule:
 
 
 def _columns_and_rows(tensor: int, other: str | None, vocab_size: int) -> Rule:
-    """Kernels split on "y" as Megatron does, and along their other dimension over `other`."""
+    """Kernels split on "y" as in Megatron, and along their other dimension over `other`."""
     vocab = None if vocab_size % tensor else "y"
 
     def parameter(path: str, shape: tuple[int, ...]) -> P:

@@ -2,8 +2,8 @@
 
     chains of candidates, judge → {family: (Expert, verdict)}
 
-The judge is the one that autopar's own plan is judged by; it may compile a candidate, or run it.
-Of a chain, candidates are judged until one fits: those behind it do the same with more work.
+The same judge judges autopar's plan; it may compile a candidate, or run it. A chain is judged until
+a candidate fits: those after it do the same with more work.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Verdict = TypeVar("Verdict", bound=Judged)
 def best_of_families(
     chains: Iterable[Sequence[Expert]], judge: Callable[[Expert], Verdict]
 ) -> dict[str, tuple[Expert, Verdict]]:
-    """The fastest that fits of each family; where none does, the last that was tried, which needs
-    the least memory. A candidate is judged once, though two chains may hold it."""
+    """The fastest candidate that fits, for each family; if none fits, the last one tried, which
+    needs the least memory. A candidate in two chains is judged once."""
     known: dict[str, Verdict] = {}
     best: dict[str, tuple[Expert, Verdict]] = {}
     for chain in chains:
