@@ -1,4 +1,4 @@
-"""Predicted throughput per GPU on 1 to 64 V100s and 8 to 1,024 H100s, beside published figures.
+"""Predicted throughput per GPU on 1 to 64 V100s and 8 to 1,024 H100s, next to published figures.
 
     python -m benchmarks.scaling --folder DIR --jobs 16 --time-limit 580
     python -m benchmarks.scaling --folder DIR --only v100-gpt
@@ -6,9 +6,9 @@
     python -m benchmarks.scaling --show [FILE]
     python -m benchmarks.scaling --plot [FILE] --docs docs
 
-The first plans all cases that have no row in the folder yet, a process each, and can be ended and
-called again; --keep puts its rows into benchmarks/results/scaling.json, in place of older ones of
-the same cases. --show and --plot read that file if none is given. No device is needed.
+The first command plans all cases that have no row in the folder yet, in a process each; after an
+interruption, run it again. --keep copies its rows into benchmarks/results/scaling.json, replacing
+older ones of the same cases. --show and --plot read that file by default. No device is needed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def main() -> None:
     )
     parser.add_argument("--folder", default="scaling-rows", help="where rows are written")
     parser.add_argument("--jobs", type=int, default=1, help="cases planned side by side")
-    parser.add_argument("--time-limit", type=float, help="seconds for all of it")
+    parser.add_argument("--time-limit", type=float, help="seconds for all cases")
     parser.add_argument("--row-limit", type=float, default=running.ROW_LIMIT_S, help="for a case")
     parser.add_argument("--only", action="append", help="cluster, family, model, GPUs or a name")
-    parser.add_argument("--keep", action="store_true", help=f"put the rows into {RESULTS.name}")
-    parser.add_argument("--list", action="store_true", help="show the cases and end")
+    parser.add_argument("--keep", action="store_true", help=f"copy the rows into {RESULTS.name}")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--show", nargs="?", const=RESULTS, metavar="FILE", help="print tables")
     parser.add_argument(
         "--plot", nargs="?", const=RESULTS, metavar="FILE", help="write plots and tables"
     )
-    parser.add_argument("--docs", default=DOCS, help="whose scaling.md and images are written")
+    parser.add_argument("--docs", default=DOCS, help="folder of scaling.md and images to write")
     parser.add_argument("--row", nargs=2, metavar=("NAME", "DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:

@@ -1,12 +1,13 @@
-"""Which model is planned on which cluster: the rows of the benchmark, most telling first.
+"""Which model is planned for which cluster: the rows of the benchmark, most telling first.
 
-V100: the models of the Alpa paper on as many GPUs as it trained them on, in its configuration: GPT
-with Adam, MoE with Adafactor, attention as products. H100 (DGX): the same models from 8 GPUs on;
-beyond 64 GPUs the largest model stays and the batch grows with the GPUs. There GPT, MoE and Llama
-have fused attention and Adam. Llama2-7B has 4 sequences of 4096 tokens per GPU.
+V100: the models of the Alpa paper on as many GPUs as in the paper, in its configuration: GPT with
+Adam, MoE with Adafactor, attention as products. H100 (DGX): the same models from 8 GPUs on; beyond
+64 GPUs the largest model stays and the batch grows with the GPUs. There GPT, MoE and Llama have
+fused attention and Adam. Llama2-7B has 4 sequences of 4096 tokens per GPU.
 
-Everything is left to the planner, but for Wide-ResNet: its BatchNorm has other statistics in
-micro-batches, so it never cuts that batch by itself; two numbers of micro-batches are given.
+The planner decides everything except for Wide-ResNet: BatchNorm has other statistics in
+micro-batches, so the planner never splits that batch by itself; we give two numbers of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Case:
     """One model on one cluster.
 
     cluster:       "v100" or "h100".
-    batch_size:    of all GPUs together; None is the paper's.
-    micro_batches: as many are asked for; None leaves them to the planner.
+    batch_size:    of all GPUs together; None for the paper's.
+    micro_batches: the requested number; None leaves it to the planner.
     """
 
     cluster: str
@@ -59,8 +60,8 @@ class Case:
         return autopar.ClusterSpec(hosts, per_host, "h100-sxm")
 
     def method(self) -> autopar.AutoParallel | autopar.PipeshardParallel:
-        """The default; on one GPU, which it leaves as it is, a pipeline of one stage, so that
-        micro-batches and recomputation are searched there too."""
+        """The default method. On one GPU, where it would change nothing, a pipeline of one stage,
+        so that micro-batches and recomputation are searched there too."""
         number = self.micro_batches or "auto"
         if self.gpus == 1:
             return autopar.PipeshardParallel(number)
@@ -82,7 +83,8 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _growing(models: dict[int, str], gpus: int, batch: int) -> tuple[str, int]:
-    """The model for so many GPUs, and its batch: beyond the largest, the batch grows."""
+    """The model for this number of GPUs, and its batch: beyond the largest model, the batch
+    grows."""
     most = max(models)
     return models[min(gpus, most)], batch * max(1, gpus // most)
 
@@ -100,7 +102,7 @@ def _h100(gpus: int) -> list[Case]:
 
 
 def _ordered() -> list[Case]:
-    """GPT and MoE before Wide-ResNet, what was measured by others before what was not, and large
+    """GPT and MoE before Wide-ResNet, cases with published measurements before others, and large
     clusters, which take longest, before small ones."""
     found = [case for model in PUBLISHED for case in _v100(model)]
     found += [case for gpus in GPUS for case in _h100(gpus)]
@@ -116,11 +118,11 @@ CASES: dict[str, Case] = {case.name: case for case in _ordered()}
 
 
 def chosen(only: Sequence[str] | None) -> list[Case]:
-    """Cases whose name is given, or has one of these as a part ("v100", "gpt", "1024")."""
+    """Cases with a given name, or with a given part of it ("v100", "gpt", "1024")."""
     for text in only or ():
         if not any(_is_part(text, case) for case in CASES.values()):
             raise ArgumentError(
-                f"only={text!r}: no case of the scaling benchmark is called so. Give a cluster "
+                f"only={text!r}: no case of the scaling benchmark matches. Give a cluster "
                 "(v100, h100), a family (gpt, moe, wresnet, llama2), a model, a number of GPUs, or "
                 f"a name such as {next(iter(CASES))!r}; --list shows all."
             )

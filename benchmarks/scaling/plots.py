@@ -1,7 +1,7 @@
 """Rows as plots: from rows to SVG files, a panel per family of models.
 
-A panel has our predictions, and what others measured where they did. Every file says in its text
-which is which, and by whom.
+A panel has our predictions, and the measurements of others where they exist. The text of every file
+says which is which, and who measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Panel:
 
 
 def write_plots(rows: list[Row], folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The files that were written; none for a cluster of which there is no row."""
+    """Returns the written files; a cluster without rows has none."""
     written: list[pathlib.Path] = []
     for cluster, drawn in (("v100", v100_plot), ("h100", h100_plot)):
         if any(row["cluster"] == cluster for row in rows):
@@ -67,8 +67,8 @@ def v100_plot(rows: list[Row]) -> str:
         "Weak scaling on V100s of 16 GB, 8 to a host, 25 Gb/s between hosts",
         (
             f"autopar: predicted by its cost model, never run. All others: measured ({PAPER}).",
-            "TFLOPS per GPU in the count of that paper, whatever a plan recomputes, so that height "
-            "is throughput. A cross: it failed, or does not fit.",
+            "TFLOPS per GPU as that paper counts them, whatever a plan recomputes, so height is "
+            "throughput. A cross: it failed, or does not fit.",
         ),
         panels,
     )
@@ -94,10 +94,10 @@ def h100_plot(rows: list[Row]) -> str:
     return _document(
         "Weak scaling on H100s (DGX: NVLink in a host, 8 × 400 Gb/s between hosts)",
         (
-            "autopar: predicted by its cost model, never run. Measured is one figure alone, "
-            "MaxText's, by its authors.",
-            "TFLOPS are of the model's products, forward once and backward twice; nothing that is "
-            "recomputed counts. A cross: no plan.",
+            "autopar: predicted by its cost model, never run. Only MaxText's figure is measured, "
+            "by its authors.",
+            "TFLOPS count the model's products, forward once and backward twice, without "
+            "recomputation. A cross: no plan.",
         ),
         panels,
     )
@@ -150,7 +150,7 @@ def _panel(panel: Panel, num_keys: int) -> list[str]:
     plot = line_plot(
         panel.series,
         panel.labels,
-        x_title=f"GPUs (upright: {panel.y_title})",
+        x_title=f"GPUs (vertical: {panel.y_title})",
         y_title=panel.y_title,
         y_text=lambda y: f"{y:,.6g}",
     )

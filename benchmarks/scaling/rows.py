@@ -25,7 +25,7 @@ def make_row(case: Case) -> dict[str, Any]:
 
 
 def figures_of(case: Case, row: dict[str, Any]) -> dict[str, Any]:
-    """Throughput per GPU in the units of the tables; empty if there is no plan."""
+    """Throughput per GPU in the tables' units; empty without a plan."""
     if "error" in row:
         return {}
     example = case.example()

@@ -1,8 +1,8 @@
 """Cases to rows: a process per case, a few at a time, each with a time limit.
 
-A row is a file of its own in `FOLDER/rows`, so that a run that was ended goes on where it was:
-cases that have a row are not planned again, unless it says that time ran out. `FOLDER/scaling.json`
-has all rows there are, written anew after every row.
+Each row has its own file in `FOLDER/rows`, so an interrupted run resumes: cases that have a row are
+not planned again, unless the row says that time ran out. `FOLDER/scaling.json` has all rows,
+rewritten after every row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def run(
     only: Sequence[str] | None = None,
     row_limit_s: float = ROW_LIMIT_S,
 ) -> list[dict[str, Any]]:
-    """Plan the cases that have no row yet; all rows of the folder. After `time_limit_s` what still
-    runs is ended without a row, to be planned by the next call.
+    """Plans the cases that have no row yet; returns all rows of the folder. After `time_limit_s`
+    running cases are ended without a row; the next call plans them.
 
-    only: as in `cases.chosen`; what no case is called is passed over, as a suite has other parts.
+    only: as in `cases.chosen`, but unknown names are ignored, since a suite has other parts.
     """
     rows_folder = pathlib.Path(folder, "rows")
     rows_folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,8 @@ def collect(folder: str | pathlib.Path) -> list[dict[str, Any]]:
 
 
 def keep_results(folder: str | pathlib.Path, target: pathlib.Path) -> list[dict[str, Any]]:
-    """Put the rows of a folder into a file of results, in place of those of the same cases; rows
-    of which time ran out leave what was there."""
+    """Copies the rows of a folder into a results file, replacing those of the same cases. Rows that
+    ran out of time replace nothing."""
     rows = json.loads(target.read_text())["rows"] if target.exists() else []
     known = {row["case"]: row for row in rows}
     for row in collect(folder):
@@ -95,14 +95,14 @@ def write_results(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write(path: pathlib.Path, content: Any) -> None:
-    """All of it or nothing, since a run may be ended at any time."""
+    """Writes all of it or nothing, since a run may be ended at any time."""
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
 
 
 def plan_case(name: str, folder: str | pathlib.Path) -> None:
-    """What the process of a case does."""
+    """Plans one case, in its own process."""
     from benchmarks.scaling.rows import make_row
 
     _write(pathlib.Path(folder) / f"{name}.json", make_row(CASES[name]))

@@ -1,4 +1,4 @@
-"""Rows as text: a line as they come, and tables beside what others measured."""
+"""Rows as text: a line for each, and tables next to the measurements of others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first_line(row: Row) -> str:
 
 
 def best_rows(rows: list[Row], cluster: str, family: str) -> list[Row]:
-    """The best row of each number of GPUs, a failure if there is nothing else; in their order."""
+    """The best row for each number of GPUs, in their order; a failure if there is no other."""
     found: dict[int, Row] = {}
     for row in rows:
         if row["cluster"] != cluster or row["family"] != family:
@@ -115,7 +115,7 @@ def h100_table(rows: list[Row], family: str) -> list[str]:
 
 
 def share_of_peak(row: Row) -> float:
-    """Of an H100: Wide-ResNet's products are float32, so TF32."""
+    """The share of an H100's peak: TF32 for Wide-ResNet, whose products are float32."""
     is_32bit = row["family"] == "wresnet"
     peak = H100_PEAK_TFLOPS_32BIT if is_32bit else H100_PEAK_TFLOPS
     return row["tflops_per_device"] / peak
@@ -139,7 +139,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def in_page(page: str, rows: list[Row]) -> str:
-    """The page with the tables of each cluster between its marks (see docs/scaling.md)."""
+    """The page with the tables of each cluster between its markers (see docs/scaling.md)."""
     for cluster in CLUSTERS:
         first, last = f"<!-- scaling:{cluster} -->", f"<!-- /scaling:{cluster} -->"
         before, found, rest = page.partition(first)

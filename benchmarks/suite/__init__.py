@@ -1,7 +1,7 @@
-"""The suite behind `autopar bench`: autopar beside what experts write by hand, one table for all.
+"""The suite behind `autopar bench`: autopar against hand-written experts, one table for all.
 
-`cases` says which models on which devices, `judge` what a compiled program is worth, `compiling`
-makes one result in a process of its own (`benchmarks.experts.measured_cpu` the measured ones),
-`pool` runs many of those, `tables` turns the results file into text, `command` is what `autopar
-bench` calls.
+`cases` lists the models and devices, `judge` turns a compiled program into seconds, `compiling`
+makes one result in its own process (`benchmarks.experts.measured_cpu` makes the measured ones),
+`pool` runs many of those, `tables` turns the results file into text, and `autopar bench` calls
+`command`.
 """

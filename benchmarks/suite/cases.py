@@ -1,6 +1,6 @@
-"""Which models on which devices the suite compares: data, and the `Example`s made of it.
+"""Which models the suite compares on which devices: data, and the `Example`s made from it.
 
-A `Row` is one line of a table: a model, a number of devices and how much of the batch each gets.
+A `Row` is one line of a table: a model, a number of devices and each device's share of the batch.
 All plans of a row have the same model code, depth and batch. Parameters and optimizer state are
 float32, activations and products bfloat16.
 """
@@ -20,8 +20,8 @@ FAMILIES = ("gpt", "llama", "moe", "bert", "wresnet")
 
 @dataclass(frozen=True)
 class Row:
-    """`per_device`: sequences or images of the batch; `config`: fields that differ from the zoo's.
-    `layers`: a depth other than the model's own (of a Wide-ResNet, blocks of each stage)."""
+    """`per_device`: sequences or images of the batch; `config`: changed fields of the config;
+    `layers`: another depth than the model's (for a Wide-ResNet, blocks of each stage)."""
 
     model: str
     devices: int
@@ -70,7 +70,7 @@ QUICK_ROWS: tuple[Row, ...] = (
 
 
 def cpu_rows(quick: bool = False) -> list[Row]:
-    """Those that are measured on virtual CPU devices: small models of the same families."""
+    """The rows measured on virtual CPU devices: small models of the same families."""
     from benchmarks.experts.measured_cpu import MODELS, NUM_DEVICES
 
     found = [
@@ -81,19 +81,20 @@ def cpu_rows(quick: bool = False) -> list[Row]:
 
 
 def check_names(rows: Sequence[Row], models: Sequence[str], devices: Sequence[int]) -> None:
-    """That some row has each of these models (names or families) and numbers of devices."""
+    """Raises if no row has one of these models (names or families) or numbers of devices."""
     names = sorted({row.model for row in rows} | {row.family for row in rows})
     for name in models:
         if name not in names:
             raise ArgumentError(
-                f"--models {name}: no row has this model{near_names(name, names)}. There are "
+                f"--models {name}: no row has this model{near_names(name, names)}. Choose from "
                 f"{', '.join(names)}."
             )
     numbers = sorted({row.devices for row in rows})
     for number in devices:
         if number not in numbers:
             raise ArgumentError(
-                f"--devices {number}: no row has so many; there are {', '.join(map(str, numbers))}."
+                f"--devices {number}: no row has this number of devices; choose from "
+                f"{', '.join(map(str, numbers))}."
             )
     if not chosen_rows(rows, models, devices):
         raise ArgumentError(

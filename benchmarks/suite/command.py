@@ -1,8 +1,8 @@
-"""What `autopar bench` does: from its options to a results file and the tables made of it.
+"""Runs `autopar bench`: from its options to a results file and its tables.
 
-The suite has parts: "cpu" is measured on 8 virtual CPU devices, "h100" compiled for 8, 16 and 64
-H100s that need not be there, "h200" and "serving" measured on one GPU if there is one, "scaling"
-predicted. Every result has a file of its own in the folder; `suite.json` beside them has all.
+The suite has parts: "cpu" is measured on 8 virtual CPU devices, "h100" is compiled for 8, 16 and 64
+H100s that need not exist, "h200" and "serving" are measured on one GPU if there is one, "scaling"
+is predicted. Every result has its own file in the folder; `suite.json` next to them has all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTS = ("cpu", "h100", "h200", "scaling", "serving")
 DEFAULT_PARTS = ("cpu", "h100", "h200")
 RESULTS = "suite.json"
 QUICK_ROUNDS = 3
-# If time runs out, those are missing that win least often.
+# If time runs out, the families that win least often are missing.
 PLAN_ORDER = (
     "autopar", "FSDP", "expert parallel", "FSDP + TP", "channels", "ZeRO-2", "HSDP", "3-D by hand",
     "data parallel", "Megatron + sequence", "Megatron",
@@ -47,14 +47,14 @@ OTHER_ROWS = {
     "scaling": "what `python -m benchmarks.scaling --list` shows",
     "serving": "the models of benchmarks/serving_cases.py, if there is a GPU",
 }
-LAST_WORDS_S = 10.0  # that a script has to end by itself
-GPU_LIMIT_S = 60.0  # to ask for GPUs
+LAST_WORDS_S = 10.0  # for a script to end by itself
+GPU_LIMIT_S = 60.0  # for detecting GPUs
 _PACKAGES = ("autopar", "jax", "jaxlib", "flax", "optax")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; empty tuples mean all."""
+    """The options of the command; empty tuples mean all."""
 
     only: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Options:
         for part in self.only:
             if part not in PARTS:
                 raise ArgumentError(
-                    f"--only {part}: there is no such part{near_names(part, PARTS)}. There are "
+                    f"--only {part}: unknown part{near_names(part, PARTS)}. Choose from "
                     f"{', '.join(PARTS)}."
                 )
         if self.only:
@@ -80,7 +80,7 @@ class Options:
 
 
 def rows_of(part: str, options: Options) -> list[Row]:
-    """The rows of a part that were asked for; other parts may have what this one has not."""
+    """The selected rows of a part; a selection may match only other parts."""
     known: dict[str, Sequence[Row]] = {}
     if "h100" in options.parts:
         known["h100"] = QUICK_ROWS if options.quick else H100_ROWS
@@ -94,7 +94,7 @@ def rows_of(part: str, options: Options) -> list[Row]:
 
 
 def run_bench(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run the parts one after another; the document of the results file."""
+    """Runs the parts one after another; returns the document of the results file."""
     ends_s = time.time() + options.time_limit_s
     runners = {
         "cpu": _run_cpu,
@@ -114,7 +114,7 @@ def run_bench(options: Options, say: Callable[[str], None] = print) -> dict[str,
 
 
 def machine() -> dict[str, Any]:
-    """Where it ran: what the table does not say."""
+    """The machine and its versions, which the tables do not show."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -153,9 +153,9 @@ def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> di
         cuda_version(load_target(TARGET))
     except CompileError as error:
         raise CompileError(
-            "bench: the rows of H100s are compiled by XLA's GPU compiler, which is not here. "
-            "Install it with: pip install 'autopar[verify]' (no GPU is needed), or leave these "
-            "rows out with --only cpu."
+            "bench: the H100 rows need XLA's GPU compiler, which is not installed. Install it "
+            "with: pip install 'autopar[verify]' (no GPU is needed), or leave these rows out with "
+            "--only cpu."
         ) from error
     tasks: list[tuple[int, int, Task]] = []
     wanted = options.plans or (QUICK_PLANS if options.quick else ())
@@ -171,14 +171,14 @@ def _run_h100(options: Options, ends_s: float, say: Callable[[str], None]) -> di
             result = folder / f"{_slug(who)}.json"
             arguments = ("-m", "benchmarks.suite.compiling", str(job.resolve()))
             task = Task(f"{row.name}: {who}", (*arguments, str(result.resolve())), result)
-            # What takes longest, planning for many devices, begins first.
+            # The longest tasks, planning for many devices, begin first.
             size = -row.devices if who == AUTOPAR else row.devices
             tasks.append((PLAN_ORDER.index(family), size, task))
     order = [task for *_, task in sorted(tasks, key=lambda one: one[:2])]
     say(f"h100: {len(order)} plans to compile, {sum(t.is_done for t in order)} done before")
     left = run_tasks(order, options.jobs, ends_s, _teller(say))
     if left:
-        say(f"h100: {left} plans are left; the same command goes on with them")
+        say(f"h100: {left} plans are left; run the same command again to continue")
     return {
         "target": "H100 80GB, 8 to a host; compiled by XLA without GPUs, not run",
         "rows": collected(options.folder / "h100", rows),
@@ -189,7 +189,7 @@ def check_plans(wanted: Sequence[str]) -> None:
     for name in wanted:
         if name not in PLAN_ORDER:
             raise ArgumentError(
-                f"--plans {name}: nobody plans so{near_names(name, PLAN_ORDER)}. There are "
+                f"--plans {name}: unknown plan{near_names(name, PLAN_ORDER)}. Choose from "
                 f"{'; '.join(PLAN_ORDER)}."
             )
 
@@ -214,7 +214,7 @@ def _teller(say: Callable[[str], None]) -> Callable[[Task, str], None]:
 
 
 def collected(folder: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """All results of every row that has any."""
+    """All rows with results."""
     found = []
     for row in rows:
         results: list[dict[str, Any]] = []
@@ -257,7 +257,7 @@ def _run_cpu(options: Options, ends_s: float, say: Callable[[str], None]) -> dic
     say(f"cpu: {len(tasks)} models to measure, one after another")
     left = run_tasks(tasks, 1, ends_s, _teller(say))
     if left:
-        say(f"cpu: {left} models are left; the same command goes on with them")
+        say(f"cpu: {left} models are left; run the same command again to continue")
     found = []
     for row, task in zip(rows, tasks, strict=True):
         if task.is_done:
@@ -279,10 +279,10 @@ def _run_serving(
 def _run_on_gpu(
     part: str, module: str, options: Options, ends_s: float, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """A part that has a script of its own, which writes rows as they come."""
+    """Runs a part that has its own script, which writes rows as they come."""
     kind = gpu_kind()
     if kind is None:
-        say(f"{part}: no GPU was found; these rows are left out")
+        say(f"{part}: no GPU found; these rows are left out")
         return None
     result = options.folder / part / "rows.json"
     limit_s = max(1.0, ends_s - time.time() - LAST_WORDS_S)
@@ -297,7 +297,7 @@ def _run_on_gpu(
 
 
 def gpu_kind() -> str | None:
-    """The GPU that JAX finds, asked in a process of its own: this one shall not take it."""
+    """The GPU that JAX finds, in a separate process, so that this one does not occupy it."""
     code = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
     try:
         found = subprocess.run(
@@ -339,12 +339,12 @@ def read_results(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ArgumentError(
-            f"--show {path}: cannot be read as results of `autopar bench`: {error}"
+            f"--show {path}: not readable as results of `autopar bench`: {error}"
         ) from error
     if not isinstance(document, dict) or not set(document) & set(PARTS):
         raise ArgumentError(
-            f"--show {path}: has none of the parts {', '.join(PARTS)}, so it is no results file of "
-            "`autopar bench`."
+            f"--show {path}: has none of the parts {', '.join(PARTS)}, so it is not a results file "
+            "of `autopar bench`."
         )
     return document
 
@@ -355,12 +355,12 @@ def show(document: dict[str, Any]) -> str:
 
 
 def merge(document: dict[str, Any], target: Path) -> None:
-    """Put the parts of a run into a results file; parts that it does not have stay."""
+    """Copies the parts of a run into a results file; its other parts stay."""
     known = read_results(target) if target.is_file() else {}
     _write(target, known | document)
 
 
 def rewrite(text_file: Path, document: dict[str, Any]) -> None:
-    """Put the tables between the markers of a text."""
+    """Writes the tables between the markers of a text."""
     text = text_file.read_text(encoding="utf-8")
     text_file.write_text(with_tables(text, tables_of(document)), encoding="utf-8")

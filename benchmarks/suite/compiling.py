@@ -1,11 +1,11 @@
-"""One plan of one row, compiled for H100s that are not there and judged: from a `Job` to a result.
+"""One plan of one row, compiled for H100s without having them, and judged: a `Job` → a result.
 
     python -m benchmarks.suite.compiling JOB.json RESULT.json
 
-is a process of `pool`. A job is a row and who plans it: "autopar", a layout by hand, or "3-D by
-hand". A layout that does not fit is compiled again as its expert would save memory, until it does.
-Of the pipelines by hand, all of so many stages are planned and the one that is predicted to be
-fastest is compiled. JAX's CUDA plugin is needed, a GPU is not.
+runs as a process of `pool`. A job is a row and its planner: "autopar", a hand-written layout, or
+"3-D by hand". A layout that does not fit is compiled again with its expert's memory savings until
+it fits. Of the hand-written pipelines with the same number of stages, all are planned and the one
+predicted to be fastest is compiled. This needs JAX's CUDA plugin but no GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def devices_of(row: Row) -> list[Any]:
 
 
 def planners(row: Row) -> list[tuple[str, str]]:
-    """(who plans, family) of every job of a row."""
+    """(planner, family) of every job of a row."""
     chains = chains_for(example_of(row), row.devices, DEVICES_PER_HOST)
     found = {AUTOPAR: AUTOPAR}
     for first in (chain[0] for chain in chains):
@@ -63,7 +63,7 @@ def planners(row: Row) -> list[tuple[str, str]]:
 
 
 def _pipeline_name(expert: Expert) -> str:
-    """Pipelines of as many stages are a job."""
+    """Pipelines with the same number of stages are one job."""
     stages, _, _ = expert.name.partition(" of ")
     return f"{PIPELINES}, {stages}"
 
@@ -72,7 +72,7 @@ def _pipeline_name(expert: Expert) -> str:
 
 
 def _figures(most: Judged, step_s: float, peak_bytes: float) -> dict[str, Any]:
-    """Of a step: how long it takes, and what its busiest device does in it."""
+    """A step's time, and the work of its busiest device."""
     return {
         "step_ms": 1e3 * step_s,
         "compute_ms": 1e3 * most.compute_s,
@@ -105,8 +105,8 @@ def _peak_bytes(compiled: Any) -> int:
 
 
 def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
-    """What XLA makes of a plan of autopar's. The step of a pipeline is simulated with the judged
-    time of every stage program; what crosses between stages takes as long as the plan says."""
+    """The figures of XLA's programs for an autopar plan. The step of a pipeline is simulated with
+    the judged time of every stage program; transfers between stages take the plan's time."""
     executable = make_executable(planned, devices_of(row))
     if not isinstance(executable, PipelineExecutable):
         compiled: Any = executable.compiled
@@ -141,11 +141,11 @@ def _plan_words(plan: Any) -> dict[str, Any]:
     }
 
 
-# -- who plans
+# -- planners
 
 
 def autopar_results(row: Row) -> list[dict[str, Any]]:
-    """As a user gets it who gives no method."""
+    """autopar's plan with the default method."""
     example = example_of(row)
     arguments = (example.abstract_state(), example.abstract_batch())
     started = time.perf_counter()
@@ -172,8 +172,8 @@ def autopar_results(row: Row) -> list[dict[str, Any]]:
 
 
 def layout_results(row: Row, name: str) -> list[dict[str, Any]]:
-    """Of a layout by hand as it is or, if that does not fit, of each of its chains (with more and
-    more computed again, in more and more micro-batches) up to the first that fits."""
+    """Results of a hand-written layout as it is or, if it does not fit, of each of its chains (more
+    recomputation, more micro-batches) up to the first that fits."""
     example = example_of(row)
     found: dict[str, dict[str, Any]] = {}
     for chain in chains_for(example, row.devices, DEVICES_PER_HOST):
@@ -217,8 +217,8 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def pipeline_results(row: Row, who: str) -> list[dict[str, Any]]:
-    """The pipeline by hand that is predicted to be the fastest of those predicted to fit. One that
-    fits is not tried with recomputation."""
+    """The hand-written pipeline predicted to be fastest among those predicted to fit. One that fits
+    is not tried with recomputation."""
     example = example_of(row)
     best: tuple[Expert, Any] | None = None
     fitting: set[str] = set()

@@ -1,8 +1,8 @@
-"""What a compiled step is worth on a cluster: from XLA's optimized HLO to seconds, by one formula.
+"""The time of a compiled step on a cluster: from XLA's optimized HLO to seconds, by one formula.
 
     step          = compute + communication
     compute       = flops of all products and convolutions on one device / (efficiency · peak)
-    communication = Σ over collectives, each as often as its loops run it, of α + bytes / bandwidth
+    communication = Σ over collectives, once per loop iteration, of α + bytes / bandwidth
 
 For a group of n devices, k of them on each of the hosts that it spans, and B bytes of the result on
 one device:
@@ -13,11 +13,11 @@ one device:
     all-to-all           (n − 1)/n · B  of which (n − k)/n · B leave the host
     collective-permute             B
 
-A ring inside a host has the bandwidth of a device's link. One through several hosts is as fast as
-the k network adapters of its devices together, and no faster than the link. What an all-to-all
-sends to other hosts goes through the device's own adapter, the rest over the link meanwhile; a
-permutation is as fast as its slowest pair. Nothing overlaps with anything else, and what neither is
-a product nor moves between devices is free: both hold for everybody alike.
+A ring inside a host has the bandwidth of a device's link. A ring through several hosts has that of
+the k network adapters of its devices together, at most that of the link. An all-to-all sends its
+bytes for other hosts through the device's adapter, and the rest over the link at the same time; a
+permutation is as fast as its slowest pair. Nothing else overlaps, and everything but products and
+transfers is free, for all plans.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.runtime.hlo import CollectiveOp, read_collectives, read_dot_flops
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and its two ways to others; bytes per second each way."""
+    """One device and its two links, within and between hosts; bytes per second each way."""
 
     name: str = "H100 80GB, 8 to a host"
     flops: float = 989e12
@@ -55,7 +55,8 @@ H100 = Machine()
 
 @dataclass(frozen=True)
 class Judged:
-    """Of one program on one device. `sent_bytes` by place: "8 in a host", "8 hosts × 8"."""
+    """Figures of one program on one device. `sent_bytes` by placement: "8 in a host", "8 hosts ×
+    8"."""
 
     flops: float
     compute_s: float
@@ -70,7 +71,7 @@ class Judged:
 
 
 def added(parts: Sequence[Judged]) -> Judged:
-    """Programs that run one after another."""
+    """The sum of programs that run one after another."""
 
     def sums(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total: Counter[str] = Counter()
@@ -93,8 +94,8 @@ def repeated(part: Judged, num_runs: int) -> Judged:
 
 
 def judge(hlo_text: str, machine: Machine = H100, hosts: Sequence[int] | None = None) -> Judged:
-    """`hosts`: of every device, in the order in which the program numbers them; by default they
-    fill one host after another."""
+    """`hosts`: the host of every device, in the program's order; by default devices fill one host
+    after another."""
     flops = read_dot_flops(hlo_text)
     sent: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
@@ -119,7 +120,7 @@ def judge(hlo_text: str, machine: Machine = H100, hosts: Sequence[int] | None = 
 def _place_and_seconds(
     op: CollectiveOp, machine: Machine, hosts: Sequence[int] | None
 ) -> tuple[str, float]:
-    """Of one run. Groups work side by side, so the slowest one counts."""
+    """The placement and time of one run. Groups work side by side, so the slowest one counts."""
     placed = [_hosts_of(group, machine, hosts) for group in op.groups]
     if op.kind == "collective-permute":
         crosses = any(len(set(pair)) > 1 for pair in placed)

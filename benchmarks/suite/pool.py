@@ -1,8 +1,7 @@
 """Processes side by side, each with one result file: from `Task`s to the files, in limited time.
 
-A task whose file is there is not run again, so that a run which was cut short goes on where it
-stopped. A process that fails leaves its last words beside the file that it did not write, and is
-tried again by the next run.
+A task whose file exists is not run again, so an interrupted run resumes. A process that fails
+leaves its log next to the missing file, and the next run tries it again.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _LAST_WORDS = 400
 
 @dataclass(frozen=True)
 class Task:
-    """`arguments`: of this Python, after which `result` is there. `environment` is added. `again`:
-    it is run though the result is there, and goes on with it by itself."""
+    """`arguments` for this Python write the file `result`. `environment` is added. With `again`,
+    the task runs even if the result exists, and resumes by itself."""
 
     name: str
     arguments: tuple[str, ...]
@@ -47,9 +46,8 @@ def run_tasks(
     ends_s: float,
     done: Callable[[Task, str], None] = lambda task, problem: None,
 ) -> int:
-    """Run what is not done yet, so many at a time, until the clock (`time.time`) says `ends_s`.
-    `done` is told of each task that ended, with what went wrong or "". Returns how many are still
-    not done."""
+    """Runs the unfinished tasks, `jobs` at a time, until `ends_s` (`time.time`). Calls `done` for
+    each task that ended, with its problem or "". Returns how many tasks are still unfinished."""
     waiting = [task for task in tasks if task.again or not task.is_done]
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopped = threading.Lock(), threading.Event()

@@ -1,7 +1,7 @@
 """The results file as text: from the document of `autopar bench` to markdown tables.
 
-`tables_of` gives every table by name; `with_tables` puts them into a text such as the README,
-between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, so that no number is copied by hand.
+`tables_of` returns every table by name; `with_tables` writes them into a text such as the README,
+between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, so no number is copied by hand.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from autopar.errors import ArgumentError
 
-EQUAL_WITHIN = 0.01  # of a compiled row; measured ones have their own spread
+EQUAL_WITHIN = 0.01  # for compiled rows; measured ones have a spread
 _AUTOPAR = "autopar"
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
 
 def tables_of(document: dict[str, Any]) -> dict[str, str]:
-    """name → markdown, of the parts that the document has."""
+    """name → markdown, for the parts in the document."""
     makers = {
         "h100": (h100_table, h100_details),
         "cpu": (cpu_table,),
@@ -37,7 +37,7 @@ def tables_of(document: dict[str, Any]) -> dict[str, str]:
 
 
 def with_tables(text: str, tables: dict[str, str]) -> str:
-    """The text with what is between markers replaced. A marker of no table is an error."""
+    """The text with the tables between its markers replaced. An unknown marker is an error."""
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
@@ -60,7 +60,7 @@ def table_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def best_by_family(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each family the fastest that fits; where none does, the one that needs least."""
+    """The fastest result that fits, for each family; if none fits, the one with least memory."""
     best: dict[str, dict[str, Any]] = {}
     for one in results:
         held = best.get(one["family"])
@@ -83,7 +83,7 @@ def autopar_of(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
-    """autopar's step over that of the best expert."""
+    """autopar's step over the best expert's."""
     ours, best = autopar_of(row), best_expert(row)
     if ours is None or best is None or not ours["fits"]:
         return None
@@ -126,16 +126,22 @@ def _step(one: dict[str, Any]) -> str:
 
 
 def _shape(one: dict[str, Any]) -> str:
-    words = [f"({one['mesh']})"] if one.get("mesh") else []
-    parts = one.get("num_micro_batches", 1)
-    words += [f"{parts} micro-batches"] if parts > 1 else []
-    again = one.get("remat_layers", 0)
-    words += [f"{again} layers again"] if again else []
+    """`on a 4×2 mesh, 2 micro-batches, recomputing 1 layer`."""
+    words = []
+    mesh = one.get("mesh", "")
+    if ", " in mesh:
+        words.append(f"on meshes {mesh}")
+    elif mesh:
+        words.append(f"on a {mesh} mesh" if "×" in mesh else f"on a mesh of {mesh}")
+    if (parts := one.get("num_micro_batches", 1)) > 1:
+        words.append(f"{parts} micro-batches")
+    if recomputed := one.get("remat_layers", 0):
+        words.append(f"recomputing {recomputed} layer{'s' if recomputed > 1 else ''}")
     return ", ".join(words)
 
 
 def _note(row: dict[str, Any]) -> str:
-    """Where autopar is worse: of what it has more."""
+    """Where autopar is worse: its excess over the best expert."""
     ours, best, ratio = autopar_of(row), best_expert(row), ratio_of(row)
     if ours is not None and ours.get("note"):
         return ours["note"]
@@ -148,7 +154,7 @@ def _note(row: dict[str, Any]) -> str:
 
 
 def h100_details(part: dict[str, Any]) -> str:
-    """A line per plan: what the formula is made of."""
+    """A line per plan: the terms of the formula."""
     heads = (
         "model", "GPUs", "plan", "mesh", "step ms", "compute ms", "communication ms",
         "sent by a device, GB", "peak GB", "predicted GB", "planned s",
@@ -185,7 +191,7 @@ def _number(value: float | None) -> str:
 
 
 def cpu_table(part: dict[str, Any]) -> str:
-    """Measured on virtual CPU devices: medians of rounds in which all plans took turns."""
+    """Measured on virtual CPU devices: medians of rounds, all plans interleaved."""
     heads = ("model", "devices", "autopar", "best expert", "other experts", "ratio", "")
     lines = []
     for row in part["rows"]:
@@ -211,14 +217,14 @@ def cpu_table(part: dict[str, Any]) -> str:
 
 
 def _missing(row: dict[str, Any]) -> str:
-    """The row's note; how many experts were not run, if time was short."""
+    """The row's note, and how many experts were run if not all."""
     some, of_all = row.get("num_experts_run"), row.get("num_experts")
     words = [f"{some} of {of_all} experts run"] if some != of_all else []
     return "; ".join([*words, *filter(None, [row.get("note")])])
 
 
 def h200_table(part: dict[str, Any]) -> str:
-    """autopar beside `jax.jit` of the same step on one GPU."""
+    """autopar against `jax.jit` of the same step on one GPU."""
     heads = ("step", "jax.jit", "autopar", "ratio", "TFLOP/s", "peak GiB, both")
     lines = []
     for row in part["rows"]:
@@ -243,15 +249,15 @@ def h200_table(part: dict[str, Any]) -> str:
 
 
 def scaling_table(part: dict[str, Any]) -> str:
-    """Predicted throughput beside what others have published."""
+    """Predicted throughput next to published measurements."""
     from benchmarks.scaling.tables import tables
 
     return tables(part["rows"])
 
 
 def decode_table(part: dict[str, Any]) -> str:
-    """Tokens per second of the serving engine over those of a decode loop by hand."""
-    heads = ("model and batch", "tokens/s, engine", "tokens/s, loop by hand", "ratio")
+    """Tokens per second of the serving engine over those of a hand-written decode loop."""
+    heads = ("model and batch", "tokens/s, engine", "tokens/s, hand-written loop", "ratio")
     lines = [
         [
             row["label"],
@@ -266,7 +272,7 @@ def decode_table(part: dict[str, Any]) -> str:
 
 
 def http_table(part: dict[str, Any]) -> str:
-    """Latencies of clients over HTTP."""
+    """Latencies of HTTP clients."""
     names = {"first_token_ms": "first token", "per_token_ms": "per token", "whole_ms": "whole"}
     heads = ("clients", "tokens/s", *(f"{name}, ms (p50 / p90 / p99)" for name in names.values()))
     lines = [

@@ -59,5 +59,5 @@ def test_cases_can_be_made() -> None:
         assert getattr(example.config, "remat", False) == (case.remat == "model")
         method = method_of(case)
         assert method is None or isinstance(method, autopar.ShardParallel)
-    with pytest.raises(ValueError, match="no accumulation by hand"):
+    with pytest.raises(ValueError, match="no hand-written accumulation"):
         plain_step(dataclasses.replace(GROUPS["moe"][0], micro_batches=2))

@@ -141,6 +141,15 @@ def test_a_row_without_ours_has_no_ratio():
     assert "none fits" in tables.h100_table({"rows": [row(result("autopar", 1.0))]})
 
 
+def test_tables_say_where_a_plan_runs():
+    plan = result("autopar", 9.5, mesh="4×2", num_micro_batches=2, remat_layers=3)
+    found = tables.tables_of({"h100": {"rows": [row(plan)]}})["h100"]
+    assert "9.5 ms on a 4×2 mesh, 2 micro-batches, recomputing 3 layers" in found
+    pipeline = result("autopar", 9.5, mesh="2×4, 8", remat_layers=1)
+    found = tables.tables_of({"h100": {"rows": [row(pipeline)]}})["h100"]
+    assert "9.5 ms on meshes 2×4, 8, recomputing 1 layer |" in found
+
+
 def test_measured_parts_have_their_tables():
     ours = result("autopar", 9.5, mesh="8")
     measured = {"ratio": 0.951, "ratio_spread": 0.02, "num_experts": 9, "num_experts_run": 8}
@@ -159,7 +168,7 @@ def test_measured_parts_have_their_tables():
     )
     assert set(found) == {"cpu", "h200", "decode", "http"}
     assert (
-        "| m | 8 | 9.5 ms (8) | 10.0 ms, FSDP | – | 0.95 ± 0.02 | 8 of 9 experts run |"
+        "| m | 8 | 9.5 ms on a mesh of 8 | 10.0 ms, FSDP | – | 0.95 ± 0.02 | 8 of 9 experts run |"
         in found["cpu"]
     )
     assert "| gpt | 100.0 ms | 100.0 ms | 1.000 ± 0.002 | 500 (50%) | 1.0 / 2.0 |" in found["h200"]
@@ -185,7 +194,7 @@ def test_parts_of_a_run_replace_those_of_a_results_file(tmp_path):
 
 def test_a_file_that_is_no_results_is_told(tmp_path):
     path = tmp_path / "x.json"
-    for text, words in (("[1]", "none of the parts"), ("{", "cannot be read")):
+    for text, words in (("[1]", "none of the parts"), ("{", "not readable")):
         path.write_text(text)
         with pytest.raises(ArgumentError, match=words):
             command.read_results(path)
