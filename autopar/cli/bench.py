@@ -14,7 +14,8 @@ from typing import Any
 from autopar.errors import ArgumentError
 
 OK, INCOMPLETE = 0, 1
-_PLACE = Path("benchmarks") / "suite" / "command.py"
+_SUITE = "benchmarks.suite.command"  # no part of the package
+_PLACE = Path(*_SUITE.split(".")).with_suffix(".py")
 _HOW = (
     "bench: the suite is not part of the installed package, it runs from a clone of autopar. Get "
     "one with `git clone` of the repository, install it with `pip install -e "
@@ -62,7 +63,7 @@ def find_suite() -> Any:
             if str(root) not in sys.path:
                 sys.path.insert(0, str(root))
             try:
-                return import_module("benchmarks.suite.command")
+                return import_module(_SUITE)
             except ModuleNotFoundError as error:
                 raise ArgumentError(
                     f"bench: the package {error.name} is not installed, which the suite's models "
