@@ -5,50 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from autopar.inspect.dump import describing
-from autopar.lower.lower_step import AbstractDevices, annotate, check_devices, lower_pipeline
+from autopar.lower.lower_step import AbstractDevices, annotate, lower_pipeline
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.remote_step import lower_for_workers
+from autopar.lower.tiles import plan_transfers
 from autopar.runtime.local import LocalExecutable
-from autopar.runtime.per_stage import PartsExecutable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.executable import RemoteExecutable
 from autopar.runtime.remote.session import RemoteSession
 
-Executable = LocalExecutable | PipelineExecutable | PartsExecutable | RemoteExecutable
-
 
 def make_executable(
     planned: PlannedStep, devices: Sequence[Any]
-) -> LocalExecutable | PipelineExecutable | PartsExecutable:
-    if planned.made:
-        check_devices(planned.plan, devices)
-        parts = [
-            _on_one_mesh(part, [devices[d] for d in stage.devices])
-            for part, stage in zip(planned.made, planned.plan.stages, strict=True)
-        ]
-        executable = PartsExecutable(planned.plan, parts, whole=planned.traced.flat_fn)
-    elif planned.plan.is_pipeline:
-        lowered = lower_pipeline(planned, devices)
-        executable = PipelineExecutable(
-            planned.plan,
-            lowered.pipeline,
-            lowered.programs,
-            lowered.functions,
-            lowered.meshes,
-            lowered.buffers,
-            planned.traced.avals,
-            lowered.tile_plans,
-            whole=planned.traced.flat_fn,
-        )
-    else:
-        executable = _on_one_mesh(planned, devices)
+) -> LocalExecutable | PipelineExecutable:
+    """The step on devices of this process."""
+    make = _make_pipeline if planned.plan.is_pipeline else _make_local
+    executable = make(planned, devices)
     executable.describe = describing(planned)
     return executable
 
 
-def _on_one_mesh(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
+def _make_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> PipelineExecutable:
+    lowered = lower_pipeline(planned, devices)
+    shares_memory = devices[0].platform == "cpu"
+    return PipelineExecutable(
+        planned.plan,
+        lowered.pipeline,
+        lowered.programs,
+        lowered.functions,
+        [mesh for mesh in lowered.meshes if isinstance(mesh, Mesh)],
+        lowered.buffers,
+        planned.traced.avals,
+        planned.traced.flat_fn,
+        {} if shares_memory else plan_transfers(lowered.pipeline, lowered.buffers),
+    )
+
+
+def _make_local(planned: PlannedStep, devices: Sequence[Any]) -> LocalExecutable:
     flat_fn, mesh = annotate(planned, devices)
+    assert isinstance(mesh, Mesh)
     traced = planned.traced
     return LocalExecutable(planned.plan, flat_fn, traced.avals, traced.donated, mesh)
 
@@ -63,7 +61,7 @@ def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> Remot
         remote,
         traced.avals,
         traced.out_avals,
-        whole=traced.flat_fn,
+        traced.flat_fn,
     )
     executable.describe = describing(planned)
     return executable

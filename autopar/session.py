@@ -1,15 +1,16 @@
 """Where parallelized functions run: on the devices of this process, or on a cluster.
 
-There is one session at a time. `init` ends the one before; whatever was planned and compiled for it
-stays with it, and is made anew for the next.
+There is one session at a time. `init` ends the previous one, and with it whatever was planned and
+compiled for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,17 +21,17 @@ from autopar.ir.mesh import ClusterSpec, preset_of
 from autopar.ir.profile import MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.remote.activity import describe_instruction
+from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.progress import State
 from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.transports.choose import NAMES as TRANSPORTS
-
-CLUSTERS = ("local", "ray")
 
 
 @dataclass(frozen=True)
 class Session:
-    """devices: those that were chosen, or None for all of this process.
+    """devices: the chosen ones, or None for all of this process.
     remote:  the cluster, if it is not this process.
-    options: what `init` was given, to start again with.
+    options: the arguments of `init`, for a restart.
     profile: what was measured on these devices, if anything.
     """
 
@@ -41,23 +42,23 @@ class Session:
     profile: MachineProfile | None = None
 
     @property
-    def key(self) -> Any:
-        """Equal for sessions for which the same programs serve."""
+    def key(self) -> Hashable:
+        """Equal for sessions that can share compiled programs."""
         return ("local", self.devices, self.profile) if self.remote is None else self.number
 
     def all_devices(self) -> tuple[Any, ...]:
-        """Of this process, or of all that `jax.distributed` has joined, one after another; nobody
-        asks for them while a cluster is in use."""
+        """The devices of this process, or of all that `jax.distributed` has joined, process by
+        process. Not used while the session is on a cluster."""
         if self.devices is not None:
             return self.devices
         return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
 
     def cluster(self) -> ClusterSpec:
         if self.remote is not None:
-            found = self.remote.cluster.spec
+            spec = self.remote.cluster.spec
         else:
-            found = cluster_of_devices(self.all_devices())
-        return found if self.profile is None else replace(found, profile=self.profile)
+            spec = cluster_of_devices(self.all_devices())
+        return spec if self.profile is None else replace(spec, profile=self.profile)
 
 
 _numbers = itertools.count()
@@ -68,8 +69,8 @@ def current() -> Session:
     return _current
 
 
-def is_over(key: Any) -> bool:
-    """Whether a session with this key, on a cluster, has ended."""
+def is_over(key: Hashable) -> bool:
+    """Whether the key belongs to a session on a cluster that has ended."""
     return isinstance(key, int) and key != _current.key
 
 
@@ -90,60 +91,72 @@ def init(
 ) -> None:
     """Choose where parallelized functions run.
 
-    cluster:          "local", devices of this process, which is what counts if `init` is never
-                      called; or "ray", a Ray cluster.
-    devices:          of this process; all of them by default.
-    address:          of a running Ray cluster ("auto": the one this host belongs to). Without it,
-                      the one this process has joined, or else one that is started here and stopped
-                      by `shutdown`.
-    num_hosts, devices_per_host: how much of the cluster is used. Without GPUs, devices are virtual
+    cluster:          "local", the devices of this process (the default if `init` is never called);
+                      or "ray", a Ray cluster.
+    devices:          devices of this process; default: all of them.
+    address:          a running Ray cluster ("auto": the one that this host belongs to). Default:
+                      the one that this process has joined, or else a new one, which `shutdown`
+                      stops.
+    num_hosts, devices_per_host: how much of the cluster to use. Without GPUs, devices are virtual
                       CPU devices, and hosts may share a node.
     env:              environment variables of the workers.
-    transport:        how arrays go from mesh to mesh: "nccl", "cuda_ipc" or "jax_transfer"; by
-                      default what the devices allow.
-    heartbeat_s:      how often workers are asked whether they live.
-    silence_limit_s:  a worker that is silent for so long counts as lost (30); one that dies is
+    transport:        carries arrays between meshes: "nccl", "cuda_ipc" or "jax_transfer"; default:
+                      the best that the devices allow.
+    heartbeat_s:      how often workers are asked for a sign of life.
+    silence_limit_s:  after this much silence a worker counts as lost (30); a worker that dies is
                       noticed within 10 s.
-    hang_limit_s:     so does one that makes no progress in a step for so long (300).
-    start_limit_s:    within which workers must have started (120).
-    profile:          what plans are priced by: the path of a file that `autopar profile` wrote on
-                      such devices, the name of a table that comes with autopar ("h200", "cpu"), or
-                      the profile itself.
+    hang_limit_s:     after this long without progress in a step, too (300).
+    start_limit_s:    how long workers may take to start (120).
+    profile:          prices the plans: the path of a file that `autopar profile` wrote on such
+                      devices, the name of a table that comes with autopar ("h200", "cpu"), or the
+                      profile itself.
 
-    Raises `ClusterError` if a cluster cannot be reached or lacks what was asked for, `ProfileError`
-    if the profile is of other devices, and `ArgumentError` for values that cannot work.
+    Raises `ClusterError` if a cluster cannot be reached or is too small, `ProfileError` if the
+    profile was measured on other devices, and `ArgumentError` for invalid values.
     """
-    global _current
-    if cluster not in CLUSTERS:
-        raise ArgumentError(f"init(cluster={cluster!r}): needs 'local' or 'ray'.")
+    limits = _given(
+        heartbeat_s=heartbeat_s,
+        silence_limit_s=silence_limit_s,
+        hang_limit_s=hang_limit_s,
+        start_limit_s=start_limit_s,
+    )
+    size = _given(address=address, num_hosts=num_hosts, devices_per_host=devices_per_host, env=env)
     measured = None if profile is None else find_profile(profile)
-    limits = {
-        "heartbeat_s": heartbeat_s,
-        "silence_limit_s": silence_limit_s,
-        "hang_limit_s": hang_limit_s,
-        "start_limit_s": start_limit_s,
-    }
-    for_ray = {
-        "address": address,
-        "num_hosts": num_hosts,
-        "devices_per_host": devices_per_host,
-        "env": env,
-        "transport": transport,
-        **limits,
-    }
     if cluster == "local":
-        given = [name for name, value in for_ray.items() if value is not None]
-        if given:
-            raise ArgumentError(
-                f"init({given[0]}={for_ray[given[0]]!r}): is for cluster='ray'; a local cluster "
-                "takes devices=… only."
-            )
-        chosen = None if devices is None else checked_devices("init", devices)
-        if measured is not None:
-            check_profile_here(measured, Session(-1, chosen).all_devices()[0])
-        shutdown()
-        _current = Session(next(_numbers), chosen, profile=measured)
-        return
+        _start_local(devices, {**size, **_given(transport=transport), **limits}, measured)
+    elif cluster == "ray":
+        _start_ray(devices, size, transport, limits, measured)
+    else:
+        raise ArgumentError(f"init(cluster={cluster!r}): needs 'local' or 'ray'.")
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _start_local(
+    devices: Sequence[Any] | None, for_ray: Mapping[str, Any], profile: MachineProfile | None
+) -> None:
+    global _current
+    for name, value in for_ray.items():
+        raise ArgumentError(
+            f"init({name}={value!r}): is for cluster='ray'; a local cluster takes devices=… only."
+        )
+    chosen = None if devices is None else checked_devices("init", devices)
+    if profile is not None:
+        check_profile_here(profile, Session(-1, chosen).all_devices()[0])
+    shutdown()
+    _current = Session(next(_numbers), chosen, profile=profile)
+
+
+def _start_ray(
+    devices: Sequence[Any] | None,
+    size: dict[str, Any],
+    transport: str | None,
+    limits: dict[str, Any],
+    profile: MachineProfile | None,
+) -> None:
+    global _current
     if devices is not None:
         raise ArgumentError(
             "init(cluster='ray', devices=…): devices of a Ray cluster are chosen by num_hosts and "
@@ -151,29 +164,40 @@ def init(
         )
     if transport is not None and transport not in TRANSPORTS:
         raise ArgumentError(
-            f"init(transport={transport!r}): there are {', '.join(TRANSPORTS)}; None chooses."
+            f"init(transport={transport!r}): unknown transport; choose from "
+            f"{', '.join(TRANSPORTS)}, or None for the best that the devices allow."
         )
     for name, value in limits.items():
-        if value is not None and not value > 0:
-            raise ArgumentError(f"init({name}={value!r}): needs seconds, more than 0.")
+        if not value > 0:
+            raise ArgumentError(f"init({name}={value!r}): needs a number of seconds > 0.")
     from autopar.runtime.ray.cluster import RayCluster  # imports Ray, which may not be installed
 
     shutdown()
-    own: Any = {name: value for name, value in limits.items() if value is not None}
-    joined = RayCluster(address, num_hosts, devices_per_host, env=env, **own)
+    cluster = RayCluster(**size, **limits)
     try:
-        if joined.platform == "gpu":
+        if cluster.platform == "gpu":
             _leave_gpus_to_workers()
-        remote = _remote(joined, transport)
-        if measured is not None:
-            replace(joined.spec, profile=measured)  # an error if it is of another device
-            _warn_of_versions(measured, joined.platform)
+        remote = RemoteSession(cluster, transport, plan_tiles)
+        cluster.describe = partial(_describe_worker, remote)
+        if profile is not None:
+            replace(cluster.spec, profile=profile)  # raises if it is of another device
+            _warn_of_versions(profile, cluster.platform)
     except BaseException:
-        joined.close()
+        cluster.close()
         raise
-    given = {**for_ray, "profile": measured}
-    options = tuple((name, value) for name, value in given.items() if value is not None)
-    _current = Session(next(_numbers), None, remote, options, measured)
+    options = {**size, **_given(transport=transport), **limits, **_given(profile=profile)}
+    _current = Session(next(_numbers), None, remote, tuple(options.items()), profile)
+
+
+def _describe_worker(
+    remote: RemoteSession, place: WorkerPlace, state: State
+) -> tuple[int | None, str]:
+    """The stage and the instruction that a worker is at, in words."""
+    lowered = remote.tasks.get(state.program)
+    if lowered is None or place.mesh_devices not in lowered.meshes:
+        return None, ""
+    mesh = lowered.meshes.index(place.mesh_devices)
+    return describe_instruction(lowered, mesh, state.instruction)
 
 
 def check_profile_here(profile: MachineProfile, device: Any) -> None:
@@ -185,7 +209,7 @@ def check_profile_here(profile: MachineProfile, device: Any) -> None:
     ):
         if given != here:
             raise ProfileError(
-                f"profile {name}: its {field} is {given!r}, and the devices here are {here!r}. "
+                f"profile {name}: its {field} is {given!r}, but the devices here are {here!r}. "
                 "Measure these with `autopar profile`, or leave profile out."
             )
     _warn_of_versions(profile, device.platform)
@@ -195,7 +219,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_of_versions(profile: MachineProfile, platform: str) -> None:
-    """Once per profile: which versions it was measured with, where others are used here."""
+    """Warn, once per profile, of versions that differ from those it was measured with."""
     here = _jax.installed_versions(platform)
     other = [
         f"{field} {profile.versions[field]} there and {here[field]} here"
@@ -207,44 +231,27 @@ def _warn_of_versions(profile: MachineProfile, platform: str) -> None:
         _warned.add(key)
         warnings.warn(
             f"profile {profile.name or profile.digest}: was measured with other versions: "
-            f"{', '.join(other)}. Predicted times may be off; `autopar profile` measures anew.",
-            stacklevel=4,
+            f"{', '.join(other)}. Predicted times may be off; run `autopar profile` again.",
+            stacklevel=5,
         )
 
 
 def _leave_gpus_to_workers() -> None:
-    """The driver needs no GPU, and JAX would take most of its memory."""
+    """The driver needs no GPU, and JAX would reserve most of its memory."""
     if not _jax.has_devices():
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() == "gpu":
         warnings.warn(
-            "init(cluster='ray'): this process has GPUs open, whose memory workers on this host "
-            "will lack. Call init before JAX touches its devices, or set JAX_PLATFORMS=cpu for the "
+            "init(cluster='ray'): this process has GPUs open, so workers on this host lack their "
+            "memory. Call init before JAX touches its devices, or set JAX_PLATFORMS=cpu for the "
             "driver.",
             stacklevel=4,
         )
 
 
-def _remote(cluster: Any, transport: str | None) -> RemoteSession:
-    remote = RemoteSession(cluster, transport, plan_tiles)
-
-    def describe(place: Any, state: Any) -> tuple[int | None, str]:
-        """Stage and instruction of a worker, in words."""
-        lowered = remote.tasks.get(state.program)
-        if lowered is None:
-            return None, ""
-        mesh = next((m for m, own in enumerate(lowered.meshes) if own == place.mesh_devices), None)
-        if mesh is None:
-            return None, ""
-        return describe_instruction(lowered, mesh, state.instruction)
-
-    cluster.describe = describe
-    return remote
-
-
 def shutdown() -> None:
-    """End the session: of a cluster, nothing is left (workers, ports, files, reservations). Later
-    calls run on all devices of this process, until `init` is called again."""
+    """End the session. Nothing of a cluster remains: no workers, ports, files or reservations.
+    Later calls run on all devices of this process, until `init` is called again."""
     global _current
     ended, _current = _current, Session(next(_numbers))
     if ended.remote is not None:
@@ -252,9 +259,8 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """The same `init` again, on the nodes that are there now: after a worker was lost. If it fails,
-    the session stays the one that has ended, so that nothing runs elsewhere and another try can be
-    made."""
+    """Repeat `init` on the nodes that are there now, after the loss of a worker. If that fails, the
+    ended session stays current, so that nothing runs elsewhere and the caller can try again."""
     global _current
     ended = _current
     if ended.remote is None:
@@ -269,7 +275,7 @@ def restart() -> None:
 
 
 def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
-    """Distinct devices, as a tuple; `function` is what the user called."""
+    """The devices as a tuple, checked; `function` is the one that the user called."""
     devices = tuple(given) if isinstance(given, Iterable) else ()
     if not devices or not all(hasattr(d, "device_kind") for d in devices):
         raise ArgumentError(
@@ -278,35 +284,40 @@ def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
         )
     twice = [d for i, d in enumerate(devices) if d in devices[:i]]
     if twice:
-        raise ArgumentError(f"{function}(devices=…): {twice[0]} is given twice. Give each once.")
+        raise ArgumentError(
+            f"{function}(devices=…): {twice[0]} is given twice. Give each device once."
+        )
     return devices
 
 
 def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
-    """What is known of the given devices, as a cluster."""
+    """The cluster that the given devices form."""
     per_host = _devices_per_process(devices)
     preset = preset_of(devices[0].platform, devices[0].device_kind)
     return ClusterSpec(len(devices) // per_host, per_host, preset)
 
 
 def _devices_per_process(devices: Sequence[Any]) -> int:
-    """How many devices each process has: as many as all others, and one process after another."""
+    """How many devices each process has. All must have equally many, and the devices must be
+    ordered by process."""
     owners = [d.process_index for d in devices]
     counts = {owner: owners.count(owner) for owner in dict.fromkeys(owners)}
     num_processes = jax.process_count()
     without = sorted(set(range(num_processes)) - set(counts)) if num_processes > 1 else []
     rule = (
-        "Where several processes run one step, give as many devices of every process, one process "
-        "after another: all of jax.devices(), or the first n of each process."
+        "When several processes run one step, give equally many devices of every process, ordered "
+        "by process: all of jax.devices(), or the first n of each process."
     )
     if without:
         raise MeshError(
-            f"devices: none of the {len(devices)} that were given belongs to process "
-            f"{', '.join(map(str, without))}, which could take no part. {rule}"
+            f"devices: none of the {len(devices)} given devices belongs to process "
+            f"{', '.join(map(str, without))}, which could not take part. {rule}"
         )
     if len(set(counts.values())) > 1:
         shares = ", ".join(f"{counts[p]} of process {p}" for p in sorted(counts))
-        raise MeshError(f"devices: processes have unequal shares: {shares}. {rule}")
+        raise MeshError(
+            f"devices: the processes have different numbers of devices: {shares}. {rule}"
+        )
     if [owner for owner, _ in itertools.groupby(owners)] != list(counts):
-        raise MeshError(f"devices: those of one process do not stand together: {owners}. {rule}")
+        raise MeshError(f"devices: not ordered by process: {owners}. {rule}")
     return next(iter(counts.values()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -35,7 +35,10 @@ from autopar.lower.annotate import annotated_function
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import make_schedule
 from autopar.lower.tiles import plan_transfers
-from autopar.runtime.debug import DebugFile, Describe
+from autopar.runtime.debug import DebugFile
+from autopar.runtime.executable import Executable
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.remote.executable import RemoteExecutable
 from autopar.sharding.assemble import untouched
 from autopar.sharding.lp_file import problem_text
 from autopar.sharding.origin import Origin
@@ -54,12 +57,12 @@ class _DumpedStage:
     plan: ParallelPlan
 
 
-def describing(planned: PlannedStep) -> Describe:
+def describing(planned: PlannedStep) -> Callable[[Executable], Iterable[DebugFile]]:
     """What an executable of the step adds to its dump."""
     return partial(_files, planned)
 
 
-def _files(planned: PlannedStep, executable: Any) -> Iterator[DebugFile]:
+def _files(planned: PlannedStep, executable: Executable) -> Iterator[DebugFile]:
     plan = planned.plan
     yield DebugFile("versions.json", "versions of what this was made with", _versions)
     yield DebugFile(
@@ -358,9 +361,9 @@ def _schedule(plan: ParallelPlan) -> str:
     return "\n".join([plan.schedule, *table(header, rows)]) + "\n"
 
 
-def _crossings(executable: Any) -> Callable[[], list[dict[str, Any]]] | None:
+def _crossings(executable: Executable) -> Callable[[], list[dict[str, Any]]] | None:
     """Transfers of an executable on several meshes, as data; None for others."""
-    if hasattr(executable, "pipeline"):
+    if isinstance(executable, PipelineExecutable):
 
         def local() -> list[dict[str, Any]]:
             pipeline, buffers = executable.pipeline, executable.buffers
@@ -377,10 +380,10 @@ def _crossings(executable: Any) -> Callable[[], list[dict[str, Any]]] | None:
             ]
 
         return local
-    if getattr(executable, "crossings", None):
+    if isinstance(executable, RemoteExecutable) and executable.transfers:
 
         def remote() -> list[dict[str, Any]]:
-            known: Mapping[int, Any] = executable.crossings
+            known: Mapping[int, Any] = executable.transfers
             ends = {
                 number: (f"mesh {mesh}", f"mesh {instruction.to_mesh}")
                 for mesh, program in enumerate(executable.programs.meshes)

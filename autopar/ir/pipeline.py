@@ -8,7 +8,7 @@ from stage to stage. With a schedule it becomes one static list of instructions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -59,6 +59,7 @@ class Phase(Enum):
     BACKWARD = "backward"  # all of it, or what other stages wait for if the weights are apart
     WEIGHTS = "weights"  # the rest of the backward pass, which no other stage waits for
     UPDATE = "update"
+    RESULTS = "results"  # all of it, where a stage makes its results in one program
 
 
 PER_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
@@ -99,7 +100,8 @@ class Place(NamedTuple):
 class Pipeline:
     """A step in stage programs. `stage_mesh` gives the mesh of each stage: several stages may share
     one. `donated` are positions of inputs whose buffers the step may use up. A result may be an
-    argument that is handed on as it is."""
+    argument that is handed on as it is. `arguments` is empty where each argument is one input, in
+    order; an argument that several stages hold from the start is an input of each."""
 
     num_micro_batches: int
     stage_mesh: tuple[int, ...]
@@ -108,6 +110,12 @@ class Pipeline:
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
     donated: frozenset[int] = frozenset()
+    arguments: tuple[int, ...] = ()
+
+    @property
+    def argument_of_input(self) -> Sequence[int]:
+        """Per input, the position of the step's argument that it holds."""
+        return self.arguments or range(len(self.inputs))
 
     @property
     def num_stages(self) -> int:

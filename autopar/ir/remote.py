@@ -1,29 +1,29 @@
-"""A step for meshes of other processes, as data: what is lowered, and what each mesh is told.
+"""A step for meshes of other processes, as data: from `LoweredStep` to a `MeshTask` per mesh.
 
-Buffers of workers hold plain numbers: where a step has random keys, they hold the keys' data.
-Devices of a mesh are numbered by their place in it, those of a buffer's own arrangement by `grid`.
+Buffers of workers hold plain numbers; for random keys, the data of the keys. The devices of a mesh
+are numbered from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Recv, Send
-from autopar.ir.spec import Layout
+from autopar.ir.spec import Layout, num_shards
 from autopar.ir.tiles import Box, TilePlan, shard_box
 
 
 @dataclass(frozen=True)
 class ShardedType:
-    """An array on a mesh: its type, and how it lies.
+    """The type of an array on a mesh, with its sharding.
 
-    mesh_shape, axis_names: the arrangement of devices that `layout` speaks of.
-    grid:                   the mesh's device at each place of the arrangement, row by row.
+    mesh_shape, axis_names: the arrangement of devices that `layout` refers to.
+    grid:                   per place of the arrangement, row by row, the device of the mesh.
     """
 
     shape: tuple[int, ...]
@@ -37,8 +37,18 @@ class ShardedType:
     def nbytes(self) -> int:
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    @property
+    def num_shards(self) -> int:
+        """How many different shards it has; the devices hold copies of them."""
+        return num_shards(self.layout, self.mesh_shape)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes on one device."""
+        return self.nbytes // self.num_shards
+
     def boxes(self) -> dict[int, Box]:
-        """What each device of the mesh holds."""
+        """Per device of the mesh, the shard that it holds."""
         return {
             device: shard_box(self.shape, self.layout, self.mesh_shape, place)
             for place, device in enumerate(self.grid)
@@ -59,31 +69,35 @@ class LoweredProgram:
 
 @dataclass(frozen=True)
 class RemoteTransfer:
-    """A buffer's way from stage to stage; without tiles where both are on one mesh."""
+    """A buffer's transfer from one stage to another; it has no tiles if both are on one mesh."""
 
     source: ShardedType
     target: ShardedType
     tiles: TilePlan | None
+    source_stage: int = 0
+    target_stage: int = 1
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The buffer of an argument, or of a result, on a mesh. An argument that several meshes read
-    has one on each."""
+class BoundBuffer:
+    """A mesh's buffer that holds an argument or a result of the step. An argument that several
+    meshes read has a buffer on each."""
 
     position: int
     mesh: int
     buffer: int
-    held: ShardedType
+    type: ShardedType
 
 
 @dataclass(frozen=True)
 class LoweredStep:
     """A step for several meshes.
 
-    meshes:   the cluster's numbers of each mesh's devices.
-    donated:  positions of arguments that the step uses up.
-    ways:     of the crossings, from which stage to which.
+    meshes:             per mesh, the cluster's numbers of its devices.
+    stage_program_mesh: the mesh of each stage program.
+    transfers:          by number.
+    stage_mesh:         the mesh of each stage.
+    donated:            positions of the arguments that the step uses up.
     """
 
     name: str
@@ -91,17 +105,16 @@ class LoweredStep:
     stage_programs: tuple[LoweredProgram, ...]
     stage_program_mesh: tuple[int, ...]
     programs: PipelinePrograms
-    crossings: dict[int, RemoteTransfer]
+    transfers: dict[int, RemoteTransfer]
     stage_mesh: tuple[int, ...]
-    arguments: tuple[Bound, ...]
-    results: tuple[Bound, ...]
+    arguments: tuple[BoundBuffer, ...]
+    results: tuple[BoundBuffer, ...]
     donated: frozenset[int]
-    ways: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """A stage program as its mesh's workers know it; the program itself comes beside."""
+    """A stage program as its mesh's workers know it; its code is sent separately."""
 
     name: str
     stage: int
@@ -111,9 +124,9 @@ class ProgramSpec:
 
 
 @dataclass(frozen=True)
-class End:
-    """A device as transports name it: the worker that owns it, and its place among that worker's
-    devices (`jax.local_devices()`)."""
+class Endpoint:
+    """A device as transports name it: its worker, and its place in that worker's
+    `jax.local_devices()`."""
 
     worker: int
     device: int
@@ -121,16 +134,16 @@ class End:
 
 @dataclass(frozen=True)
 class MeshTask:
-    """What the workers of one mesh are told of a step.
+    """A step as the workers of one mesh receive it.
 
-    number:     of the step, in the session.
-    mesh:       which of the step's meshes this is.
-    stage programs:     by their number in the instructions.
-    crossings:  by the number of the transfer.
-    recv_order: for a `Recv` (by its place in the list), the places of those which are to be posted
-                before it is waited for, in the order in which the other side sends.
-    ends:       by mesh and device of it, for all meshes that this one sends to or receives from.
-    used_up:    places among the program's inputs whose buffers the step uses up.
+    number:         the step's number in the session.
+    mesh:           the mesh's number in the step.
+    stage_programs: by their number in the instructions.
+    transfers:      by number.
+    recv_order:     per `Recv`, by its place in the list, the places of the `Recv`s to post before
+                    waiting for it, in the order in which the other mesh sends.
+    endpoints:      per mesh that this one sends to or receives from, its devices.
+    used_up:        places among the program's inputs whose buffers the step uses up.
     """
 
     number: int
@@ -138,15 +151,15 @@ class MeshTask:
     mesh: int
     stage_programs: dict[int, ProgramSpec]
     program: MeshProgram
-    crossings: dict[int, RemoteTransfer]
+    transfers: dict[int, RemoteTransfer]
     recv_order: dict[int, tuple[int, ...]]
-    ends: dict[int, tuple[End, ...]]
+    endpoints: dict[int, tuple[Endpoint, ...]]
     used_up: tuple[int, ...]
 
 
 def recv_order(programs: PipelinePrograms, mesh: int) -> dict[int, tuple[int, ...]]:
-    """When the `Recv`s of a mesh must be posted, so that those from one mesh are posted in the
-    order in which it sends: each with those that were sent before it and are not posted yet."""
+    """When a mesh must post its `Recv`s so that those from one mesh are posted in the order in
+    which it sends: each together with those that were sent earlier and are not posted yet."""
     sent = {
         (source, send.tag): place
         for source, program in enumerate(programs.meshes)

@@ -39,6 +39,7 @@ def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
     followed_by = {} if has_weights else {Phase.BACKWARD: Phase.WEIGHTS}
     clocks: list[Sequence[tuple[int, int | None]]] = []
     clocks += [[(p, None)] for p in _by_need(pipeline, Phase.PREPARE)]
+    clocks += [[(p, None)] for p in _by_need(pipeline, Phase.RESULTS)]
     for clock in schedule.clocks:
         tasks = [task for task in clock if task and task.phase in PER_MICRO_BATCH]
         clocks.append(

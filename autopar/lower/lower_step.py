@@ -1,7 +1,7 @@
 """Lowering: from a `PlannedStep` and devices to functions for `jax.jit` and instruction lists.
 
 annotate         a step on one mesh → one function with its shardings written on it
-lower_pipeline   a pipeline → a function per stage program, and the list that each mesh runs
+lower_pipeline   any step → a function per stage program, and the list that each mesh runs
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from autopar import _jax
 from autopar.errors import MeshError
 from autopar.ir.checks import check_programs
-from autopar.ir.pipeline import Pipeline, PipelinePrograms
+from autopar.ir.pipeline import Phase, Pipeline, PipelinePrograms, Place, Ref, StageProgram
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.schedule import Schedule
 from autopar.ir.spec import to_partition_spec
-from autopar.ir.tiles import TilePlan
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import cut_into_stage_programs, stage_program_function
-from autopar.lower.tiles import plan_transfers
 from autopar.lower.unreduced import AnyMesh, lane_axes, with_lanes
 
 
 @dataclass(frozen=True)
 class AbstractDevices:
-    """Devices of other processes, by number: programs can be lowered for them, not compiled."""
+    """Devices of other processes, by number: programs can be lowered for them but not compiled."""
 
     num_devices: int
     platform: str
@@ -47,7 +46,7 @@ def mesh_of(
     shape: tuple[int, ...],
     axis_names: tuple[str, ...],
 ) -> AnyMesh:
-    """The mesh that some of the devices form, row by row."""
+    """The mesh of the devices with these numbers, row by row."""
     if isinstance(devices, AbstractDevices):
         return _jax.abstract_mesh(shape, axis_names)
     grid = np.array([devices[d] for d in numbers], dtype=object)
@@ -60,69 +59,124 @@ def platform_of(devices: Sequence[Any] | AbstractDevices) -> str:
 
 @dataclass(frozen=True)
 class LoweredPipeline:
-    """What runs a pipeline. `buffers`: (stage, value) -> type and sharding of what holds it;
-    `tile_plans`: of transfers by number, for devices with memory of their own."""
+    """Everything that runs a step as stage programs.
+
+    functions:     one per stage program, from what it reads to what it writes.
+    stage_devices: per stage, the numbers of its devices in the order of its mesh.
+    meshes:        per mesh, how its first stage arranges the devices.
+    buffers:       (stage, value) -> type and sharding of the buffer that holds the value there.
+    """
 
     pipeline: Pipeline
     programs: PipelinePrograms
     functions: tuple[Callable[..., list[Any]], ...]
-    meshes: tuple[Any, ...]
+    stage_devices: tuple[tuple[int, ...], ...]
+    meshes: tuple[AnyMesh, ...]
     buffers: dict[tuple[int, int], jax.ShapeDtypeStruct]
-    tile_plans: dict[int, TilePlan]
 
 
 def lower_pipeline(
     planned: PlannedStep, devices: Sequence[Any] | AbstractDevices
 ) -> LoweredPipeline:
-    """The stage programs of a pipeline as functions, and the lists that run them."""
+    """A step as stage programs, and the lists of instructions that run them. A step on one mesh is
+    a pipeline of one stage and one phase."""
+    plan, platform = planned.plan, platform_of(devices)
+    check_devices(plan, devices)
+    every = tuple(range(plan.num_devices))
+    stage_devices = tuple(stage.devices or every for stage in plan.stages)
+    # Stages that share devices may arrange them differently.
+    stage_meshes = [
+        mesh_of(devices, numbers, own.mesh_shape, own.axis_names)
+        for numbers, own in zip(stage_devices, [s.plan or plan for s in plan.stages], strict=True)
+    ]
+    if planned.sliced is None:
+        pipeline, functions, buffers = _one_phase(planned, stage_meshes, platform)
+        schedule = Schedule("one phase", 1, pipeline.stage_mesh, ())
+    else:
+        pipeline, functions, buffers = _all_phases(planned, stage_meshes, platform)
+        schedule = make_schedule(
+            plan.schedule,
+            len(plan.stages),
+            plan.num_micro_batches,
+            stage_mesh=pipeline.stage_mesh,
+        )
+    programs = emit_programs(pipeline, schedule)
+    check_programs(pipeline, programs)
+    first = [pipeline.stage_mesh.index(mesh) for mesh in range(pipeline.num_meshes)]
+    meshes = tuple(stage_meshes[stage] for stage in first)
+    return LoweredPipeline(pipeline, programs, tuple(functions), stage_devices, meshes, buffers)
+
+
+_Stages = tuple[
+    Pipeline, list[Callable[..., list[Any]]], dict[tuple[int, int], jax.ShapeDtypeStruct]
+]
+
+
+def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -> _Stages:
+    """Stages cut into the phases of a train step or an evaluation."""
     plan, sliced = planned.plan, planned.sliced
     assert sliced is not None
-    check_devices(plan, devices)
-    shardings, own = [], []  # by stage: those that share devices may arrange them otherwise
-    for stage in plan.stages:
-        assert stage.plan is not None
-        shardings.append(stage.plan.program)
-        own.append(mesh_of(devices, stage.devices, stage.mesh_shape, stage.plan.axis_names))
-    stage_mesh = tuple(stage.mesh for stage in plan.stages)
-    meshes = tuple(own[stage_mesh.index(m)] for m in range(max(stage_mesh) + 1))
-    stage_programs = cut_into_stage_programs(
+    staged = cut_into_stage_programs(
         sliced.stages,
-        shardings,
+        [stage.plan.program for stage in plan.stages if stage.plan is not None],
         plan.num_micro_batches,
-        stage_mesh=stage_mesh,
+        stage_mesh=tuple(stage.mesh for stage in plan.stages),
         split_weights=plan.schedule == "zero_bubble",
         donated=planned.traced.donated,
     )
-    schedule = make_schedule(
-        plan.schedule, len(plan.stages), plan.num_micro_batches, stage_mesh=stage_mesh
-    )
-    programs = emit_programs(stage_programs.pipeline, schedule)
-    check_programs(stage_programs.pipeline, programs)
-    avals = sliced.program.avals
-    buffers: dict[tuple[int, int], jax.ShapeDtypeStruct] = {}
-    for (stage, value), layout in stage_programs.layouts.items():
-        mesh, aval = own[stage], avals[value]
-        shape = getattr(aval, "shape", ())
+    buffers = {}
+    for (stage, value), layout in staged.layouts.items():
+        mesh, aval = meshes[stage], sliced.program.avals[value]
         layout = (-1,) * len(mesh.axis_names) if layout is None else layout
         lanes = [mesh.axis_sizes[axis] for axis in lane_axes(layout)]
-        ndim = len(lanes) + len(shape)
-        spec = to_partition_spec(with_lanes(layout), ndim, mesh.axis_names)
-        buffers[stage, value] = jax.ShapeDtypeStruct(
-            (*lanes, *shape),
-            aval.dtype,
-            sharding=NamedSharding(mesh, spec),
-            weak_type=getattr(aval, "weak_type", False),
+        shape = (*lanes, *getattr(aval, "shape", ()))
+        spec = to_partition_spec(with_lanes(layout), len(shape), mesh.axis_names)
+        buffers[stage, value] = _buffer(shape, aval, NamedSharding(mesh, spec))
+    functions = [
+        stage_program_function(body, meshes[body.stage_program.stage], platform)
+        for body in staged.programs
+    ]
+    return staged.pipeline, functions, buffers
+
+
+def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -> _Stages:
+    """Each stage runs one program, which takes all arguments and makes the stage's results. The
+    values are numbered: first the arguments, then the results."""
+    parts = planned.made or (planned,)
+    arguments = range(len(planned.traced.avals))
+    outputs = tuple(
+        Place(value, tensor.stages[0])
+        for value, tensor in enumerate(planned.plan.outputs, start=len(arguments))
+    )
+    stage_programs, functions, buffers = [], [], {}
+    for stage, (part, mesh) in enumerate(zip(parts, meshes, strict=True)):
+        traced, plan = part.traced, part.plan
+        results = [place.value for place in outputs if place.stage == stage]
+        avals, tensors = (*traced.avals, *traced.out_avals), (*plan.inputs, *plan.outputs)
+        for value, aval, tensor in zip((*arguments, *results), avals, tensors, strict=True):
+            sharding = NamedSharding(mesh, plan.spec_of(tensor))
+            buffers[stage, value] = _buffer(aval.shape, aval, sharding)
+        reads, writes = (
+            tuple(Ref(value, None) for value in values) for values in (arguments, results)
         )
-    platform = platform_of(devices)
-    functions = tuple(
-        stage_program_function(p, own[p.stage_program.stage], platform)
-        for p in stage_programs.programs
+        stage_programs.append(StageProgram(stage, Phase.RESULTS, reads, writes))
+        functions.append(_function_on(part, mesh, platform))
+    pipeline = Pipeline(
+        num_micro_batches=1,
+        stage_mesh=tuple(stage.mesh for stage in planned.plan.stages),
+        stage_programs=tuple(stage_programs),
+        transfers=(),
+        inputs=tuple(Place(value, stage) for stage in range(len(parts)) for value in arguments),
+        outputs=outputs,
+        donated=frozenset() if planned.made else frozenset(planned.traced.donated),
+        arguments=tuple(arguments) * len(parts),
     )
-    in_one_memory = platform == "cpu" and not isinstance(devices, AbstractDevices)
-    tile_plans = {} if in_one_memory else plan_transfers(stage_programs.pipeline, buffers)
-    return LoweredPipeline(
-        stage_programs.pipeline, programs, functions, meshes, buffers, tile_plans
-    )
+    return pipeline, functions, buffers
+
+
+def _buffer(shape: Sequence[int], aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, sharding=sharding, weak_type=weak_type)
 
 
 def check_devices(plan: ParallelPlan, devices: Sequence[Any] | AbstractDevices) -> None:
@@ -135,14 +189,17 @@ def check_devices(plan: ParallelPlan, devices: Sequence[Any] | AbstractDevices) 
 
 def annotate(
     planned: PlannedStep, devices: Sequence[Any] | AbstractDevices
-) -> tuple[Callable[..., list[Any]], Any]:
-    """(flat function for `jax.jit`, jax mesh) of a planned step on the given devices."""
+) -> tuple[Callable[..., list[Any]], AnyMesh]:
+    """(flat function for `jax.jit`, its mesh) of a planned step on the given devices."""
     plan = planned.plan
     check_devices(plan, devices)
     mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
-    as_traced = planned.traced.num_micro_batches == 1 and not plan.remat
-    if plan.num_devices == 1 and as_traced and not isinstance(devices, AbstractDevices):
-        # Nothing to annotate: the step is simply jitted.
-        return planned.traced.flat_fn, mesh
-    program, platform = planned.traced.program, platform_of(devices)
-    return annotated_function(program, plan.program, mesh, platform), mesh
+    return _function_on(planned, mesh, platform_of(devices)), mesh
+
+
+def _function_on(planned: PlannedStep, mesh: AnyMesh, platform: str) -> Callable[..., list[Any]]:
+    traced, plan = planned.traced, planned.plan
+    is_unchanged = traced.num_micro_batches == 1 and not plan.remat
+    if plan.num_devices == 1 and is_unchanged and isinstance(mesh, Mesh):
+        return traced.flat_fn  # nothing to annotate: jit the step itself
+    return annotated_function(traced.program, plan.program, mesh, platform)

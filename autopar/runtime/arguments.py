@@ -1,4 +1,4 @@
-"""What executables do with the leaves they are given before a program sees them."""
+"""Arguments of a call: from the leaves that the caller gave to arrays that a program can take."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopar.errors import ArgumentError
 
 
 class SignatureChanged(Exception):
-    """The arguments are not those the program was made for. Internal."""
+    """The arguments have other types than the program was made for. Internal."""
 
 
 class DeletedArrayError(ArgumentError, RuntimeError):
-    """An array whose buffers are gone. A `RuntimeError` as well, since that is what JAX raises."""
+    """An array whose buffers are gone. Also a `RuntimeError`, which is what JAX raises."""
 
     def __init__(self, name: str, position: int, array: Any) -> None:
         super().__init__(
@@ -35,16 +35,16 @@ _weak_type = attrgetter("weak_type")
 
 
 def weak_types(leaves: Sequence[Any]) -> list[bool]:
-    """`is_weak` of each; quick where all are JAX's arrays, since a step may have thousands."""
+    """`is_weak` of each leaf; fast if all are JAX arrays, since a step may have thousands."""
     try:
         return list(map(_weak_type, leaves))
     except AttributeError:
         return list(map(is_weak, leaves))
 
 
-def with_own_buffers(leaves: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:
-    """XLA ends the process if one buffer is donated twice, as happens when the average of the
-    parameters starts as the parameters themselves: copy what is donated and not alone."""
+def without_aliases(leaves: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:
+    """Copies donated arrays that appear more than once. XLA aborts the process if one buffer is
+    donated twice, as when the average of the parameters starts as the parameters themselves."""
     if len(set(map(id, leaves))) == len(leaves):
         return leaves
     seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in donated}
@@ -57,20 +57,22 @@ def with_own_buffers(leaves: Sequence[Any], donated: Collection[int]) -> Sequenc
 
 
 def has_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
-    """Whether leaves have these shapes and types, as JAX takes what comes from NumPy."""
+    """Whether leaves have these shapes and types; NumPy's are converted as JAX does."""
     if len(leaves) != len(avals):
         return False
     for leaf, aval in zip(leaves, avals, strict=True):
-        own = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
-        if (own.shape, own.dtype) != (aval.shape, aval.dtype) or is_weak(leaf) != aval.weak_type:
+        array = leaf if hasattr(leaf, "weak_type") else jax.typeof(leaf)
+        if (array.shape, array.dtype) != (aval.shape, aval.dtype):
+            return False
+        if is_weak(leaf) != aval.weak_type:
             return False
     return True
 
 
 def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Put arguments where a program wants them. On a mesh of several processes every process gives
-    the same values and takes its own part of them, so that nothing is sent; only arrays that span
-    processes already are moved by JAX."""
+    """Put arguments where a program wants them. On a mesh of several processes, every process gives
+    the same values and keeps its own shards, so nothing is sent; JAX moves only arrays that span
+    processes already."""
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(leaves), list(shardings))
     return [_put_across(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
@@ -78,7 +80,7 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 def _put_across(leaf: Any, sharding: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        # Mostly they are equal, which is found out much faster.
+        # Mostly they are equal, and that test is much faster.
         if leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if not leaf.is_fully_addressable:
@@ -87,21 +89,21 @@ def _put_across(leaf: Any, sharding: Any) -> Any:
             data = _put_across(np.asarray(jax.random.key_data(leaf)), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     value = np.asarray(leaf, jax.typeof(leaf).dtype)
-    # On a CPU, JAX would go on using the memory of NumPy's array.
-    part = (lambda index: np.array(value[index])) if _is_on_cpu(sharding) else value.__getitem__
-    return jax.make_array_from_callback(value.shape, sharding, part)
+    # On a CPU, JAX would keep using the memory of NumPy's array.
+    shard = (lambda index: np.array(value[index])) if _is_on_cpu(sharding) else value.__getitem__
+    return jax.make_array_from_callback(value.shape, sharding, shard)
 
 
 def place_some(leaves: Mapping[int, Any], shardings: Sequence[Any]) -> dict[int, Any]:
-    """Put some arguments, given by position, where a program wants them. When this returns, their
-    owner may change what was given: on a CPU, JAX would go on using the memory of NumPy's arrays,
-    so they are copied."""
+    """Put some arguments, by position, where a program wants them. Afterwards the caller may change
+    what was given: on a CPU, JAX would keep using the memory of NumPy's arrays, so they are
+    copied."""
     wanted = [shardings[position] for position in leaves]
-    own = [
+    copied = [
         np.array(leaf) if isinstance(leaf, np.ndarray) and _is_on_cpu(sharding) else leaf
         for leaf, sharding in zip(leaves.values(), wanted, strict=True)
     ]
-    placed = jax.block_until_ready(put(own, wanted))
+    placed = jax.block_until_ready(put(copied, wanted))
     return dict(zip(leaves, placed, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Collectives and matrix products of a compiled program, read from XLA's optimized HLO.
 
-Bytes are those of the result on one device (for an all-gather the gathered tensor, for a
-reduce-scatter one part of it). `collective_seconds` prices the lot by the ring formulas of
+Bytes are those of the result on one device: for an all-gather the gathered tensor, for a
+reduce-scatter one shard of it. `collective_seconds` prices all collectives by the ring formulas of
 `autopar.cost.collectives`, so that programs compiled by different means can be compared.
 """
 
@@ -59,7 +59,7 @@ class CollectiveOp:
 
 
 def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
-    """Every collective of an HLO module, an asynchronous pair once; those in loops carry the trip
+    """Every collective of an HLO module, asynchronous pairs once. Those in loops carry the trip
     count."""
     module = HloModule(hlo_text)
     return tuple(
@@ -89,8 +89,8 @@ def _collective(one: Instruction, module: HloModule) -> CollectiveOp:
 
 
 def read_dot_flops(hlo_text: str) -> float:
-    """Flops of all matrix products, those of cuBLAS too, and of cuDNN's convolutions, of an HLO
-    module on one device, loops counted by trips."""
+    """Flops of an HLO module on one device: matrix products, including cuBLAS calls, and cuDNN
+    convolutions. Loops count by their trips."""
     module = HloModule(hlo_text)
     by_name = {(one.computation, one.name): one for one in module.instructions}
     total = 0.0
@@ -108,7 +108,7 @@ def read_dot_flops(hlo_text: str) -> float:
 
 
 def _product_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
-    """Two per multiply-add: for every element of the result, as many as are summed over."""
+    """Two per multiply-add: for every element of the result, as many as the contracted size."""
     found = _LHS_CONTRACTING.search(one.attributes)
     contracting = re.findall(r"\d+", found[1] or found[2] or "") if found else []
     return 2.0 * prod(one.results[0].shape) * prod(operands[0][int(d)] for d in contracting)
@@ -116,7 +116,7 @@ def _product_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> flo
 
 def _convolution_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
     """Two per multiply-add: for every output of the forward convolution, a window of the filter
-    over all input features. The gradients are as many, with operands in other places."""
+    over all input features. Gradients take equally many, with their operands in other places."""
     kind, window, labels = (
         found[1] if (found := form.search(one.attributes)) else ""
         for form in (_CUDNN, _WINDOW, _KERNEL_LABELS)
@@ -136,5 +136,5 @@ def _convolution_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) ->
 def collective_seconds(
     ops: tuple[CollectiveOp, ...], bandwidth: float, alpha_s: float = 0.0
 ) -> float:
-    """Time of all collectives by the ring formulas on links of one bandwidth."""
+    """Time of all collectives by the ring formulas, on links of one bandwidth."""
     return sum(op.trips * alpha_s + op.sent_bytes / bandwidth for op in ops)

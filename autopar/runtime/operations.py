@@ -1,4 +1,4 @@
-"""Instructions as Python functions on a list of slots, one slot per buffer of each mesh."""
+"""From instructions to Python functions on a list of slots, one slot per buffer of each mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Operation = Callable[[Slots], None]
 
 @dataclass(frozen=True)
 class RunSlots:
-    """What a run reads and writes. Those it may use up are empty afterwards, or written again."""
+    """The slots that a run reads and writes. Those that it uses up are empty afterwards, unless it
+    writes them again."""
 
     reads: tuple[int, ...]
     used_up: tuple[int, ...]
@@ -27,20 +28,20 @@ class RunSlots:
             slots[slot] = result
 
 
-def run_operation(program: Any, own: RunSlots) -> Operation:
-    reads = own.reads
+def run_operation(program: Any, run: RunSlots) -> Operation:
+    reads = run.reads
 
     def operation(slots: Slots) -> None:
-        own.fill(slots, program(*[slots[slot] for slot in reads]))
+        run.fill(slots, program(*[slots[slot] for slot in reads]))
 
     return operation
 
 
-def run_alone_operation(program: Any, own: RunSlots, devices: Sequence[Any]) -> Operation:
-    """A run on virtual CPU devices."""
+def run_alone_operation(program: Any, run: RunSlots, devices: Sequence[Any]) -> Operation:
+    """A run on virtual CPU devices, alone on each (`threads.py`)."""
 
     def operation(slots: Slots) -> None:
-        own.fill(slots, run_alone(program, [slots[slot] for slot in own.reads], devices))
+        run.fill(slots, run_alone(program, [slots[slot] for slot in run.reads], devices))
 
     return operation
 

@@ -1,9 +1,9 @@
-"""All meshes' lists in one order for one process, and the bytes that lie on each mesh meanwhile.
+"""From the lists of all meshes to one order for one process, and the live bytes on each mesh.
 
 Meshes take turns, one stage program at a time, so that a stage program is dispatched soon after
-what it waits for. A list waits where it receives what is not sent yet. Since buffers are numbered
-once per step, what is sent lies in the receiver's buffers at once, and a `Recv` leaves nothing to
-do.
+what it waits for. A list waits at a `Recv` whose `Send` is still to come. Buffers have numbers of
+their own throughout a step, so a `Send` can fill the receiver's buffers at once, and a `Recv` has
+nothing left to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Buffer = tuple[int, int]  # mesh, number
 
 
 def interleave(programs: PipelinePrograms) -> list[Ordered]:
-    """Every instruction of every mesh, each after what it waits for."""
+    """All instructions of all meshes, each after those that it waits for."""
     receivers = {
         (recv.from_mesh, mesh, recv.tag): recv
         for mesh, program in enumerate(programs.meshes)
@@ -61,7 +61,7 @@ def interleave(programs: PipelinePrograms) -> list[Ordered]:
 
 
 class Moment(NamedTuple):
-    """Bytes per device on a mesh, after an instruction that touched it."""
+    """Live bytes per device on a mesh, after an instruction that changed them."""
 
     mesh: int
     step: Ordered
@@ -73,8 +73,8 @@ def live_bytes_over_time(
     programs: PipelinePrograms,
     bytes_of: Callable[[Buffer], int],
 ) -> Iterator[Moment]:
-    """What lies in buffers after each instruction, on every mesh that it concerns. A stage program
-    that may use up a buffer leaves it behind only if it writes it again."""
+    """Live bytes after each instruction, on the mesh whose buffers it changes. A donated buffer is
+    gone after its run, unless the run writes it again."""
     live = [set(buffer for _, buffer in program.inputs) for program in programs.meshes]
     total = [
         sum(bytes_of((mesh, buffer)) for buffer in buffers) for mesh, buffers in enumerate(live)
@@ -105,7 +105,7 @@ def live_bytes_over_time(
 def peak_live_bytes(
     order: Sequence[Ordered], programs: PipelinePrograms, bytes_of: Callable[[Buffer], int]
 ) -> tuple[int, ...]:
-    """The most bytes that lie in buffers of each mesh between instructions."""
+    """Peak bytes in the buffers of each mesh, between instructions."""
     peaks = [
         sum(bytes_of((mesh, buffer)) for _, buffer in program.inputs)
         for mesh, program in enumerate(programs.meshes)
@@ -119,10 +119,10 @@ def peak_bytes(
     order: Sequence[Ordered],
     programs: PipelinePrograms,
     bytes_of: Callable[[Buffer], int],
-    own_bytes: Sequence[int],
+    program_bytes: Sequence[int],
 ) -> tuple[int, ...]:
-    """Peak bytes by mesh: while a stage program runs, its own (`own_bytes`, by stage program:
-    arguments, results and temporaries) and what else lies in buffers."""
+    """Peak bytes by mesh: while a stage program runs, its `program_bytes` (arguments, results and
+    temporaries) plus the buffers that it does not touch."""
     peaks = list(peak_live_bytes(order, programs, bytes_of))
     for moment in live_bytes_over_time(order, programs, bytes_of):
         run = moment.step.instruction
@@ -131,5 +131,5 @@ def peak_bytes(
         used_up = {run.reads[i] for i in programs.donated[run.stage_program]}
         left = (set(run.reads) - used_up) | set(run.writes)
         others = moment.live_bytes - sum(bytes_of((moment.mesh, b)) for b in left)
-        peaks[moment.mesh] = max(peaks[moment.mesh], others + own_bytes[run.stage_program])
+        peaks[moment.mesh] = max(peaks[moment.mesh], others + program_bytes[run.stage_program])
     return tuple(peaks)

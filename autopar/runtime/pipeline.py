@@ -1,56 +1,40 @@
-"""A pipelined step on the devices of this process.
+"""A pipelined step on the devices of this process: from a `Pipeline` to `PipelineExecutable`.
 
 Every stage program is compiled ahead for its stage's mesh. A step then follows one list, in which
 the lists of all meshes are interleaved once and for all: run a stage program, copy arrays to
-another mesh, forget arrays. JAX dispatches without waiting, so that meshes work at the same time.
+another mesh, drop arrays. JAX dispatches without waiting, so the meshes work at the same time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
-from autopar import _jax
-from autopar.errors import TraceError
-from autopar.ir.live import buffer_slots, bytes_over_time
+from autopar.ir.live import buffer_slots
 from autopar.ir.pipeline import (
     Free,
     Pipeline,
     PipelinePrograms,
+    Place,
     Recv,
     Run,
     Send,
     StageProgram,
+    Transfer,
     stage_program_names,
 )
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.tiles import TilePlan
-from autopar.runtime import recording
-from autopar.runtime.arguments import (
-    DeletedArrayError,
-    SignatureChanged,
-    place_some,
-    weak_types,
-    with_own_buffers,
-)
-from autopar.runtime.debug import (
-    DebugFile,
-    Describe,
-    describe_nothing,
-    dump,
-    instruction_files,
-    program_files,
-)
-from autopar.runtime.hlo import CollectiveOp, read_collectives
+from autopar.runtime.arguments import DeletedArrayError, place_some, without_aliases
+from autopar.runtime.executable import FlatFunction, InstructionExecutable
 from autopar.runtime.operations import (
     Operation,
     RunSlots,
@@ -60,43 +44,48 @@ from autopar.runtime.operations import (
     run_operation,
     send_operation,
 )
-from autopar.runtime.order import Buffer, Ordered, interleave, peak_bytes, peak_live_bytes
+from autopar.runtime.order import Buffer, Ordered
+from autopar.runtime.recording import Recorder, clock, may_be_used_up, one_to_watch
 from autopar.runtime.stage_programs import (
     Buffers,
     compile_stage_programs,
-    lower_stage_programs,
+    lower_stage_program,
     program_bytes,
 )
 from autopar.runtime.threads import must_run_alone
-from autopar.runtime.timestamps import StepDescription
 from autopar.runtime.transfers import transfer_function
 
-# Of an operation: mesh, place in its list, slots to wait for, whether they may be used up.
-_Watched = tuple[int, int, tuple[int, ...], bool]
+
+class _Watched(NamedTuple):
+    """What to wait for after an operation: the operation's mesh and its place in that mesh's list,
+    the slots, and whether a later program may use them up."""
+
+    mesh: int
+    place: int
+    slots: tuple[int, ...]
+    may_vanish: bool
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did, as it was seen while it ran. Bytes are per device, of each mesh."""
+    """What was observed while a step ran. Peak bytes are per device, by mesh."""
 
     num_runs: int
     num_sends: int
     num_transfers: int  # arrays that were sent
-    transfer_bytes: int  # of these arrays, each counted once
+    transfer_bytes: int  # total bytes of these arrays
     num_frees: int
     peak_live_bytes: tuple[int, ...]
 
 
-class PipelineExecutable:
-    """What `step.last_executable` gives of a pipelined step.
+class PipelineExecutable(InstructionExecutable):
+    """A pipelined step, or any other that runs as stage programs.
 
     functions:  one per stage program, from its reads to its writes, in order.
-    buffers:    (stage, value) -> type and `NamedSharding` of what holds the value there; for
-                values of a micro-batch, those of one micro-batch.
-    avals:      types of the step's arguments.
-    tile_plans: of transfers, by number. What has none, and does not go shard by shard, is taken
-                through the host by `jax.device_put`, which is best on virtual CPU devices.
-    whole:      the step as one flat function, for when it is called inside of another program.
+    buffers:    (stage, value) -> type and sharding of the buffer that holds the value there; for
+                a value of each micro-batch, of one micro-batch.
+    tile_plans: by transfer. A transfer without one that cannot go shard by shard is done by
+                `jax.device_put`, through the host, which is best on virtual CPU devices.
     """
 
     def __init__(
@@ -104,121 +93,104 @@ class PipelineExecutable:
         plan: ParallelPlan,
         pipeline: Pipeline,
         programs: PipelinePrograms,
-        functions: Sequence[Callable[..., Sequence[Any]]],
+        functions: Sequence[FlatFunction],
         meshes: Sequence[Mesh],
         buffers: Buffers,
         avals: Sequence[Any],
+        whole: FlatFunction,
         tile_plans: Mapping[int, TilePlan] | None = None,
-        whole: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
-        self.plan = plan
+        names = stage_program_names(pipeline)
+        super().__init__(
+            plan,
+            programs,
+            [(name, p.stage) for name, p in zip(names, pipeline.stage_programs, strict=True)],
+            {n: _size_of(t, buffers) for n, t in enumerate(pipeline.transfers)},
+            avals,
+            whole,
+        )
         self.pipeline = pipeline
-        self.programs = programs
         self.meshes = tuple(meshes)
-        self.avals = tuple(avals)
-        self.input_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.inputs]
-        self.output_shardings = [buffers[p.stage, p.value].sharding for p in pipeline.outputs]
-        self.names = stage_program_names(pipeline)
+        self.buffers = buffers
         self._functions = tuple(functions)
-        self._buffers = buffers
         self._tile_plans = tile_plans or {}
-        self._whole = whole
-        self._types = [(aval.shape, aval.dtype) for aval in self.avals]
-        self._weak_types = [aval.weak_type for aval in self.avals]
-        self._order = interleave(programs)
-        self._held = [buffer_slots(pipeline, program) for program in programs.meshes]
+        self._buffer_slots = [buffer_slots(pipeline, program) for program in programs.meshes]
         # Buffers of all meshes are slots of one list.
         sizes = [program.num_buffers for program in programs.meshes]
         self._offsets = [sum(sizes[:mesh]) for mesh in range(len(sizes))]
         self._num_slots = sum(sizes)
-        self._input_slots = self._slots_of([program.inputs for program in programs.meshes])
-        self._output_slots = self._slots_of([program.outputs for program in programs.meshes])
-        self._compiled: list[Any] | None = None
+        self._inputs = self._bind(pipeline.inputs, [own.inputs for own in programs.meshes])
+        self._outputs = self._bind(pipeline.outputs, [own.outputs for own in programs.meshes])
+        first_holder = dict(zip(pipeline.argument_of_input[::-1], self._inputs[::-1], strict=True))
+        self.input_shardings = [first_holder[position][1] for position in range(len(avals))]
+        self.output_shardings = [sharding for _, sharding in self._outputs]
+        self._compiled: list[jax.stages.Compiled] | None = None
         self._operations: list[Operation] | None = None
-        self.describe: Describe = describe_nothing
-        self._recording: tuple[StepDescription, list[_Watched]] | None = None
 
-    def _slots_of(self, places: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        """The slot of each argument, or result, of the step."""
-        found = {
+    def _bind(
+        self, places: Sequence[Place], numbers: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[int, Sharding]]:
+        """The slot and the sharding of each input, or of each output."""
+        slots = {
             position: self._offsets[mesh] + buffer
-            for mesh, own in enumerate(places)
-            for position, buffer in own
+            for mesh, bound in enumerate(numbers)
+            for position, buffer in bound
         }
-        return [found[position] for position in range(len(found))]
+        shardings = [self.buffers[place.stage, place.value].sharding for place in places]
+        return [(slots[position], sharding) for position, sharding in enumerate(shardings)]
 
     # -- running
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        if _jax.is_tracing():
-            return self._inside_of_another_program(leaves)
+    def _run(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[Any]:
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()
-        if recording.current is not None:
-            self._run_recorded(recording.current, slots, operations)
+        if recorder is not None:
+            self._run_recorded(recorder, slots, operations)
         else:
             for operation in operations:
                 operation(slots)
-        return [slots[slot] for slot in self._output_slots]
+        return [slots[slot] for slot, _ in self._outputs]
 
     def _run_recorded(
-        self, recorder: recording.Recorder, slots: Slots, operations: Sequence[Operation]
+        self, recorder: Recorder, slots: Slots, operations: Sequence[Operation]
     ) -> None:
-        if self._recording is None:
-            self._recording = self._make_recording()
-        described, watched = self._recording
-        logs = recorder.begin(described).logs
-        for operation, (mesh, place, watch, may_vanish) in zip(operations, watched, strict=True):
-            began_s = recording.clock()
+        logs = recorder.begin(self.description).logs
+        for operation, watched in zip(operations, self._watched, strict=True):
+            began_s = clock()
             operation(slots)
-            if watch:
-                logs[mesh].began(place, began_s)
-                logs[mesh].ends_with(place, [slots[slot] for slot in watch], may_vanish)
+            if watched.slots:
+                log, place = logs[watched.mesh], watched.place
+                log.began(place, began_s)
+                log.ends_with(place, [slots[slot] for slot in watched.slots], watched.may_vanish)
 
-    def _make_recording(self) -> tuple[StepDescription, list[_Watched]]:
-        """What a step consists of, and what to wait for after each of its operations: one result of
-        a run, and all that a `Send` has brought."""
+    @cached_property
+    def _watched(self) -> list[_Watched]:
+        """What to wait for after each operation: one result of a run, or all arrays of a `Send`."""
         meshes = self.programs.meshes
-        used_up = [recording.may_be_used_up(own, self.programs.donated) for own in meshes]
+        used_up = [may_be_used_up(own, self.programs.donated) for own in meshes]
         places = [
             iter([n for n, i in enumerate(own.instructions) if not isinstance(i, Recv)])
             for own in meshes
         ]
-        watched: list[_Watched] = []
+        watched = []
         for mesh, instruction, received in self._order:
-            place, watch, may_vanish = next(places[mesh]), (), False
+            buffers: Sequence[int] = ()
+            at, may_vanish = mesh, False
             if isinstance(instruction, Run) and instruction.writes:
-                at = self._offsets[mesh]
-                best, may_vanish = recording.one_to_watch(
+                best, may_vanish = one_to_watch(
                     instruction.writes, lambda b, m=mesh: self._bytes_of((m, b)), used_up[mesh]
                 )
-                watch = (at + best,)
+                buffers = (best,)
             elif isinstance(instruction, Send):
-                at = self._offsets[instruction.to_mesh]
-                watch = tuple(at + buffer for buffer in received)
-                may_vanish = not used_up[instruction.to_mesh].isdisjoint(received)
-            watched.append((mesh, place, watch, may_vanish))
-        transfers = {}
-        for number, transfer in enumerate(self.pipeline.transfers):
-            buffer = self._buffers[transfer.source, transfer.ref.value]
-            size = float(prod(buffer.shape) * buffer.dtype.itemsize)
-            transfers[number] = transfer.source, transfer.target, size
-        live = bytes_over_time(
-            self.pipeline,
-            self.programs,
-            lambda stage, ref: _bytes_on_one_device(self._buffers[stage, ref.value]),
-        )
-        stage_programs = [
-            (name, p.stage)
-            for name, p in zip(self.names, self.pipeline.stage_programs, strict=True)
-        ]
-        described = StepDescription(
-            self.plan, self.programs, tuple(stage_programs), transfers, live
-        )
-        return described, watched
+                at, buffers = instruction.to_mesh, received
+                may_vanish = not used_up[at].isdisjoint(received)
+            slots = tuple(self._offsets[at] + buffer for buffer in buffers)
+            watched.append(_Watched(mesh, next(places[mesh]), slots, may_vanish))
+        return watched
 
     def run_tracked(self, leaves: Sequence[Any]) -> tuple[list[Any], StepStats]:
-        """Run a step and look, after every instruction, at the arrays that are there."""
+        """Run a step and count the live arrays after every instruction."""
+        self._check_types(leaves)
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()
         ends = [*self._offsets[1:], self._num_slots]
@@ -247,13 +219,14 @@ class PipelineExecutable:
             num_frees=counts[Free],
             peak_live_bytes=tuple(peaks),
         )
-        return [slots[slot] for slot in self._output_slots], stats
+        return [slots[slot] for slot, _ in self._outputs], stats
 
     def time_stage_programs(
         self, leaves: Sequence[Any]
     ) -> list[tuple[StageProgram, int | None, float]]:
-        """Run a step one instruction at a time: (stage program, micro-batch, seconds) of every
-        run."""
+        """Run a step one instruction at a time. Returns (stage program, micro-batch, seconds) of
+        every run."""
+        self._check_types(leaves)
         slots = self._first_slots(leaves)
         operations = self._operations or self._make_operations()
         timed = []
@@ -272,53 +245,32 @@ class PipelineExecutable:
         return timed
 
     def _first_slots(self, leaves: Sequence[Any]) -> Slots:
-        self._check_types(leaves)
-        leaves = with_own_buffers(leaves, self.pipeline.donated)
+        """Slots that hold the arguments, moved where necessary."""
+        leaves = without_aliases(leaves, self.pipeline.donated)
         slots: Slots = [None] * self._num_slots
         elsewhere = []
-        for i, (leaf, sharding) in enumerate(zip(leaves, self.input_shardings, strict=True)):
+        for position, (slot, sharding) in zip(
+            self.pipeline.argument_of_input, self._inputs, strict=True
+        ):
+            leaf = leaves[position]
             if isinstance(leaf, jax.Array):
                 if leaf.is_deleted():
-                    raise DeletedArrayError(self.plan.name, i, leaf)
+                    raise DeletedArrayError(self.plan.name, position, leaf)
                 if leaf.sharding == sharding:
-                    slots[self._input_slots[i]] = leaf
+                    slots[slot] = leaf
                     continue
-            elsewhere.append(i)
+            elsewhere.append((leaf, slot, sharding))
         if elsewhere:
-            placed = jax.device_put(
-                [leaves[i] for i in elsewhere], [self.input_shardings[i] for i in elsewhere]
-            )
-            for i, leaf in zip(elsewhere, placed, strict=True):
-                slots[self._input_slots[i]] = leaf
+            given, targets, shardings = map(list, zip(*elsewhere, strict=True))
+            for slot, leaf in zip(targets, jax.device_put(given, shardings), strict=True):
+                slots[slot] = leaf
         return slots
 
-    def _check_types(self, leaves: Sequence[Any]) -> None:
-        if len(leaves) != len(self._types) or weak_types(leaves) != self._weak_types:
-            raise SignatureChanged
-        for leaf, expected in zip(leaves, self._types, strict=True):
-            if not isinstance(leaf, jax.Array):
-                leaf = jax.typeof(leaf)  # with the types that JAX gives to what comes from NumPy
-            if (leaf.shape, leaf.dtype) != expected:
-                raise SignatureChanged
-
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Put host or device arrays where the plan wants them."""
         return jax.device_put(list(leaves), self.input_shardings)
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
-        """Put some arguments, by position, where the plan wants them. Their owner may change them
-        afterwards."""
         return place_some(leaves, self.input_shardings)
-
-    def _inside_of_another_program(self, leaves: Sequence[Any]) -> list[Any]:
-        self._check_types(leaves)
-        if self._whole is None:
-            raise TraceError(
-                f"{self.plan.name} is a pipeline on {len(self.meshes)} meshes and was called "
-                "inside of another traced program, which runs on one. Call it outside of jax.jit, "
-                "or give parallelize(..., method=autopar.ShardParallel())."
-            )
-        return list(self._whole(*leaves))
 
     # -- compiling
 
@@ -326,21 +278,25 @@ class PipelineExecutable:
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """The compiled stage programs by name, such as `stage0_forward`."""
         if self._compiled is None:
-            self._compiled = compile_stage_programs(
-                self.plan.name,
-                self.pipeline,
-                self._functions,
-                self.programs.donated,
-                self._buffers,
-            )
+            lowered = [self._lower(number) for number in range(len(self.names))]
+            self._compiled = compile_stage_programs(self.plan.name, self.names, lowered)
         return dict(zip(self.names, self._compiled, strict=True))
+
+    def _lower(self, number: int) -> jax.stages.Lowered:
+        return lower_stage_program(
+            f"{self.plan.name}_{self.names[number]}",
+            self.pipeline.stage_programs[number],
+            self._functions[number],
+            self.programs.donated[number],
+            self.buffers,
+        )
 
     def _make_operations(self) -> list[Operation]:
         programs = list(self.compiled.values())
         self._operations = [self._operation(ordered, programs) for ordered in self._order]
         return self._operations
 
-    def _operation(self, ordered: Ordered, programs: Sequence[Any]) -> Operation:
+    def _operation(self, ordered: Ordered, programs: Sequence[jax.stages.Compiled]) -> Operation:
         instruction, at = ordered.instruction, self._offsets[ordered.mesh]
         if isinstance(instruction, Run):
             program = programs[instruction.stage_program]
@@ -369,90 +325,30 @@ class PipelineExecutable:
     def _buffer_of(self, transfer_number: int, at_source: bool) -> jax.ShapeDtypeStruct:
         transfer = self.pipeline.transfers[transfer_number]
         stage = transfer.source if at_source else transfer.target
-        return self._buffers[stage, transfer.ref.value]
+        return self.buffers[stage, transfer.ref.value]
 
-    # -- looking into it
+    # -- inspection
 
     def _bytes_of(self, buffer: Buffer) -> int:
         mesh, number = buffer
-        stage, ref = self._held[mesh][number]
-        return _bytes_on_one_device(self._buffers[stage, ref.value])
+        stage, ref = self._buffer_slots[mesh][number]
+        return _bytes_on_one_device(self.buffers[stage, ref.value])
 
-    def live_bytes(self) -> tuple[int, ...]:
-        """The most bytes that lie in buffers of each mesh between instructions, per device, as
-        the lists say: what `run_tracked` sees."""
-        return peak_live_bytes(self._order, self.programs, self._bytes_of)
+    def _program_bytes(self) -> list[int]:
+        return [program_bytes(program) for program in self.compiled.values()]
 
-    def mesh_memory_bytes(self) -> tuple[int, ...]:
-        """Peak bytes per device, by mesh: while a stage program runs, XLA's own figure of it
-        (arguments, results and temporaries, those in place once) and what else lies in buffers."""
-        own_bytes = [program_bytes(program) for program in self.compiled.values()]
-        return peak_bytes(self._order, self.programs, self._bytes_of, own_bytes)
+    def hlo_texts(self) -> dict[str, str]:
+        return {name: program.as_text() or "" for name, program in self.compiled.items()}
 
-    def memory_bytes(self) -> int:
-        """Peak bytes of the fullest device."""
-        return max(self.mesh_memory_bytes())
-
-    def num_instructions(self) -> dict[str, int]:
-        """How many instructions of each kind a step has, on all meshes together."""
-        kinds = [type(i).__name__ for program in self.programs.meshes for i in program.instructions]
-        return dict(Counter(kinds))
-
-    def hlo_text(self) -> str:
-        """XLA's optimized HLO of every stage program, each under its name."""
-        texts = [f"// {name}\n\n{one.as_text()}" for name, one in self.compiled.items()]
-        return "\n\n".join(texts)
-
-    def collectives(self) -> tuple[CollectiveOp, ...]:
-        """Every collective that XLA will run in a step, with bytes and group sizes. Transfers from
-        mesh to mesh are none."""
-        runs = Counter(
-            o.instruction.stage_program for o in self._order if isinstance(o.instruction, Run)
-        )
-        return tuple(
-            replace(op, trips=op.trips * runs[number])
-            for number, program in enumerate(self.compiled.values())
-            for op in read_collectives(program.as_text() or "")
-            if runs[number]
-        )
-
-    def dump_debug_info(self, directory: str | Path) -> None:
-        """Write plan, programs, placement, strategies, the solver's problems, transfers, schedule,
-        instructions and figures into a folder; its README.txt says what each file is."""
-        dump(
-            self,
-            directory,
-            (*self._program_files(), *instruction_files(self.programs)),
-            mesh_memory_bytes=self.mesh_memory_bytes(),
-            live_bytes=self.live_bytes(),
-            num_instructions=self.num_instructions(),
-        )
-
-    def _program_files(self) -> Iterator[DebugFile]:
-        lowered: list[jax.stages.Lowered] = []
-
-        def annotated(number: int) -> str:
-            if not lowered:
-                lowered.extend(
-                    lower_stage_programs(
-                        self.plan.name,
-                        self.pipeline,
-                        self._functions,
-                        self.programs.donated,
-                        self._buffers,
-                    )
-                )
-            return lowered[number].as_text()
-
-        for number, (name, one) in enumerate(self.compiled.items()):
-            yield from program_files(
-                name, partial(annotated, number), lambda one=one: one.as_text() or ""
-            )
-
-    @property
-    def buffers(self) -> Buffers:
-        return self._buffers
+    def annotated_text(self, name: str) -> str:
+        return self._lower(self.names.index(name)).as_text()
 
 
 def _bytes_on_one_device(array: Any) -> int:
     return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _size_of(transfer: Transfer, buffers: Buffers) -> tuple[int, int, float]:
+    buffer = buffers[transfer.source, transfer.ref.value]
+    num_bytes = prod(buffer.shape) * buffer.dtype.itemsize
+    return transfer.source, transfer.target, float(num_bytes)

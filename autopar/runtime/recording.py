@@ -1,12 +1,12 @@
 """Measured times: what ran when, on every mesh, while steps run under `autopar.trace`.
 
-A dispatched program runs later. So when an instruction is given to JAX, its time is noted, and a
-thread waits for its results and notes when they are there; the run itself waits for nothing. A
-thread that waits for something which a later program uses up is waiting before that program is
-dispatched; should it come too late all the same, that end is not known, which is counted
-(`num_missed`). `runtime.timestamps` makes a `Timeline` of these two times per instruction.
+A dispatched program runs later. So the time at which an instruction is given to JAX is noted, and a
+thread waits for its results and notes when they are ready; the step itself waits for nothing. If a
+later program uses these results up, the thread must be waiting before that program is dispatched;
+if it comes too late, the end is unknown and counted as missed (`num_missed`). `runtime.timestamps`
+makes a `Timeline` of these two times per instruction.
 
-Workers keep the same marks by their own clocks; `runtime.remote.recording` brings them together.
+Workers keep the same marks by their own clocks; `runtime.remote.recording` collects them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Run
+from autopar.ir.pipeline import Free, MeshProgram, Run
 from autopar.runtime.timestamps import InstructionMark, StepDescription
 
 clock = time.perf_counter
 
 NUM_WAITERS = 128
-_BEGIN_LIMIT_S = 1.0  # for a waiting thread to be there before its arrays are used up
-
-
-def whole_step(plan: Any, names: Sequence[str], stage_mesh: Sequence[int]) -> StepDescription:
-    """A step of programs that each take all arguments, one per stage."""
-    lists: list[list[Run]] = [[] for _ in range(max(stage_mesh) + 1)]
-    for number, mesh in enumerate(stage_mesh):
-        lists[mesh].append(Run(number, None, (), ()))
-    programs = PipelinePrograms(
-        tuple(MeshProgram(tuple(own), (), (), 0) for own in lists), ((),) * len(names)
-    )
-    stage_programs = tuple((name, stage) for stage, name in enumerate(names))
-    return StepDescription(plan, programs, stage_programs)
+_BEGIN_LIMIT_S = 1.0  # for a thread to start waiting before its arrays are used up
 
 
 class Waiters:
-    """Threads that note when arrays are there."""
+    """Threads that note when arrays are ready."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-watch")
@@ -52,7 +40,7 @@ class Waiters:
         self.num_missed = 0
 
     def note(self, arrays: Sequence[Any], done: Callable[[float], None], may_vanish: bool) -> None:
-        """Calls `done` with the time at which the arrays are there. `may_vanish`: a program that is
+        """Call `done` with the time at which the arrays are ready. `may_vanish`: a program that is
         dispatched later may use them up."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
@@ -77,7 +65,7 @@ class Waiters:
         else:
             wait_for, release = partial(jax.block_until_ready, list(arrays)), begun.release
         try:
-            release()  # nothing between these two: what comes next may use the arrays up
+            release()  # from now on, a later program may use the arrays up
             wait_for()
         except RuntimeError:  # used up after all, or its program failed
             self.num_missed += 1
@@ -85,7 +73,7 @@ class Waiters:
         done(clock())
 
     def finish(self, limit_s: float) -> bool:
-        """Whether everything was there within the limit."""
+        """Whether all arrays were ready within the limit."""
         left = wait(list(self._waiting), limit_s).not_done
         self._waiting.clear()
         return not left
@@ -95,7 +83,7 @@ class Waiters:
 
 
 class MeshLog:
-    """Marks of one mesh in one step, as they come."""
+    """Collects the marks of one mesh in one step."""
 
     def __init__(self, waiters: Waiters) -> None:
         self._waiters = waiters
@@ -124,7 +112,7 @@ class MeshLog:
 def may_be_used_up(
     program: MeshProgram, donated: Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
 ) -> frozenset[int]:
-    """Buffers of a mesh that programs may use up, in this step or in a later one. `donated`: by
+    """Buffers of a mesh that a program may use up, in this step or in a later one. `donated`: per
     stage program, positions in its reads."""
     found = {buffer for _, buffer in program.outputs}
     for run in program.instructions:
@@ -136,8 +124,8 @@ def may_be_used_up(
 def one_to_watch(
     writes: Sequence[int], size_of: Callable[[int], float], used_up: frozenset[int]
 ) -> tuple[int, bool]:
-    """Of what a run writes, the buffer to wait for, and whether it may vanish: all are there at the
-    same time, so one that stays is best, and a small one."""
+    """Which buffer of a run to wait for, and whether it may vanish. All are ready at the same time,
+    so choose one that stays, and a small one."""
     best = min(writes, key=lambda buffer: (buffer in used_up, size_of(buffer)))
     return best, best in used_up
 
@@ -145,33 +133,49 @@ def one_to_watch(
 # -- the recorder of a process that calls steps
 
 
+class StepCollector(Protocol):
+    """Fetches the marks of the steps of one cluster; says what is missing."""
+
+    num_missed: int
+
+    def collect(self, limit_s: float) -> list[str]: ...
+
+
+class RemoteStep(NamedTuple):
+    """How workers know a step: by its meshes and its first tag."""
+
+    collector: StepCollector
+    meshes: tuple[Any, ...]
+    first_tag: int
+
+
 @dataclass
 class RecordedStep:
-    """`marks` is filled in at the end of the trace, by mesh."""
+    """`marks`: by mesh, filled in at the end of the trace."""
 
     described: StepDescription
     called_s: float
     logs: dict[int, MeshLog] = field(default_factory=dict)
     marks: dict[int, list[InstructionMark]] = field(default_factory=dict)
-    remote: Any = None  # what workers know the step by, if it runs there
+    remote: RemoteStep | None = None
     num_events: int = 0
 
 
 class Recorder:
-    """Steps of this process while a trace is active; of too many the oldest are dropped."""
+    """The steps of this process while a trace is active. Drops the oldest if there are too many."""
 
     def __init__(self, max_events: int) -> None:
         self.waiters = Waiters()
         self.steps: deque[RecordedStep] = deque()
         self.num_dropped = 0
-        self.num_missed = 0  # ends that were noted too late, here and by workers
-        self.collectors: dict[int, Any] = {}  # by the id of a cluster's session
+        self.num_missed = 0  # unknown ends, here and on workers
+        self.collectors: dict[int, StepCollector] = {}  # by the id of a cluster's session
         self.profile_dir: str | None = None
         self._max_events = max_events
         self._num_events = 0
         self._lock = threading.Lock()
 
-    def begin(self, described: StepDescription, remote: Any = None) -> RecordedStep:
+    def begin(self, described: StepDescription, remote: RemoteStep | None = None) -> RecordedStep:
         num_events = sum(
             not isinstance(i, Free) for own in described.programs.meshes for i in own.instructions
         )
@@ -187,24 +191,12 @@ class Recorder:
                 self.num_dropped += 1
         return step
 
-    def whole(
-        self, step: RecordedStep, mesh: int, place: int, began_s: float, results: Any
-    ) -> None:
-        """A program that is a mesh's instruction by itself."""
-        log = step.logs[mesh]
-        log.began(place, began_s)
-        arrays = [x for x in results if isinstance(x, jax.Array)]
-        if arrays:
-            log.ends_with(place, [min(arrays, key=lambda one: one.size)], may_vanish=True)
-        else:
-            log.ended(place, clock())
-
     def finish(self, limit_s: float) -> list[str]:
-        """Wait for what is on its way, fetch what workers have; says what could not be had."""
+        """Wait for unfinished steps and fetch the marks of workers; says what is missing."""
         notes = []
         deadline = clock() + limit_s
         if not self.waiters.finish(limit_s):
-            notes.append(f"some results were not there {limit_s:g} s after the trace ended")
+            notes.append(f"some results were not ready {limit_s:g} s after the trace ended")
         for collector in self.collectors.values():
             notes += collector.collect(max(1.0, deadline - clock()))
             self.num_missed += collector.num_missed

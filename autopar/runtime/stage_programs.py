@@ -1,4 +1,4 @@
-"""Stage programs of a pipelined step, compiled ahead for the meshes of their stages."""
+"""From stage programs of a pipelined step to compiled programs for the meshes of their stages."""
 
 from __future__ import annotations
 
@@ -11,31 +11,17 @@ from typing import Any
 import jax
 
 from autopar.errors import CompileError
-from autopar.ir.pipeline import Pipeline, StageProgram, stage_program_names
+from autopar.ir.pipeline import StageProgram
 from autopar.progress import Progress, logged
 
-# Type and sharding of (stage, value); for values of a micro-batch, those of one micro-batch.
+# (stage, value) -> type and sharding; for a value of each micro-batch, of one micro-batch.
 Buffers = Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 
 
 def compile_stage_programs(
-    step_name: str,
-    pipeline: Pipeline,
-    functions: Sequence[Callable[..., Sequence[Any]]],
-    donated: Sequence[tuple[int, ...]],
-    buffers: Buffers,
+    step_name: str, names: Sequence[str], lowered: Sequence[jax.stages.Lowered]
 ) -> list[jax.stages.Compiled]:
-    """The program of every stage program, from its reads to its writes. XLA works on several at a
-    time."""
-    names = stage_program_names(pipeline)
-    lowered = lower_stage_programs(step_name, pipeline, functions, donated, buffers)
-
-    def compile_one(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
-        try:
-            return one.compile()
-        except jax.errors.JaxRuntimeError as error:
-            raise CompileError(f"XLA could not compile {name} of {step_name}: {error}") from error
-
+    """Compiles several at a time."""
     what = f"compiling {step_name}"
     with (
         Progress(what, len(names)) as progress,
@@ -43,44 +29,30 @@ def compile_stage_programs(
         ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads,
     ):
 
-        def compile_and_count(name: str, one: jax.stages.Lowered) -> jax.stages.Compiled:
-            compiled = compile_one(name, one)
+        def compile_one(name: str, program: jax.stages.Lowered) -> jax.stages.Compiled:
+            try:
+                compiled = program.compile()
+            except jax.errors.JaxRuntimeError as error:
+                raise CompileError(
+                    f"XLA could not compile {name} of {step_name}: {error}"
+                ) from error
             progress.step()
             return compiled
 
-        return list(threads.map(compile_and_count, names, lowered))
+        return list(threads.map(compile_one, names, lowered))
 
 
-def lower_stage_programs(
-    step_name: str,
-    pipeline: Pipeline,
-    functions: Sequence[Callable[..., Sequence[Any]]],
-    donated: Sequence[tuple[int, ...]],
-    buffers: Buffers,
-) -> list[jax.stages.Lowered]:
-    """The program of every stage program as XLA gets it."""
-    names = stage_program_names(pipeline)
-    with warnings.catch_warnings():
-        # A buffer that a stage program may use up is freed by that, even if no result can lie in
-        # it.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return [
-            _lower(f"{step_name}_{name}", stage_program, flat_fn, used_up, buffers)
-            for name, stage_program, flat_fn, used_up in zip(
-                names, pipeline.stage_programs, functions, donated, strict=True
-            )
-        ]
-
-
-def _lower(
+def lower_stage_program(
     name: str,
     stage_program: StageProgram,
-    flat_fn: Callable[..., Sequence[Any]],
+    function: Callable[..., Sequence[Any]],
     donated: tuple[int, ...],
     buffers: Buffers,
 ) -> jax.stages.Lowered:
+    """A stage program as XLA receives it, under the given name."""
+
     def run(*values: Any) -> list[Any]:
-        return list(flat_fn(*values))
+        return list(function(*values))
 
     run.__name__ = run.__qualname__ = name
     reads = [buffers[stage_program.stage, ref.value] for ref in stage_program.reads]
@@ -92,7 +64,10 @@ def _lower(
         donate_argnums=donated,
         keep_unused=True,
     )
-    lowered = jitted.lower(*reads)
+    with warnings.catch_warnings():
+        # Donating a buffer frees it, even if no result can reuse it.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jitted.lower(*reads)
     made = [(info.shape, info.dtype) for info in lowered.out_info]
     wanted = [(buffer.shape, buffer.dtype) for buffer in writes]
     assert made == wanted, f"{name} gives {made}, not {wanted}"
@@ -100,7 +75,7 @@ def _lower(
 
 
 def program_bytes(program: jax.stages.Compiled) -> int:
-    """XLA's figure: arguments, results and temporaries, donated buffers counted once."""
+    """XLA's peak bytes per device: arguments, results and temporaries, donated buffers once."""
     stats = program.memory_analysis()
     assert stats is not None
     return int(

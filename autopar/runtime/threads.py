@@ -1,12 +1,12 @@
 """Programs on virtual CPU devices, which share one pool of threads.
 
 Two programs in flight on the same devices can each hold threads that the other's collectives wait
-for, and XLA then ends the process. So there a program starts when its arguments are ready and the
+for, and XLA then aborts the process. So a program starts only when its arguments are ready and the
 last program on each of its devices is done. Programs on other devices may run meanwhile. On
 accelerators, and on a single device, nothing waits.
 
-Of a mesh of several processes each waits for its own devices only. All of them run the same
-programs in the same order, so whatever one waits for in a program, the others come to.
+On a mesh of several processes, each process waits for its own devices only. All run the same
+programs in the same order, so every process reaches whatever another one waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-# device -> the smallest result of the last program on it, which is ready when that is done.
+# device -> the smallest result of the last program on it, which is ready when the program is done.
 _latest: dict[Any, jax.Array] = {}
 
 

@@ -1,8 +1,8 @@
 """From marks (two times per instruction) to a measured `Timeline`.
 
-Ends are measured. A run starts when it was dispatched, the run before it had ended and what it
-reads was there, whichever was last: a device does one thing after another. An end that is not known
-is set as early as it can have been.
+Ends are measured. A device does one thing after another, so a run starts when it is dispatched, the
+previous run has ended and its inputs are ready, whichever is last. An unknown end is set to the
+earliest possible time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.ir.pipeline import PipelinePrograms, Recv, Run, Send
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Event, Timeline
 
 _PHASE = re.compile(r"stage\d+_(prepare|forward|backward|weights|update)")
 
 
 class InstructionMark(NamedTuple):
-    """An instruction, by its place in its mesh's list: when it was dispatched, and when what it
-    gives was there, if that is known."""
+    """An instruction, by its place in its mesh's list: when it was dispatched, and when its results
+    were ready, if known."""
 
     place: int
     began_s: float
@@ -30,15 +31,14 @@ class InstructionMark(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepDescription:
-    """What the marks of a step speak of.
+    """The step that marks refer to.
 
-    plan:       the step's plan.
-    stage programs:     name and stage, by number.
-    transfers:  source stage, target stage and bytes, by number.
-    live_bytes: per mesh, the bytes on one device while each instruction is run; empty if not known.
+    stage_programs: name and stage, by number.
+    transfers:      source stage, target stage and bytes, by number.
+    live_bytes:     per mesh, the bytes on one device while each instruction runs; empty if unknown.
     """
 
-    plan: Any
+    plan: ParallelPlan
     programs: PipelinePrograms
     stage_programs: tuple[tuple[str, int], ...]
     transfers: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class StepDescription:
 
 
 _Marks = list[dict[int, InstructionMark]]  # by mesh and place
-_Way = tuple[int, int, int]  # from mesh, to mesh, tag
+_Message = tuple[int, int, int]  # from mesh, to mesh, tag
 
 
 def measured_timeline(
@@ -54,9 +54,9 @@ def measured_timeline(
     marks: Mapping[int, Sequence[InstructionMark]],
     free_s: Mapping[int, float] | None = None,
 ) -> tuple[Timeline, float]:
-    """The events of a step, and by the clock of the marks when the first of them began. Where a
-    `Recv` has no mark, because one process does both, that of its `Send` is for the whole way.
-    `free_s`: by mesh, when the step before was done with it: steps are dispatched ahead."""
+    """The events of a step, and when the first of them began, by the clock of the marks. A `Recv`
+    without a mark, because one process does both ends, takes the mark of its `Send`. `free_s`: by
+    mesh, when the previous step left it, since steps are dispatched ahead."""
     meshes = described.programs.meshes
     by_place = [{mark.place: mark for mark in marks.get(mesh, ())} for mesh in range(len(meshes))]
     sent = {
@@ -104,32 +104,32 @@ def measured_timeline(
 
 
 def _end(mark: InstructionMark, before_s: float) -> float:
-    """When it ended: if that is not known, as soon as it was dispatched and its mesh was free."""
+    """When it ended; if unknown, as soon as it was dispatched and its mesh was free."""
     return max(mark.began_s, before_s) if mark.ended_s is None else mark.ended_s
 
 
 class _MeshEvents:
-    """Events of one mesh by the clock of the marks, and its bytes by time. `sends`: when what is
-    sent was ready; `shared`: events of a `Recv` that stand on the mark of its `Send`."""
+    """Events of one mesh by the clock of the marks, and its bytes by time. `sends`: when each
+    message was ready; `shared`: events of a `Recv` that use the mark of its `Send`."""
 
     def __init__(
         self,
         described: StepDescription,
         mesh: int,
         by_place: _Marks,
-        sent: Mapping[_Way, InstructionMark | None],
-        arrived_s: Mapping[_Way, float],
+        sent: Mapping[_Message, InstructionMark | None],
+        arrived_s: Mapping[_Message, float],
         before_s: float,
     ) -> None:
         self.described, self.mesh = described, mesh
         self.events: list[Event] = []
         self.memory: dict[float, float] = {}
-        self.sends: dict[_Way, float] = {}
-        self.shared: list[tuple[int, _Way]] = []
+        self.sends: dict[_Message, float] = {}
+        self.shared: list[tuple[int, _Message]] = []
         now_s = before_s  # the end of the last run
-        there_s: dict[int, float] = {}  # buffers that were received -> since when they are there
+        arrived_at: dict[int, float] = {}  # received buffer -> when it arrived
         live = described.live_bytes[mesh] if described.live_bytes else None
-        by_runs: dict[float, float] = {}  # the most that runs held which began at a time
+        by_runs: dict[float, float] = {}  # start of runs -> the most bytes that they held
         for place, instruction in enumerate(described.programs.meshes[mesh].instructions):
             mark = by_place[mesh].get(place)
             at_s = now_s
@@ -138,23 +138,23 @@ class _MeshEvents:
                 if mark is None and (mark := sent.get(way)) is not None:
                     self.shared.append((len(self.events), way))
                 if mark is not None:
-                    there_s.update(dict.fromkeys(instruction.buffers, arrived_s[way]))
+                    arrived_at.update(dict.fromkeys(instruction.buffers, arrived_s[way]))
                     end_s = arrived_s[way]
                     self.add_transfer(instruction, max(mark.began_s, min(before_s, end_s)), end_s)
             elif isinstance(instruction, Run) and mark is not None:
-                arrivals = [there_s[b] for b in instruction.reads if b in there_s]
+                arrivals = [arrived_at[b] for b in instruction.reads if b in arrived_at]
                 at_s = max([mark.began_s, now_s, *arrivals])
                 now_s = max(at_s, _end(mark, before_s))
                 self.add_run(instruction, at_s, now_s)
             elif isinstance(instruction, Send) and mark is not None:
                 way = mesh, instruction.to_mesh, instruction.tag
-                # Threads that note the ends of runs, also of the step before, may be late.
+                # The threads that note the ends of runs, also in the previous step, may be late.
                 ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
                 self.sends[way] = ready_s
                 self.add_transfer(instruction, ready_s, _end(mark, before_s))
             if live is not None and at_s > before_s:
                 held = float(live[place])
-                if isinstance(instruction, Run):  # may take no time, and what follows frees
+                if isinstance(instruction, Run):  # it may take no time, and a `Free` follows
                     by_runs[at_s] = max(held, by_runs.get(at_s, 0.0))
                 self.memory[at_s] = max(held, by_runs.get(at_s, 0.0))
 

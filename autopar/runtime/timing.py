@@ -1,8 +1,8 @@
-"""How long something takes on the devices: from a call to a `Timing`.
+"""How long work takes on the devices: from a call that dispatches it to a `Timing`.
 
-A sample is the time of several calls, one dispatched after another, over their number; what the
-last one returns is waited for. Samples are taken until their spread is small or the time is up. A
-machine that is busy with other work shows by its spread, which every `Timing` carries.
+A sample is the average time of several calls, dispatched one after another; it ends when the last
+result is ready. Samples are taken until their spread is small or the time is up. A machine that is
+busy with other work shows a large spread, which every `Timing` carries.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def time_calls(
     warm_up: int = 1,
     spread: float = NOISY / 2,
 ) -> Timing:
-    """`call` dispatches the work and returns arrays. At least `min_samples` are taken, however long
-    they are, and no more than needed for the spread that is wanted, or than `limit_s` allows."""
+    """`call` dispatches the work and returns arrays. Takes at least `min_samples`, then continues
+    until the spread is small enough or `limit_s` is over."""
     for _ in range(warm_up):
         jax.block_until_ready(call())
     once_s = _sample(call, 1)
@@ -46,7 +46,7 @@ def time_calls(
 
 
 def spread_of(samples: list[float]) -> float:
-    """How far from the median the middle half of the samples lies, relative to it."""
+    """The larger distance of a quartile from the median, relative to the median."""
     if len(samples) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")

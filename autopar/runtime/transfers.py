@@ -1,9 +1,9 @@
-"""Arrays from mesh to mesh on the devices of this process.
+"""Transfers between meshes of this process: from shardings and tile plans to functions on arrays.
 
-`jax.device_put` copies shard by shard if the source holds every shard that the target wants. If
-not, it takes the array through the host, and waits for it: then a `TilePlan` is better, which
-`send_tiles` follows by slices and copies between devices that nobody waits for. On virtual CPU
-devices the host is where everything lies, so there it is better without plans.
+`jax.device_put` copies shard by shard if the source holds every shard that the target wants.
+Otherwise it takes the array through the host and waits for it. A `TilePlan` is better then:
+`send_tiles` follows it by slices and copies between devices, and waits for nothing. On virtual CPU
+devices everything is in the host's memory, so `device_put` is better there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
 from autopar.ir.spec import WHOLE
@@ -31,7 +31,7 @@ def transfer_function(
     tile_plans: Sequence[TilePlan | None],
 ) -> Sender:
     """A function that takes arrays from their source to their target shardings, in new buffers.
-    What can go the same way goes together."""
+    Arrays that can be copied by one call are copied together."""
     copied, put = [], []
     ways: list[tuple[list[int], Sender]] = []
     for i, (aval, wanted, plan) in enumerate(zip(sources, targets, tile_plans, strict=True)):
@@ -71,7 +71,7 @@ def _each(way: Callable[[Any], Any]) -> Sender:
 
 
 def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[Box]:
-    """What each device of a sharding holds."""
+    """Per device of a sharding, the shard that it holds."""
     return [
         tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
         for index in map(tuple, sharding.devices_indices_map(shape).values())
@@ -80,31 +80,34 @@ def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[Box]:
 
 def send_tiles(plan: TilePlan, target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A function that takes an array to the target's mesh as planned."""
-    steps = _Steps(plan, target)
-    return alone(steps.send, target.mesh) if waits(target) else steps.send
+    sender = _TileSender(plan, target)
+    return alone_on(target.mesh, sender.send) if runs_alone(target) else sender.send
 
 
-def alone(way: Callable[[jax.Array], jax.Array], mesh: Any) -> Callable[[jax.Array], jax.Array]:
+def alone_on(
+    mesh: Mesh | AbstractMesh, function: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
+    assert isinstance(mesh, Mesh)
     devices = list(mesh.devices.flat)
-    return lambda array: run_alone(lambda one: [way(one)], [array], devices)[0]
+    return lambda array: run_alone(lambda one: [function(one)], [array], devices)[0]
 
 
-class _Steps:
-    """What can be known before there is an array: cuts, devices, how parts are put together."""
+class _TileSender:
+    """All that is known before the array exists: cuts, devices, and how tiles are joined."""
 
     def __init__(self, plan: TilePlan, target: NamedSharding) -> None:
         self.plan = plan
         self.target = target
         self.devices = _devices(target)
         self.landed = landed_sharding(plan, target)
-        # By sender: all the tiles that one device sends are cut by one program.
+        # One program cuts all the tiles that a device sends.
         self.senders: dict[int, list[tuple[int, Tile]]] = {}
         by_receiver: dict[int, list[int]] = {}
         for number, tile in enumerate(plan.tiles):
             self.senders.setdefault(tile.source, []).append((number, tile))
             by_receiver.setdefault(tile.target, []).append(number)
         self.cutters = {
-            source: cutter(tuple(within(tile.box, held_box(plan, source)) for _, tile in tiles))
+            source: cutter(tuple(within(tile.box, source_box(plan, source)) for _, tile in tiles))
             for source, tiles in self.senders.items()
         }
         self.joiners = {
@@ -115,27 +118,29 @@ class _Steps:
         self.to_devices = [self.devices[tile.target] for tile in plan.tiles]
 
     def send(self, array: jax.Array) -> jax.Array:
-        shards = _shards_in_order(array)
+        shards_in = _shards_in_order(array)
         cut: list[Any] = [None] * len(self.plan.tiles)
         for source, tiles in self.senders.items():
-            for (number, _), part in zip(tiles, self.cutters[source](shards[source]), strict=True):
-                cut[number] = part
+            for (number, _), data in zip(
+                tiles, self.cutters[source](shards_in[source]), strict=True
+            ):
+                cut[number] = data
         received = jax.device_put(cut, self.to_devices)
-        parts: list[Any] = [None] * len(self.devices)
+        shards_out: list[Any] = [None] * len(self.devices)
         for receiver, (numbers, join) in self.joiners.items():
-            parts[receiver] = join([received[n] for n in numbers])
+            shards_out[receiver] = join([received[n] for n in numbers])
         if self.copies:
-            sources = [parts[source] for _, source in self.copies]
+            sources = [shards_out[source] for _, source in self.copies]
             places = [self.devices[device] for device, _ in self.copies]
             for (device, _), copy in zip(self.copies, jax.device_put(sources, places), strict=True):
-                parts[device] = copy
+                shards_out[device] = copy
         landed = jax.make_array_from_single_device_arrays(
-            array.shape, self.landed, parts, dtype=array.dtype
+            array.shape, self.landed, shards_out, dtype=array.dtype
         )
         return gatherer(self.target)(landed) if self.landed != self.target else landed
 
 
-def held_box(plan: TilePlan, source: int) -> Box:
+def source_box(plan: TilePlan, source: int) -> Box:
     return shard_box(plan.shape, plan.source_layout, plan.source_mesh, source)
 
 
@@ -144,7 +149,7 @@ def _devices(sharding: NamedSharding) -> list[Any]:
 
 
 def _shards_in_order(array: jax.Array) -> list[jax.Array]:
-    """An array's shards, in the order of its mesh."""
+    """An array's shards in the order of its mesh."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
@@ -152,7 +157,7 @@ def _shards_in_order(array: jax.Array) -> list[jax.Array]:
 
 
 def landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
-    """How the array lies before shards are gathered. Cuts are minor to those of the layout, so that
+    """The sharding before shards are gathered. Its cuts are minor to those of the layout, so the
     names in an entry may be out of mesh order."""
     names = target.mesh.axis_names
     entries = []
@@ -166,7 +171,7 @@ def landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
 
 
 def copied_from(plan: TilePlan) -> list[tuple[int, int]]:
-    """(device, device) pairs: who receives nothing, and whose part it gets a copy of."""
+    """Pairs of (device that receives no tile, device whose shard it gets a copy of)."""
     grid = np.arange(np.prod(plan.target_mesh)).reshape(plan.target_mesh)
     for axis, (cut, own) in enumerate(zip(plan.landing, plan.target_layout, strict=True)):
         if cut == own == WHOLE:
@@ -184,7 +189,7 @@ def cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], Sequence[jax.Array]]
 
 @lru_cache(maxsize=4096)
 def joiner(boxes: tuple[Box, ...]) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Puts tiles together, which form a grid."""
+    """Joins tiles that form a grid."""
     if len(boxes) == 1:
         return lambda tiles: tiles[0]
     return jax.jit(partial(_join, boxes))
@@ -213,12 +218,13 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
 
 @lru_cache(maxsize=4096)
 def copier(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
+    """For stages that share a mesh: copies an array into the other stage's sharding, always into a
+    new buffer."""
     copy = jax.jit(jnp.copy, out_shardings=target)
-    return alone(copy, target.mesh) if waits(target) else copy
+    return alone_on(target.mesh, copy) if runs_alone(target) else copy
 
 
-def waits(target: NamedSharding) -> bool:
+def runs_alone(target: NamedSharding) -> bool:
     return isinstance(target.mesh, Mesh) and must_run_alone(target.mesh)
 
 

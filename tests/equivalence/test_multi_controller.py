@@ -76,9 +76,14 @@ ERRORS = {
         "PlanError",
         "mesh (2,) has 2 devices, but the processes have 4 together",
     ),
-    "unequal_shares": ("MeshError", "2 of process 0, 1 of process 1", "MeshError", "unequal"),
+    "unequal_shares": (
+        "MeshError",
+        "2 of process 0, 1 of process 1",
+        "MeshError",
+        "different numbers",
+    ),
     "nobodys_devices": ("MeshError", "belongs to process 1", "MeshError", "belongs to process 1"),
-    "mixed_devices": ("MeshError", "stand together: [0, 1, 0, 1]", "MeshError", "together"),
+    "mixed_devices": ("MeshError", "ordered by process: [0, 1, 0, 1]", "MeshError", "ordered"),
     "other_devices": ("PlanError", "process 1: devices is", "PlanError", "process 1: devices is"),
 }
 LAST = ("after_errors", "one_does_not_come")

@@ -76,7 +76,7 @@ def sent_for_each(parallel: Any) -> list[tuple[int, int, tuple[int, ...]]]:
     """(from, to, shape) of what is sent for every micro-batch."""
     executable = parallel.last_executable
     return sorted(
-        (t.source, t.target, executable._buffers[t.target, t.ref.value].shape)
+        (t.source, t.target, executable.buffers[t.target, t.ref.value].shape)
         for t in executable.pipeline.transfers
         if t.ref.micro_batch == EACH
     )
@@ -85,7 +85,7 @@ def sent_for_each(parallel: Any) -> list[tuple[int, int, tuple[int, ...]]]:
 def sent_once(parallel: Any) -> list[tuple[int, int, tuple[int, ...]]]:
     executable = parallel.last_executable
     return sorted(
-        (t.source, t.target, executable._buffers[t.target, t.ref.value].shape)
+        (t.source, t.target, executable.buffers[t.target, t.ref.value].shape)
         for t in executable.pipeline.transfers
         if t.ref.micro_batch is None
     )

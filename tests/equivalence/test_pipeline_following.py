@@ -14,8 +14,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar import CreateStateParallel, FollowParallel, ManualStages, PipeshardParallel
-from autopar.ir.plan import HELD, MADE
-from autopar.runtime.per_stage import PartsExecutable
+from autopar.ir.layering import PER_STAGE_OUTPUTS, LayerSource
 from autopar.runtime.pipeline import PipelineExecutable
 
 pytestmark = (
@@ -102,14 +101,14 @@ def test_the_program_that_makes_state(tmp_path: Any) -> None:
     state = create(jax.random.key(0))
     assert not moved(train._compile((state, BATCH), {})[1], (state, BATCH))
     executable = create.last_executable
-    assert isinstance(executable, PartsExecutable)
-    assert executable.plan.layering == MADE
+    assert isinstance(executable, PipelineExecutable)
+    assert executable.plan.layering == PER_STAGE_OUTPUTS
     assert list(executable.compiled) == [f"stage{s}_results" for s in range(3)]
     for name, program in executable.compiled.items():
         own = [
             leaf
-            for leaf, s in zip(jax.tree.leaves(state), executable._owners, strict=True)
-            if name == f"stage{s}_results"
+            for leaf, place in zip(jax.tree.leaves(state), executable.pipeline.outputs, strict=True)
+            if name == f"stage{place.stage}_results"
         ]
         made = sum(leaf.addressable_shards[0].data.nbytes for leaf in own)
         assert made <= program.memory_analysis().output_size_in_bytes <= made + 64 * len(own)
@@ -195,7 +194,7 @@ def test_an_evaluation_of_few_layers_uses_the_stages_that_it_needs() -> None:
     params = state.params
     assert_same(follow(params, BATCH), jax.jit(features)(jax.device_get(params), BATCH))
     plan = follow.last_executable.plan
-    assert plan.layering.endswith(HELD)
+    assert plan.layering.source is LayerSource.BY_ARGUMENTS
     train_plan = train.last_planned.plan
     assert [s.devices for s in plan.stages] == [train_plan.stages[0].devices]
 

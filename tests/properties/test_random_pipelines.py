@@ -103,6 +103,7 @@ def make_executable(pipeline: Pipeline, schedule: str, rng: random.Random) -> Pi
         meshes,
         buffers,
         [buffers[place.stage, place.value] for place in pipeline.inputs],
+        lambda *_: run_stage_programs(pipeline),
     )
 
 

@@ -460,10 +460,10 @@ def test_devices_are_recognised(kind: str, preset: str) -> None:
     ("hosts", "message"),
     [
         ((0, 0, 1), "2 of process 0, 1 of process 1"),
-        ((0, 1, 0, 1), r"do not stand together: \[0, 1, 0, 1\]"),
+        ((0, 1, 0, 1), r"not ordered by process: \[0, 1, 0, 1\]"),
     ],
 )
-def test_processes_have_equal_shares_of_devices_that_stand_together(hosts, message) -> None:
+def test_processes_need_equally_many_devices_ordered_by_process(hosts, message) -> None:
     with pytest.raises(autopar.MeshError, match=message):
         cluster_of_devices([device("NVIDIA H200", host) for host in hosts])
 

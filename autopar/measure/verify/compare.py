@@ -105,7 +105,7 @@ def verified_meshes(
 def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
     """Bytes of every buffer on one device of its mesh."""
     held: dict[tuple[int, int], ShardedType] = {
-        (bound.mesh, bound.buffer): bound.held for bound in (*lowered.arguments, *lowered.results)
+        (bound.mesh, bound.buffer): bound.type for bound in (*lowered.arguments, *lowered.results)
     }
     for mesh, program in enumerate(lowered.programs.meshes):
         for instruction in program.instructions:
@@ -113,7 +113,7 @@ def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
                 writes = lowered.stage_programs[instruction.stage_program].writes
                 held.update(zip(((mesh, b) for b in instruction.writes), writes, strict=True))
             elif isinstance(instruction, Recv):
-                targets = [lowered.crossings[t].target for t in instruction.transfers]
+                targets = [lowered.transfers[t].target for t in instruction.transfers]
                 held.update(zip(((mesh, b) for b in instruction.buffers), targets, strict=True))
     sizes = {one: bytes_on_one_device(one) for one in set(held.values())}
     return {buffer: sizes[one] for buffer, one in held.items()}

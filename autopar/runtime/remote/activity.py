@@ -1,4 +1,4 @@
-"""What a worker was doing, in words: for errors."""
+"""From an instruction to words: what a worker was doing, for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autopar.ir.remote import LoweredStep
 
 
 def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[int | None, str]:
-    """(stage, words) of an instruction in a mesh's list; -1 is before the first."""
+    """(stage, words) for an instruction of a mesh's list; -1 is before the first."""
     instructions = lowered.programs.meshes[mesh].instructions
     if place == -1:
         return _stage_on(lowered, mesh), "taking the arguments of a step"

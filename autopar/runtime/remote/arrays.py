@@ -1,8 +1,8 @@
-"""Arrays that lie on workers: the driver's handle to them.
+"""Arrays on workers: the driver's handles to them.
 
-A `DistributedArray` has a shape, a type and a place, and no numbers: those are fetched when they
-are asked for, as few shards as hold each element once. When the handle is dropped, the workers let
-their buffers go with the next step.
+A `DistributedArray` has a shape, a type and a place, but no values. They are fetched on demand,
+each shard from one device only. When the handle is dropped, the workers free their buffers with the
+next step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autopar.ir.spec import to_partition_spec
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """A mesh of a cluster: the cluster's numbers of its devices, in the arrangement that an array's
-    spec speaks of."""
+    """A mesh of a cluster: the cluster's numbers of its devices, in the arrangement that the spec
+    of an array refers to."""
 
     devices: tuple[int, ...]
     shape: tuple[int, ...]
@@ -45,21 +45,21 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Copy:
-    """One of the places where a value lies: on a mesh (as the session knows it), under a number."""
+    """A copy of the value on one mesh (a `RemoteMesh`), known there by its number."""
 
     mesh: Any
     number: int
-    held: ShardedType
+    type: ShardedType
 
 
 class ArrayTypeError(ArgumentError, TypeError):
-    """A use that an array of its type does not have. Also a `TypeError`, as Python, NumPy and JAX
-    have it there."""
+    """An operation that arrays of this type do not support. Also a `TypeError`, which Python, NumPy
+    and JAX raise."""
 
 
 class DistributedArray:
     """An array on the meshes of a cluster. `np.asarray(x)`, `float(x)` and `x.fetch()` bring its
-    value here; everything else is for the steps that take it."""
+    value to the driver; parallelized steps take it as it is."""
 
     __slots__ = ("__weakref__", "_copies", "_known", "dtype", "owner", "shape", "weak_type")
 
@@ -74,12 +74,12 @@ class DistributedArray:
     ) -> None:
         self.owner = owner  # the session
         self._copies = copies
-        self._known = known  # waits for the step that makes it; its raw value, or None
+        self._known = known  # waits for its step; returns its raw value, or None
         self.shape = shape
         self.dtype = dtype
         self.weak_type = weak_type
 
-    # -- what is known of it
+    # -- properties
 
     @property
     def ndim(self) -> int:
@@ -93,14 +93,14 @@ class DistributedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole value, once."""
-        return self._copies[0].held.nbytes if self._copies else 0
+        """Bytes of the value, counted once."""
+        return self._copies[0].type.nbytes if self._copies else 0
 
     @property
     def spec(self) -> PartitionSpec:
         """How it is split over the axes of its (first) mesh."""
-        held = self.first().held
-        return to_partition_spec(held.layout, self.ndim, held.axis_names)
+        type_ = self.first().type
+        return to_partition_spec(type_.layout, self.ndim, type_.axis_names)
 
     @property
     def mesh(self) -> MeshPlace:
@@ -113,9 +113,9 @@ class DistributedArray:
         self.first()
         return tuple(
             MeshPlace(
-                tuple(copy.mesh.devices[place] for place in copy.held.grid),
-                copy.held.mesh_shape,
-                copy.held.axis_names,
+                tuple(copy.mesh.devices[place] for place in copy.type.grid),
+                copy.type.mesh_shape,
+                copy.type.axis_names,
             )
             for copy in self._copies
         )
@@ -131,7 +131,7 @@ class DistributedArray:
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
 
     def is_deleted(self) -> bool:
-        """Whether its buffers were let go, or used up by a step."""
+        """Whether its buffers were freed, or used up by a step."""
         return not self._copies
 
     def __repr__(self) -> str:
@@ -213,12 +213,12 @@ class DistributedArray:
     # -- its end
 
     def delete(self) -> None:
-        """Let the workers' buffers go now, not when the handle is dropped."""
+        """Free the workers' buffers now, not when the handle is dropped."""
         for copy in self.take():
             copy.mesh.release(copy.number)
 
     def take(self) -> tuple[Copy, ...]:
-        """The copies, which are no longer this handle's to free: a step uses them up."""
+        """Empty the handle and return its copies, which a step uses up."""
         copies, self._copies = self._copies, ()
         self._known = None
         return copies
@@ -232,14 +232,14 @@ class DistributedArray:
         """The copy that is fetched and saved."""
         if not self._copies:
             raise ArgumentError(
-                f"this {self!r} was used up: a step that returns updated state takes over the "
+                f"this {self!r} is deleted: a step that returns updated state takes over the "
                 "buffers of the old one (donate_argnums='auto'), or the cluster was shut down. Use "
                 "the state that the step returned, or keep the old one with "
                 "parallelize(…, donate_argnums=())."
             )
         return self._copies[0]
 
-    # -- what it does not do
+    # -- refused operations
 
     def __getitem__(self, index: Any) -> Any:
         raise _refused(self, "indexed")
@@ -253,8 +253,8 @@ class DistributedArray:
 
 def _refused(array: DistributedArray, what: str) -> ArgumentError:
     return ArgumentError(
-        f"{array!r} lies on workers and cannot be {what} here. Bring it to the driver with "
-        "np.asarray(x), or compute inside of a function that autopar.parallelize runs there."
+        f"{array!r} is on workers and cannot be {what} here. Bring it to the driver with "
+        "np.asarray(x), or compute inside a function that autopar.parallelize runs there."
     )
 
 

@@ -1,11 +1,11 @@
 """The data channel: batches from the driver to a worker process, and fetched values back.
 
 A worker has a `ChannelServer`, the driver a `ChannelClient` per worker. Both know the session's
-token and prove it to each other first (`sockets.py`), so that a port taken over by a stranger, or a
-stranger who connects, is found at once. Data is sent under a *key*, a number that driver and worker
-agree on by other means; what comes twice under one key is kept in order.
+token and first prove it to each other (`sockets.py`), so a stranger on either end is noticed at
+once. Data is sent under a *key*, a number that driver and worker agree on by other means; data that
+comes twice under one key is kept in order.
 
-The client has two connections, so that a value is fetched while a large batch is on its way.
+The client has two connections, so that it can fetch a value while it sends a large batch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from autopar.runtime.remote.sockets import (
 
 
 class ChannelServer:
-    """What a worker has: it accepts connections on `host` and reads what is sent, by itself.
+    """A worker's end: accepts connections on `host`, and reads what is sent, on threads of its own.
 
-    limit_s: how long a client may take nothing of what it asked for before it is given up.
+    limit_s: a client that accepts no data for this long is dropped.
     """
 
     def __init__(self, host: str, token: str, *, limit_s: float = 60.0) -> None:
@@ -51,7 +51,7 @@ class ChannelServer:
         self._outbox: dict[int, deque[Sequence[Any]]] = {}
         self._connections: set[socket.socket] = set()
         self._proven: set[socket.socket] = set()
-        self._gone = ""  # why nobody is connected any more
+        self._gone = ""  # why no client is connected any more
         self._closed = False
         self._threads: set[threading.Thread] = set()
         self._listener = listen(host)
@@ -59,8 +59,8 @@ class ChannelServer:
         self._start(self._accept)
 
     def take(self, key: int, limit_s: float) -> list[np.ndarray]:
-        """The arrays that a client sent under `key`; waits for them. `PeerGone` if all clients
-        have left without sending them."""
+        """The arrays that a client sent under `key`; waits for them. Raises `PeerGone` if all
+        clients have left without sending them."""
         with self._changed:
             come = self._changed.wait_for(
                 lambda: key in self._inbox or self._gone or self._closed, limit_s
@@ -73,17 +73,17 @@ class ChannelServer:
             raise PeerGone(f"Data of key {key} will not come: {self._gone}.")
         raise DataTimeout(
             f"Data of key {key} did not come from the driver within {limit_s:g} s. The driver may "
-            "be busy or stopped, or the network slow."
+            "be busy or stopped, or the network may be slow."
         )
 
     def offer(self, key: int, arrays: Sequence[Any]) -> None:
-        """Keep arrays until a client receives them; waits for nobody."""
+        """Keep arrays until a client receives them; does not wait."""
         with self._changed:
             self._outbox.setdefault(key, deque()).append(tuple(arrays))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all connections; those that wait get an error."""
+        """End all connections; threads that wait get an error."""
         with self._changed:
             self._closed = True
             open_ones = [*self._connections, self._listener]
@@ -167,7 +167,7 @@ class ChannelServer:
                 self._changed.notify_all()
 
     def _give(self, connection: socket.socket, asked: deque[int], done: threading.Event) -> None:
-        """Send what was asked for as it is offered."""
+        """Send what was requested, as it is offered."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -181,16 +181,16 @@ class ChannelServer:
             try:
                 write_frame(connection, {"kind": "give", "key": key}, arrays)
             except DataError as error:
-                if type(error) is not DataError:  # the connection is of no more use
+                if type(error) is not DataError:  # the connection is useless now
                     hang_up(connection)
                     return
                 write_frame(connection, {"kind": "refuse", "key": key, "why": str(error)})
 
 
 class ChannelClient:
-    """What the driver has for a worker. Any thread may call any method.
+    """The driver's end for one worker. Any thread may call any method.
 
-    limit_s: for connecting, and how long the worker may take nothing of what is sent to it.
+    limit_s: for connecting, and for how long the worker may accept no data.
     """
 
     def __init__(self, address: tuple[str, int], token: str, limit_s: float) -> None:
@@ -216,7 +216,7 @@ class ChannelClient:
 
     def receive(self, key: int, limit_s: float) -> list[np.ndarray]:
         """The arrays that the worker offers under `key`; waits for them. After a `DataTimeout` it
-        can be called again, and gets what came meanwhile."""
+        can be called again and finds what has come meanwhile."""
         with self._changed:
             ask = key not in self._asked and key not in self._come
             if ask:
@@ -240,7 +240,7 @@ class ChannelClient:
         return come
 
     def close(self) -> None:
-        """End the connections; those that wait get an error."""
+        """End the connections; threads that wait get an error."""
         self._break("it was closed here")
         if self._reader is not threading.current_thread():
             self._reader.join(GREETING_S)

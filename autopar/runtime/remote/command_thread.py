@@ -1,8 +1,8 @@
-"""Commands with numbers → their answers, carried out one after another on one thread.
+"""From numbered commands to their answers: runs them one after another on one thread.
 
-Numbers begin at 0 and none is left out; commands may arrive in any order and are carried out in
-that of their numbers. A command that answers `Later` counts as carried out: what it waits for is
-waited for on threads of its own, while the next command runs.
+Numbers are consecutive from 0. Commands may arrive in any order and run in the order of their
+numbers. If a command answers `Later`, other threads wait for its answer while the next command
+runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NUM_WAITERS = 16
 
 @dataclass(frozen=True)
 class Command:
-    """name:      for messages.
-    is_step:   whether it must make progress all the time, as steps do and compiling does not.
+    """name:    for messages.
+    is_step: whether it must make steady progress, as steps do and compiling does not.
     """
 
     number: int
@@ -36,8 +36,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Standstill:
-    """For how long the oldest unanswered step has made no progress, or the oldest unanswered
-    command if no step is."""
+    """How long the oldest unanswered step has made no progress; without an unanswered step, the
+    oldest unanswered command."""
 
     command: str
     is_step: bool
@@ -45,7 +45,7 @@ class Standstill:
 
 
 class CommandThread:
-    """The thread, the commands that wait for their turn, and those that are not answered yet."""
+    """The thread, the commands that wait for their turn, and those without an answer yet."""
 
     def __init__(self, progress: WorkerProgress) -> None:
         self.progress = progress
@@ -60,13 +60,13 @@ class CommandThread:
     def submit(
         self, number: int, name: str, call: Callable[[], Any], is_step: bool = False
     ) -> Future[Any]:
-        """The command's answer, or its exception, when there is one."""
+        """The future answer of the command, or its exception."""
         command = Command(number, name, is_step, call, Future())
         self._arrived.put(command)
         return command.answer
 
     def standstill(self) -> Standstill | None:
-        """None if every command that was begun is answered."""
+        """None if every command that has begun is answered."""
         with self._lock:
             if not self._unanswered:
                 return None
@@ -77,7 +77,7 @@ class CommandThread:
         return Standstill(command.name, command.is_step, max(0.0, time.time() - moved_s))
 
     def close(self) -> None:
-        """Carry out nothing more; does not wait for what is being carried out."""
+        """Run no more commands; does not wait for the current one."""
         self._arrived.put(None)
         self._waiters.shutdown(wait=False, cancel_futures=True)
 
@@ -88,9 +88,9 @@ class CommandThread:
             early[arrived.number] = arrived
             while (command := early.pop(turn, None)) is not None:
                 turn += 1
-                self._carry_out(command)
+                self._run(command)
 
-    def _carry_out(self, command: Command) -> None:
+    def _run(self, command: Command) -> None:
         with self._lock:
             self._unanswered[command.number] = command, time.time()
         self.progress.begin(command.number)
@@ -120,7 +120,7 @@ class CommandThread:
 
     def _fail(self, command: Command, error: BaseException) -> None:
         self._forget(command)
-        if isinstance(error, StopIteration):  # which no future of asyncio can hold
+        if isinstance(error, StopIteration):  # an asyncio future cannot hold it
             said, error = error, RuntimeError(f"{command.name} raised StopIteration")
             error.__cause__ = said
         command.answer.set_exception(error)

@@ -1,21 +1,48 @@
-"""What the driver tells workers, and what they answer."""
+"""Commands of the driver to workers, with their arguments and answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from autopar.ir.remote import ShardedType
 
+# The methods of `Executor` that carry them out.
+CommandName = Literal[
+    "announce",
+    "clock",
+    "compiled",
+    "connect",
+    "fetch",
+    "hlo_texts",
+    "load",
+    "open",
+    "prepare",
+    "put",
+    "record",
+    "recorded",
+    "reshard",
+    "restore",
+    "save",
+    "start_profile",
+    "stats",
+    "step",
+    "stop_profile",
+    "transports",
+    "unload",
+    "wait",
+]
+
 
 @dataclass(frozen=True)
 class Put:
-    """An array that the driver sends: its number, how it lies, and for each of this worker's
-    devices which of the arrays under `key` is its shard."""
+    """An array that the driver sends: its number and type, and for each of this worker's devices
+    which of the arrays under `key` is its shard."""
 
     array: int
-    held: ShardedType
+    type: ShardedType
     key: int
     shards: tuple[int, ...]
 
@@ -28,8 +55,8 @@ class StepCall:
     puts:            arrays that the driver has sent for it, under their numbers.
     freed:           arrays that nobody needs any more.
     dropped:         arrays that nobody needs after the step.
-    first_tag:       tags of the step's transfers are counted from here.
-    watched:         outputs (by place) whose values the driver gets with the answer.
+    first_tag:       tags of the step's transfers count from here.
+    watched:         outputs, by place, whose values the driver gets with the answer.
     """
 
     task: int
@@ -44,4 +71,7 @@ class StepCall:
 
 @dataclass(frozen=True)
 class StepDone:
-    values: dict[int, np.ndarray]  # by place among the outputs; of the mesh's first worker only
+    """The answer to a `StepCall`: values of watched outputs, by place, from the mesh's first
+    worker."""
+
+    values: dict[int, np.ndarray]

@@ -1,8 +1,7 @@
 """What a worker process does: compiles programs, holds arrays by number, runs its mesh's lists.
 
-Every public method is a command of the driver; they come in order, on one thread.
-
-Arrays are numbered by the driver, which says when to let them go.
+Every public method is a command of the driver (`commands.CommandName`); they run in order, on one
+thread. The driver numbers the arrays and says when to free them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from autopar.runtime.remote.commands import Put, StepCall, StepDone
 from autopar.runtime.remote.exporting import compile_stage_program, sharding_of, struct_of
 from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.remote.recording import WorkerRecord
-from autopar.runtime.remote.task import WorkerTask, here
+from autopar.runtime.remote.task import WorkerTask, array_in
 from autopar.runtime.remote.transfers import shards_by_device
 from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone
@@ -36,16 +35,16 @@ from autopar.runtime.transfers import copier
 from autopar.runtime.transports.base import Link, Transport
 from autopar.runtime.transports.choose import available_transports, make_transport
 
-_DATA_LIMIT_S = 120.0  # for what the driver has announced to arrive
+_DATA_LIMIT_S = 120.0  # for data to arrive that the driver has announced
 _MAX_COMPILE_THREADS = 8
 
 
-class ProgressLike(Protocol):
+class ProgressSink(Protocol):
     def at(self, program: int, instruction: int, micro_batch: int) -> None: ...
 
 
 class Executor:
-    def __init__(self, place: WorkerPlace, progress: ProgressLike) -> None:
+    def __init__(self, place: WorkerPlace, progress: ProgressSink) -> None:
         self._place = place
         self._progress = progress
         self._devices = list(jax.devices())
@@ -64,20 +63,19 @@ class Executor:
         self._transport: Transport | None = None
         mesh = sharding_of(_scalar_on(len(self._devices)), self._devices).mesh
         self._runs_alone = isinstance(mesh, jax.sharding.Mesh) and must_run_alone(mesh)
-        # A buffer that a stage program may use up is freed by that, even if no result can lie in
-        # it.
+        # Donating a buffer frees it, even if no result can reuse it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         threads = max(1, min(_MAX_COMPILE_THREADS, os.cpu_count() or 1))
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="compile")
 
-    # -- reaching each other
+    # -- connections
 
     def transports(self) -> tuple[str, ...]:
-        """Names of those that this worker could use."""
+        """Names of the transports that this worker could use."""
         return available_transports(self._place.platform)
 
     def open(self, transport: str) -> dict[str, Any]:
-        """Where the driver and other workers find this one."""
+        """The addresses at which the driver and other workers reach this one."""
         if self._transport is None:
             self._transport = make_transport(transport, self._place)
         return {"channel": self._channel.address, "transport": self._transport.address()}
@@ -90,7 +88,7 @@ class Executor:
     # -- programs
 
     def announce(self, task: MeshTask, key: int) -> None:
-        """A step's lists; the programs of its stage programs are sent under `key`."""
+        """Receive a step's lists, and the code of its stage programs under `key`; compile them."""
         programs = self._channel.take(key, _DATA_LIMIT_S)
         self._announced[task.number] = task
         self._compiling[task.number] = {
@@ -110,7 +108,7 @@ class Executor:
         return Later(lambda: program_bytes(future.result()))
 
     def load(self, task: int) -> list[Link]:
-        """Make a step ready to run; answers what it will send and receive."""
+        """Make a step ready to run; answers the links that it sends and receives on."""
         stage_programs = {n: future.result() for n, future in self._compiling.pop(task).items()}
         announced = self._announced.pop(task)
         loaded = WorkerTask(
@@ -125,7 +123,7 @@ class Executor:
         return loaded.links()
 
     def prepare(self, links: Sequence[Link]) -> None:
-        """Make communicators, in the order that all workers are given."""
+        """Create communicators, in an order that all workers share."""
         assert self._transport is not None
         self._transport.prepare(links)
 
@@ -164,7 +162,7 @@ class Executor:
         else:
             loaded.run_recorded(slots, call.first_tag, at, self._record.begin(call.first_tag))
         for (_, buffer), number in zip(program.outputs, call.outputs, strict=True):
-            self._arrays[number] = here(slots, buffer)
+            self._arrays[number] = array_in(slots, buffer)
         del slots
         self.free(call.dropped)
         shards = {
@@ -181,7 +179,7 @@ class Executor:
                 try:
                     values[place] = np.asarray(shard)
                 except RuntimeError:
-                    if not shard.is_deleted():  # else the next step has used it up already
+                    if not shard.is_deleted():  # otherwise the next step has used it up
                         raise
             if not values and smallest is not None and not smallest.is_deleted():
                 jax.block_until_ready(smallest)
@@ -200,9 +198,9 @@ class Executor:
         for put in puts:
             if put.key not in taken:
                 taken[put.key] = self._channel.take(put.key, _DATA_LIMIT_S)
-            parts = jax.device_put([taken[put.key][n] for n in put.shards], local)
+            shards = jax.device_put([taken[put.key][n] for n in put.shards], local)
             self._arrays[put.array] = jax.make_array_from_single_device_arrays(
-                put.held.shape, sharding_of(put.held, self._devices), parts, dtype=put.held.dtype
+                put.type.shape, sharding_of(put.type, self._devices), shards, dtype=put.type.dtype
             )
 
     def free(self, arrays: Sequence[int]) -> None:
@@ -211,63 +209,61 @@ class Executor:
 
     def fetch(self, wanted: Sequence[tuple[int, int]], key: int) -> None:
         """Offer shards to the driver under `key`: (array, place of this worker's device)."""
-        parts = []
-        for number, device in wanted:
-            parts.append(np.asarray(shards_by_device(self._arrays[number])[device]))
-        self._channel.offer(key, parts)
+        shards = [shards_by_device(self._arrays[number])[device] for number, device in wanted]
+        self._channel.offer(key, [np.asarray(shard) for shard in shards])
 
     def reshard(self, moved: Sequence[tuple[int, int, ShardedType]]) -> None:
-        """Copies of arrays in other layouts on this mesh: (array, number of the copy, layout)."""
-        for number, copy, held in moved:
-            target = sharding_of(held, self._devices)
+        """Copy arrays into other shardings on this mesh: (array, number of the copy, its type)."""
+        for number, copy, type_ in moved:
+            target = sharding_of(type_, self._devices)
             self._arrays[copy] = copier(target)(self._arrays[number])
 
     # -- checkpoints
 
     def save(self, folder: str, items: Sequence[tuple[str, int]]) -> Later:
-        """Write this worker's shards of arrays, (key, array), in the background: once the command
-        is carried out, the arrays may be used up. Answers what was written where."""
-        parts = snapshot([(key, self._arrays[number]) for key, number in items])
-        return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", parts))
+        """Write this worker's shards of arrays, (key, array), in the background: when the command
+        returns, the arrays may be used up. Answers where each shard was written."""
+        shards = snapshot([(key, self._arrays[number]) for key, number in items])
+        return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", shards))
 
     def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType]]) -> None:
-        """Read what this worker's devices are to hold: (key, array, layout)."""
+        """Read the shards of this worker's devices: (key, array, its type)."""
         manifest = read_manifest(Path(folder))
-        wanted = [(key, struct_of(held, self._devices)) for key, _, held in items]
+        wanted = [(key, struct_of(type_, self._devices)) for key, _, type_ in items]
         arrays = read_arrays(folder, manifest, wanted)
         for (_, number, _), array in zip(items, arrays, strict=True):
             self._arrays[number] = array
 
-    # -- what ran when
+    # -- recording
 
     def clock(self) -> float:
         return clock()
 
     def record(self, max_events: int) -> None:
-        """From now on, note when instructions of steps run."""
+        """From now on, record when the instructions of steps run."""
         if self._record is None:
             self._record = WorkerRecord(max_events)
 
     def recorded(self, limit_s: float) -> Later:
-        """Stop that; answers what was noted, when all of it is known or the limit is over."""
+        """Stop recording; answers the marks when all are known or the limit is over."""
         record, self._record = self._record, None
         return Later(lambda: None if record is None else record.finished(limit_s))
 
     def start_profile(self, folder: str) -> None:
-        """Have `jax.profiler` write what this process does into a folder of this host."""
+        """Start `jax.profiler` for this process; it writes into a folder of this host."""
         jax.profiler.start_trace(folder)
 
     def stop_profile(self) -> None:
         jax.profiler.stop_trace()
 
-    # -- for whoever looks
+    # -- inspection
 
     def wait(self) -> None:
-        """Answers when every array is there."""
+        """Answers when every array is ready."""
         jax.block_until_ready(list(self._arrays.values()))
 
     def stats(self) -> dict[str, Any]:
-        """What is held, for tests and whoever looks for a leak."""
+        """What this worker holds, to find leaks."""
         memory = [d.memory_stats() or {} for d in jax.local_devices()]
         return {
             "num_arrays": len(self._arrays),

@@ -1,6 +1,7 @@
 """Programs on their way to workers: from a `LoweredProgram` to bytes, and from bytes to compiled.
 
-Driver and workers have the same version of JAX, which is checked when workers start."""
+Driver and workers have the same version of JAX, which is checked when workers start.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +19,31 @@ from autopar.ir.remote import LoweredProgram, ProgramSpec, ShardedType
 from autopar.ir.spec import to_partition_spec
 
 _EXPORT_PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
-# What JAX says of callbacks and other operators that it cannot lower for devices elsewhere.
+# JAX's errors for callbacks and other operators that it cannot lower for absent devices.
 _NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
 
 
 class CallsBackError(CompileError):
-    """A program that calls into the Python process it was made in cannot leave it."""
+    """A program that calls back into its Python process cannot run in another one."""
 
 
-def sharding_of(held: ShardedType, devices: list[Any] | None = None) -> NamedSharding:
-    """How it lies, on the devices of its mesh; without them, on a mesh that has none."""
+def sharding_of(type_: ShardedType, devices: list[Any] | None = None) -> NamedSharding:
+    """Its sharding on the devices of its mesh; without them, on an abstract mesh."""
     if devices is None:
-        mesh = _jax.abstract_mesh(held.mesh_shape, held.axis_names)
+        mesh = _jax.abstract_mesh(type_.mesh_shape, type_.axis_names)
     else:
-        grid = np.array([devices[place] for place in held.grid], dtype=object)
-        mesh = _jax.fresh_mesh(grid.reshape(held.mesh_shape), held.axis_names)
-    spec = to_partition_spec(held.layout, len(held.shape), held.axis_names)
+        grid = np.array([devices[place] for place in type_.grid], dtype=object)
+        mesh = _jax.fresh_mesh(grid.reshape(type_.mesh_shape), type_.axis_names)
+    spec = to_partition_spec(type_.layout, len(type_.shape), type_.axis_names)
     return NamedSharding(mesh, spec)
 
 
-def struct_of(held: ShardedType, devices: list[Any] | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding_of(held, devices))
+def struct_of(type_: ShardedType, devices: list[Any] | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(type_.shape, type_.dtype, sharding=sharding_of(type_, devices))
 
 
 def export_stage_program(step_name: str, stage_program: LoweredProgram, platform: str) -> bytes:
-    """The stage program's program as bytes, with what it says of shardings."""
+    """The stage program as bytes, shardings included."""
     try:
         return bytes(exported_stage_program(step_name, stage_program, platform).serialize())
     except ImportError as error:
@@ -55,8 +56,8 @@ def export_stage_program(step_name: str, stage_program: LoweredProgram, platform
 def exported_stage_program(
     step_name: str, stage_program: LoweredProgram, platform: str, function_name: str = ""
 ) -> export.Exported:
-    """The stage program's program, lowered for devices that need not be here. Its module is called
-    after step and stage program, or as is said."""
+    """The stage program, lowered for devices that need not be here. Its module is named after the
+    step and the stage program, unless `function_name` is given."""
 
     def run(*values: Any) -> tuple[Any, ...]:
         return tuple(stage_program.function(*values))
@@ -77,8 +78,10 @@ def exported_stage_program(
     )
 
 
-def _exported(jitted: Any, reads: list[Any], platform: str, name: str) -> export.Exported:
-    """Custom calls are let through: workers have the very version of JAX that made them."""
+def _exported(
+    jitted: Any, reads: list[jax.ShapeDtypeStruct], platform: str, name: str
+) -> export.Exported:
+    """Allows all custom calls, since workers have the same version of JAX."""
     known: set[str] = set()
     while True:
         checks = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(known)]
@@ -114,17 +117,19 @@ def _calls_back(name: str) -> CallsBackError:
 
 def _partitions_itself(name: str, primitives: set[str]) -> CallsBackError:
     return CallsBackError(
-        f"{name} has operators that JAX lowers only where their devices are, since they say in "
-        f"Python how they are split: {', '.join(sorted(primitives))}. Use operators without a "
+        f"{name} has operators that decide in Python how they are split, which JAX lowers only "
+        f"where their devices are: {', '.join(sorted(primitives))}. Use operators without "
         "custom_partitioning, or run with autopar.init(cluster='local')."
     )
 
 
-def compile_stage_program(name: str, spec: ProgramSpec, program: bytes, devices: list[Any]) -> Any:
-    """The program compiled for the mesh's devices, those of other processes among them."""
+def compile_stage_program(
+    name: str, spec: ProgramSpec, program: bytes, devices: list[Any]
+) -> jax.stages.Compiled:
+    """Compile a program for the devices of its mesh, including those of other processes."""
     exported = export.deserialize(bytearray(program))
-    reads = [struct_of(held, devices) for held in spec.reads]
-    writes = [sharding_of(held, devices) for held in spec.writes]
+    reads = [struct_of(type_, devices) for type_ in spec.reads]
+    writes = [sharding_of(type_, devices) for type_ in spec.writes]
 
     def run(*values: Any) -> tuple[Any, ...]:
         return tuple(exported.call(*values))

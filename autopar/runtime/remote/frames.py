@@ -2,8 +2,8 @@
 
 A frame is a fixed prefix (magic, length of the header, bytes of arrays), a JSON header, and the
 arrays' bytes one after another. Nothing that arrives is executed: a header is checked field by
-field before memory is taken for what it announces. Large arrays are sent from where they lie, and
-read straight into fresh ones; small ones share a system call.
+field before memory is allocated for what it announces. Large arrays are sent from their own memory
+and read straight into new arrays; small ones share a system call.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAGIC = b"apf1"
 _PREFIX = struct.Struct("<4sIQ")
 _MAX_RANK = 64
 _NUMBER_KINDS = "biufcV"  # V: those of ml_dtypes
-_SMALL_BYTES = 32 * 2**10  # arrays up to this are copied together before they are sent
+_SMALL_BYTES = 32 * 2**10  # arrays up to this size are joined before they are sent
 _BUFFERS_PER_CALL = 512  # the kernel takes 1024 at a time
-_ALIGNMENT = 64  # what XLA needs to use an array of the host as it lies
+_ALIGNMENT = 64  # XLA needs it to use a host array without a copy
 
 
 class FrameError(DataError):
-    """Bytes that are no frame of ours. The connection they came on is of no more use."""
+    """Bytes that are not a frame of ours. The connection is useless afterwards."""
 
 
 class PeerGone(DataError, ConnectionError):
@@ -41,22 +41,22 @@ class PeerGone(DataError, ConnectionError):
 
 
 class DataTimeout(DataError, TimeoutError):
-    """Data did not come, or was not taken, within its limit."""
+    """Data did not come, or was not accepted, within its limit."""
 
 
 def write_frame(
     connection: socket.socket, header: dict[str, Any], arrays: Sequence[Any] = ()
 ) -> None:
-    """Send one frame; returns when the kernel has all of it. `DataTimeout` if the other side takes
-    nothing for as long as the socket's timeout. Everything is checked before a byte leaves, but
-    after any other error than `DataError` itself a part may have been sent."""
+    """Send one frame; returns when the kernel has all of it. Raises `DataTimeout` if the other side
+    accepts nothing for the socket's timeout. Everything is checked before the first byte is sent:
+    after a plain `DataError` nothing was sent, after any other error a part may have been."""
     checked = [_as_numbers(i, array) for i, array in enumerate(arrays)]
     described = [[_name(a.dtype), list(a.shape)] for a in checked]
     text = json.dumps({**header, "arrays": described}, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
         raise DataError(
             f"{len(checked)} arrays in one message need a header of {len(text)} bytes; at most "
-            f"{MAX_HEADER_BYTES} are sent. Put the arrays into fewer, larger ones."
+            f"{MAX_HEADER_BYTES} are allowed. Join the arrays into fewer, larger ones."
         )
     total = sum(a.nbytes for a in checked)
     _send_all(connection, _joined(_PREFIX.pack(_MAGIC, len(text), total) + text, checked))
@@ -69,8 +69,8 @@ def read_frame(
     max_bytes: int | None = None,
     deadline: float | None = None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The next frame: its header and its arrays. Without a deadline (of `time.monotonic`) it waits
-    until there is one or the connection ends."""
+    """The next frame: its header and its arrays. Without a deadline (by `time.monotonic`) it waits
+    for a frame or the end of the connection."""
     prefix = bytearray(_PREFIX.size)
     _fill(connection, [memoryview(prefix)], deadline)
     magic, header_bytes, total = _PREFIX.unpack(prefix)
@@ -97,15 +97,15 @@ def _as_numbers(position: int, given: Any) -> np.ndarray:
         array = array.astype(array.dtype.newbyteorder("="))
     if not _name(array.dtype):
         raise DataError(
-            f"array {position} of the message has dtype {array.dtype}: arrays of numbers can be "
-            "sent to workers. Give numbers, or leave this leaf out of the batch."
+            f"array {position} of the message has dtype {array.dtype}, but only arrays of numbers "
+            "can be sent to workers. Give numbers, or leave this leaf out of the batch."
         )
     return array if array.flags.c_contiguous else np.array(array, order="C")
 
 
 @functools.cache
 def _name(dtype: np.dtype) -> str:
-    """What a header calls a dtype; empty for one that cannot be sent."""
+    """The name of a dtype in headers; empty for one that cannot be sent."""
     try:
         return dtype.name if _dtype(dtype.name) == dtype else ""
     except FrameError:
@@ -119,9 +119,9 @@ def _dtype(name: str) -> np.dtype:
     except TypeError as error:
         raise FrameError(f"{shortened(name)} is no dtype") from error
     if dtype.kind not in _NUMBER_KINDS or dtype.hasobject or dtype.name != name or dtype.names:
-        raise FrameError(f"{shortened(name)} is no dtype of numbers")
+        raise FrameError(f"{shortened(name)} is not a dtype of numbers")
     if dtype.kind == "V" and not hasattr(ml_dtypes, name):
-        raise FrameError(f"{shortened(name)} is no dtype of numbers")
+        raise FrameError(f"{shortened(name)} is not a dtype of numbers")
     return dtype
 
 
@@ -147,7 +147,7 @@ def _checked_type(described: Any) -> tuple[np.dtype, tuple[int, ...]]:
             type(size) is int and 0 <= size < 2**62 for size in shape
         ):
             return _dtype(name), tuple(shape)
-    raise FrameError(f"{shortened(described)} is no dtype and shape")
+    raise FrameError(f"{shortened(described)} is not a dtype and a shape")
 
 
 def _fresh(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -156,7 +156,7 @@ def _fresh(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         if num_bytes <= _SMALL_BYTES:
             return np.empty(shape, dtype)
         room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    except ValueError as error:  # more than an address can count
+    except ValueError as error:  # larger than the address space
         raise MemoryError(str(error)) from error
     start = -room.ctypes.data % _ALIGNMENT
     return room[start : start + num_bytes].view(dtype).reshape(shape)
@@ -167,7 +167,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _joined(head: bytes, arrays: Sequence[np.ndarray]) -> list[memoryview]:
-    """What is sent, in few buffers: small arrays are copied behind what stands before them."""
+    """The bytes to send in few buffers: small arrays are copied behind the buffer before them."""
     buffers: list[memoryview] = []
     small = bytearray(head)
     for array in arrays:
@@ -181,14 +181,14 @@ def _joined(head: bytes, arrays: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _send_all(connection: socket.socket, buffers: list[memoryview]) -> None:
-    left = buffers[::-1]  # the next one is the last, so that taking it away is quick
+    left = buffers[::-1]  # the next one is at the end, where removing it is fast
     while left:
         batch = left[: -_BUFFERS_PER_CALL - 1 : -1]
         try:
             sent = connection.sendmsg(batch)
         except TimeoutError as error:
             raise DataTimeout(
-                f"the other side took no data for {connection.gettimeout():g} s"
+                f"the other side accepted no data for {connection.gettimeout():g} s"
             ) from error
         except OSError as error:
             raise PeerGone(f"the connection broke while sending: {error}") from error

@@ -1,4 +1,4 @@
-"""Where a worker process stands in the cluster, and what its commands may answer."""
+"""The place of a worker process in its cluster, and answers that come later."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """worker:        number in the session; never used again.
-    rank:          the process's number in its mesh group, of `num_processes`.
-    host:          number of the host in the cluster; `node` is its name or address for messages.
-    devices:       the cluster's numbers of this process's devices, as `jax.local_devices()` has
-                   them.
-    mesh_devices:  those of the whole mesh, as `jax.devices()` has them.
+    """worker:        number in the session, never reused.
+    rank:          the process's number in its mesh, of `num_processes`.
+    host:          number of the host in the cluster; `node` is its name or address, for messages.
+    devices:       the cluster's numbers of this process's devices, in the order of
+                   `jax.local_devices()`.
+    mesh_devices:  those of the whole mesh, in the order of `jax.devices()`.
     platform:      "cpu" or "gpu".
     address:       this host's address, for servers that other workers and the driver connect to.
-    token:         the session's secret, which every connection must begin with.
+    token:         the session's secret, which every connection must prove first.
     folder:        the session's folder on this host; removed at shutdown.
     """
 
@@ -36,7 +36,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Later:
-    """A command's answer that is not there yet: `wait` is called on another thread, and the command
-    counts as carried out."""
+    """An answer that is not known yet: `wait` is called on another thread, and the next command may
+    run meanwhile."""
 
     wait: Callable[[], Any]

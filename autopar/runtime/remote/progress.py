@@ -1,9 +1,9 @@
-"""Where a worker is: a small file, mapped into its memory, that outlives it.
+"""The progress of a worker: a small memory-mapped file, which outlives the process.
 
-The executor writes (program, instruction, micro-batch) before every instruction; the command's
-number and the time are written with them. A write is one `struct.pack_into` into one of two places
-that take turns, each framed by the same count, so that a reader finds a whole one even if the
-writer was killed halfway.
+Before every instruction the executor writes (program, instruction, micro-batch), with the command's
+number and the time. A write is one `struct.pack_into` into one of two alternating records. Each
+begins and ends with the same count, so a reader finds a whole record even if the writer was killed
+halfway.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class State:
-    """The last thing that a worker began.
+    """The last instruction that a worker began.
 
-    count:       how often it has said where it is; 0 if never.
+    count:       number of records written so far.
     command:     number of the command; `NOWHERE` between commands.
-    program, instruction, micro_batch: as the executor numbers them; `NOWHERE` where there is none.
-                 Between commands, those of the last one.
+    program, instruction, micro_batch: as the executor numbers them, or `NOWHERE`. Between commands,
+                 those of the last command.
     time_s:      when, by the clock of its host (`time.time()`).
     """
 
@@ -38,7 +38,7 @@ class State:
 
 
 class WorkerProgress:
-    """The writing side: one thread writes, anybody reads."""
+    """The writer: one thread writes, and any process may read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,17 +51,17 @@ class WorkerProgress:
         self._last = (NOWHERE, NOWHERE, NOWHERE)
 
     def begin(self, command: int) -> None:
-        """The command of this number is carried out from now on."""
+        """The command of this number begins."""
         self._command = command
         self.at(NOWHERE, NOWHERE, NOWHERE)
 
     def end(self) -> None:
-        """No command is being carried out."""
+        """The command is done."""
         self._command = NOWHERE
         self.at(*self._last)
 
     def at(self, program: int, instruction: int, micro_batch: int = NOWHERE) -> None:
-        """The instruction that is begun now."""
+        """An instruction begins."""
         self._last = program, instruction, micro_batch
         count = self._count = self._count + 1
         where = (count & 1) * _RECORD.size
@@ -78,7 +78,7 @@ class WorkerProgress:
 
     @staticmethod
     def read(path: str) -> State:
-        """What the file of another process says, which may have ended."""
+        """The state of another process, which may have ended."""
         with open(path, "rb") as file:
             return decode(file.read(_SIZE))
 

@@ -1,9 +1,8 @@
 """Measured times of steps on workers: what each worker notes, and how the driver puts it together.
 
 Workers note times by their own clocks. The driver asks each for its clock a few times; the answer
-that took the shortest way there and back tells how far the clocks are apart, up to half of that
-way. It asks before the first step and after the last one, and what the two differ by counts as
-uncertain too.
+with the shortest round trip gives the offset of the clocks, up to half of that trip. It asks before
+the first step and after the last one, and counts the difference of the two as uncertainty too.
 """
 
 from __future__ import annotations
@@ -14,14 +13,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.errors import AutoparError
-from autopar.runtime.recording import MeshLog, RecordedStep, Recorder, Waiters, clock
+from autopar.runtime.recording import (
+    MeshLog,
+    RecordedStep,
+    Recorder,
+    RemoteStep,
+    StepCollector,
+    Waiters,
+    clock,
+)
 from autopar.runtime.timestamps import InstructionMark, StepDescription
 
 if TYPE_CHECKING:
     from autopar.runtime.remote.session import RemoteMesh, RemoteSession
 
 NUM_PINGS = 5
-_PING_LIMIT_S = 60.0  # steps before it may take long
+_PING_LIMIT_S = 60.0  # earlier steps may take long
 _WORKER_MAX_EVENTS = 1_000_000
 
 # -- in the worker
@@ -29,7 +36,7 @@ _WORKER_MAX_EVENTS = 1_000_000
 
 @dataclass(frozen=True)
 class WorkerMarks:
-    """What a worker noted: by the first tag of a step, the marks of its mesh's list."""
+    """What a worker recorded. `steps`: the first tag of a step -> the marks of its mesh's list."""
 
     steps: dict[int, list[InstructionMark]]
     num_dropped: int
@@ -38,7 +45,7 @@ class WorkerMarks:
 
 
 class WorkerRecord:
-    """Steps of a worker; of too many the oldest are dropped."""
+    """Records the steps of a worker. Drops the oldest if there are too many."""
 
     def __init__(self, max_events: int) -> None:
         self._waiters = Waiters()
@@ -67,27 +74,27 @@ class WorkerRecord:
 
 
 class ClockOffset(NamedTuple):
-    """A worker's clock less the driver's, and by how much that may be wrong."""
+    """A worker's clock minus the driver's, and by how much that may be wrong."""
 
     offset_s: float
     uncertainty_s: float
 
 
 def offset_of(pings: Sequence[tuple[float, float, float]]) -> ClockOffset:
-    """From (asked, the other's clock, answered): the quickest answer tells most."""
+    """From pings (asked, the worker's clock, answered). The quickest answer is the most precise."""
     asked, other, answered = min(pings, key=lambda ping: ping[2] - ping[0])
     return ClockOffset(other - (asked + answered) / 2, (answered - asked) / 2)
 
 
-def joined(before: ClockOffset, after: ClockOffset) -> ClockOffset:
-    """The better of two, as uncertain as they differ."""
+def combined(before: ClockOffset, after: ClockOffset) -> ClockOffset:
+    """The better of two offsets, at least as uncertain as they differ."""
     best = min(before, after, key=lambda one: one.uncertainty_s)
     drift_s = abs(before.offset_s - after.offset_s)
     return ClockOffset(best.offset_s, max(best.uncertainty_s, drift_s))
 
 
-class Collector:
-    """The recorder's hand in one cluster."""
+class Collector(StepCollector):
+    """Records the steps of one cluster: starts the workers' records and fetches their marks."""
 
     def __init__(self, recorder: Recorder, session: RemoteSession) -> None:
         self.offsets: dict[int, ClockOffset] = {}  # by worker
@@ -103,7 +110,7 @@ class Collector:
     def step(
         self, described: StepDescription, meshes: Sequence[RemoteMesh], first_tag: int
     ) -> None:
-        """A step is about to be sent to these meshes."""
+        """Called before a step is sent to these meshes."""
         for mesh in meshes:
             if id(mesh) not in self._seen:
                 self._seen.add(id(mesh))
@@ -111,7 +118,7 @@ class Collector:
                     self._begin(mesh)
                 except TimeoutError as error:
                     self._notes.append(f"a mesh was not recorded: {error}")
-        self._recorder.begin(described, remote=(self, tuple(meshes), first_tag))
+        self._recorder.begin(described, remote=RemoteStep(self, tuple(meshes), first_tag))
 
     def _begin(self, mesh: RemoteMesh) -> None:
         for worker, place in enumerate(mesh.places):
@@ -130,7 +137,7 @@ class Collector:
         self.collect(_PING_LIMIT_S)
 
     def collect(self, limit_s: float) -> list[str]:
-        """Fetch what workers noted, by the driver's clock; says what could not be had."""
+        """Fetch the marks of workers, shifted to the driver's clock; says what is missing."""
         notes = self._notes
         if not self._is_open:
             return notes
@@ -143,25 +150,26 @@ class Collector:
                 marks[key] = [reply.result(limit_s + _PING_LIMIT_S) for reply in replies]
                 for worker, place in enumerate(mesh.places):
                     now = _pinged(mesh, worker)
-                    self.offsets[place.worker] = joined(self.offsets[place.worker], now)
+                    self.offsets[place.worker] = combined(self.offsets[place.worker], now)
                 if self._recorder.profile_dir is not None:
                     for reply in mesh.submit("stop_profile"):
                         reply.result(limit_s + _PING_LIMIT_S)
         except (AutoparError, TimeoutError) as error:
-            notes.append(f"what workers noted is lost in part: {error}")
+            notes.append(f"some marks of workers are lost: {error}")
         for key, found in marks.items():
             for worker, own in zip(self._meshes[key].places, found, strict=True):
                 self.num_missed += own.num_missed
                 if own.num_dropped:
                     notes.append(f"worker {worker.worker} dropped {own.num_dropped} steps")
                 if not own.is_complete:
-                    notes.append(f"worker {worker.worker} had results that were not there in time")
+                    notes.append(f"worker {worker.worker} had results that were not ready in time")
         for step in self._recorder.steps:
-            if step.remote is not None and step.remote[0] is self:
+            if step.remote is not None and step.remote.collector is self:
                 self._fill(step, marks)
         return notes
 
     def _fill(self, step: RecordedStep, marks: dict[int, list[WorkerMarks]]) -> None:
+        assert step.remote is not None
         _, meshes, first_tag = step.remote
         for number, mesh in enumerate(meshes):
             shifted = [
@@ -173,12 +181,13 @@ class Collector:
                 if first_tag in own.steps
             ]
             if shifted:
-                step.marks[number] = _of_all(shifted)
+                step.marks[number] = _joined_marks(shifted)
 
 
 def collector_of(recorder: Recorder, session: RemoteSession) -> Collector:
+    """The recorder's collector for a cluster, created when first needed."""
     found = recorder.collectors.get(id(session))
-    if found is None:
+    if not isinstance(found, Collector):
         found = recorder.collectors[id(session)] = Collector(recorder, session)
     return found
 
@@ -200,8 +209,8 @@ def _shifted(mark: InstructionMark, offset_s: float) -> InstructionMark:
     return InstructionMark(mark.place, mark.began_s - offset_s, ended_s)
 
 
-def _of_all(workers: Sequence[Sequence[InstructionMark]]) -> list[InstructionMark]:
-    """Of a mesh of several processes: from the first that begins to the last that ends."""
+def _joined_marks(workers: Sequence[Sequence[InstructionMark]]) -> list[InstructionMark]:
+    """Joins the marks of a mesh's processes: from the first begin to the last end."""
     found: dict[int, InstructionMark] = {}
     for marks in workers:
         for mark in marks:

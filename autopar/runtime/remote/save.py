@@ -1,6 +1,6 @@
-"""Checkpoints of arrays on workers: every worker writes its shards and reads those it will hold.
+"""Checkpoints of arrays on workers: every worker writes its own shards and reads those it needs.
 
-The folder must be one that all hosts see.
+All hosts must see the folder.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.runtime.checkpoints.format import Entry, Manifest
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.session import RemoteMesh, RemoteSession
 
-_LIMIT_S = 24 * 3600.0  # a worker that is gone is noticed long before
+_LIMIT_S = 24 * 3600.0  # the loss of a worker is noticed long before
 
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """Where an array is to lie on a cluster."""
+    """Where to place an array on a cluster."""
 
     session: RemoteSession
     mesh: RemoteMesh
-    held: ShardedType
+    type: ShardedType
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
@@ -66,8 +66,8 @@ class RemoteBackend:
             for key, place in wanted:
                 number = session.new_number(place.mesh)
                 own = by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1]
-                own.append((key, number, place.held))
-                copies = (Copy(place.mesh, number, place.held),)
+                own.append((key, number, place.type))
+                copies = (Copy(place.mesh, number, place.type),)
                 restored.append(
                     DistributedArray(session, place.shape, place.dtype, place.weak_type, copies)
                 )
@@ -81,13 +81,13 @@ class RemoteBackend:
         if isinstance(leaf, RemotePlace):
             return leaf
         copy = leaf.first()
-        return RemotePlace(leaf.owner, copy.mesh, copy.held, leaf.shape, leaf.dtype, leaf.weak_type)
+        return RemotePlace(leaf.owner, copy.mesh, copy.type, leaf.shape, leaf.dtype, leaf.weak_type)
 
 
 def input_places(
     plan: ParallelPlan, types: Sequence[Any], session: RemoteSession
 ) -> list[RemotePlace]:
-    """Where a plan keeps each input of its step; the workers are started if need be."""
+    """Where a plan places each input of its step; starts the workers if they do not run yet."""
     by_mesh: dict[int, set[int]] = {}
     for stage in plan.stages:
         numbers = stage.devices if stage.plan else range(plan.num_devices)
@@ -107,11 +107,11 @@ def input_places(
         else:
             raw_shape, raw_dtype = shape, np.dtype(dtype)
         grid = tuple(mesh.devices.index(number) for number in numbers)
-        held = ShardedType(
+        type_ = ShardedType(
             raw_shape, raw_dtype, own.mesh_shape, own.axis_names, tuple(tensor.layout), grid
         )
         is_weak = bool(getattr(type_, "weak_type", False))
-        places.append(RemotePlace(session, mesh, held, shape, dtype, is_weak))
+        places.append(RemotePlace(session, mesh, type_, shape, dtype, is_weak))
     return places
 
 

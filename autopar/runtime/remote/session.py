@@ -1,6 +1,6 @@
-"""The driver's side of a cluster: its meshes, the numbers of arrays, values up and down.
+"""The driver's side of a cluster: its meshes, the numbers of arrays, and values up and down.
 
-Control goes through the mesh groups (one call per worker), values over data channels.
+Commands go through the groups of workers (one call per worker), values over data channels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,11 +21,11 @@ import numpy as np
 from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.remote import End, LoweredStep, ShardedType
+from autopar.ir.remote import Endpoint, LoweredStep, MeshTask, ShardedType
 from autopar.ir.tiles import Box, slices
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
-from autopar.runtime.remote.commands import Put
+from autopar.runtime.remote.commands import CommandName, Put
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.choose import choose
@@ -33,36 +33,51 @@ from autopar.runtime.transports.choose import choose
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
 _LOAD_LIMIT_S = 3600.0
-_PARALLEL_BYTES = 2**20  # uploads from here on go to several workers at the same time
+_PARALLEL_BYTES = 2**20  # larger uploads go to several workers at the same time
 
 
-class ReplyLike(Protocol):
+class PendingReply(Protocol):
+    """A worker's answer to one command."""
+
     def result(self, limit_s: float | None = None) -> Any: ...
 
     def done(self) -> bool: ...
 
 
-class GroupLike(Protocol):
-    """The workers of one mesh, as whoever started them sees them."""
+class WorkerHandle(Protocol):
+    @property
+    def place(self) -> WorkerPlace: ...
+
+
+class WorkerGroup(Protocol):
+    """The workers of one mesh, however they were started. `submit` sends a command to each, with
+    arguments of its own, or to those whose arguments are not None; if a `fatal` command raises, the
+    session has failed."""
 
     devices: tuple[int, ...]
     num_arrays: int
 
     @property
-    def workers(self) -> Sequence[Any]: ...
+    def workers(self) -> Sequence[WorkerHandle]: ...
 
     def submit(
-        self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
-    ) -> list[Any]: ...
+        self,
+        command: CommandName,
+        args_per_worker: Sequence[tuple[Any, ...] | None],
+        fatal: bool = False,
+    ) -> Sequence[PendingReply]: ...
 
 
-class ClusterLike(Protocol):
-    platform: str
+class WorkerCluster(Protocol):
+    """A cluster, however its workers are started."""
+
+    @property
+    def platform(self) -> str: ...
 
     @property
     def spec(self) -> ClusterSpec: ...
 
-    def groups(self, devices: Sequence[tuple[int, ...]]) -> Sequence[Any]: ...
+    def groups(self, meshes: Sequence[tuple[int, ...]], /) -> Sequence[WorkerGroup]: ...
 
     def check(self) -> None: ...
 
@@ -74,13 +89,13 @@ class ClusterLike(Protocol):
 class RemoteMesh:
     """The workers of one mesh, with a channel to each."""
 
-    def __init__(self, group: GroupLike, channels: Sequence[ChannelClient]) -> None:
+    def __init__(self, group: WorkerGroup, channels: Sequence[ChannelClient]) -> None:
         self.group = group
         self.devices = tuple(group.devices)
         self.channels = tuple(channels)
         self.places: list[WorkerPlace] = [worker.place for worker in group.workers]
-        self.ends: tuple[End, ...] = tuple(
-            End(place.worker, device)
+        self.endpoints: tuple[Endpoint, ...] = tuple(
+            Endpoint(place.worker, device)
             for place in self.places
             for device in range(len(place.devices))
         )
@@ -96,25 +111,22 @@ class RemoteMesh:
         self._released.append(number)
 
     def take_released(self) -> tuple[int, ...]:
-        """Arrays that handles were dropped of since the last time."""
-        found = []
-        while self._released:
-            found.append(self._released.popleft())
-        self.group.num_arrays -= len(found)
-        return tuple(found)
+        """Numbers of the arrays whose handles were dropped since the last time."""
+        released = _take_all(self._released)
+        self.group.num_arrays -= len(released)
+        return released
 
     def end_task(self, number: int) -> None:
         self._ended.append(number)
 
     def take_ended(self) -> tuple[int, ...]:
-        """Steps that nobody can call any more."""
-        found = []
-        while self._ended:
-            found.append(self._ended.popleft())
-        return tuple(found)
+        """Numbers of the steps that nobody can call any more."""
+        return _take_all(self._ended)
 
-    def submit(self, command: str, *args: Any, fatal: bool = False) -> list[Any]:
-        """The same command to every worker."""
+    def submit(
+        self, command: CommandName, *args: Any, fatal: bool = False
+    ) -> Sequence[PendingReply]:
+        """Send the same command to every worker."""
         return self.group.submit(command, [args] * len(self.places), fatal=fatal)
 
     def close(self) -> None:
@@ -122,16 +134,24 @@ class RemoteMesh:
             channel.close()
 
 
+def _take_all(numbers: deque[int]) -> tuple[int, ...]:
+    """Empty a queue that other threads may append to."""
+    taken = []
+    while numbers:
+        taken.append(numbers.popleft())
+    return tuple(taken)
+
+
 class RemoteSession:
-    """A cluster in use. `plan_tiles` plans the way of an array from mesh to mesh; `transport` names
-    what carries it, or is None for what the workers have."""
+    """A cluster in use. `plan_tiles` plans the transfer of an array between meshes; `transport` is
+    the name of what carries it, or None to choose one that all workers have."""
 
     def __init__(
-        self, cluster: ClusterLike, transport: str | None, plan_tiles: Callable[..., Any]
+        self, cluster: WorkerCluster, transport: str | None, plan_tiles: Callable[..., Any]
     ) -> None:
         self.cluster = cluster
         self.plan_tiles = plan_tiles
-        self.lock = threading.RLock()  # one call at a time gives commands to meshes
+        self.lock = threading.RLock()  # one thread at a time sends commands to meshes
         self._transport = transport
         self._meshes: dict[tuple[int, ...], RemoteMesh] = {}
         self._addresses: dict[int, dict[str, Any]] = {}
@@ -142,15 +162,15 @@ class RemoteSession:
         self._uploaders = ThreadPoolExecutor(
             min(8, os.cpu_count() or 1), thread_name_prefix="autopar-upload"
         )
-        self.tasks: dict[int, LoweredStep] = {}  # what was sent to workers, by number
-        self.moves: dict[Any, int] = {}  # tasks that take arrays from mesh to mesh
+        self.tasks: dict[int, LoweredStep] = {}  # the steps that workers know, by number
+        self.moves: dict[Hashable, int] = {}  # steps that move arrays between meshes
         self.closed = False
-        self.before_close: Callable[[], Any] | None = None  # told while workers are still there
+        self.before_close: Callable[[], object] | None = None  # called while workers still run
 
     # -- meshes
 
     def meshes(self, devices: Sequence[tuple[int, ...]]) -> list[RemoteMesh]:
-        """The meshes with these devices, started where they are not running."""
+        """The meshes with these devices; those that do not run yet are started."""
         with self.lock:
             groups = self.cluster.groups(list(devices))
             live = {tuple(group.devices): group for group in groups}
@@ -160,7 +180,7 @@ class RemoteSession:
                     del self._meshes[key]
             fresh = [group for key, group in live.items() if key not in self._meshes]
             if fresh and self._transport is None:
-                self._transport = self._chosen_transport(fresh)
+                self._transport = self._choose_transport(fresh)
             opened = [
                 (group, group.submit("open", [(self._transport,)] * len(group.workers)))
                 for group in fresh
@@ -177,16 +197,16 @@ class RemoteSession:
                     channels.append(channel)
                 self._meshes[tuple(group.devices)] = RemoteMesh(group, channels)
             if fresh:
-                told = [
+                connecting = [
                     reply
                     for mesh in self._meshes.values()
                     for reply in mesh.submit("connect", dict(self._addresses))
                 ]
-                for reply in told:
+                for reply in connecting:
                     reply.result(_CONNECT_LIMIT_S)
-            return [self._meshes[tuple(own)] for own in devices]
+            return [self._meshes[tuple(numbers)] for numbers in devices]
 
-    def _chosen_transport(self, groups: Sequence[Any]) -> str:
+    def _choose_transport(self, groups: Sequence[WorkerGroup]) -> str:
         replies = [r for g in groups for r in g.submit("transports", [()] * len(g.workers))]
         common = set.intersection(*(set(reply.result(_CONNECT_LIMIT_S)) for reply in replies))
         nodes = {worker.place.node for group in groups for worker in group.workers}
@@ -196,7 +216,7 @@ class RemoteSession:
         return next(self._tasks)
 
     def end_task(self, number: int, meshes: Sequence[RemoteMesh]) -> None:
-        """A step's executable is gone: workers forget its programs when they are next called. Like
+        """A step's executable is gone: workers forget its programs with their next command. Like
         `release`, this may be called in any thread, at any time."""
         self.tasks.pop(number, None)
         for mesh in meshes:
@@ -210,14 +230,26 @@ class RemoteSession:
         return next(self._keys)
 
     def new_tags(self, num_tags: int) -> int:
-        """The first of as many tags, which nothing else has used."""
+        """The first of `num_tags` consecutive unused tags."""
         first = self._next_tag
         self._next_tag += num_tags
         return first
 
-    def prepare_links(self, meshes: Sequence[RemoteMesh], loaded: Sequence[ReplyLike]) -> None:
-        """Have workers make communicators for what they said they send and receive, all of them in
-        one order."""
+    def announce(
+        self, mesh: RemoteMesh, task: MeshTask, programs: Sequence[np.ndarray]
+    ) -> Sequence[PendingReply]:
+        """Send a step's lists to a mesh, and the code of its stage programs in their order."""
+        args = []
+        for channel in mesh.channels:
+            key = self.new_key()
+            with self.connected():
+                channel.send(key, programs)
+            args.append((task, key))
+        return mesh.group.submit("announce", args)
+
+    def prepare_links(self, meshes: Sequence[RemoteMesh], loaded: Sequence[PendingReply]) -> None:
+        """Have workers create communicators for the links that `load` answered, all in the same
+        order."""
         links = {link for reply in loaded for link in reply.result(_LOAD_LIMIT_S)}
         in_order = sorted(
             links,
@@ -242,18 +274,18 @@ class RemoteSession:
             reply.result(_LOAD_LIMIT_S)
 
     def check(self) -> None:
-        """Raise if the cluster was shut down, or has failed."""
+        """Raise if the cluster was shut down or has failed."""
         if self.closed:
             raise ClusterError(
                 "the cluster of this step was shut down. Call autopar.init(cluster='ray') again; "
-                "the step is then planned and compiled anew."
+                "the step is then planned and compiled again."
             )
         self.cluster.check()
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """For what uses data channels: one that breaks means that a worker is gone, and the cluster
-        soon knows which one, and why."""
+        """Guards the use of data channels. A broken one means that a worker is gone, and the
+        cluster soon knows which one, and why."""
         try:
             yield
         except (PeerGone, DataTimeout) as error:
@@ -269,22 +301,22 @@ class RemoteSession:
     def upload(
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType]]
     ) -> tuple[list[int], list[tuple[Put, ...]]]:
-        """Send values to a mesh, to each worker only the shards of its devices. Gives the numbers
-        of the arrays, and what each worker must be told for them to exist."""
+        """Send values to a mesh, to each worker only the shards of its devices. Returns the numbers
+        of the arrays, and per worker the `Put`s that create them."""
         with self.lock:
             numbers = [self.new_number(mesh) for _ in values]
         keys = [self.new_key() for _ in mesh.places]
         arrays: list[list[np.ndarray]] = [[] for _ in mesh.places]
         puts: list[list[Put]] = [[] for _ in mesh.places]
-        for number, (value, held) in zip(numbers, values, strict=True):
-            raw = raw_value(value, held)
-            for worker, boxes in enumerate(_boxes_by_worker(held, tuple(mesh.owners))):
+        for number, (value, type_) in zip(numbers, values, strict=True):
+            raw = raw_value(value, type_)
+            for worker, boxes in enumerate(_boxes_by_worker(type_, tuple(mesh.owners))):
                 distinct = {
                     box: len(arrays[worker]) + n for n, box in enumerate(dict.fromkeys(boxes))
                 }
                 arrays[worker] += [raw[slices(box)] for box in distinct]
                 shards = tuple(distinct[box] for box in boxes)
-                puts[worker].append(Put(number, held, keys[worker], shards))
+                puts[worker].append(Put(number, type_, keys[worker], shards))
         sends = list(zip(mesh.channels, keys, arrays, strict=True))
         with self.connected():
             if sum(a.nbytes for own in arrays for a in own) < _PARALLEL_BYTES or len(sends) == 1:
@@ -297,27 +329,27 @@ class RemoteSession:
     def place(
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
     ) -> list[DistributedArray]:
-        """Values as arrays on a mesh, each with its type: (value, place, type)."""
-        numbers, puts = self.upload(mesh, [(value, held) for value, held, _ in values])
+        """Put values on a mesh: (value, type of its buffer, type of the handle)."""
+        numbers, puts = self.upload(mesh, [(value, type_) for value, type_, _ in values])
         with self.lock:
             replies = mesh.group.submit("put", [(own,) for own in puts])
         for reply in replies:
-            reply.result()  # steps before it may take long; a lost worker ends the wait
+            reply.result()  # earlier steps may take long; the loss of a worker ends the wait
         return [
             DistributedArray(
                 self,
                 tuple(aval.shape),
                 aval.dtype,
                 getattr(aval, "weak_type", False),
-                (Copy(mesh, number, held),),
+                (Copy(mesh, number, type_),),
             )
-            for number, (_, held, aval) in zip(numbers, values, strict=True)
+            for number, (_, type_, aval) in zip(numbers, values, strict=True)
         ]
 
     # -- values down
 
     def fetch(self, array: DistributedArray) -> np.ndarray:
-        """An array's raw value: each part of it from the first device that holds it."""
+        """An array's raw value: each shard from the first device that holds it."""
         return self.fetch_all([array])[0]
 
     def fetch_all(self, arrays: Sequence[DistributedArray]) -> list[np.ndarray]:
@@ -328,12 +360,12 @@ class RemoteSession:
             for place, array in enumerate(arrays):
                 copy = array.copies[0]
                 meshes[id(copy.mesh)] = copy.mesh
-                for box, device in _one_holder_each(copy.held).items():
+                for box, device in _one_holder_each(copy.type).items():
                     worker, local = copy.mesh.owners[device]
                     entry = (place, box, copy.number, local)
                     wanted.setdefault((id(copy.mesh), worker), []).append(entry)
             asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
-            replies: list[ReplyLike] = []
+            replies: list[PendingReply] = []
             for mesh_id, mesh in meshes.items():
                 args: list[tuple[Any, ...] | None] = []
                 for worker in range(len(mesh.places)):
@@ -346,15 +378,15 @@ class RemoteSession:
                     asked.append((mesh.channels[worker], key, own))
                 replies += mesh.group.submit("fetch", args)
         for reply in replies:
-            reply.result()  # steps before it may take long; a lost worker ends the wait
+            reply.result()  # earlier steps may take long; the loss of a worker ends the wait
         values = [
-            np.empty(array.copies[0].held.shape, array.copies[0].held.dtype) for array in arrays
+            np.empty(array.copies[0].type.shape, array.copies[0].type.dtype) for array in arrays
         ]
         for channel, key, own in asked:
             with self.connected():
-                parts = channel.receive(key, FETCH_LIMIT_S)
-            for (place, box, _, _), part in zip(own, parts, strict=True):
-                values[place][slices(box)] = part
+                shards = channel.receive(key, FETCH_LIMIT_S)
+            for (place, box, _, _), shard in zip(own, shards, strict=True):
+                values[place][slices(box)] = shard
         return values
 
     def close(self) -> None:
@@ -369,19 +401,19 @@ class RemoteSession:
 
 
 @lru_cache(maxsize=4096)
-def _one_holder_each(held: ShardedType) -> dict[Box, int]:
-    """A device for each distinct part of an array."""
+def _one_holder_each(type_: ShardedType) -> dict[Box, int]:
+    """For each distinct shard of an array, the first device that holds it."""
     holders: dict[Box, int] = {}
-    for device, box in held.boxes().items():
-        if device < holders.get(box, len(held.grid)):
+    for device, box in type_.boxes().items():
+        if device < holders.get(box, len(type_.grid)):
             holders[box] = device
     return holders
 
 
 @lru_cache(maxsize=4096)
-def _boxes_by_worker(held: ShardedType, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
-    """What each worker's devices hold, in their order."""
-    boxes = held.boxes()
+def _boxes_by_worker(type_: ShardedType, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
+    """Per worker, the shards of its devices, in order."""
+    boxes = type_.boxes()
     found: list[list[Box]] = [[] for _ in range(owners[-1][0] + 1)]
     for device, (worker, _) in enumerate(owners):
         found[worker].append(boxes[device])
@@ -389,17 +421,17 @@ def _boxes_by_worker(held: ShardedType, owners: tuple[tuple[int, int], ...]) -> 
 
 
 @lru_cache(maxsize=65536)
-def same_place(one: ShardedType, other: ShardedType) -> bool:
-    """Whether every device holds the same part of an array in both."""
+def same_shards(one: ShardedType, other: ShardedType) -> bool:
+    """Whether every device holds the same shard in both."""
     return one == other or (
         (one.shape, one.dtype) == (other.shape, other.dtype) and one.boxes() == other.boxes()
     )
 
 
-def raw_value(value: Any, held: ShardedType) -> np.ndarray:
-    """A value as NumPy sees it, keys as their data."""
+def raw_value(value: Any, type_: ShardedType) -> np.ndarray:
+    """A value as a NumPy array; of keys, their data."""
     if isinstance(value, jax.Array) and _jax.is_extended_dtype(value.dtype):
         value = jax.random.key_data(value)
-    raw = np.asarray(value, dtype=held.dtype)
-    assert raw.shape == held.shape, (raw.shape, held.shape)
+    raw = np.asarray(value, dtype=type_.dtype)
+    assert raw.shape == type_.shape, (raw.shape, type_.shape)
     return raw

@@ -1,10 +1,8 @@
 """Sockets of the data channel: from an address and the session's token to a proven connection.
 
-Both sides prove that they know the token before anything else is read.
-
 Three frames are exchanged before anything else is read: the worker's challenge, the driver's hello
-and the worker's welcome. Each side proves the token by a hash over the other's random bytes, so
-that it is never sent, and what was overheard is of no use.
+and the worker's welcome. Each side proves that it knows the token by a hash over the other's random
+bytes, so the token is never sent, and an eavesdropper learns nothing useful.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from autopar.runtime.remote.frames import FrameError, PeerGone, read_frame, writ
 
 GREETING_S = 10.0
 _MAX_GREETING_BYTES = 1024
-_KEEPALIVE_S = (10, 5, 3)  # idle, between probes, probes: a host that vanished is lost in 25 s
+_KEEPALIVE_S = (10, 5, 3)  # idle, between probes, probes: notices a vanished host in 25 s
 
 
 def shown(address: tuple[str, int]) -> str:
@@ -34,7 +32,7 @@ def listen(host: str) -> socket.socket:
         family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise DataError(f"The data channel has no address for the host {host!r}: {error}") from None
+        raise DataError(f"The data channel cannot resolve the host {host!r}: {error}") from None
     try:
         listener.bind(where)
         listener.listen(64)
@@ -53,7 +51,7 @@ def connect(address: tuple[str, int], token: str, limit_s: float) -> socket.sock
     except OSError as error:
         raise PeerGone(
             f"No connection to the worker's data channel at {shown(address)}: {error}. Its "
-            "process may have ended, or a firewall is between the hosts."
+            "process may have ended, or a firewall may be between the hosts."
         ) from error
     try:
         _greet_server(connection, token, limit_s)
@@ -115,6 +113,6 @@ def _tune(connection: socket.socket, timeout_s: float) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection, also for threads that wait on it; closing alone would not wake them."""
+    """End a connection and wake the threads that wait on it, which closing alone would not do."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

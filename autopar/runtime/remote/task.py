@@ -1,7 +1,7 @@
 """A worker's part of a step: from a `MeshTask` and compiled stage programs to operations on slots.
 
-Slots are the buffers of the mesh's list. What is received is put together only when a stage program
-reads it, or when it is sent on: until then tiles arrive while the mesh computes.
+Slots are the buffers of the mesh's list. Received tiles are joined only when a stage program reads
+the array or sends it on, so they can arrive while the mesh computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 from autopar.ir.pipeline import Free, Instruction, Recv, Run, Send
 from autopar.ir.remote import MeshTask, RemoteTransfer
 from autopar.runtime.recording import MeshLog, clock, may_be_used_up, one_to_watch
-from autopar.runtime.remote.transfers import Coming, Leaving, same_mesh_copier
+from autopar.runtime.remote.transfers import IncomingTiles, OutgoingTiles, same_mesh_copier
 from autopar.runtime.threads import run_alone
 from autopar.runtime.transports.base import Link, Transport
 
@@ -24,24 +24,24 @@ Operation = Callable[[Slots, int], None]  # on slots, with the first tag of the 
 
 
 class _Arriving:
-    """Arrays of one `Recv`, whose tiles may still be on their way."""
+    """Arrays of one `Recv`, whose tiles may still be in flight."""
 
-    def __init__(self, coming: Coming, tiles: Sequence[jax.Array]) -> None:
-        self._coming = coming
+    def __init__(self, incoming: IncomingTiles, tiles: Sequence[jax.Array]) -> None:
+        self._incoming = incoming
         self._tiles: Sequence[jax.Array] | None = tiles
         self._arrays: list[jax.Array] = []
-        self.told: Callable[[list[jax.Array]], None] | None = None  # when they are put together
+        self.when_joined: Callable[[list[jax.Array]], None] | None = None
 
     def arrays(self) -> list[jax.Array]:
         if self._tiles is not None:
-            self._arrays, self._tiles = self._coming.assemble(self._tiles), None
-            if self.told is not None:
-                self.told(self._arrays)
+            self._arrays, self._tiles = self._incoming.assemble(self._tiles), None
+            if self.when_joined is not None:
+                self.when_joined(self._arrays)
         return self._arrays
 
 
-class _OneOf:
-    """One array among those of a `Recv`."""
+class _ArrivingArray:
+    """One of the arrays of a `Recv`."""
 
     def __init__(self, arriving: _Arriving, number: int) -> None:
         self.arriving = arriving
@@ -51,10 +51,10 @@ class _OneOf:
         return self.arriving.arrays()[self._number]
 
 
-def here(slots: Slots, slot: int) -> Any:
-    """The array of a slot, put together if it was received and nothing has read it yet."""
+def array_in(slots: Slots, slot: int) -> jax.Array:
+    """The array of a slot; joins its tiles if it was received and not read yet."""
     found = slots[slot]
-    if isinstance(found, _OneOf):
+    if isinstance(found, _ArrivingArray):
         found = slots[slot] = found.array()
     return found
 
@@ -62,9 +62,9 @@ def here(slots: Slots, slot: int) -> Any:
 class WorkerTask:
     """The operations of a step, one per instruction.
 
-    stage programs:    compiled, by number.
-    devices:   of the mesh, those of other processes too.
-    transport: None if nothing crosses.
+    stage_programs: compiled, by number.
+    devices:        all devices of the mesh, including those of other processes.
+    transport:      None if the step has no transfers between meshes.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class WorkerTask:
         self._transport = transport
         self._runs_alone = runs_alone
         self._local = [d for d in devices if d.process_index == jax.process_index()]
-        self._coming: dict[int, Coming] = {}
-        self._posted: dict[int, _Arriving] = {}  # by place of the Recv, while a step runs
+        self._incoming: dict[int, IncomingTiles] = {}
+        self._posted: dict[int, _Arriving] = {}  # by the place of the Recv, while a step runs
         self._copied: dict[int, list[Any]] = {}  # by tag, between stages of this mesh
         donated = {
             number: stage_program.donated for number, stage_program in task.stage_programs.items()
@@ -96,7 +96,7 @@ class WorkerTask:
         ]
 
     def run(self, slots: Slots, first_tag: int, at: Callable[[int, int], None]) -> None:
-        """Carry out the list; `at(instruction, micro-batch)` is told what comes next."""
+        """Run the list; calls `at(instruction, micro-batch)` before each instruction."""
         instructions = self.task.program.instructions
         for place, operation in enumerate(self.operations):
             micro_batch = getattr(instructions[place], "micro_batch", None)
@@ -106,8 +106,8 @@ class WorkerTask:
     def run_recorded(
         self, slots: Slots, first_tag: int, at: Callable[[int, int], None], log: MeshLog
     ) -> None:
-        """The same, and the log is told of each instruction: a run ends when its results are there,
-        a `Recv` when its arrays are put together, a `Send` when it is handed over."""
+        """The same, with a log: a run ends when its results are ready, a `Recv` when its arrays are
+        joined, a `Send` when the transport has taken it."""
         used_up = self._used_up
         for place, (operation, instruction) in enumerate(
             zip(self.operations, self.task.program.instructions, strict=True)
@@ -128,20 +128,20 @@ class WorkerTask:
                 case Recv(buffers=buffers):
                     log.began(place, began_s)
                     first = slots[buffers[0]]
-                    if isinstance(first, _OneOf):
-                        first.arriving.told = partial(log.ends_with, place, may_vanish=True)
+                    if isinstance(first, _ArrivingArray):
+                        first.arriving.when_joined = partial(log.ends_with, place, may_vanish=True)
                     else:
                         log.ends_with(place, [slots[b] for b in buffers], may_vanish=True)
 
     def links(self) -> list[Link]:
-        """Of all that this worker sends and receives."""
+        """The links on which this worker sends and receives."""
         found: dict[Link, None] = {}
         for place, instruction in enumerate(self.task.program.instructions):
-            if isinstance(instruction, Recv) and place in self._coming:
-                for tile in self._coming[place].tiles:
+            if isinstance(instruction, Recv) and place in self._incoming:
+                for tile in self._incoming[place].tiles:
                     found[Link(tile.source, tile.targets)] = None
             elif isinstance(instruction, Send) and instruction.to_mesh != self.task.mesh:
-                for link in self._leaving(place, instruction).links():
+                for link in self._outgoing(place, instruction).links():
                     found[link] = None
         return list(found)
 
@@ -169,7 +169,7 @@ class WorkerTask:
         local, runs_alone = self._local, self._runs_alone
 
         def operation(slots: Slots, first_tag: int) -> None:
-            values = [here(slots, slot) for slot in run.reads]
+            values = [array_in(slots, slot) for slot in run.reads]
             if runs_alone:
                 results = run_alone(program, values, local)
             else:
@@ -182,10 +182,10 @@ class WorkerTask:
 
         return operation
 
-    def _crossings(self, numbers: Sequence[int]) -> list[RemoteTransfer]:
-        return [self.task.crossings[number] for number in numbers]
+    def _transfers(self, numbers: Sequence[int]) -> list[RemoteTransfer]:
+        return [self.task.transfers[number] for number in numbers]
 
-    def _leaving(self, place: int, send: Send) -> Leaving:
+    def _outgoing(self, place: int, send: Send) -> OutgoingTiles:
         later = self.task.program.instructions[place + 1 :]
         used_up = {
             run.reads[position]
@@ -193,21 +193,21 @@ class WorkerTask:
             if isinstance(run, Run)
             for position in self.task.stage_programs[run.stage_program].donated
         }
-        return Leaving(
-            self._crossings(send.transfers),
+        return OutgoingTiles(
+            self._transfers(send.transfers),
             [buffer not in used_up for buffer in send.buffers],
-            self.task.ends[self.task.mesh],
-            self.task.ends[send.to_mesh],
+            self.task.endpoints[self.task.mesh],
+            self.task.endpoints[send.to_mesh],
             self._worker,
         )
 
     def _send(self, place: int, send: Send) -> Operation:
-        leaving, transport = self._leaving(place, send), self._transport
+        outgoing, transport = self._outgoing(place, send), self._transport
         assert transport is not None
 
         def operation(slots: Slots, first_tag: int) -> None:
-            arrays = [here(slots, slot) for slot in send.buffers]
-            transport.send(first_tag + send.tag, leaving.tiles(arrays))
+            arrays = [array_in(slots, slot) for slot in send.buffers]
+            transport.send(first_tag + send.tag, outgoing.tiles(arrays))
 
         return operation
 
@@ -217,36 +217,36 @@ class WorkerTask:
         for other in self.task.recv_order[place]:
             posted = instructions[other]
             assert isinstance(posted, Recv)
-            due.append((other, posted.tag, self._coming_of(other, posted)))
+            due.append((other, posted.tag, self._incoming_of(other, posted)))
         transport, waiting = self._transport, self._posted
         assert transport is not None
 
         def operation(slots: Slots, first_tag: int) -> None:
-            for other, tag, coming in due:
-                tiles = transport.recv(first_tag + tag, coming.tiles) if coming.tiles else []
-                waiting[other] = _Arriving(coming, tiles)
+            for other, tag, incoming in due:
+                tiles = transport.recv(first_tag + tag, incoming.tiles) if incoming.tiles else []
+                waiting[other] = _Arriving(incoming, tiles)
             arriving = waiting.pop(place)
             for number, slot in enumerate(recv.buffers):
-                slots[slot] = _OneOf(arriving, number)
+                slots[slot] = _ArrivingArray(arriving, number)
 
         return operation
 
-    def _coming_of(self, place: int, recv: Recv) -> Coming:
-        if place not in self._coming:
-            self._coming[place] = Coming(
-                self._crossings(recv.transfers),
-                self.task.ends[recv.from_mesh],
-                self.task.ends[self.task.mesh],
+    def _incoming_of(self, place: int, recv: Recv) -> IncomingTiles:
+        if place not in self._incoming:
+            self._incoming[place] = IncomingTiles(
+                self._transfers(recv.transfers),
+                self.task.endpoints[recv.from_mesh],
+                self.task.endpoints[self.task.mesh],
                 self._worker,
                 self._devices,
             )
-        return self._coming[place]
+        return self._incoming[place]
 
     def _copy(self, send: Send) -> Operation:
-        copiers = [same_mesh_copier(c, self._devices) for c in self._crossings(send.transfers)]
+        copiers = [same_mesh_copier(c, self._devices) for c in self._transfers(send.transfers)]
 
         def operation(slots: Slots, first_tag: int) -> None:
-            arrays = [here(slots, slot) for slot in send.buffers]
+            arrays = [array_in(slots, slot) for slot in send.buffers]
             self._copied[send.tag] = [
                 copy(array) for copy, array in zip(copiers, arrays, strict=True)
             ]

@@ -1,12 +1,12 @@
 """A worker's part of a transfer between meshes: tiles that leave, arrays made of tiles that arrive.
 
-Where several devices of the target mesh get the same part and it cannot be cut among them, it
-crosses once per worker, and the worker copies it to its other devices.
+If several devices of the target mesh need the same shard and it cannot be cut among them, it is
+sent once per worker, and the worker copies it to its other devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,30 +15,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from autopar.ir.remote import End, RemoteTransfer
+from autopar.ir.remote import Endpoint, RemoteTransfer
 from autopar.ir.tiles import Box, TilePlan, shard_box, within
 from autopar.runtime.remote.exporting import sharding_of
 from autopar.runtime.transfers import (
-    alone,
+    alone_on,
     copied_from,
     copier,
     cutter,
     gatherer,
-    held_box,
     joiner,
     landed_sharding,
-    waits,
+    runs_alone,
+    source_box,
 )
 from autopar.runtime.transports.base import InTile, Link, OutTile
 
 
-def _ends(grid: Sequence[int], ends: Sequence[End]) -> list[End]:
-    """Of each place in an arrangement."""
-    return [ends[device] for device in grid]
+def _on_grid(grid: Sequence[int], endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    """The endpoint at each place of an arrangement."""
+    return [endpoints[device] for device in grid]
 
 
 def _origins(plan: TilePlan) -> list[int]:
-    """For each place of the target: the place that is sent what it gets."""
+    """Per place of the target, the place whose tiles it gets: its own, or the one it is copied
+    from."""
     origins = list(range(len(_target_places(plan))))
     for place, source in copied_from(plan):
         origins[place] = source
@@ -54,8 +55,8 @@ def _target_places(plan: TilePlan) -> range:
 
 @lru_cache(maxsize=4096)
 def _landing_places(plan: TilePlan, workers: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """By place that tiles are sent to: that place, and one more of each other worker that has a
-    place with the same part. `workers` are those of the target's places."""
+    """Per place that tiles are planned for: that place, and one place of each other worker that
+    holds the same shard. `workers`: of the target's places."""
     landing: dict[int, dict[int, int]] = {}
     origins = _origins(plan)
     for place in _target_places(plan):
@@ -66,53 +67,53 @@ def _landing_places(plan: TilePlan, workers: tuple[int, ...]) -> dict[int, tuple
     return {place: tuple(found.values()) for place, found in landing.items()}
 
 
-def target_places(crossing: RemoteTransfer, ends: Sequence[End]) -> list[tuple[int, ...]]:
-    """For each tile, the places of the target that receive it."""
-    plan = crossing.tiles
+def target_places(transfer: RemoteTransfer, endpoints: Sequence[Endpoint]) -> list[tuple[int, ...]]:
+    """Per tile, the places of the target that receive it."""
+    plan = transfer.tiles
     assert plan is not None
-    workers = tuple(end.worker for end in _ends(crossing.target.grid, ends))
+    workers = tuple(end.worker for end in _on_grid(transfer.target.grid, endpoints))
     landing = _landing_places(plan, workers)
     return [landing[tile.target] for tile in plan.tiles]
 
 
-class Leaving:
-    """What a worker sends of the buffers of one `Send`. `kept` tells of each buffer that no stage
-    program will use it up; what may be used up while it is still on its way is copied first."""
+class OutgoingTiles:
+    """What a worker sends of the buffers of one `Send`. `kept`: per buffer, whether no later stage
+    program uses it up; the others are copied first, since they may be used up while being sent."""
 
     def __init__(
         self,
-        crossings: Sequence[RemoteTransfer],
+        transfers: Sequence[RemoteTransfer],
         kept: Sequence[bool],
-        source_ends: Sequence[End],
-        target_ends: Sequence[End],
+        source_endpoints: Sequence[Endpoint],
+        target_endpoints: Sequence[Endpoint],
         worker: int,
     ) -> None:
-        self._own = [
-            self._cuts(crossing, own, source_ends, target_ends, worker)
-            for crossing, own in zip(crossings, kept, strict=True)
+        self._cuts_by_transfer = [
+            self._cuts(transfer, own, source_endpoints, target_endpoints, worker)
+            for transfer, own in zip(transfers, kept, strict=True)
         ]
 
     @staticmethod
     def _cuts(
-        crossing: RemoteTransfer,
+        transfer: RemoteTransfer,
         kept: bool,
-        source_ends: Sequence[End],
-        target_ends: Sequence[End],
+        source_endpoints: Sequence[Endpoint],
+        target_endpoints: Sequence[Endpoint],
         worker: int,
-    ) -> list[tuple[int, Any, list[tuple[int, End, tuple[End, ...]]]]]:
-        """(device, how its shard is cut, (number, source, targets) of each of its tiles)"""
-        plan = crossing.tiles
+    ) -> list[tuple[int, Any, list[tuple[int, Endpoint, tuple[Endpoint, ...]]]]]:
+        """(device, how its shard is cut, (number, source, targets) of each of its tiles)."""
+        plan = transfer.tiles
         assert plan is not None
-        sources = _ends(crossing.source.grid, source_ends)
-        targets = _ends(crossing.target.grid, target_ends)
+        sources = _on_grid(transfer.source.grid, source_endpoints)
+        targets = _on_grid(transfer.target.grid, target_endpoints)
         by_source: dict[int, list[int]] = {}
         for number, tile in enumerate(plan.tiles):
             if sources[tile.source].worker == worker:
                 by_source.setdefault(tile.source, []).append(number)
-        places = target_places(crossing, target_ends)
+        places = target_places(transfer, target_endpoints)
         cuts = []
         for source, numbers in by_source.items():
-            shard = held_box(plan, source)
+            shard = source_box(plan, source)
             boxes = [within(plan.tiles[n].box, shard) for n in numbers]
             end = sources[source]
             tiles = [(n, end, tuple(targets[p] for p in places[n])) for n in numbers]
@@ -124,14 +125,14 @@ class Leaving:
     def links(self) -> list[Link]:
         return [
             Link(source, targets)
-            for cuts in self._own
+            for cuts in self._cuts_by_transfer
             for _, _, tiles in cuts
             for _, source, targets in tiles
         ]
 
     def tiles(self, arrays: Sequence[jax.Array]) -> list[OutTile]:
         found: list[OutTile] = []
-        for array, cuts in zip(arrays, self._own, strict=True):
+        for array, cuts in zip(arrays, self._cuts_by_transfer, strict=True):
             if not cuts:
                 continue
             shards = shards_by_device(array)
@@ -160,55 +161,55 @@ def shards_by_device(array: jax.Array) -> dict[int, jax.Array]:
 
 @dataclass(frozen=True)
 class _Join:
-    """How a device's part is made from tiles, and which other devices get a copy of it."""
+    """How a device's shard is made from tiles, and which other devices get a copy of it."""
 
     device: int
-    numbers: tuple[int, ...]  # among the tiles of the crossing that this worker receives
-    join: Any
+    numbers: tuple[int, ...]  # among the tiles of the transfer that this worker receives
+    join: Callable[[Sequence[jax.Array]], jax.Array] | None
     shape: tuple[int, ...]
     copies: tuple[int, ...]
 
 
-class Coming:
+class IncomingTiles:
     """What a worker receives of the buffers of one `Recv`."""
 
     def __init__(
         self,
-        crossings: Sequence[RemoteTransfer],
-        source_ends: Sequence[End],
-        target_ends: Sequence[End],
+        transfers: Sequence[RemoteTransfer],
+        source_endpoints: Sequence[Endpoint],
+        target_endpoints: Sequence[Endpoint],
         worker: int,
         devices: list[Any],
     ) -> None:
         self.tiles: list[InTile] = []
-        self._parts: list[tuple[int, int, list[_Join], Any]] = []
-        for crossing in crossings:
+        self._transfers: list[tuple[int, int, list[_Join], _Finish]] = []
+        for transfer in transfers:
             first = len(self.tiles)
-            joins = self._joins(crossing, source_ends, target_ends, worker)
-            finish = _Finish(crossing, devices)
-            self._parts.append((first, len(self.tiles), joins, finish))
+            joins = self._joins(transfer, source_endpoints, target_endpoints, worker)
+            finish = _Finish(transfer, devices)
+            self._transfers.append((first, len(self.tiles), joins, finish))
 
     def _joins(
         self,
-        crossing: RemoteTransfer,
-        source_ends: Sequence[End],
-        target_ends: Sequence[End],
+        transfer: RemoteTransfer,
+        source_endpoints: Sequence[Endpoint],
+        target_endpoints: Sequence[Endpoint],
         worker: int,
     ) -> list[_Join]:
-        plan = crossing.tiles
+        plan = transfer.tiles
         assert plan is not None
-        sources = _ends(crossing.source.grid, source_ends)
-        targets = _ends(crossing.target.grid, target_ends)
+        sources = _on_grid(transfer.source.grid, source_endpoints)
+        targets = _on_grid(transfer.target.grid, target_endpoints)
         first = len(self.tiles)
         received: dict[int, list[tuple[int, Box]]] = {}
-        for tile, places in zip(plan.tiles, target_places(crossing, target_ends), strict=True):
+        for tile, places in zip(plan.tiles, target_places(transfer, target_endpoints), strict=True):
             ends = tuple(targets[place] for place in places)
             for place, end in zip(places, ends, strict=True):
                 if end.worker == worker:
                     received.setdefault(place, []).append((len(self.tiles) - first, tile.box))
                     shape = tuple(stop - start for start, stop in tile.box)
                     self.tiles.append(
-                        InTile(shape, crossing.target.dtype, sources[tile.source], end, ends)
+                        InTile(shape, transfer.target.dtype, sources[tile.source], end, ends)
                     )
         own = [place for place, end in enumerate(targets) if end.worker == worker]
         origins = _origins(plan)
@@ -236,18 +237,18 @@ class Coming:
         """The arrays, from all tiles in order."""
         arrays = []
         local = jax.local_devices()
-        for first, last, joins, finish in self._parts:
+        for first, last, joins, finish in self._transfers:
             tiles = received[first:last]
-            parts: dict[int, jax.Array] = {}
+            shards: dict[int, jax.Array] = {}
             for one in joins:
                 if one.join is None:
-                    part = jax.device_put(jnp.zeros(one.shape, finish.dtype), local[one.device])
+                    shard = jax.device_put(jnp.zeros(one.shape, finish.dtype), local[one.device])
                 else:
-                    part = one.join([tiles[n] for n in one.numbers])
-                parts[one.device] = part
+                    shard = one.join([tiles[n] for n in one.numbers])
+                shards[one.device] = shard
                 for device in one.copies:
-                    parts[device] = jax.device_put(part, SingleDeviceSharding(local[device]))
-            arrays.append(finish(parts))
+                    shards[device] = jax.device_put(shard, SingleDeviceSharding(local[device]))
+            arrays.append(finish(shards))
         return arrays
 
 
@@ -261,25 +262,28 @@ def _landed_shape(plan: TilePlan, place: int) -> tuple[int, ...]:
 
 
 class _Finish:
-    """From the parts of this worker's devices to the array as the mesh wants it."""
+    """From the shards of this worker's devices to the array in the target's sharding."""
 
-    def __init__(self, crossing: RemoteTransfer, devices: list[Any]) -> None:
-        assert crossing.tiles is not None
-        target = sharding_of(crossing.target, devices)
-        self.shape, self.dtype = crossing.target.shape, crossing.target.dtype
-        self.landed = landed_sharding(crossing.tiles, target)
+    def __init__(self, transfer: RemoteTransfer, devices: list[Any]) -> None:
+        assert transfer.tiles is not None
+        target = sharding_of(transfer.target, devices)
+        self.shape, self.dtype = transfer.target.shape, transfer.target.dtype
+        self.landed = landed_sharding(transfer.tiles, target)
         self.gather = None
         if self.landed != target:
             gather = gatherer(target)
-            self.gather = alone(gather, target.mesh) if waits(target) else gather
+            self.gather = alone_on(target.mesh, gather) if runs_alone(target) else gather
 
-    def __call__(self, parts: dict[int, jax.Array]) -> jax.Array:
+    def __call__(self, shards: dict[int, jax.Array]) -> jax.Array:
         landed = jax.make_array_from_single_device_arrays(
-            self.shape, self.landed, [parts[d] for d in sorted(parts)], dtype=self.dtype
+            self.shape, self.landed, [shards[d] for d in sorted(shards)], dtype=self.dtype
         )
         return self.gather(landed) if self.gather else landed
 
 
-def same_mesh_copier(crossing: RemoteTransfer, devices: list[Any]) -> Any:
-    """For stages that share a mesh: the array as the other wants it, never in the same buffer."""
-    return copier(sharding_of(crossing.target, devices))
+def same_mesh_copier(
+    transfer: RemoteTransfer, devices: list[Any]
+) -> Callable[[jax.Array], jax.Array]:
+    """For stages that share a mesh: copies an array into the other stage's sharding, always into a
+    new buffer."""
+    return copier(sharding_of(transfer.target, devices))

@@ -1,1 +1,1 @@
-"""Tiles of arrays from the devices of one process to those of another."""
+"""Transports: carry tiles of arrays from the devices of one process to those of another."""

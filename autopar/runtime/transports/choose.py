@@ -1,20 +1,22 @@
-"""Which transport a session uses, and how a worker gets its end of it."""
+"""The choice of a transport: from platform and hosts to a name, and to a worker's end of it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from typing import Literal, get_args
 
 from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import Transport
 
-NAMES = ("nccl", "cuda_ipc", "jax_transfer")
+TransportName = Literal["nccl", "cuda_ipc", "jax_transfer"]
+NAMES: tuple[TransportName, ...] = get_args(TransportName)
 VARIABLE = "AUTOPAR_TRANSPORT"
 
 
 def available_transports(platform: str) -> tuple[str, ...]:
-    """What this process could use, by name."""
+    """The transports that this process could use."""
     from autopar.runtime.transports.cuda import import_cupy, import_nccl
 
     found = ["jax_transfer"]
@@ -33,11 +35,11 @@ def choose(
 ) -> str:
     """The transport for tiles between meshes.
 
-    platform:   of the meshes' devices, "cpu" or "gpu".
-    same_host:  all their processes are on one host.
-    available:  what every worker could use (`available_transports`).
-    shared_gpu: processes use a GPU in common. NCCL refuses that; and only then do they see each
-                other's GPUs, without which CUDA does not map memory.
+    platform:   of the devices, "cpu" or "gpu".
+    same_host:  whether all processes are on one host.
+    available:  the transports that every worker could use (`available_transports`).
+    shared_gpu: whether processes share a GPU. NCCL refuses that; and only then do processes see
+                each other's GPUs, which CUDA needs to map memory.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked:
@@ -52,7 +54,7 @@ def choose(
 
 
 def make_transport(name: str, place: WorkerPlace) -> Transport:
-    """A worker's end of a transport. CuPy and JAX's transfer server are imported only here."""
+    """A worker's end of a transport. Imports CuPy or JAX's transfer server only when needed."""
     _check(name, "name")
     if name == "jax_transfer":
         from autopar.runtime.transports.jax_transfer import JaxTransfer
@@ -61,7 +63,7 @@ def make_transport(name: str, place: WorkerPlace) -> Transport:
     if place.platform != "gpu":
         raise ClusterError(
             f"the transport {name!r} is for GPUs; worker {place.worker} on {place.node} has "
-            f"{place.platform} devices. Unset {VARIABLE}, or set it to jax_transfer"
+            f"{place.platform} devices. Unset {VARIABLE}, or set it to jax_transfer."
         )
     if name == "nccl":
         from autopar.runtime.transports.nccl import Nccl
@@ -74,4 +76,5 @@ def make_transport(name: str, place: WorkerPlace) -> Transport:
 
 def _check(name: str, what: str) -> None:
     if name not in NAMES:
-        raise ArgumentError(f"{what} is {name!r}; there are the transports {', '.join(NAMES)}")
+        known = ", ".join(NAMES)
+        raise ArgumentError(f"{what} is {name!r}: unknown transport; choose from {known}.")

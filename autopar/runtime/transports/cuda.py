@@ -1,10 +1,10 @@
 """What the CUDA transports share: CuPy, and memory of JAX arrays that CUDA calls read and write.
 
-JAX orders its own work by events that others cannot see; DLPack is where both meet. Exporting an
-array for a stream (`Lent`) makes the stream wait until the array is there, and keeps its memory.
-An array to receive into (`Landing`) is first made by JAX, so that its memory is JAX's, then written
-on a stream, and imported again as an array that is ready when the stream is. Nobody waits on the
-host, nothing is copied. Streams and events are CuPy's.
+JAX orders its own work by events that others cannot see; DLPack connects the two. Exporting an
+array for a stream (`Lent`) makes the stream wait until the array is ready, and keeps its memory
+alive. An array to receive into (`Landing`) is first made by JAX, so that JAX owns its memory, then
+written on a stream, and imported again as an array that is ready when the stream is. The host
+never waits, and nothing is copied. Streams and events are CuPy's.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def import_cupy(transport: str) -> Any:
     except ImportError as error:
         raise ClusterError(
             f"the transport {transport!r} needs CuPy, which cannot be imported ({error}). Install "
-            "autopar[cuda12] or autopar[cuda13] on every host, as JAX's CUDA there is; or set "
-            "AUTOPAR_TRANSPORT=jax_transfer, which needs no CuPy and is slower"
+            "autopar[cuda12] or autopar[cuda13] on every host, matching JAX's CUDA there; or set "
+            "AUTOPAR_TRANSPORT=jax_transfer, which needs no CuPy and is slower."
         ) from error
 
 
 def import_nccl() -> Any:
-    """CuPy's NCCL, on the library that JAX uses if it was installed with JAX."""
+    """CuPy's NCCL, with JAX's copy of the library if JAX was installed with one."""
     import_cupy("nccl")
     spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -53,8 +53,8 @@ def import_nccl() -> Any:
     if not available:
         raise ClusterError(
             f"the transport 'nccl' needs CuPy with NCCL, which cannot be used ({reason}). Install "
-            "autopar[cuda12] or autopar[cuda13] on every host, as JAX's CUDA there is; or set "
-            "AUTOPAR_TRANSPORT=jax_transfer, which needs neither and is slower"
+            "autopar[cuda12] or autopar[cuda13] on every host, matching JAX's CUDA there; or set "
+            "AUTOPAR_TRANSPORT=jax_transfer, which needs neither and is slower."
         )
     return nccl
 
@@ -70,7 +70,7 @@ def new_stream(cupy: Any, device: Any) -> Any:
 
 
 def record(cupy: Any, device: Any, stream: Any, *, block: bool = False) -> Any:
-    """An event after all that is on the stream now. With `block`, whoever waits for it sleeps."""
+    """An event after all current work of the stream. With `block`, waiting for it sleeps."""
     with cupy.cuda.Device(ordinal(device)):
         event = cupy.cuda.Event(block=block, disable_timing=True)
         event.record(stream)
@@ -78,7 +78,7 @@ def record(cupy: Any, device: Any, stream: Any, *, block: bool = False) -> Any:
 
 
 class Lent:
-    """An array's memory, for a stream to read. It is kept as long as this object is."""
+    """An array's memory, for a stream to read; it lives as long as this object."""
 
     def __init__(self, array: Any, stream: Any) -> None:
         self._capsule = array.__dlpack__(stream=stream.ptr)
@@ -87,8 +87,8 @@ class Lent:
 
 
 class Landing:
-    """Memory for a stream to write, and then an array. This object must be kept until the stream
-    has written it, whatever becomes of the array."""
+    """Memory that a stream writes and that then becomes an array. Keep this object until the stream
+    has written it, even if the array is dropped."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Any, stream: Any) -> None:
         self._array = _room(tuple(shape), jnp.dtype(dtype), device)()
@@ -96,7 +96,7 @@ class Landing:
         self.pointer, self.num_bytes = self._lent.pointer, self._lent.num_bytes
 
     def array(self, cupy: Any, written: Any) -> jax.Array:
-        """The array, ready once the event `written` is."""
+        """The array, which is ready when the event `written` is."""
         return jax.dlpack.from_dlpack(_Written(self._array, cupy.cuda.runtime, written))
 
 
@@ -112,8 +112,8 @@ class _Written:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        # Of the versions of DLPack that JAX may ask for, the oldest: later ones would mark the
-        # memory as read-only, and programs could not use it up.
+        # The oldest version of DLPack that JAX accepts: later ones would mark the memory as
+        # read-only, and it could not be donated.
         if stream is None:
             self._written.synchronize()
         else:
@@ -123,8 +123,8 @@ class _Written:
 
 @lru_cache(maxsize=4096)
 def _room(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    # JAX hands memory out before earlier programs on the device are done with it. Being made by a
-    # program, the array is there only after them.
+    # JAX hands memory out before earlier programs on the device are done with it. An array that a
+    # program makes is ready only after them.
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
@@ -138,11 +138,11 @@ class HeldBuffers:
         self._entries.append((event, objects))
 
     def release(self) -> bool:
-        """Let go of what is done with; whether all is."""
+        """Release the objects whose events are done; whether all are."""
         self._entries = [entry for entry in self._entries if not entry[0].done]
         return not self._entries
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
-    """A tile without elements, which no transport has to move."""
+    """A tile without elements, which needs no transport."""
     return _room(tuple(shape), jnp.dtype(dtype), device)()

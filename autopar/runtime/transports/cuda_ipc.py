@@ -1,17 +1,17 @@
 """Tiles between processes of one host by memory that both map (CUDA IPC), through CuPy.
 
-Processes that share a GPU need this way, since NCCL refuses them.
+Processes that share a GPU need it, since NCCL refuses them.
 
     sender                                       receiver
     tile ─copy─▶ slot of staging memory          │
     copy done ── {tag, slot, places} ── TCP ──▶  │ slot ─copy─▶ array
     slot is free ◀───────── {done} ──────────────│ copy done
 
-Slots are the sender's, taken from CUDA once and used again; their handles are opened once by each
-receiver. There are as many as are on their way at a time, so that `send` never waits: threads wait
-for copies and tell the other side. `recv` does not wait either, but **whoever looks at what it
-gives waits until the sender's copies are done**, since only then it is known where they lie. The
-copies to arrays run on a stream, in JAX's order.
+The sender owns the slots; they are allocated once and reused, and each receiver opens their handles
+once. There are as many as transfers in flight, so `send` never waits: threads wait for copies and
+notify the other side. `recv` does not wait either, but **reading its result waits until the
+sender's copies are done**, since only then their place is known. The copies to arrays run on a
+stream, in JAX's order.
 
 A process can open memory of a GPU only if it sees that GPU (CUDA_VISIBLE_DEVICES).
 """
@@ -49,15 +49,15 @@ from autopar.runtime.transports.ports import MessagePort, dial, receive
 from autopar.runtime.transports.slots import StagingSlot, StagingSlots
 from autopar.runtime.transports.waiter import Waiter, WaitJob
 
-RECV_LIMIT_S = 600.0  # for a sender to come to its send: the other stage may be compiling
+RECV_LIMIT_S = 600.0  # for a sender to reach its send: the other stage may be compiling
 CONNECT_LIMIT_S = 20.0
 
-_ANY_DIRECTION = 4  # cudaMemcpyDefault: found out from the pointers
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: inferred from the pointers
 
 
 class CudaIpc:
-    """See `Transport`. What `recv` gives is received when somebody looks at it, and only then waits
-    for the sender, so that schedules may post receives early."""
+    """See `Transport`. Tiles are received, and the sender is waited for, when the result of `recv`
+    is first read, so schedules may post receives early."""
 
     name = "cuda_ipc"
 
@@ -113,7 +113,7 @@ class CudaIpc:
         def unseen() -> None:
             self._unread.extend((worker, tag, keys) for worker, keys in wanted.items())
 
-        return _WhenLookedAt(len(own), lambda: self._receive(tag, own), unseen)
+        return _ReceivedOnRead(len(own), lambda: self._receive(tag, own), unseen)
 
     def _receive(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
         keys = incoming_keys(tiles)
@@ -166,16 +166,16 @@ class CudaIpc:
                     pointer = self.runtime.malloc(num_bytes)
                 except self.runtime.CUDARuntimeError as error:
                     raise ClusterError(
-                        f"no {num_bytes / 2**20:.0f} MiB of memory on {device} for tiles on their "
-                        f"way to another process ({error}). JAX takes most of a GPU's memory when "
-                        "it starts: lower XLA_PYTHON_CLIENT_MEM_FRACTION"
+                        f"cannot allocate {num_bytes / 2**20:.0f} MiB on {device} for tiles to "
+                        f"another process ({error}). JAX takes most of a GPU's memory when it "
+                        "starts: lower XLA_PYTHON_CLIENT_MEM_FRACTION."
                     ) from error
                 return pointer, bytes(self.runtime.ipcGetMemHandle(pointer)).hex()
 
         return allocate
 
     def _stage(self, tag: int, device: int, tiles: Sequence[tuple[TileKey, OutTile]]) -> None:
-        """Copy tiles of one device to a slot, and have their receivers told when that is done."""
+        """Copy the tiles of one device to a slot, and notify their receivers when that is done."""
         stream, starts, size = self._out[device], [], 0
         for _, tile in tiles:
             starts.append(size)
@@ -211,8 +211,8 @@ class CudaIpc:
         if worker not in self._outgoing:
             if worker not in self.addresses:
                 raise ClusterError(
-                    f"worker {self.place.worker} was to send to worker {worker}, whose address it "
-                    f"was not told; it knows workers {sorted(self.addresses)}"
+                    f"worker {self.place.worker} must send to worker {worker}, but knows only the "
+                    f"addresses of workers {sorted(self.addresses)}."
                 )
             hello = {"worker": self.place.worker}
             self._outgoing[worker] = dial(
@@ -261,7 +261,7 @@ class CudaIpc:
 
     @staticmethod
     def _wanted(tiles: Sequence[InTile]) -> dict[int, set[TileKey]]:
-        """What has to come, by worker."""
+        """The tiles to receive, by worker."""
         wanted: dict[int, set[TileKey]] = {}
         for key, tile in zip(incoming_keys(tiles), tiles, strict=True):
             if prod(tile.shape):
@@ -269,7 +269,7 @@ class CudaIpc:
         return wanted
 
     def _wait_for(self, worker: int, tag: int, keys: set[TileKey]) -> dict[TileKey, _IpcPlace]:
-        """Where the sender has put the tiles; it tells of each of its devices by itself."""
+        """Where the sender has put the tiles; it sends one message per device."""
         found: dict[TileKey, _IpcPlace] = {}
         deadline = time.monotonic() + RECV_LIMIT_S
         while set(found) != keys:
@@ -284,7 +284,7 @@ class CudaIpc:
                 late = f"it did not send within {RECV_LIMIT_S:g} s"
                 raise WorkerError(
                     f"worker {self.place.worker} waits for tiles of transfer {tag} from worker "
-                    f"{worker}, which will not come: {gone or late}"
+                    f"{worker}, which will not come: {gone or late}."
                 )
             for message in messages:
                 for key, start in message["places"]:
@@ -297,7 +297,7 @@ class CudaIpc:
         landed: Mapping[int, Sequence[tuple[int, Landing]]],
         arrays: list[Any],
     ) -> None:
-        """Make arrays of what is being copied, and have the senders told when it is."""
+        """Make arrays of what is being copied, and notify the senders when that is done."""
         jobs = []
         for device, own in landed.items():
             stream = self._in[device]
@@ -313,7 +313,7 @@ class CudaIpc:
             self._receivers.put(WaitJob(event, landings, then))
 
     def _drop_unread(self) -> None:
-        """Of transfers at which nobody ever looked: free the sender's slots."""
+        """Free the sender's slots of transfers that were never read."""
         for _ in range(len(self._unread)):
             worker, tag, keys = self._unread.popleft()
             with self._changed:
@@ -330,7 +330,7 @@ class CudaIpc:
             write_frame(self._incoming[worker], {"done": ticket})
 
     def _mapped(self, worker: int, message: dict[str, Any], device: Any) -> int:
-        """Where a sender's slot lies in this process."""
+        """The address of a sender's slot in this process."""
         if worker == self.place.worker:
             return message["slot"]
         handle = message["handle"]
@@ -342,16 +342,16 @@ class CudaIpc:
                     raise ClusterError(
                         f"worker {self.place.worker} cannot map GPU memory of worker {worker} "
                         f"({error}). Both must be on one host, in one container, and see the same "
-                        "GPUs (CUDA_VISIBLE_DEVICES); else set AUTOPAR_TRANSPORT to nccl or "
-                        "jax_transfer"
+                        "GPUs (CUDA_VISIBLE_DEVICES); otherwise set AUTOPAR_TRANSPORT to nccl "
+                        "or jax_transfer."
                     ) from error
                 self._opened[worker, handle] = pointer
         return self._opened[worker, handle]
 
 
-class _WhenLookedAt(Sequence[jax.Array]):
-    """Arrays that are received when the first of them is looked at; `unseen` is called if that
-    never happens."""
+class _ReceivedOnRead(Sequence[jax.Array]):
+    """Arrays that are received when the first of them is read; `unseen` is called if that never
+    happens."""
 
     def __init__(
         self, count: int, receive: Callable[[], list[jax.Array]], unseen: Callable[[], None]
@@ -377,7 +377,7 @@ class _WhenLookedAt(Sequence[jax.Array]):
 
 @dataclass(frozen=True)
 class _IpcPlace:
-    """Where a tile lies in its sender's slot."""
+    """The place of a tile in its sender's slot."""
 
     worker: int
     message: dict[str, Any]

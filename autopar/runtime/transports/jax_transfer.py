@@ -1,11 +1,12 @@
 """Tiles by JAX's own transfer server (`jax.experimental.transfer`): TCP between hosts of any kind.
-The way on CPUs, and on GPUs where there is no CuPy.
 
-A sender *offers* arrays under a number, a receiver *pulls* what is offered under it, in any order:
-a pull waits for its offer. All that a transfer moves from one worker to another is one offer and
-one pull. Pulled arrays are given out before their data is there; if the peer dies, whoever waits
-for them gets a `JaxRuntimeError`. A peer that is alive and never offers is waited for without
-limit, which is for the driver's heartbeat to notice.
+It serves CPUs, and GPUs without CuPy.
+
+A sender *offers* arrays under a number, and a receiver *pulls* that number, in any order: a pull
+waits for its offer. All tiles of a transfer from one worker to another are one offer and one pull.
+Pulled arrays are returned before their data has arrived; if the peer dies, waiting for them raises
+`JaxRuntimeError`. A peer that is alive but never offers is waited for without limit; the driver's
+heartbeat notices that.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import InTile, Link, OutTile
 from autopar.runtime.transports.numbering import incoming_keys, outgoing_keys
 
-# The fastest of what was tried for tiles of 1 to 256 MiB between two processes of one host. Raw
-# buffers (`use_raw_buffers`) are a little faster, but send what a donation has left in the buffer.
+# The fastest of several settings, for tiles of 1 to 256 MiB between two processes of one host. Raw
+# buffers (`use_raw_buffers`) are a little faster, but send whatever a donation left in the buffer.
 NUM_CONNECTIONS = 2
 CHUNK_BYTES = 16 * 2**20
 
@@ -68,7 +69,7 @@ class JaxTransfer:
             self.server.await_pull(_number(tag, worker), [arrays[key] for key in sorted(arrays)])
 
     def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
-        # A tile that several devices of this worker want crosses once.
+        # A tile for several devices of this worker is sent once.
         pulls: dict[int, dict[Any, InTile]] = {}
         keys = incoming_keys(tiles)
         for key, tile in zip(keys, tiles, strict=True):
@@ -104,8 +105,8 @@ class JaxTransfer:
         if worker not in self.connections:
             if worker not in self.addresses:
                 raise ClusterError(
-                    f"worker {self.place.worker} was to receive from worker {worker}, whose address"
-                    f" it was not told; it knows workers {sorted(self.addresses)}"
+                    f"worker {self.place.worker} must receive from worker {worker}, but knows only "
+                    f"the addresses of workers {sorted(self.addresses)}."
                 )
             _check_answers(worker, self.addresses[worker])
             self.connections[worker] = self.server.connect(self.addresses[worker])
@@ -125,7 +126,7 @@ def _start_server(place: WorkerPlace, client: Any) -> Any:
         )
 
     if place.platform == "gpu":
-        # Pinned memory is faster, but CUDA does not register any on some hosts (in containers).
+        # Pinned memory is faster, but on some hosts (in containers) CUDA cannot register any.
         with contextlib.suppress(RuntimeError):
             return start(pinned=True)
     try:
@@ -133,24 +134,25 @@ def _start_server(place: WorkerPlace, client: Any) -> Any:
     except RuntimeError as error:
         raise ClusterError(
             f"JAX's transfer server did not start on {place.node} at the address {place.address}: "
-            f"{error}. It must be an address of that host which the other hosts can reach"
+            f"{error}. It must be an address of that host that the other hosts can reach."
         ) from error
 
 
 def _number(tag: int, worker: int) -> int:
-    """Of a transfer to a worker. The sender's server holds it, so it need not name the sender."""
+    """The number of a transfer to a worker. It is local to the sender's server, so it need not name
+    the sender."""
     assert worker < 2**_WORKER_BITS and tag < 2**40, (worker, tag)
     return tag << _WORKER_BITS | worker
 
 
 def _check_answers(worker: int, address: str) -> None:
-    """JAX waits for ever for a server that is not there, so look first."""
+    """Check that a server answers: JAX would wait forever for one that does not exist."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S):
             pass
     except OSError as error:
         raise WorkerError(
-            f"worker {worker} does not answer at {address} ({error}); it has died, or this host "
-            "cannot reach it: all ports between the cluster's hosts must be open"
+            f"worker {worker} does not answer at {address} ({error}): it has died, or this host "
+            "cannot reach it. All ports between the cluster's hosts must be open."
         ) from error

@@ -1,13 +1,13 @@
 """Tiles between GPUs by NCCL, through CuPy: device to device, ordered by streams alone.
 
-Every link has a communicator of its own, with its sender as rank 0, and on each of its devices a
-stream of its own. So a transfer that waits for its other side holds nothing up but later transfers
-of the same link, whatever the order in which a schedule posts sends and receives. A transfer is one
-NCCL group; a tile with several targets is broadcast. Data goes as bytes, whatever its type.
+Every link has its own communicator, with the sender as rank 0, and its own stream on each of its
+devices. So a transfer that waits for its other side delays only later transfers of the same link,
+in whatever order a schedule posts sends and receives. A transfer is one NCCL group; a tile with
+several targets is broadcast. Data is sent as bytes, whatever its type.
 
-Communicators are made in `prepare`, in which the processes of a link wait for each other: the
-sender makes NCCL's unique id, the others ask for it at the sender's port. If a peer dies, NCCL may
-leave transfers waiting on the device; it is for the driver's heartbeat to end the process.
+Communicators are created in `prepare`, where the processes of a link wait for each other: the
+sender makes NCCL's unique id, and the others request it at the sender's port. If a peer dies, NCCL
+may leave transfers waiting on the device; the driver's heartbeat then ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError, DataError, WorkerError
-from autopar.ir.remote import End
+from autopar.ir.remote import Endpoint
 from autopar.runtime.remote.frames import write_frame
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.transports.base import InTile, Link, OutTile
@@ -55,7 +55,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Call:
-    """A part of a group: a member reads or writes memory; `peer` is the rank of the other side,
+    """One call of a group: a member reads or writes memory. `peer`: the rank of the other side, or
     None in a broadcast."""
 
     member: _Member
@@ -65,8 +65,8 @@ class _Call:
 
 
 class Nccl:
-    """See `Transport`. A worker may send to itself, also to the same device: then `send` only
-    notes the tiles and must come before `recv`, which posts both sides as one group."""
+    """See `Transport`. A worker may send to itself, even to the same device: then `send` only notes
+    the tiles and must come before `recv`, which posts both sides as one group."""
 
     name = "nccl"
 
@@ -75,7 +75,7 @@ class Nccl:
         self.cupy, self.nccl = import_cupy(self.name), import_nccl()
         self.devices = jax.local_devices()
         self.addresses: dict[int, Sequence[Any]] = {}
-        self._members: dict[tuple[Link, End], _Member] = {}
+        self._members: dict[tuple[Link, Endpoint], _Member] = {}
         self._joined: set[Link] = set()
         self._ids: dict[str, dict[str, Any]] = {}
         self._new_id = threading.Condition()
@@ -145,17 +145,17 @@ class Nccl:
         peer = None if others else (0 if target == tile.source else 1)
         return _Call(member, Lent(tile.data, member.stream), sends=True, peer=peer)
 
-    def _member(self, link: Link, end: End) -> _Member:
+    def _member(self, link: Link, end: Endpoint) -> _Member:
         member = self._members.get((link, end))
         if member is None:
             raise ClusterError(
-                f"worker {self.place.worker} has no communicator for {link}: links must be "
-                "prepared before tiles are sent"
+                f"worker {self.place.worker} has no communicator for {link}: prepare links before "
+                "sending tiles."
             )
         return member
 
     def _post(self, calls: Sequence[_Call]) -> dict[int, Any]:
-        """Put the calls on their streams, as one group. By stream: an event after them."""
+        """Put the calls on their streams as one group. Returns, by stream, an event after them."""
         if not calls:
             return {}
         for member in {id(call.member): call.member for call in calls}.values():
@@ -217,7 +217,7 @@ class Nccl:
             except BaseException as error:
                 failed.append(error)
 
-        # NCCL waits for all ranks without a limit.
+        # NCCL waits for all ranks without limit.
         thread = threading.Thread(target=join, name="autopar-nccl", daemon=True)
         thread.start()
         thread.join(PREPARE_LIMIT_S)
@@ -227,7 +227,7 @@ class Nccl:
                 f"worker {self.place.worker} on {self.place.node} could not make an NCCL "
                 f"communicator of {', '.join(map(_end, ends))} (worker.device): {why}. NCCL_DEBUG="
                 "INFO shows what NCCL does; two processes on one GPU need AUTOPAR_TRANSPORT="
-                "cuda_ipc",
+                "cuda_ipc.",
                 host=self.place.node,
             ) from (failed[0] if failed else None)
         for (_, end), comm in zip(own, comms, strict=True):
@@ -239,8 +239,8 @@ class Nccl:
         source = link.source.worker
         if source not in self.addresses:
             raise ClusterError(
-                f"worker {self.place.worker} was to receive from worker {source}, whose address it "
-                f"was not told; it knows workers {sorted(self.addresses)}"
+                f"worker {self.place.worker} must receive from worker {source}, but knows only the "
+                f"addresses of workers {sorted(self.addresses)}."
             )
         hello = {"link": _name(link)}
         address, token = self.addresses[source], self.place.token
@@ -262,7 +262,7 @@ class Nccl:
         write_frame(connection, packed)
 
 
-def _end(end: End) -> str:
+def _end(end: Endpoint) -> str:
     return f"{end.worker}.{end.device}"
 
 
@@ -271,7 +271,7 @@ def _name(link: Link) -> str:
 
 
 def _packed(unique_id: Any) -> dict[str, Any]:
-    """CuPy has unique ids as bytes or, in older releases, as tuples of numbers."""
+    """CuPy gives unique ids as bytes or, in older releases, as tuples of numbers."""
     return {"bytes": isinstance(unique_id, bytes), "id": list(unique_id)}
 
 

@@ -1,8 +1,8 @@
-"""Which tile of a transfer is which, on both sides.
+"""From the tiles of a transfer to keys that are equal on both sides.
 
-Sender and receiver list tiles in the same order, but each only those that concern it, and a tile
-with several targets stands once in the sender's list and once per device in a receiver's. So a tile
-is named by its link and by its place among the tiles of that link.
+Sender and receiver list tiles in the same order, but each only its own, and a tile with several
+targets appears once in the sender's list and once per device in a receiver's. So the key of a tile
+is its link and its place among the tiles of that link.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from autopar.runtime.transports.base import End, InTile, OutTile
+from autopar.runtime.transports.base import Endpoint, InTile, OutTile
 
-# Sender's device, targets as (worker, device), place among the tiles of this link. The sender's
-# worker is left out: tiles are named among those that one worker sends to another.
+# Sender's device, targets as (worker, device), place among the tiles of this link. Keys are unique
+# among the tiles that one worker sends to another, so the sender's worker is left out.
 TileKey = tuple[int, tuple[tuple[int, int], ...], int]
 
 
@@ -23,7 +23,7 @@ def outgoing_keys(tiles: Sequence[OutTile]) -> list[TileKey]:
 
 
 def incoming_keys(tiles: Sequence[InTile]) -> list[TileKey]:
-    """Equal keys of tiles from one worker are one tile, which several devices receive."""
+    """Tiles from one worker with equal keys are one tile that several devices receive."""
     places = _places([(tile.source, tile.targets, tile.target) for tile in tiles])
     return [_key(t.source, t.targets, place) for t, place in zip(tiles, places, strict=True)]
 
@@ -37,5 +37,5 @@ def _places(names: Sequence[Hashable]) -> list[int]:
     return places
 
 
-def _key(source: End, targets: tuple[End, ...], place: int) -> TileKey:
+def _key(source: Endpoint, targets: tuple[Endpoint, ...], place: int) -> TileKey:
     return source.device, tuple((end.worker, end.device) for end in targets), place

@@ -1,7 +1,7 @@
 """Small messages between workers, for transports whose data goes another way.
 
-A `MessagePort` accepts connections, `dial` makes one. Both sides prove that they know the session's
-token before anything else is read. Messages are frames without arrays: JSON, never executed.
+A `MessagePort` accepts connections, and `dial` makes one. Both sides first prove that they know the
+session's token. Messages are frames without arrays: JSON, never executed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from autopar.errors import ClusterError, DataError, WorkerError
 from autopar.runtime.remote.frames import read_frame, write_frame
 from autopar.runtime.remote.sockets import GREETING_S, connect, greet_client, hang_up, listen
 
-_TAKE_LIMIT_S = 60.0  # for the other side to take a message
+_TAKE_LIMIT_S = 60.0  # for the other side to accept a message
 _MAX_BYTES = 2**20
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
 
 
 class MessagePort:
-    """Accepts connections on `host`. `serve` gets each of them, with the first message, on a thread
-    of its own; the connection is closed when it returns."""
+    """Accepts connections on `host`. Calls `serve` with each connection and its first message, on a
+    new thread; closes the connection when `serve` returns."""
 
     def __init__(self, host: str, token: str, serve: Serve) -> None:
         self._token = token
@@ -35,7 +35,7 @@ class MessagePort:
         try:
             self._listener = listen(host)
         except DataError as error:
-            raise ClusterError(f"no port could be opened for transfers: {error}") from error
+            raise ClusterError(f"cannot open a port for transfers: {error}.") from error
         self.address = [host, self._listener.getsockname()[1]]
         threading.Thread(target=self._accept, name="autopar-port", daemon=True).start()
 
@@ -50,7 +50,7 @@ class MessagePort:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if not self._closed:  # out of file descriptors for a while
+                if not self._closed:  # out of file descriptors for now
                     time.sleep(0.05)
                 continue
             threading.Thread(
@@ -70,7 +70,7 @@ class MessagePort:
 def dial(
     worker: int, address: Sequence[Any], token: str, first: dict[str, Any], limit_s: float
 ) -> socket.socket:
-    """A connection to a worker's port, to which the message `first` is sent."""
+    """Connect to a worker's port and send the message `first`."""
     host, port = address
     try:
         connection = connect((host, port), token, limit_s)
@@ -83,13 +83,13 @@ def dial(
         return connection
     except DataError as error:
         raise WorkerError(
-            f"worker {worker} does not answer at {host}:{port} ({error}); it has died, or this "
-            "host cannot reach it: all ports between the cluster's hosts must be open"
+            f"worker {worker} does not answer at {host}:{port} ({error}): it has died, or this "
+            "host cannot reach it. All ports between the cluster's hosts must be open."
         ) from error
 
 
 def receive(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
-    """The next message. Without a deadline (of `time.monotonic`) it waits until there is one or
-    the connection ends."""
+    """The next message. Without a deadline (by `time.monotonic`) it waits for a message or the end
+    of the connection."""
     header, _ = read_frame(connection, _MAX_BYTES, max_bytes=0, deadline=deadline)
     return header

@@ -1,7 +1,7 @@
-"""Staging memory that is taken once and used again: from sizes to slots.
+"""Staging memory that is allocated once and reused: from sizes to slots.
 
-There are as many slots as are in use at a time. A slot is given to what fits into it best; only if
-nothing does, memory is allocated.
+The smallest free slot that is large enough is used; if there is none, a new one is allocated. So
+there are never more slots than were in use at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_SMALLEST = 2 * 2**20  # what CUDA allocates at least for memory that other processes map
+_SMALLEST = 2 * 2**20  # CUDA's minimum for memory that other processes map
 
 
 @dataclass(frozen=True)
 class StagingSlot:
-    """pointer: in this process; handle: by which other processes map it."""
+    """`pointer`: the address in this process; `handle`: other processes map the memory by it."""
 
     pointer: int
     num_bytes: int
@@ -22,7 +22,7 @@ class StagingSlot:
 
 
 class StagingSlots:
-    """`allocate` takes a number of bytes and answers pointer and handle."""
+    """`allocate` takes a number of bytes and returns a pointer and a handle."""
 
     def __init__(self, allocate: Callable[[int], tuple[int, str]]) -> None:
         self._allocate = allocate
@@ -46,7 +46,7 @@ class StagingSlots:
         self._free.append(slot)
 
     def drain(self) -> list[StagingSlot]:
-        """All slots, which are no longer its own."""
+        """Remove and return all slots."""
         slots, self._all, self._free = self._all, [], []
         return slots
 

@@ -1,4 +1,4 @@
-"""A thread that waits for CUDA events, in the order in which they come, and acts after each."""
+"""A thread that waits for CUDA events one after another and runs a job after each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLOSE_LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class WaitJob:
-    """What is done once an event is, or at once if it is None. `held` is let go after the event."""
+    """A job to run after an event, or at once if there is none. Keeps `held` alive until then."""
 
     event: Any
     held: Sequence[Any]
@@ -33,10 +33,10 @@ class Waiter:
         self._jobs.put(job)
 
     def check(self) -> None:
-        """Raise what went wrong in a job."""
+        """Raise the error of a job that failed."""
         if self._failed is not None:
             raise WorkerError(
-                f"a transfer to or from another process failed: {self._failed}"
+                f"a transfer to or from another process failed: {self._failed}."
             ) from self._failed
 
     def close(self) -> None:

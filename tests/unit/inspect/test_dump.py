@@ -15,8 +15,7 @@ import pytest
 
 import autopar
 from autopar.ir.tiles import Gather, Tile, TilePlan, check_tile_plan
-from autopar.runtime import debug
-from autopar.runtime.debug import DebugFile, dump
+from autopar.runtime.debug import DebugFile
 
 RNG = np.random.default_rng(0)
 STATE = [(RNG.normal(size=(16, 16)) / 4).astype(np.float32) for _ in range(2)]
@@ -187,12 +186,16 @@ def test_what_cannot_be_made_is_said(tmp_path: Path, one_mesh, monkeypatch) -> N
         raise ValueError("no text today")
 
     files = [DebugFile("good.txt", "a file", lambda: "text"), DebugFile("bad.txt", "none", broken)]
-    monkeypatch.setattr(executable, "describe", debug.describe_nothing)
-    dump(executable, tmp_path, files)
+    monkeypatch.setattr(executable, "describe", lambda _: files)
+    executable.dump_debug_info(tmp_path)
     index = (tmp_path / "README.txt").read_text()
     assert "Not made:\nbad.txt: ValueError: no text today" in index
     assert (tmp_path / "good.txt").read_text() == "text"
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 2 + [".txt"] * 3
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [
+        *[".json"] * 2,
+        ".mlir",
+        *[".txt"] * 4,
+    ]
 
 
 def test_on_one_device(tmp_path: Path) -> None:

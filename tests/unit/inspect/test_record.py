@@ -71,12 +71,12 @@ def check_pipeline(line: Timeline, executable: Any) -> None:
     assert min(e.start_s for e in line.events) == 0.0
     assert max(e.end_s for e in line.events) == pytest.approx(line.step_s)
     assert [max(held for _, held in own) for own in line.memory] == [
-        pytest.approx(max(m)) for m in executable._recording[0].live_bytes
+        pytest.approx(max(m)) for m in executable.description.live_bytes
     ]
 
 
 def nbytes(executable: Any, transfer: Any) -> int:
-    buffer = executable._buffers[transfer.source, transfer.ref.value]
+    buffer = executable.buffers[transfer.source, transfer.ref.value]
     return buffer.size * buffer.dtype.itemsize
 
 

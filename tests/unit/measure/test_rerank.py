@@ -47,14 +47,13 @@ def compiled(monkeypatch):
     from autopar.runtime.local import LocalExecutable
 
     names = []
-    real = LocalExecutable.compiled.fget
+    real = LocalExecutable._lower
 
     def noting(self):
-        if self._compiled is None:
-            names.append(self.plan.name)
+        names.append(self.plan.name)
         return real(self)
 
-    monkeypatch.setattr(LocalExecutable, "compiled", property(noting))
+    monkeypatch.setattr(LocalExecutable, "_lower", noting)
     return names
 
 
@@ -137,8 +136,8 @@ def test_candidates_of_a_pipeline_search_have_other_stages():
     stages = [[(s.layers, s.submesh, s.mesh_shape) for s in p.plan.stages] for p in plans]
     assert len(stages) == 2 and stages[0] != stages[1]
     assert all(planned.plan.is_pipeline for planned in plans)
-    assert all("stages: " in rerank.in_few_words(planned.plan) for planned in plans)
-    assert all("8 micro-batches" in rerank.in_few_words(planned.plan) for planned in plans)
+    assert all("stages: " in rerank.plan_summary(planned.plan) for planned in plans)
+    assert all("8 micro-batches" in rerank.plan_summary(planned.plan) for planned in plans)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_candidates_keep_to_the_budget(remat, width, rows, num_devices, budget):
     )
     assert len(plans) == 3
     assert all(planned.plan.estimated_peak_bytes <= budget for planned in plans)
-    recomputed = ["recomputed" in rerank.in_few_words(planned.plan) for planned in plans]
+    recomputed = ["recomputing" in rerank.plan_summary(planned.plan) for planned in plans]
     assert any(recomputed) == (remat == "auto")
 
 
@@ -205,13 +204,14 @@ def test_the_measured_order_counts_and_memory_comes_first(monkeypatch):
         made.append(object())
         return made[-1]
 
-    found = rerank.fastest(plans, jax.devices(), make, Database(None))
+    monkeypatch.setattr(rerank, "make_executable", make)
+    found = rerank.fastest(plans, jax.devices(), Database(None))
     assert plan_digest(found.planned.plan) == plan_digest(plans[2].plan)
     assert found.executable is made[2]
     tried = found.planned.plan.search.tried
     assert [one.measured_s for one in tried] == [None, 2.0, 1.0]
     assert [one.is_chosen for one in tried] == [False, False, True]
-    assert "did not run: RESOURCE_EXHAUSTED" in found.planned.plan.explain()
+    assert "failed: RESOURCE_EXHAUSTED" in found.planned.plan.explain()
 
 
 def test_what_is_nearly_as_fast_is_timed_again(monkeypatch):
@@ -221,7 +221,8 @@ def test_what_is_nearly_as_fast_is_timed_again(monkeypatch):
         return StepTiming(Timing(seconds, 0.5, 5), 1.0, 2.0**20)
 
     Figures(monkeypatch, noisy(2.0), noisy(1.5), took(9.0), noisy(1.0), noisy(1.6))
-    found = rerank.fastest(plans, jax.devices(), lambda *_: object(), Database(None))
+    monkeypatch.setattr(rerank, "make_executable", lambda *_: object())
+    found = rerank.fastest(plans, jax.devices(), Database(None))
     plan = found.planned.plan
     assert plan_digest(plan) == plan_digest(plans[0].plan)  # which had been disturbed
     assert [one.measured_s for one in plan.search.tried] == [1.0, 1.5, 9.0]
@@ -231,8 +232,9 @@ def test_what_is_nearly_as_fast_is_timed_again(monkeypatch):
 def test_where_nothing_fits_all_that_was_tried_is_said(monkeypatch):
     plans = candidates(autopar.ShardParallel(mesh_shape=(8,), options=OPTIONS), 2)
     Figures(monkeypatch, FULL, FULL)
-    with pytest.raises(MemoryBudgetError, match="all of them ran out of memory") as error:
-        rerank.fastest(plans, jax.devices(), lambda *_: None, Database(None))
+    monkeypatch.setattr(rerank, "make_executable", lambda *_: object())
+    with pytest.raises(MemoryBudgetError, match=r"all 2 plans .* ran out of memory") as error:
+        rerank.fastest(plans, jax.devices(), Database(None))
     assert error.value.peak_bytes == 2.0**30 and str(error.value).count("RESOURCE") == 2
 
 

@@ -235,5 +235,6 @@ def make_executable(
         make_meshes(mesh_shapes),
         make_buffers(mesh_shapes, num_micro_batches, stage_mesh),
         [avals[place.value] for place in INPUTS],
+        step,
         **options,
     )

@@ -10,7 +10,7 @@ import pytest
 from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Recv, Run, Send
 from autopar.runtime import recording
 from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
-from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, joined, offset_of
+from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, combined, offset_of
 from autopar.runtime.timestamps import InstructionMark, StepDescription, measured_timeline
 
 # Mesh 0 runs stage program 0 and sends its result to mesh 1, which runs stage program 1 on it.
@@ -231,4 +231,4 @@ def test_the_quickest_answer_tells_the_clock() -> None:
     assert offset.offset_s == pytest.approx(50.0)
     assert offset.uncertainty_s == pytest.approx(0.1)
     later = ClockOffset(50.5, 0.05)
-    assert joined(offset, later) == pytest.approx((50.5, 0.5))
+    assert combined(offset, later) == pytest.approx((50.5, 0.5))

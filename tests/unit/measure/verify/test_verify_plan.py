@@ -14,9 +14,9 @@ import pytest
 
 import autopar
 from autopar import ClusterSpec, PipeshardParallel, ShardParallel, UniformStages
-from autopar.api import make_executable
 from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, CompileError, PlanError
+from autopar.executables import make_executable
 from autopar.ir.details import PARTIAL_SUMS, CollectiveCost, OpRow, PlanDetails, op_table
 from autopar.measure.verify import verify_plan
 from autopar.measure.verify.compare import bytes_on_one_device
@@ -97,7 +97,7 @@ def test_the_memory_of_a_pipelines_meshes_is_that_of_the_runtime(jobs):
     own_bytes = []
     for stage_program in executable.pipeline.stage_programs:
         refs = (*stage_program.reads, *stage_program.writes)
-        arrays = [executable._buffers[stage_program.stage, ref.value] for ref in refs]
+        arrays = [executable.buffers[stage_program.stage, ref.value] for ref in refs]
         own_bytes.append(TEMP_BYTES + sum(map(_bytes_on_one_device, arrays)))
     order = interleave(executable.programs)
     expected = peak_bytes(order, executable.programs, executable._bytes_of, own_bytes)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.errors import ArgumentError
 from autopar.ir.remote import ShardedType
 from autopar.runtime.remote.arrays import Copy, DistributedArray
-from autopar.runtime.remote.session import same_place
+from autopar.runtime.remote.session import same_shards
 
 
 class Mesh:
@@ -26,7 +26,7 @@ class Mesh:
         self.released.append(number)
 
 
-def held(
+def sharded_type(
     shape: tuple[int, ...] = (4, 8), layout: tuple[int, ...] = (0, -1), **kw: Any
 ) -> ShardedType:
     return ShardedType(shape, np.dtype(np.float32), (2, 2), ("x", "y"), layout, (0, 1, 2, 3), **kw)
@@ -34,7 +34,7 @@ def held(
 
 def array_on(*meshes: Mesh, known: Any = None, value: Any = None) -> DistributedArray:
     owner = SimpleNamespace(fetch=lambda array: value)
-    copies = tuple(Copy(mesh, number, held()) for number, mesh in enumerate(meshes))
+    copies = tuple(Copy(mesh, number, sharded_type()) for number, mesh in enumerate(meshes))
     return DistributedArray(owner, (4, 8), jnp.dtype(jnp.float32), False, copies, known)
 
 
@@ -115,14 +115,14 @@ def test_it_is_a_leaf_that_can_be_counted_and_mapped() -> None:
 
 
 def test_same_place_is_about_what_devices_hold() -> None:
-    over_x = held(layout=(0, -1))
+    over_x = sharded_type(layout=(0, -1))
     as_one_axis = ShardedType((4, 8), np.dtype(np.float32), (4,), ("x",), (-1,), (0, 1, 2, 3))
-    assert same_place(over_x, held(layout=(0, -1)))
-    assert not same_place(over_x, held(layout=(1, -1)))
-    assert same_place(held(layout=(-1, -1)), as_one_axis)
+    assert same_shards(over_x, sharded_type(layout=(0, -1)))
+    assert not same_shards(over_x, sharded_type(layout=(1, -1)))
+    assert same_shards(sharded_type(layout=(-1, -1)), as_one_axis)
     turned = ShardedType((4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (0, -1), (0, 2, 1, 3))
-    assert not same_place(over_x, turned)
+    assert not same_shards(over_x, turned)
     by_columns = ShardedType(
         (4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, 0), (0, 2, 1, 3)
     )
-    assert same_place(over_x, by_columns)
+    assert same_shards(over_x, by_columns)

@@ -161,7 +161,7 @@ def test_a_worker_that_takes_nothing_is_given_up():
     greeter.start()
     client = ChannelClient(listener.getsockname()[:2], TOKEN, 0.3)
     try:
-        with pytest.raises(DataTimeout, match=r"took no data for 0.3 s"):
+        with pytest.raises(DataTimeout, match=r"accepted no data for 0.3 s"):
             client.send(1, [np.zeros(2**26, np.uint8)])
         with pytest.raises(PeerGone):
             client.send(2, [np.zeros(1)])

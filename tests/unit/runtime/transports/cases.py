@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.runtime.transports.base import End, InTile, Link
+from autopar.runtime.transports.base import Endpoint, InTile, Link
 from tests.unit.runtime.transports.peer import Peer, join
 
 DTYPES = ("float32", "bfloat16", "bool", "int8", "uint32", "float8_e4m3fn", "complex64")
@@ -28,8 +28,8 @@ class Sent:
     """A tile of a transfer, as a case has it."""
 
     value: np.ndarray
-    source: End
-    targets: tuple[End, ...]
+    source: Endpoint
+    targets: tuple[Endpoint, ...]
 
 
 Transfer = tuple[Sent, ...]
@@ -61,7 +61,7 @@ def random_transfer(seed: int, numbers: Sequence[int], num_devices: int) -> Tran
     """Tiles between any workers, with one to three targets, of all kinds and sizes."""
     draw = random.Random(seed)
     values = np.random.default_rng(seed)
-    ends = [End(worker, device) for worker in numbers for device in range(num_devices)]
+    ends = [Endpoint(worker, device) for worker in numbers for device in range(num_devices)]
     tiles = []
     for _ in range(draw.randint(1, 8)):
         source = draw.choice(ends)
@@ -75,7 +75,7 @@ def random_transfer(seed: int, numbers: Sequence[int], num_devices: int) -> Tran
     return tuple(tiles)
 
 
-def outgoing(transfer: Transfer, worker: int) -> list[tuple[Any, End, tuple[End, ...]]]:
+def outgoing(transfer: Transfer, worker: int) -> list[tuple[Any, Endpoint, tuple[Endpoint, ...]]]:
     return [(t.value, t.source, t.targets) for t in transfer if t.source.worker == worker]
 
 
@@ -158,7 +158,7 @@ def carry_out_many(
     """Transfers of one tile, in ten rounds, each as fast as it goes. Neither side holds more after
     the last round than after the second. With `work`, tiles are sent long before they are computed:
     by so many products of matrices."""
-    source, target = End(sender.worker, 0), End(receiver.worker, 0)
+    source, target = Endpoint(sender.worker, 0), Endpoint(receiver.worker, 0)
     prepare([sender, receiver], [Link(source, (target,))])
     tile = InTile((size,), jnp.dtype("float32"), source, target, (target,))
     held: list[list[tuple[int, int]]] = []
@@ -182,11 +182,11 @@ def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> N
     tile to all devices of the other mesh, and both ways at once, each side posting what it receives
     before what it sends."""
     one, other = peers
-    meshes = [[End(peer.worker, d) for d in range(num_devices)] for peer in (one, other)]
+    meshes = [[Endpoint(peer.worker, d) for d in range(num_devices)] for peer in (one, other)]
     numbers = itertools.count(first_tag)
     values = np.random.default_rng(first_tag)
 
-    def tile(source: End, targets: Sequence[End]) -> Sent:
+    def tile(source: Endpoint, targets: Sequence[Endpoint]) -> Sent:
         return Sent(values.normal(size=(64, 33)).astype(np.float32), source, tuple(targets))
 
     transfers: dict[int, Transfer] = {}

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from autopar.runtime.transports.base import End, Link
+from autopar.runtime.transports.base import Endpoint, Link
 from autopar.runtime.transports.choose import NAMES
 from tests.unit.runtime.transports import cases
 from tests.unit.runtime.transports.peer import PeerError, use
@@ -47,14 +47,15 @@ def test_random_tiles_among_three_processes(processes, transport):
 
 def test_a_worker_may_send_to_itself(processes, transport):
     tiles = tuple(
-        cases.Sent(np.arange(n, dtype=np.int32), End(2, 0), (End(2, 0),)) for n in (5, 0, 3)
+        cases.Sent(np.arange(n, dtype=np.int32), Endpoint(2, 0), (Endpoint(2, 0),))
+        for n in (5, 0, 3)
     )
     cases.carry_out(processes[1:2], {5000: tiles}, sends_first=True)
 
 
 @only("nccl", "cuda_ipc")
 def test_what_comes_from_itself_can_be_used_up(processes, transport):
-    right, _ = processes[0].ask("with_itself", range(6000, 6020), End(1, 0), 100, 0)
+    right, _ = processes[0].ask("with_itself", range(6000, 6020), Endpoint(1, 0), 100, 0)
     assert right == 20
 
 
@@ -64,7 +65,7 @@ def test_nothing_is_left_of_many_transfers(processes, transport):
 
 
 def test_an_unknown_worker_is_named(processes, transport):
-    here, there = End(1, 0), End(77, 0)
+    here, there = Endpoint(1, 0), Endpoint(77, 0)
     link = Link(here, (there,)) if transport == "cuda_ipc" else Link(there, (here,))
     with pytest.raises(PeerError, match=r"ClusterError: .*worker 77, whose address it was not"):
         processes[0].ask("prepare", [link])
@@ -81,7 +82,7 @@ def test_two_meshes_send_to_each_other(processes, transport, num_devices):
 def test_a_pull_may_come_long_before_its_offer(processes, transport):
     first, second, _ = processes
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
-    sent = cases.Sent(value, End(1, 1), (End(2, 0), End(2, 1)))
+    sent = cases.Sent(value, Endpoint(1, 1), (Endpoint(2, 0), Endpoint(2, 1)))
     tiles = [tile for tile, _ in cases.incoming((sent,), 2)]
     second.ask("recv", 2**39 + 1, tiles)  # answers although nothing was offered
     second.ask("recv", 2**39 + 2, tiles)
@@ -94,7 +95,7 @@ def test_a_pull_may_come_long_before_its_offer(processes, transport):
 @only("cuda_ipc")
 def test_slots_of_tiles_at_which_nobody_looks_are_free_again(processes, transport):
     first, second, _ = processes
-    sent = cases.Sent(np.ones(2**20, np.float32), End(1, 0), (End(2, 0),))
+    sent = cases.Sent(np.ones(2**20, np.float32), Endpoint(1, 0), (Endpoint(2, 0),))
     tiles = [tile for tile, _ in cases.incoming((sent,), 2)]
     cases.carry_out(processes[:2], {40_000: (sent,)})
     before = first.ask("num_slots")
@@ -112,12 +113,12 @@ def test_a_peer_that_is_not_there_is_an_error(processes, transport):
         port = server.getsockname()[1]
     processes[0].ask("connect", {78: {"server": f"127.0.0.1:{port}"}})
     with pytest.raises(PeerError, match="WorkerError: worker 78 does not answer"):
-        processes[0].ask("prepare", [Link(End(78, 0), (End(1, 0),))])
+        processes[0].ask("prepare", [Link(Endpoint(78, 0), (Endpoint(1, 0),))])
 
 
 @only("nccl")
 def test_links_must_have_been_prepared(processes, transport):
-    sent = cases.Sent(np.ones(3, np.float32), End(1, 0), (End(3, 0), End(2, 0)))
+    sent = cases.Sent(np.ones(3, np.float32), Endpoint(1, 0), (Endpoint(3, 0), Endpoint(2, 0)))
     with pytest.raises(PeerError, match=r"ClusterError: worker 1 has no communicator"):
         processes[0].ask("send", 1, cases.outgoing((sent,), 1))
 
@@ -128,7 +129,7 @@ def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
     receiver = processes[0]
     with cases.workers(1, transport, first=11, fake_cuda=True) as (victim,):
         cases.join([receiver, victim])
-        sent = cases.Sent(np.ones(3, np.float32), End(11, 0), (End(1, 0),))
+        sent = cases.Sent(np.ones(3, np.float32), Endpoint(11, 0), (Endpoint(1, 0),))
         cases.carry_out((victim, receiver), {1: (sent,)}, sends_first=True)
         receiver.post("recv", 2, [tile for tile, _ in cases.incoming((sent,), 1)])
         receiver.answer()
@@ -141,4 +142,4 @@ def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
         assert time.monotonic() - started < 10
         if transport == "cuda_ipc":
             with pytest.raises(PeerError, match="WorkerError: worker 11 does not answer"):
-                receiver.ask("prepare", [Link(End(1, 0), (End(11, 0),))])
+                receiver.ask("prepare", [Link(Endpoint(1, 0), (Endpoint(11, 0),))])

@@ -1,6 +1,8 @@
-"""What workers send and receive of an array that crosses from mesh to mesh: both sides list the
-same tiles in the same order, whatever devices each worker has, and every device gets its part.
-Receives are posted in the order of the sends."""
+"""Transfers between the meshes of workers.
+
+Both sides list the same tiles in the same order, however the devices are spread over workers, and
+every device gets its shard. Receives are posted in the order of the sends.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.pipeline import Recv, Send
-from autopar.ir.remote import End, RemoteTransfer, ShardedType, recv_order
+from autopar.ir.remote import Endpoint, RemoteTransfer, ShardedType, recv_order
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.tiles import TilePlan, slices
 from autopar.lower.instructions import emit_programs
 from autopar.runtime.remote.transfers import (
-    Coming,
-    Leaving,
+    IncomingTiles,
+    OutgoingTiles,
     _landing_places,
     _origins,
     target_places,
@@ -32,24 +34,26 @@ few = settings(deadline=None, max_examples=40)
 FIRST_TARGET = 100  # number of the first worker of the target mesh
 
 
-def crossing_of(plan: TilePlan) -> RemoteTransfer:
-    def held(mesh: tuple[int, ...], layout: tuple[int, ...]) -> ShardedType:
+def transfer_of(plan: TilePlan) -> RemoteTransfer:
+    def sharded_type(mesh: tuple[int, ...], layout: tuple[int, ...]) -> ShardedType:
         names = ("x", "y")[: len(mesh)]
         grid = tuple(range(int(np.prod(mesh))))
         return ShardedType(plan.shape, np.dtype(np.int32), mesh, names, layout, grid)
 
     return RemoteTransfer(
-        held(plan.source_mesh, plan.source_layout), held(plan.target_mesh, plan.target_layout), plan
+        sharded_type(plan.source_mesh, plan.source_layout),
+        sharded_type(plan.target_mesh, plan.target_layout),
+        plan,
     )
 
 
-def ends_of(num_devices: int, first_worker: int, sizes: list[int]) -> list[End]:
+def endpoints_of(num_devices: int, first_worker: int, sizes: list[int]) -> list[Endpoint]:
     """Devices dealt out to workers, some to each."""
-    ends: list[End] = []
+    ends: list[Endpoint] = []
     worker = first_worker
     while len(ends) < num_devices:
         count = sizes[(worker - first_worker) % len(sizes)]
-        ends += [End(worker, device) for device in range(count)]
+        ends += [Endpoint(worker, device) for device in range(count)]
         worker += 1
     return ends[:num_devices]
 
@@ -62,17 +66,17 @@ sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 def test_every_part_is_sent_once_to_each_worker(
     plan: TilePlan, source_sizes: list[int], target_sizes: list[int]
 ) -> None:
-    crossing = crossing_of(plan)
-    sources = ends_of(len(crossing.source.grid), 0, source_sizes)
-    targets = ends_of(len(crossing.target.grid), FIRST_TARGET, target_sizes)
+    transfer = transfer_of(plan)
+    sources = endpoints_of(len(transfer.source.grid), 0, source_sizes)
+    targets = endpoints_of(len(transfer.target.grid), FIRST_TARGET, target_sizes)
     sent = []
     for worker in sorted({end.worker for end in sources}):
-        leaving = Leaving([crossing], [True], sources, targets, worker)
+        leaving = OutgoingTiles([transfer], [True], sources, targets, worker)
         sent += leaving.links()
     assert len(sent) == len(plan.tiles)
     whole = np.arange(np.prod(plan.shape)).reshape(plan.shape)
     received = [np.zeros(plan.shape, int) for _ in targets]
-    for tile, places in zip(plan.tiles, target_places(crossing, targets), strict=True):
+    for tile, places in zip(plan.tiles, target_places(transfer, targets), strict=True):
         workers = [targets[place].worker for place in places]
         assert len(set(workers)) == len(workers), "a worker gets a tile once"
         for place in places:
@@ -100,13 +104,13 @@ def test_both_sides_list_the_same_tiles(
     plan: TilePlan, source_sizes: list[int], target_sizes: list[int]
 ) -> None:
     assume(prod(plan.target_mesh) <= 8)
-    crossing = crossing_of(plan)
-    sources = ends_of(len(crossing.source.grid), 0, source_sizes)
-    targets = ends_of(len(crossing.target.grid), FIRST_TARGET, target_sizes)
+    transfer = transfer_of(plan)
+    sources = endpoints_of(len(transfer.source.grid), 0, source_sizes)
+    targets = endpoints_of(len(transfer.target.grid), FIRST_TARGET, target_sizes)
     senders, receivers = ({end.worker for end in ends} for ends in (sources, targets))
-    links = {w: Leaving([crossing], [True], sources, targets, w).links() for w in senders}
+    links = {w: OutgoingTiles([transfer], [True], sources, targets, w).links() for w in senders}
     for receiver in receivers:
-        coming = Coming([crossing], sources, targets, receiver, jax.devices())
+        coming = IncomingTiles([transfer], sources, targets, receiver, jax.devices())
         for sender in senders:
             listed = [
                 (link.source, target)
