@@ -1,15 +1,15 @@
 """Gives every test eight CPU devices, unless AUTOPAR_TEST_GPU asks for the real accelerator, and
 sorts tests into tiers.
 
-Default tests are those without a mark. `ci` marks what only `.ci/run` adds, `slow` what has a line
-of its own. A family of like tests names the ones that stand for it:
+Unmarked tests run by default. `ci` marks tests that only `.ci/run` adds; `slow` tests have their
+own command. A family of similar tests names its representatives:
 
     @pytest.mark.representatives("gpt-tiny")    # on a parametrized test: ids of its cases
     pytestmark = pytest.mark.representatives("test_tied_weights", "test_dropout[2]")
 
-and the others of that test or module are marked `ci`; those that it names by `slow=(…)`, `slow`.
+The others of that test or module are marked `ci`, or `slow` if named by `slow=(…)`.
 
-JAX reads its variables once, so they are set here, before any test module imports it.
+JAX reads its environment variables once, so they are set here, before any test module imports it.
 """
 
 import gc
@@ -19,7 +19,7 @@ import pytest
 
 if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Compiling quickly matters more than the code that comes out.
+    # Compile time matters more than run time.
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
@@ -29,13 +29,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--no-skips",
         action="store_true",
-        help="fail if a test is skipped: on a machine that has all a test may need",
+        help="fail if a test is skipped, on a machine that has everything tests may need",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    unseen = {}  # (where the mark stands, mark) -> names that no test had
+    unseen = {}  # (location of the mark, mark) -> names that match no test
     for item in items:
         _, mark = next(item.iter_markers_with_node("representatives"), (None, None))
         if mark is None:
@@ -55,21 +55,21 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Thousands of tests and their imports live to the end: the collector need not look at them."""
+    """Exempts the tests and their imports, which live to the end, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each process gets a run of neighbours, so that what a file's tests share is made once."""
+    """Gives each process a run of neighbouring tests, so that a file's fixtures are made once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """With --no-skips, lists what was skipped and fails the run."""
+    """With --no-skips, lists the skipped tests and fails the run."""
     skipped = terminalreporter.stats.get("skipped", [])
     if config.getoption("no_skips") and skipped:
         terminalreporter.section("skipped, and --no-skips forbids it", red=True)
@@ -81,6 +81,6 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not session.config.getoption("no_skips"):
-        return  # a process of xdist's reports to another
+        return  # an xdist worker reports to its controller
     if reporter.stats.get("skipped") and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,16 +1,16 @@
-"""Markdown pages → their code blocks, with what the comments before them say of how they are run.
+"""Markdown pages → their code blocks, with notes on how to run them.
 
 A comment right before a fence is a note on the block:
 
-    <!-- setup           lines of Python that are run first, and not shown: what a reader would have
+    <!-- setup           hidden lines of Python that run first: what a reader would already have
     ... -->
-    <!-- file: NAME -->      the block is written to a file of that name, for blocks that follow
+    <!-- file: NAME -->      the block is written to a file of that name, for later blocks
     <!-- raises: NAME -->    the block must raise an error of that class
-    <!-- slow: WHY -->       run by the slow tests alone
-    <!-- not run: WHY -->    never run; the reason must be given
+    <!-- slow: WHY -->       only the slow tests run it
+    <!-- not run: WHY -->    never run; the reason is required
 
-All other python and bash blocks of a page are run in order, the former in one namespace, all in one
-folder, which has `examples` and `benchmarks` in it.
+All other python and bash blocks of a page run in order, in one folder with `examples` and
+`benchmarks` in it; the python blocks share one namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Languages of fences: those that are run, and those that are not code.
+# Languages of fences: those that run, and those that are only shown.
 RUN = frozenset({"python", "bash"})
 SHOWN = frozenset({"text", "toml", "yaml", "json", "html", "diff"})
 NOTES = frozenset({"setup", "file", "raises", "slow", "not run"})
@@ -35,7 +35,7 @@ class Block:
     """One fenced block.
 
     line:  of its fence in the page, from 1.
-    notes: what the comments before it say, by their first word.
+    notes: the comments before it, by their first word.
     """
 
     page: Path
@@ -50,7 +50,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages whose blocks are run."""
+    """All pages whose blocks run."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     found += sorted((ROOT / "docs").rglob("*.md"))
     found += sorted((ROOT / "examples").rglob("*.md"))

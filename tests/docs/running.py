@@ -1,4 +1,4 @@
-"""The code blocks of a page → run, in a folder of their own; errors tell page and line."""
+"""Runs the code blocks of a page in a separate folder; errors name the page and line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASH_LIMIT_S = 540
 
 
 def run_blocks(blocks: list[Block], folder: Path, slow: bool) -> int:
-    """Run them; how many were. With `slow`, those that are marked slow too."""
+    """Runs the blocks, with `slow` also those marked slow; returns how many ran."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     _furnish(folder)
     num_run = 0
@@ -88,14 +88,14 @@ def _run_bash(block: Block, folder: Path) -> None:
         try:
             out, errors = process.communicate(timeout=BASH_LIMIT_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # what it left behind, too
+            with contextlib.suppress(ProcessLookupError):  # also processes that it left behind
                 os.killpg(process.pid, signal.SIGKILL)
     print(out)
     assert process.returncode == 0, f"{block.where}: exit {process.returncode}\n{errors[-3000:]}"
 
 
 def _furnish(folder: Path) -> None:
-    """What a clone has that pages name, and commands that run this tree's code."""
+    """Adds the folders of a clone that pages name, and commands that run this tree's code."""
     for name in ("examples", "benchmarks", "docs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".bin").mkdir()

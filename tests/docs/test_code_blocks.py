@@ -21,7 +21,7 @@ def _name(page: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """A database and a session of its own, and JAX's settings afterwards as they were."""
+    """Gives each page its own database and session, and restores JAX's settings."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("AUTOPAR_PROGRESS", "0")
     settings = dict(jax.config.values)
@@ -54,7 +54,7 @@ def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=_name)
 def test_blocks_say_what_they_are(page: Path) -> None:
-    """A language that is known, so that no code hides; a reason where it is not run."""
+    """Every block has a known language, so that no code hides, and a reason if it does not run."""
     for block in blocks_of(page):
         assert block.language in RUN | SHOWN, f"{block.where}: language {block.language!r}"
         for note in ("not run", "slow"):

@@ -17,7 +17,7 @@ ALL_PAGES = [*pages(), ROOT / "CHANGELOG.md"]
 
 
 def _anchors(page: Path) -> set[str]:
-    """As mkdocs and GitHub name the headings of a page."""
+    """The anchors that mkdocs and GitHub give to the headings of a page."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set(_REFERENCE.findall(text))
     for heading in _HEADING.findall(text):

@@ -1,7 +1,7 @@
-"""Files, modules and commands that pages, docstrings, comments and results name are there.
+"""Files, modules and commands that pages, docstrings, comments and results name exist.
 
-Looked at are the documentation's pages, the docstrings and comments of autopar, benchmarks and
-examples, and the commands in `benchmarks/results`. CHANGELOG.md is history, and left out.
+This checks the documentation's pages, the docstrings and comments of autopar, benchmarks and
+examples, and the commands in `benchmarks/results`. CHANGELOG.md is history and left out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SOURCES = [
 ]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
-# From the root, such as autopar/cli/units.py, tests/golden/*.json or examples/llm_serving; with the
-# function of `examples/gpt.py:make_step`. A name in capitals stands for any.
+# Paths from the root, such as autopar/cli/units.py, tests/golden/*.json or examples/llm_serving,
+# optionally with a function: `examples/gpt.py:make_step`. A name in capitals stands for any.
 _PATH = re.compile(
     r"(?<![\w./:~<-])((?:autopar|benchmarks|examples|tests|docs)/[\w./*-]*[\w*])(?::(\w+))?"
 )
@@ -67,7 +67,7 @@ def is_there(path: str) -> bool:
 
 
 def files_of(module: str) -> list[Path]:
-    """The files of a module or of a package that can be run."""
+    """The files of a module, or of a package that can be run."""
     base = ROOT.joinpath(*module.split("."))
     if base.with_suffix(".py").is_file():
         return [base.with_suffix(".py")]
@@ -93,7 +93,7 @@ def comments(source: str) -> Iterator[str]:
 
 
 def commands_in(value: Any) -> Iterator[str]:
-    """Every "command" in a file of results, however deep."""
+    """Every "command" in a results file, at any depth."""
     if isinstance(value, dict):
         if isinstance(value.get("command"), str):
             yield value["command"]
@@ -152,8 +152,8 @@ def is_module(first: str, second: str) -> bool:
 
 
 def missing_references(text: str, expressions: set[tuple[str, str]]) -> list[str]:
-    """`rewrite.layers` in a docstring is a module: what ends in a module's name, and is no
-    expression of the code, must be one."""
+    """References such as `rewrite.layers` that end in a module's name must be modules, unless they
+    are expressions of the code."""
     return [
         f"{first}.{second}"
         for first, second in _REFERENCE.findall(text)
@@ -184,7 +184,7 @@ def test_modules_that_docstrings_refer_to_are_there() -> None:
 
 
 def test_commands_of_results_can_be_run() -> None:
-    """Modules, files, functions and options of a command are there."""
+    """Modules, files, functions and options of a command exist."""
     found = [(path, one) for path in RESULTS for one in commands_in(json.loads(path.read_text()))]
     assert len(found) > 10
     for path, command in found:

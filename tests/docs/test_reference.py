@@ -1,5 +1,4 @@
-"""The reference has every public name, and their docstrings say what arguments, results and errors
-there are."""
+"""The reference has every public name, and docstrings describe arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ import autopar
 from tests.docs.blocks import ROOT
 
 NAMES = sorted(name for name in autopar.__all__ if callable(getattr(autopar, name)))
-# Made by autopar alone: users see what they have, not how they are made.
+# Only autopar creates these: users read their attributes and never call their constructors.
 NOT_MADE_BY_USERS = {"CheckpointSave", "DataLoader", "DistributedArray", "Trace"}
-# Functions that nothing a user does can make fail.
+# Functions that cannot fail, whatever a user passes.
 WITHOUT_ERRORS = {"get_last_dp_result", "mark_layer_boundary", "shutdown"}
 
 

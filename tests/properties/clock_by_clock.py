@@ -1,5 +1,5 @@
-"""A second way to time a schedule, for pipelines in which each stage sends to the next one and back
-and nothing else: through the table of clocks, with no lists, no links and no events.
+"""A second way to time a schedule, for pipelines in which each stage only sends to the next one and
+back: through the table of clocks, without instruction lists, links or events.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def step_by_clocks(
     seconds: dict[Phase, Sequence[float]],
     crossing_s: Sequence[float],
 ) -> float:
-    """Tasks in the order of the table, each as soon as its mesh is free and what it waits for has
-    come. `crossing_s`: from stage k to k + 1, and as long back. In an eager schedule it goes on
-    while the receiver works; otherwise it starts once the receiver waits for it."""
+    """Runs tasks in the order of the table, each as soon as its mesh is free and its inputs have
+    arrived. `crossing_s`: the transfer from stage k to k + 1, or back. In an eager schedule it
+    overlaps with the receiver's work; otherwise it starts once the receiver waits for it."""
     num_stages = len(schedule.stage_mesh)
     free_s = [0.0] * (max(schedule.stage_mesh) + 1)
     end_s: dict[Task, float] = {}

@@ -1,8 +1,9 @@
-"""Random pipelines, and two ways to run them on symbols: piece by piece, and by their lists.
+"""Random pipelines, and two ways to run them on symbols: one stage program at a time, and by their
+instruction lists.
 
-Every value is a number: what a stage program writes is a hash of the stage program and of all that
-it reads, and what it updates in place grows by such a hash, as a sum does. So a buffer that is
-mixed up, missing or stale changes the results.
+Every value is a number: a stage program writes a hash of itself and of everything it reads, and
+adds such a hash to what it updates in place, as a sum does. So a buffer that is mixed up, missing
+or stale changes the results.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def random_pipeline(
 
 
 class _Maker:
-    """Adds stage programs in an order in which they could run; each reads some of what is there,
-    wherever that is."""
+    """Adds stage programs in a valid order; each reads some existing values from any stage."""
 
     def __init__(
         self, rng: random.Random, num_micro_batches: int, stage_mesh: tuple[int, ...]
@@ -70,8 +70,8 @@ class _Maker:
         self.transfers: list[Transfer] = []
         self.inputs: list[Place] = []
         self.num_values = 0
-        self.holders: dict[Ref, list[int]] = {}  # stages that have it, the one that makes it first
-        self.made_by: dict[Ref, tuple[Phase, int]] = {}  # phase and stage, of each micro-batch's
+        self.holders: dict[Ref, list[int]] = {}  # stages that have it; its producer comes first
+        self.made_by: dict[Ref, tuple[Phase, int]] = {}  # phase and stage
         self.sums: set[Ref] = set()  # not complete yet
 
     def add_input(self, stage: int) -> None:
@@ -79,7 +79,7 @@ class _Maker:
         self._new(stage, None)
 
     def new_sum(self, stage: int) -> Ref:
-        """A sum over micro-batches: zeros of a PREPARE stage program."""
+        """A sum over micro-batches, starting as zeros from a PREPARE stage program."""
         total = self._new(stage, None)
         self._add(
             StageProgram(stage, Phase.PREPARE, (), (total,), self._next_part(stage, Phase.PREPARE))
@@ -105,7 +105,7 @@ class _Maker:
         )
 
     def start_micro_batch(self) -> None:
-        """From now on a micro-batch's part of what was cut is told as EACH."""
+        """From now on, EACH refers to a micro-batch's part of what was cut."""
         for value, i in list(self.holders):
             if i is not None:
                 if i == 0:
@@ -127,7 +127,7 @@ class _Maker:
         self._add(StageProgram(stage, phase, tuple(reads), tuple(writes)))
 
     def end_micro_batches(self) -> None:
-        """From now on every micro-batch's part is there, under its number."""
+        """From now on, every micro-batch's part exists under its number."""
         self.sums.clear()
         for value, i in list(self.holders):
             if i == EACH:
@@ -176,14 +176,14 @@ class _Maker:
         return [ref for ref in self.holders if ref not in self.sums]
 
     def _may_read(self, phase: Phase, stage: int, ref: Ref) -> bool:
-        """Gradients of weights wait for nothing but the backward pass of their own stage."""
+        """Gradients of weights wait only for the backward pass of their own stage."""
         if ref not in self.made_by or phase is not Phase.WEIGHTS:
             return True
         made_in, made_at = self.made_by[ref]
         return made_in is not Phase.WEIGHTS and (made_in is Phase.FORWARD or made_at >= stage)
 
     def _fetched(self, ref: Ref, stage: int) -> Ref:
-        """Sees to it that the stage gets the ref from one that has it, which may be a copy."""
+        """Makes the stage receive the ref from a stage that has it, or a copy of it."""
         holders = self.holders[ref]
         if stage not in holders:
             source = self.rng.choice(holders)
@@ -200,7 +200,7 @@ def arguments(pipeline: Pipeline) -> list[int]:
 
 
 def run_stage_programs(pipeline: Pipeline) -> list[int]:
-    """The results, by one stage program after the other, with one memory for all stages."""
+    """The results of running one stage program after another, with one memory for all stages."""
     memory = {
         Ref(place.value, None): symbol
         for place, symbol in zip(pipeline.inputs, arguments(pipeline), strict=True)
@@ -228,7 +228,8 @@ def run_stage_programs(pipeline: Pipeline) -> list[int]:
 
 
 def run_lists(pipeline: Pipeline, programs: PipelinePrograms, rng: random.Random) -> list[int]:
-    """The results, by the lists, with a memory per mesh; meshes take turns at random."""
+    """The results of running the instruction lists, with a memory per mesh; meshes alternate at
+    random."""
     symbols = arguments(pipeline)
     memories = [{buffer: symbols[n] for n, buffer in program.inputs} for program in programs.meshes]
     positions = [0] * len(memories)

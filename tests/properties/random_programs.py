@@ -4,9 +4,9 @@ A program is input shapes and steps; a step is an operation's name and a seed, f
 its operands among the values made so far. Anything can be dropped from a program and it remains
 one, so hypothesis shrinks a failure to the few steps that matter.
 
-Every value knows whether it is *exact*: made by moving data or by integer arithmetic alone, so that
-the order of a sum cannot change it. Operations that jump (argmax, comparisons) read exact values
-only: a difference in the last bit must not become another result.
+Every value knows whether it is *exact*: made only by moving data or by integer arithmetic, so the
+order of a sum cannot change it. Discontinuous operations (argmax, comparisons) read only exact
+values: a difference in the last bit must not become another result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
 
 
 class Pool:
-    """The values made so far, and choices among them that depend on the seed and shapes alone."""
+    """The values made so far, and choices among them that depend only on the seed and shapes."""
 
     def __init__(self, entries: list[Entry], seed: int, differentiable: bool) -> None:
         self.entries = entries
@@ -75,7 +75,7 @@ def operation(fn: Callable[[Pool], Any]) -> Callable[[Pool], Any]:
 
 
 def _noise(shape: tuple[int, ...], seed: int = 0) -> Any:
-    """A constant of the program: made from iota, so that it is no captured array."""
+    """A constant of the program, made from iota so that it is not a captured array."""
     count = jnp.arange(prod(shape), dtype=jnp.float32).reshape(shape)
     return jnp.sin(count * 0.7 + seed)
 
@@ -462,7 +462,7 @@ def checkpoint(pool: Pool) -> Any:
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """Input shapes (floats, then integers), steps, and whether the gradient is asked for."""
+    """Input shapes (floats, then integers), steps, and whether the gradient is taken."""
 
     shapes: tuple[tuple[int, ...], ...]
     int_shapes: tuple[tuple[int, ...], ...]
@@ -500,7 +500,7 @@ def programs(min_steps: int, max_steps: int) -> st.SearchStrategy[RandomProgram]
         return dims.filter(lambda d: prod(d) <= MAX_SIZE).map(tuple)
 
     def step(number: int) -> tuple[str, int]:
-        # Hypothesis likes small numbers; through a hash they give all operations alike.
+        # Hypothesis prefers small numbers; a hash spreads them over all operations evenly.
         return random.Random(number).choice(sorted(OPERATIONS)), number
 
     numbers = st.lists(st.integers(0, 2**32), min_size=min_steps, max_size=max_steps, unique=True)

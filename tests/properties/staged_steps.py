@@ -1,7 +1,7 @@
-"""Steps cut into stages and interpreted on one device, without a plan: what slicing must get right.
+"""Steps cut into stages and interpreted on one device, without a plan, to test slicing.
 
-`cut_step` makes stage programs and lists of a step as the compiler does, except that nothing is
-sharded; `run_lists` follows the lists in Python, with buffers that are really freed.
+`cut_step` makes stage programs and instruction lists of a step as the compiler does, but without
+sharding; `run_lists` executes the lists in Python, with buffers that are really freed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def body_of(looped: TracedStep) -> Program:
 
 
 def layers_cut_at(body: Program, cuts: Sequence[float]) -> list[Layer]:
-    """Forward equations in their order, cut at these shares of them, wherever that is."""
+    """Forward equations in their order, cut at these shares of their number."""
     regions = equation_regions(body)
     forward = [i for i, region in enumerate(regions) if region != BACKWARD]
     ends = [0, *(round(cut * len(forward)) for cut in sorted(cuts)), len(forward)]
@@ -93,7 +93,7 @@ def cut_step(
 
 
 def run_lists(staged: StagedStep, leaves: Sequence[Any]) -> list[Any]:
-    """The step's results, by the lists of its meshes."""
+    """The step's results, by the instruction lists of its meshes."""
     mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
     functions = [jax.jit(stage_program_function(p, mesh)) for p in staged.stage_programs.programs]
     meshes = staged.programs.meshes

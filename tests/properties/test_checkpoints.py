@@ -37,7 +37,7 @@ def shardings(draw, shape: tuple[int, ...]) -> NamedSharding:
 
 @st.composite
 def arrays(draw) -> tuple[np.ndarray, NamedSharding, NamedSharding]:
-    """(values, how they lie, how they are to lie)."""
+    """(values, saved sharding, restored sharding)."""
     shape = draw(array_shapes)
     seed = draw(st.integers(0, 9))
     values = np.random.default_rng(seed).integers(-8, 8, shape).astype(draw(dtypes))

@@ -1,4 +1,4 @@
-"""Frames over a socket: any arrays arrive as they were, any other bytes are refused."""
+"""Frames over a socket: any arrays arrive unchanged, and any other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arrays(draw) -> np.ndarray:
 
 
 def received(data: bytes) -> object:
-    """What reading these bytes, and then the end, gives."""
+    """The result of reading these bytes and then the end of the stream."""
     sender, receiver = socket.socketpair()
     with sender, receiver:
         thread = threading.Thread(target=_send, args=(sender, data))

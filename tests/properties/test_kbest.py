@@ -1,4 +1,4 @@
-"""The best few solutions, judged by all combinations."""
+"""The best few solutions, against all combinations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problems(draw) -> tuple[PairwiseProblem, dict[int, list[int]]]:
 
 
 def every_solution(problem: PairwiseProblem, labels: dict[int, list[int]]) -> dict[tuple, float]:
-    """Labels of the decisions -> the least that a choice with them costs."""
+    """Labels of the decisions -> the least cost of a choice with them."""
     best: dict[tuple, float] = {}
     nodes = sorted(problem.costs)
     for combination in product(*(range(len(problem.costs[u])) for u in nodes)):

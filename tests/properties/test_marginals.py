@@ -1,4 +1,4 @@
-"""What the best plan costs with a value in each layout, judged by pins and by all combinations."""
+"""The best plan's cost with a value in each layout, against pins and all combinations."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_budget_marks_what_breaks_it() -> None:
 
 
 def test_no_layout_may_be_had() -> None:
-    """Splits that nothing divides are no layouts at all."""
+    """Splits that divide no dimension are not layouts."""
     graph = stack_graph(2, 3, 5, 7)
     problem = build_problem(graph, LogicalMesh((2,)), list(range(len(graph.nodes))), {})
     node = next(i for i, n in enumerate(graph.nodes) if n.kind is NodeKind.INPUT)

@@ -1,4 +1,4 @@
-"""Laws of times between samples, whatever was measured."""
+"""Laws that interpolated times obey, whatever was measured."""
 
 from __future__ import annotations
 

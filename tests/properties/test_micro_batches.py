@@ -28,8 +28,8 @@ MANY = settings(FEW, max_examples=200)
 
 @dataclass(frozen=True)
 class RowProgram:
-    """A random program applied to every row: its first array is the row's, the others are
-    parameters; the loss is a mean over rows, beside a decay of the parameters."""
+    """A random program applied to every row: its first array is the row, the others are
+    parameters; the loss is a mean over rows plus a decay of the parameters."""
 
     program: RandomProgram
 

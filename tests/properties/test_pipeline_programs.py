@@ -1,6 +1,5 @@
-"""Lists of instructions, judged by running them: random pipelines under every schedule give the
-same symbols as their stage programs one after the other, and lists that were made wrong are
-found."""
+"""Instruction lists, tested by running them: random pipelines under every schedule give the same
+symbols as their stage programs one after another, and wrong lists are detected."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def test_stages_on_shared_meshes_keep_to_the_bound(name: str, num_stages: int, m
         assert kept <= in_flight_bound(name, num_stages, m, stage)
 
 
-# -- lists that are made wrong
+# -- wrong lists
 
 Edit = Callable[[list[Instruction], random.Random], bool]  # changes a list; False if it cannot
 
@@ -121,7 +120,7 @@ def free_twice(instructions: list[Instruction], rng: random.Random) -> bool:
 
 
 def receive_late(instructions: list[Instruction], rng: random.Random) -> bool:
-    """What was received goes to the stage program that reads it first, in all lists of ours."""
+    """Swaps a receive with the stage program right after it, which reads it."""
     pairs = [
         n
         for n in range(1, len(instructions))

@@ -34,7 +34,7 @@ MANY = settings(FEW, max_examples=500)
 
 @st.composite
 def meshes(draw: Any) -> autopar.LogicalMesh:
-    """A mesh that prices communication alone, so that products must be split; α and β make the
+    """A mesh that prices only communication, so that products must be split; α and β make the
     solver favour one axis or the other, many small collectives or few large ones."""
     shape = draw(st.sampled_from(MESHES))
     powers = st.integers(-6, 0)
@@ -67,7 +67,7 @@ def check_planned(program: RandomProgram, mesh: autopar.LogicalMesh) -> None:
 
 
 def assert_details_add_up(plan: autopar.ParallelPlan) -> None:
-    """Whatever the program, what is said of operators and collectives is the whole."""
+    """For any program, the costs of operators and collectives sum to the totals."""
     details = plan.details
     assert details is not None and details.memory is not None
     communication_s = pytest.approx(sum(m.communication_s for m in plan.modules), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Gradients of random programs, cut into any layers of which any are recomputed, stay the same."""
+"""Gradients of random programs stay the same for any cut into layers and any recomputed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions and the integer programme, judged by brute force on random pairwise problems."""
+"""Reductions and the integer programme, against brute force on random pairwise problems."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def problems(draw, max_nodes: int = 7) -> PairwiseProblem:
 
 
 def brute_force(problem: PairwiseProblem) -> float:
-    """The least of the objectives of all choices."""
+    """The least objective over all choices."""
     nodes = sorted(problem.costs)
     position = {u: i for i, u in enumerate(nodes)}
     total = np.full([len(problem.costs[u]) for u in nodes], problem.constant)

@@ -1,5 +1,5 @@
-"""Resharding, judged by what devices really hold: every step of a path is executed on numpy tiles,
-and every cost is that of the cheapest sequence of such steps, found here by another algorithm."""
+"""Resharding, tested on the devices' data: every step of a path is executed on numpy tiles, and
+every cost is that of the cheapest sequence of such steps, found here by another algorithm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ few = settings(deadline=None, max_examples=60)
 Held = dict[tuple[int, ...], np.ndarray]  # device -> the array it holds
 
 
-# -- what devices hold, and what a collective makes of it
+# -- the devices' data, and the effect of collectives on it
 
 
 @cache
@@ -58,7 +58,7 @@ def run(
     mesh_shape: tuple[int, ...],
 ) -> Held | None:
     """The textbook collective within each group of `axes`, ranks in mesh order: from tiles split
-    by dimension `source` to tiles split by `target`. None if a tile cannot be cut so."""
+    by dimension `source` to tiles split by `target`. None if a tile is not divisible."""
     ranks = [mesh_shape[a] for a in axes]
     after = {}
     for device in before:

@@ -1,7 +1,7 @@
-"""The solver's objective, judged by trying every combination of strategies of random tiny programs.
+"""The solver's objective, against every combination of strategies of random tiny programs.
 
-Costs are put together here once more, from the definitions: work by the roofline, communication by
-`reshard_table`, whose own costs `test_reshard` judges.
+Costs are computed here again from the definitions: work by the roofline, communication by
+`reshard_table`, which `test_reshard` tests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def applicable(shapes: list[tuple[int, ...]]) -> Program:
             found += [("transpose", (a,)), ("sum0", (a,))]
         for b, other in enumerate(shapes):
             if len(shape) == len(other) == 2 and shape[1] == other[0]:
-                found += [("dot", (a, b))] * 3  # what there is to decide
+                found += [("dot", (a, b))] * 3  # the real decisions
             if shape == other and a <= b:
                 found += [("add", (a, b)), ("mul", (a, b))]
     return found
@@ -100,7 +100,7 @@ def meshes(draw) -> LogicalMesh:
     return LogicalMesh(shape, alpha=alpha, beta=beta)
 
 
-# -- costs once more, and every combination
+# -- costs from the definitions, and every combination
 
 
 def node_cost(graph: Graph, mesh: LogicalMesh, node: Node, strategy: Strategy) -> float:
@@ -133,8 +133,8 @@ def edge_costs(
 
 
 def all_edges(graph: Graph) -> list[tuple[int, int, int, int, int, bool]]:
-    """(value, its producer, which result, reader, which operand or −1 for the state's input,
-    deferred): every place where a layout is needed."""
+    """(value, producer, result index, reader, operand index or −1 for the state's input, deferred)
+    for every place that needs a layout."""
     found = []
     for index, node in enumerate(graph.nodes):
         for position, value in enumerate(node.operands):
@@ -168,7 +168,7 @@ def brute_force(graph: Graph, mesh: LogicalMesh, strategies: list[list[Strategy]
 
 
 def objective_of(solution: GraphSharding) -> float:
-    """What the chosen strategies cost, summed here."""
+    """The cost of the chosen strategies, summed here."""
     graph, mesh, chosen = solution.graph, solution.mesh, solution.strategies
     total = sum(node_cost(graph, mesh, n, s) for n, s in zip(graph.nodes, chosen, strict=True))
     for value, u, result, v, position, deferred in all_edges(graph):

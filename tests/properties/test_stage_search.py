@@ -1,5 +1,5 @@
-"""The stage search against trying every pipeline: all cuts × submeshes × variants, with memory by
-position, for every schedule. The formulas of costs and memory are written out here once more."""
+"""The stage search against every pipeline: all cuts × submeshes × variants, with memory by
+position, for every schedule. The formulas of costs and memory are written out here again."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CLUSTERS = [(1, 1), (1, 2), (1, 4), (1, 6), (1, 8), (2, 2), (2, 4), (3, 2), (4, 
 def random_tables(
     random: np.random.Generator, cluster: ClusterSpec, num_layers: int
 ) -> list[LayerTable]:
-    """One or two variants of most submeshes. Bytes are whole numbers, so that what just fits does;
-    layers may be equal, and so may times."""
+    """One or two variants of most submeshes. Bytes are integers, so that exact fits count as fits;
+    layers and times may be equal."""
     equal = random.random() < 0.3
     tables = []
     for submesh in candidate_submeshes(cluster):
@@ -81,7 +81,7 @@ def random_setting(
 
 
 def stage_figures(table: LayerTable, first: int, end: int, setting: Setting):
-    """(Cost, bytes whatever is in flight, bytes per micro-batch in flight) of a stage."""
+    """(Cost, fixed bytes, bytes per micro-batch in flight) of a stage."""
     size, n = prod(table.submesh), setting.num_micro_batches
     waits = 0.0
     for cut, is_crossed in ((first, True), (end, setting.has_backward)):
@@ -102,7 +102,7 @@ def stage_figures(table: LayerTable, first: int, end: int, setting: Setting):
 
 
 def brute_force(tables, setting: Setting, num_devices: int, num_stages: int | None) -> float:
-    """The least time of a step on exactly so many devices; infinite if nothing fits."""
+    """The least step time on exactly `num_devices` devices; infinite if nothing fits."""
     num_layers, n = len(setting.boundary_bytes) + 1, setting.num_micro_batches
     budget = setting.memory_budget
     budgets = [budget(t.submesh) if callable(budget) else budget for t in tables]
@@ -135,8 +135,8 @@ def brute_force(tables, setting: Setting, num_devices: int, num_stages: int | No
 
 
 def check_plan(plan, tables, setting: Setting, num_devices: int) -> None:
-    """A plan is what it says: its costs add up, its stages fit, cover all layers and can be laid
-    out."""
+    """A plan is consistent: its costs add up, and its stages fit, cover all layers and can be
+    placed."""
     n = setting.num_micro_batches
     cuts = [0, *(stage.layers[1] for stage in plan.stages)]
     assert [stage.layers for stage in plan.stages] == list(pairwise(cuts))

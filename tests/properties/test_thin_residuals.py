@@ -1,4 +1,4 @@
-"""The residuals kept are the fewest bytes that the backward pass can be run from: brute force."""
+"""The saved residuals are the fewest bytes that the backward pass can run from: brute force."""
 
 from __future__ import annotations
 
