@@ -1,5 +1,4 @@
-"""The envelope of plan and checkpoint files: frozen data ↔ text with a format, a version, a
-checksum.
+"""The envelope of plan and checkpoint files: frozen data ↔ text with format, version, checksum.
 
     {"format": NAME, "version": N, KEY: the data, "sha256": of the data}
 """

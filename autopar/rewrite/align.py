@@ -1,5 +1,4 @@
-"""Alignment of two traces of one step: the whole batch's and a micro-batch's `Program` → one
-program.
+"""Aligns two traces of one step: the `Program`s of the batch and of a micro-batch → one program.
 
 Both traces number their values equally if, and only if, the function does the same at both batch
 sizes. The aligned program has the shapes and parameters of the micro-batch and the floating-point

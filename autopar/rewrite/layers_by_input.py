@@ -1,5 +1,4 @@
-"""Layers by the placement of inputs: from a looped `TracedStep` and the stages of its inputs to
-layers.
+"""Layers by input placement: from a looped `TracedStep` and the stages of its inputs to layers.
 
 For a step that follows another one, whose parameters are on stages already. A forward equation
 belongs to the first stage that has its parameters and comes no earlier than its other operands.

@@ -1,5 +1,4 @@
-"""Rematerialisation of a scan over layers: its forward and backward scan → two that store the
-carry.
+"""Rematerialisation of a scan over layers: forward and backward scan → two that store the carry.
 
 JAX differentiates a scan into two: the forward scan stacks residuals for the backward scan. Here
 the forward scan stacks the carry that enters each trip instead, and each backward trip first

@@ -130,8 +130,9 @@ def identifiers() -> set[str]:
 @pytest.mark.parametrize("page", ["architecture", "glossary", "tour"])
 def test_classes_that_the_design_pages_name_are_there(page: str) -> None:
     names = set(_CLASS.findall((ROOT / "docs" / f"{page}.md").read_text()))
+    missing = sorted(names - identifiers())
     assert names
-    assert not names - identifiers()
+    assert not missing
 
 
 @pytest.mark.ci
