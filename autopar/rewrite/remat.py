@@ -12,6 +12,9 @@ along with an activation: their product cannot be merged with the original, and 
 parameter would only hinder its sharding. Equations on parameters alone are not copied, nor are
 those with effects. Equations on constants alone are copied without a barrier: if XLA merges them,
 no activation survives.
+
+XLA for CPUs (JAX 0.10.2) removes barriers before it merges equal code, so unrolled layers keep their
+memory there, with `jax.checkpoint` too; loops do not.
 """
 
 from __future__ import annotations
