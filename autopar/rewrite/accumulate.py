@@ -15,10 +15,10 @@ A reduction that flows back into rows *crosses* the batch (statistics of BatchNo
 mask). If it does not depend on a product, the prologue computes it once, exactly. Otherwise each
 micro-batch uses its own reduction instead, and a note says so.
 
-Integers known while tracing are the micro-batch's (`jnp.arange(B)` is 0 … b − 1 in each), since they
-mostly index its rows. Captured floating-point arrays with rows are cut like the batch. Selecting
-rows, an argmax over the batch, arrays of B + 1 rows and results that relate all rows to all rows are
-refused, with the line.
+Integers known while tracing are the micro-batch's (`jnp.arange(B)` is 0 … b − 1 in each), since
+they mostly index its rows. Captured floating-point arrays with rows are cut like the batch.
+Selecting rows, an argmax over the batch, arrays of B + 1 rows and results that relate all rows to
+all rows are refused, with the line.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `autopar.mark_layer_boundary()` leaves no equation: each equation knows the marks before it in the
 forward pass (`Equation.marks`), through every transform that copies equations. n marks make n + 1
 layers, including the one before the first mark (an embedding) and the one after the last (head and
-loss). An effect of its own keeps a mark in place through JAX's transformations; a plain `jax.jit` of
-such a step pays about 0.2 ms a call, since JAX dispatches programs with effects by its slower path.
+loss). An effect of its own keeps a mark in place through JAX's transformations; a plain `jax.jit`
+of such a step pays about 0.2 ms a call: JAX dispatches programs with effects by its slower path.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ parameter would only hinder its sharding. Equations on parameters alone are not 
 those with effects. Equations on constants alone are copied without a barrier: if XLA merges them,
 no activation survives.
 
-XLA for CPUs (JAX 0.10.2) removes barriers before it merges equal code, so unrolled layers keep their
-memory there, with `jax.checkpoint` too; loops do not.
+XLA for CPUs (JAX 0.10.2) removes barriers before it merges equal code, so unrolled layers keep
+their memory there, with `jax.checkpoint` too; loops do not.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ values.
 The bytes stored are minimal. A value can be recomputed if every path back through cheap equations
 meets a stored value before one that cannot be recomputed. So the stored values are a vertex cut
 between the latter and the values read, weighted by bytes, and maximum flow finds a minimum one
-(`_minimum_cut`). Of equal cuts it is the one closest to the readers, which recomputes least. The cut
-is a quarter to a third of what JAX's derivative would hand over.
+(`_minimum_cut`). Of equal cuts it is the one closest to the readers, which recomputes least. The
+cut is a quarter to a third of what JAX's derivative would hand over.
 """
 
 from __future__ import annotations
