@@ -29,8 +29,9 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import ArgumentError
+from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
-from autopar.ir.plan import MADE, ParallelPlan
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
@@ -129,7 +130,7 @@ def _bind(
     if not plan.is_pipeline:
         return bind_whole(plan, source, cluster, log)
     check_same_inputs(plan, source.whole)
-    if plan.layering == MADE:
+    if plan.layering == PER_STAGE_OUTPUTS:
         return bind_made(plan, source.whole, cluster)
     return bind_pipeline(plan, source, cluster, log)
 

@@ -20,6 +20,7 @@ from autopar.ir.details import (
     PlanDetails,
     op_table,
 )
+from autopar.ir.layering import Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import (
     Fingerprint,
@@ -256,7 +257,7 @@ def pipeline(
         fingerprint=Fingerprint("0123456789abcdef", "0.10.2"),
         warnings=("Softmax of a custom kernel has no rule and is replicated (model.py:12).",),
         layers=tuple(f"GPT/layer_{n}" for n in range(num_stages * layers_per_stage)),
-        layering="auto",
+        layering=Layering(LayerSource.AUTO),
         schedule="1f1b",
         search=SearchReport(
             num_stages * layers_per_stage,

@@ -45,7 +45,7 @@ def num_devices(plan: ParallelPlan) -> int:
 
 def is_timed(plan: ParallelPlan) -> bool:
     """Whether costs are seconds; a mesh without a device has units of its own."""
-    return plan.device != "communication only"
+    return plan.is_timed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from autopar.errors import ArgumentError, PlanError, SpecError
 from autopar.inspect.find_arrays import no_match_text, plan_arrays
 from autopar.inspect.plan_origin import origin_of, without_program
-from autopar.ir.plan import MADE, ParallelPlan
+from autopar.ir.layering import PER_STAGE_OUTPUTS
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import spec_to_text
 from autopar.sharding.layout_constraints import matching_paths
 from autopar.sharding.origin import pins_of
@@ -29,7 +30,7 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
     every = {**pins_of(plan), **pins}
     log = PlanningLog()
     if plan.is_pipeline:
-        if plan.layering == MADE:
+        if plan.layering == PER_STAGE_OUTPUTS:
             raise PlanError(
                 f"with_pins: {plan.name} places its results where the train step wants them. Pin "
                 "arrays of the train step's plan, and make the initializer from that plan."

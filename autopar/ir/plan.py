@@ -22,6 +22,7 @@ from autopar.ir.blocks import Blocks
 from autopar.ir.details import PlanDetails
 from autopar.ir.files import write_whole
 from autopar.ir.late_methods import late_method
+from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.program_sharding import ProgramSharding, check_program_sharding
 from autopar.ir.schedule import SCHEDULES
@@ -39,9 +40,7 @@ PLAN_FORMAT = SealedFormat(
     "Plan again, or give a file that plan.save() wrote.",
 )
 
-FOLLOWING = "following "  # before the layering of a step that follows another
-HELD = "held"  # layers are what each stage does with the arguments that it has
-MADE = "made"  # no layers: each stage makes results of its own, and nothing is sent
+COMMUNICATION_ONLY = "communication only"  # `ParallelPlan.device` where compute has no price
 
 # A function and its first argument, which put leaves into a pytree of the step.
 PytreeBuilder = tuple[Callable[[Any, list[Any]], Any], Any]
@@ -170,8 +169,8 @@ class ParallelPlan:
     memory_budget_bytes: float = inf  # per device, of the step; infinite if none was kept to
     remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
     layers: tuple[str, ...] = ()  # names of a pipeline's layers
-    layering: str = ""  # how they were found: "auto", "manual", their number, `HELD` or `MADE`
-    schedule: str = ""  # of a pipeline; none if its stages are `MADE`
+    layering: Layering | None = field(default=None, metadata={"stored": STORED_LAYERING})
+    schedule: str = ""  # of a pipeline; none if each stage computes its own results
     search: SearchReport | None = None  # what the stage search considered, if there was one
     cluster: ClusterSpec | None = None  # what it was planned for
     details: PlanDetails | None = (
@@ -198,6 +197,12 @@ class ParallelPlan:
     def is_pipeline(self) -> bool:
         """Whether it has stages on meshes of their own."""
         return self.stages[0].plan is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether costs are seconds. Without a device, only communication has a price, in the
+        units of the mesh."""
+        return self.device != COMMUNICATION_ONLY
 
     @property
     def num_devices(self) -> int:
@@ -341,13 +346,12 @@ def _check_mesh(plan: ParallelPlan, where: str) -> None:
 
 def _check_pipeline(plan: ParallelPlan, where: str) -> None:
     """Stages are plans of their own on disjoint devices, and cover the layers in order."""
-    if plan.schedule not in SCHEDULES and (plan.schedule or plan.layering != MADE):
+    if plan.layering is None:
+        raise PlanError(f"{where}: does not say how its layers were found.")
+    if plan.schedule not in SCHEDULES and (plan.schedule or plan.layering != PER_STAGE_OUTPUTS):
         raise PlanError(
             f"{where}: unknown schedule {plan.schedule!r}; choose from {', '.join(SCHEDULES)}."
         )
-    layering = plan.layering.removeprefix(FOLLOWING)
-    if layering not in ("auto", "manual", HELD, MADE) and not layering.isdecimal():
-        raise PlanError(f"{where}: the layers found by {plan.layering!r}.")
     ends = [0, *(stage.layers[1] for stage in plan.stages)]
     if [stage.layers[0] for stage in plan.stages] != ends[:-1] or ends[-1] != len(plan.layers):
         raise PlanError(f"{where}: stages that do not cover {len(plan.layers)} layers in order.")

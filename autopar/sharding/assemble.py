@@ -21,8 +21,16 @@ from autopar.cost.report import CostReport, cost_report
 from autopar.errors import PlanError
 from autopar.ir.details import PlanDetails
 from autopar.ir.graph import Graph
+from autopar.ir.layering import Layering
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
-from autopar.ir.plan import Fingerprint, ParallelPlan, SolverReport, StagePlan, Tensor
+from autopar.ir.plan import (
+    COMMUNICATION_ONLY,
+    Fingerprint,
+    ParallelPlan,
+    SolverReport,
+    StagePlan,
+    Tensor,
+)
 from autopar.ir.program import Program
 from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
@@ -68,7 +76,7 @@ def mesh_plan(
         method=method_text(method),
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
-        device=mesh.device.name if mesh.device else "communication only",
+        device=mesh.device.name if mesh.device else COMMUNICATION_ONLY,
         inputs=_tensors(step.call.paths, step.avals, in_layouts, roles),
         outputs=_tensors(step.out_paths, step.out_avals, decision.out_layouts, out_roles),
         program=program,
@@ -248,7 +256,7 @@ class PipelineDecision:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     layers: tuple[str, ...]
-    layering: str
+    layering: Layering
     step_s: float
     schedule: str = ""
     sent_bytes: float = 0.0

@@ -208,7 +208,7 @@ def bound_origin(
 ) -> Origin | None:
     """The origin of a plan that was made elsewhere and fits this step; None if the plan does not
     say for which links it was made. `pins`: those of the plan itself, if None."""
-    if plan.num_devices == 1 or plan.device == "communication only":
+    if plan.num_devices == 1 or not plan.is_timed:
         return None
     own = plan.cluster or cluster
     if own.num_devices < plan.num_devices:

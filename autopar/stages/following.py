@@ -18,8 +18,9 @@ from math import prod
 from jax.sharding import PartitionSpec
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.layering import BY_ARGUMENTS, PER_STAGE_OUTPUTS, Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.plan import FOLLOWING, HELD, MADE, ParallelPlan, StagePlan, Tensor
+from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
@@ -127,7 +128,7 @@ def _follow_pipeline(
     placement = ExistingPlacement(
         devices=tuple(stage.devices for stage in stages),
         stage_mesh=tuple(meshes.index(stage.mesh) for stage in stages),
-        layering=FOLLOWING + chosen.layering,
+        layering=replace(chosen.layering, is_following=True),
         owners=owners,
         specs={i: plan.spec_of(matches[i]) for i in owners},
     )
@@ -168,7 +169,7 @@ class _FollowedStages:
     looped: LoopedStep
     ranges: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
-    layering: str
+    layering: Layering
 
 
 def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor]) -> _FollowedStages:
@@ -176,12 +177,12 @@ def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor])
     holders = {i: tensor.stages for i, tensor in matches.items()}
     layers, stages = layers_by_arguments(step, holders)
     every = tuple((k, k + 1) for k in range(len(stages)))
-    held = _FollowedStages(LoopedStep(step, layers), every, stages, HELD)
+    held = _FollowedStages(LoopedStep(step, layers), every, stages, BY_ARGUMENTS)
     layering = _training_layering(plan)
     try:
         looped = find_looped(step, layers_of(layering))
         if len(looped.layers) != len(plan.layers):
-            layering = str(len(plan.layers))
+            layering = Layering(LayerSource.AUTO, len(plan.layers))
             looped = find_looped(step, layers_of(layering))
     except AutoparError:
         return held
@@ -192,9 +193,10 @@ def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor])
     return same
 
 
-def _training_layering(plan: ParallelPlan) -> str:
-    layering = plan.layering.removeprefix(FOLLOWING)
-    return str(len(plan.layers)) if layering == HELD else layering
+def _training_layering(plan: ParallelPlan) -> Layering:
+    if plan.layering is None or plan.layering.source is LayerSource.BY_ARGUMENTS:
+        return Layering(LayerSource.AUTO, len(plan.layers))
+    return replace(plan.layering, is_following=False)
 
 
 def _moved_bytes(chosen: _FollowedStages, matches: Mapping[int, Tensor]) -> int:
@@ -268,7 +270,7 @@ def _made_plan(
         inputs=[replace(tensor, stages=everywhere) for tensor in plans[0].inputs],
         outputs=[replace(next(outputs[s]), stages=(s,)) for s in owners],
         layers=tuple(f"results of stage {number}" for number in range(len(plans))),
-        layering=MADE,
+        layering=PER_STAGE_OUTPUTS,
         step_s=max(plan.estimated_step_s for plan in plans),
         lower_bound=min(plan.solver.lower_bound for plan in plans),
     )

@@ -15,6 +15,7 @@ from math import inf
 import numpy as np
 
 from autopar.errors import TraceError
+from autopar.ir.layering import Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.program import Program
 from autopar.ir.stages import Submesh
@@ -96,11 +97,11 @@ class LoopedStep:
         return LoopedStep(step, move_layers(self.body, self.layers, body))
 
 
-def layers_of(layering: str) -> AutoLayers | ManualLayers:
+def layers_of(layering: Layering) -> AutoLayers | ManualLayers:
     """How layers were found, from a plan's word for it."""
-    if layering == "manual":
+    if layering.source is LayerSource.MANUAL:
         return ManualLayers()
-    return AutoLayers("auto" if layering == "auto" else int(layering))
+    return AutoLayers("auto" if layering.num_layers is None else layering.num_layers)
 
 
 def find_looped(

@@ -17,8 +17,9 @@ from math import inf, prod
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
+from autopar.ir.layering import Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.plan import FOLLOWING, HELD, ParallelPlan, StagePlan, Tensor
+from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
 from autopar.ir.stages import SearchReport
 from autopar.ir.text import format_bytes
 from autopar.ir.timeline import PipelineTimes
@@ -77,7 +78,7 @@ class ExistingPlacement:
 
     devices: tuple[tuple[int, ...], ...]
     stage_mesh: tuple[int, ...]
-    layering: str
+    layering: Layering
     owners: Mapping[int, int] = field(default_factory=dict)
     specs: Mapping[int, PartitionSpec] = field(default_factory=dict)
 
@@ -381,17 +382,17 @@ def _tensors(stages: _Stages) -> tuple[list[Tensor], list[Tensor]]:
     return [inputs[i] for i in range(len(inputs))], [outputs[o] for o in range(len(outputs))]
 
 
-def _layering(task: PipelineTask, looped: LoopedStep) -> str:
+def _layering(task: PipelineTask, looped: LoopedStep) -> Layering:
     """How the layers can be found again."""
     if task.placement is not None:
         return task.placement.layering
     layers = task.method.layers
     if not isinstance(layers, AutoLayers):
-        return "manual"
+        return Layering(LayerSource.MANUAL)
     is_natural = layers.num_layers == "auto" and not isinstance(task.method.stages, ManualStages)
     if is_natural and len(find_looped(looped.step, AutoLayers()).layers) == len(looped.layers):
-        return "auto"
-    return str(len(looped.layers))
+        return Layering(LayerSource.AUTO)
+    return Layering(LayerSource.AUTO, len(looped.layers))
 
 
 def _copied_state(sliced: SlicedStep) -> list[str]:
@@ -480,10 +481,10 @@ def _layers_of_plan(plan: ParallelPlan, looped: LoopedStep) -> tuple[LoopedStep,
     it)."""
     owners: dict[int, int] = {}
     step, layering = looped.step, plan.layering
-    if layering.startswith(FOLLOWING):
+    assert layering is not None, "a plan without a pipeline"
+    if layering.is_following:
         owners = {i: tensor.stages[0] for i, tensor in enumerate(plan.inputs)}
-        layering = layering.removeprefix(FOLLOWING)
-    if layering == HELD:
+    if layering.source is LayerSource.BY_ARGUMENTS:
         holders = {i: tensor.stages for i, tensor in enumerate(plan.inputs)}
         looped = LoopedStep(step, layers_by_arguments(step, holders)[0])
     else:
@@ -499,6 +500,7 @@ def _layers_of_plan(plan: ParallelPlan, looped: LoopedStep) -> tuple[LoopedStep,
 def _bound_origin(
     plan: ParallelPlan, looped: LoopedStep, owners: Mapping[int, int], cluster: ClusterSpec
 ) -> PipelineOrigin:
+    assert plan.layering is not None, "a plan without a pipeline"
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
     options = ShardingOptions(memory_budget_bytes=budget)
     method = PipeshardParallel(plan.num_micro_batches, schedule=plan.schedule, options=options)

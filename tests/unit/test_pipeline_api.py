@@ -34,6 +34,7 @@ from autopar.errors import (
     TraceError,
 )
 from autopar.ir.plan import check_plan
+from autopar.ir.sealed import digest
 
 RNG = np.random.default_rng(0)
 STATE = {
@@ -232,7 +233,7 @@ def tensor_with(**fields: Any) -> Any:
 MALFORMED = {
     "an unknown schedule": (lambda p: replace(p, schedule="2f2b"), "schedule '2f2b'"),
     "no schedule": (lambda p: replace(p, schedule=""), "schedule ''"),
-    "unknown layering": (lambda p: replace(p, layering="by feel"), "found by 'by feel'"),
+    "no layering": (lambda p: replace(p, layering=None), "does not say how its layers were found"),
     "a gap between layers": (stage_with(1, layers=(3, 4)), "do not cover 4 layers"),
     "layers left over": (stage_with(1, layers=(2, 3)), "do not cover 4 layers"),
     "an empty stage": (
@@ -261,11 +262,17 @@ def test_malformed_plans(plan: ParallelPlan, case: str) -> None:
         ParallelPlan.from_json(text)
 
 
+def test_an_unknown_layering(plan: ParallelPlan) -> None:
+    document = json.loads(plan.to_json())
+    document["plan"]["layering"] = "by feel"
+    document["sha256"] = digest(document["plan"])
+    with pytest.raises(PlanError, match="layering: 'by feel' is not a valid LayerSource"):
+        ParallelPlan.from_json(json.dumps(document))
+
+
 def test_malformed_search(searched: ParallelPlan) -> None:
     document = json.loads(searched.to_json())
     document["plan"]["search"]["best"][0]["stages"][0]["layers"] = "all"
-    from autopar.ir.sealed import digest
-
     document["sha256"] = digest(document["plan"])
     with pytest.raises(PlanError, match="malformed plan"):
         ParallelPlan.from_json(json.dumps(document))

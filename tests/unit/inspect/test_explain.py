@@ -15,10 +15,9 @@ from autopar.inspect.explain import explain_plan
 from autopar.inspect.lines import WIDTH, number_runs
 from autopar.inspect.search_text import search_lines
 from autopar.ir.details import CollectiveCost, MemoryUse, OpRow, Parallelism, PlanDetails, op_table
+from autopar.ir.layering import PER_STAGE_OUTPUTS, Layering, LayerSource, parse_layering
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import (
-    FOLLOWING,
-    MADE,
     Fingerprint,
     ModuleCost,
     ParallelPlan,
@@ -407,7 +406,7 @@ def pipeline(num_stages: int = 4, **fields: object) -> ParallelPlan:
         estimated_peak_bytes=2**30,
         memory_budget_bytes=4 * 2**30,
         layers=tuple(f"GPT/Block_{i}" for i in range(2 * num_stages)),
-        layering="auto",
+        layering=Layering(LayerSource.AUTO),
         schedule="1f1b",
         cluster=ClusterSpec(1, 8, "v100"),
     )
@@ -447,7 +446,7 @@ def test_text_of_a_pipeline() -> None:
 
 def test_stages_that_share_submeshes_and_that_only_make_results() -> None:
     stages = pipeline().stages
-    text = explain_plan(pipeline(2, schedule="", layering=MADE))
+    text = explain_plan(pipeline(2, schedule="", layering=PER_STAGE_OUTPUTS))
     assert "each stage computes its own outputs" in text
     shared = tuple(
         replace(s, mesh=n % 2, devices=stages[n % 2].devices) for n, s in enumerate(stages)
@@ -456,9 +455,9 @@ def test_stages_that_share_submeshes_and_that_only_make_results() -> None:
     assert "a pipeline of 4 stages on 2 submeshes, 4 devices" in text
 
 
-@pytest.mark.parametrize("layering", ["auto", "manual", "8", FOLLOWING + "held", FOLLOWING + "8"])
+@pytest.mark.parametrize("layering", ["auto", "manual", "8", "following held", "following 8"])
 def test_layerings_that_plans_may_have(layering: str) -> None:
-    plan = pipeline(layering=layering, inputs=(), outputs=())
+    plan = pipeline(layering=parse_layering(layering), inputs=(), outputs=())
     check_plan(plan)
     assert ParallelPlan.from_json(plan.to_json()) == plan
 
