@@ -1,13 +1,12 @@
 """# The core from scratch
 
-This page is a program. It builds the core of autopar again in a few hundred lines, on one axis of
-devices and for steps without loops, with nothing but JAX, NumPy and a solver: it traces a train
-step, asks Shardy how each operator may be split, prices every way to do so, chooses by integer
+This page is a program. It rebuilds the core of autopar in a few hundred lines, for one axis of
+devices and steps without loops, with nothing but JAX, NumPy and a solver. It traces a train step,
+asks Shardy how each operator can be split, prices every way to do so, chooses by integer
 programming, writes the choice back on the program, and runs it. Then it cuts a model into pipeline
 stages by dynamic programming. Run it from a clone: `python docs/from_scratch.py`.
 
-What autopar does beyond this is told at the end. A test holds the costs that are found here against
-autopar's own.
+The end lists what autopar does beyond this. A test compares the costs found here with autopar's.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ import numpy as np
 import pulp
 from jax.sharding import NamedSharding, PartitionSpec
 
-# The one place that needs something of JAX which is no public interface: jaxlib's pass manager,
-# which runs Shardy's pass on a lowered program. autopar keeps all such places in `_jax.py`.
+# The one private part of JAX that this page needs: jaxlib's pass manager, which runs Shardy's pass
+# on a lowered program. autopar keeps all such parts in `_jax.py`.
 
 from jaxlib.mlir.passmanager import PassManager  # isort: skip
 
@@ -49,7 +48,7 @@ def write_rules(module: Any) -> None:
 # `jax.make_jaxpr` runs the step on shapes and writes down every primitive that it calls: the
 # forward pass, the backward pass that `jax.grad` made of it, and the optimizer, in one list. Calls
 # (`jit`, custom derivatives, `checkpoint`) are opened, so that the list is flat, and every array
-# gets a number. Nothing was declared about the model, and nothing need be.
+# gets a number. The model needs no declarations.
 
 CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 
@@ -120,10 +119,10 @@ def trace(step: Any, state: Any, batch: Any) -> Program:
 
 # ## 2. Rules
 #
-# How may an operator be split? Like an einsum: a matrix product is `ik, kj -> ij`. Whoever splits
-# `i` splits the rows of the first operand and of the result, and no device needs anything of
-# another; whoever splits `k` gets partial sums. Shardy, XLA's partitioner, has such a rule for
-# every operator, and we ask it instead of writing our own. Each letter is a *factor*.
+# How can an operator be split? Like an einsum: a matrix product is `ik, kj -> ij`. Splitting `i`
+# splits the rows of the first operand and of the result, and no device needs anything from another;
+# splitting `k` leaves partial sums. Shardy, XLA's partitioner, has such a rule for every operator,
+# and we ask it instead of writing our own. Each letter is a *factor*.
 #
 # A primitive may be lowered to several operators. Their rules are composed: dimensions that some
 # operator ties together get one factor, found by a union-find. A dimension can hold several
@@ -223,8 +222,8 @@ def bind(op: Op, values: Any) -> list[Any]:
 # its dimensions, or `PARTIAL`, an addend on each. A *strategy* of an operator puts the axis on one
 # of its factors, or on none, which gives a layout for each operand and result.
 #
-# To read an array in another layout than it was made in, it must be moved. With B its bytes, α
-# the seconds of any message and β those of a byte, rings take:
+# An array that is read in another layout than it was made in must be resharded. With B its bytes,
+# α the seconds per message and β the seconds per byte, rings take:
 
 WHOLE, PARTIAL = -1, -2
 
@@ -261,8 +260,8 @@ class Strategy:
 
 
 def strategies_of(op: Op, rule: Rule, axis: Axis) -> list[Strategy]:
-    """All ways to put the axis on a factor. A product is never done by all devices alike if it can
-    be split: here compute has no price, so that nothing else would speak against it."""
+    """All ways to put the axis on a factor. A product that can be split is never replicated:
+    compute has no price here, so nothing else would prevent that."""
 
     def split(dims: list[int | None], factor: int, otherwise: int) -> int:
         return dims.index(factor) if factor in dims else otherwise
@@ -290,18 +289,18 @@ def strategies_of(op: Op, rule: Rule, axis: Axis) -> list[Strategy]:
 #
 # Now it is a problem on a graph. A node is an input, an operator, or the place behind an operator
 # where partial sums are finished (so that this is paid once, however many read the result). Each
-# takes one of its strategies; each edge costs what it takes to get from the layout that is made to
-# the layout that is read. State adds an edge from its new value back to the input: it must leave
-# the step as it came.
+# takes one of its strategies; each edge costs the resharding from the layout that is made to the
+# layout that is read. State adds an edge from its new value back to the input: it must leave the
+# step in the layout in which it entered.
 #
-# As an integer programme: x[node, s] is 1 for the strategy that is taken, y[edge, s, t] for the
-# pair at the ends of an edge, and the pairs add up to the strategies,
+# As an integer programme: x[node, s] is 1 for the chosen strategy, y[edge, s, t] for the pair at
+# the ends of an edge, and the pairs add up to the strategies,
 #
 #     minimise    Σ cost[e, s, t] · y[e, s, t]
 #     subject to  Σ_s x[v, s] = 1,   Σ_t y[e, s, t] = x[v, s],   Σ_s y[e, s, t] = x[w, t].
 #
-# Written this way its linear relaxation is nearly always integral already, so that the solver has
-# an optimum, with a proof, in about a second.
+# In this form the linear relaxation is nearly always integral already, so the solver finds an
+# optimum, with a proof, in about a second.
 
 
 @dataclass
@@ -438,13 +437,13 @@ def spec(layout: int) -> PartitionSpec:
 
 # ## 6. Stages
 #
-# Between stages of a pipeline only activations travel, which is little; but a stage waits for the
+# Between stages of a pipeline only activations travel, which is little, but a stage waits for the
 # one before it. With c_i the seconds that stage i takes for a micro-batch, n micro-batches take
 #
 #     Σ c_i  +  (n − 1) · max c_i
 #
-# The first term is the way of the first micro-batch through all stages, the second the pace that
-# the slowest stage dictates. Which layers go together, and how many devices does each stage get?
+# The first term is the first micro-batch's way through all stages, the second the pace of the
+# slowest stage. Which layers go together, and how many devices does each stage get?
 # If the slowest stage were known, the rest would be a shortest path: least(l, d) is the smallest
 # sum for the layers from l on, on d devices, with no stage slower than the bound. So every possible
 # bound is tried.
@@ -487,7 +486,7 @@ def choose_stages(
 # ## Two models, and what comes out
 #
 # A stack of dense layers with a large batch should come out data parallel; with a small batch,
-# split by columns and rows in turn, as Megatron does by hand. Nobody tells it so.
+# split by columns and rows in turn, as Megatron does by hand. Nothing in the model says so.
 
 
 def trained(model: Any) -> Any:
@@ -602,7 +601,7 @@ if __name__ == "__main__":
 # | no loops | scans, `while` and `cond` are entered; layers in a scan are solved like layers |
 # | memory has no bound | prices of memory, recomputation, accumulation of gradients |
 # | the whole problem goes to the solver | equal layers are one decision, exact reductions first |
-# | a rule that is missing is an error | rules of your own; warnings that name the line |
+# | a missing rule is an error | your own rules; warnings that name the line |
 # | layers and their costs are given | layers are found from data flow, costs by the solver |
 # | stages are a list | programs, transfers, schedules, workers on many hosts |
 #
