@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -34,7 +34,7 @@ from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
-from autopar.tracer.trace import StepOptions
+from autopar.tracer.trace import StepOptions, step_and_options
 
 
 def local_devices() -> tuple[Any, ...]:
@@ -42,16 +42,16 @@ def local_devices() -> tuple[Any, ...]:
 
 
 class ParallelFunction:
-    """A train step that runs sharded; called like the function it wraps. `parallelize` makes it.
+    """A function that runs sharded and is called like the one it wraps; `parallelize` returns it.
 
-    fn:              the function.
-    method, options: as `parallelize` was given them.
+    fn:              the wrapped function.
+    method, options: those given to `parallelize`.
     last_executable: what ran last, with `hlo_text()`, `collectives()`, `memory_bytes()` and
                      `dump_debug_info(folder)`; None before the first call.
 
-    A call plans and compiles once per shapes and types of its arguments. It raises `TraceError` if
-    the function cannot be traced, `MemoryBudgetError` if nothing fits, `CompileError` if XLA
-    refuses the program, and on a cluster `WorkerError` if a worker is lost.
+    The first call with arguments of new shapes or types plans and compiles. Calls raise
+    `TraceError` if the function cannot be traced, `MemoryBudgetError` if no plan fits,
+    `CompileError` if XLA rejects the program, and on a cluster `WorkerError` if a worker is lost.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class ParallelFunction:
         self._options = options
         self._plans: dict[Any, list[PlannedStep]] = {}
         self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
-        self._compiled: list[tuple[PlannedStep, Any]] = []  # to be timed, and not called yet
-        self._takes_objects = False  # a call had objects of nnx among its arguments
+        self._timed: list[
+            tuple[PlannedStep, Executable]
+        ] = []  # compiled to rank plans, not called yet
+        self._takes_objects = False  # whether a call had nnx objects among its arguments
         self.last_planned: PlannedStep | None = None
         self.last_executable: Executable | None = None
         functools.update_wrapper(self, fn, updated=())
@@ -75,8 +77,8 @@ class ParallelFunction:
         return f"<parallelized {getattr(self._fn, '__name__', self._fn)!r}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A parallelized method: `self` becomes part of the function, not an argument; unless it is
-        a module of nnx or equinox, whose arrays the function is to be given."""
+        """A parallelized method: `self` becomes part of the function, unless it is a module of nnx
+        or equinox, whose arrays must be arguments."""
         if instance is None:
             return self
         if objects.is_object(instance) or objects.is_filtered_type(instance):
@@ -91,33 +93,33 @@ class ParallelFunction:
 
     def plan(self, *args: Any, **kwargs: Any) -> ParallelPlan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`). Runs nothing, unless
-        the method says that plans are to be re-ranked."""
+        the method times plans (`ShardingOptions(rerank=…)`)."""
         return self.planned(args, kwargs).plan
 
     @property
     def options(self) -> StepOptions:
-        """What `parallelize` was given beside the method."""
+        """The argument positions given to `parallelize`."""
         return self._options
 
     @property
     def method(self) -> ParallelMethod | ParallelPlan | None:
-        """What `parallelize` was given; None for everything searched."""
+        """The method given to `parallelize`; None searches everything."""
         return self._method
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        """The traced and planned step for these arguments, planned once per shapes and types."""
+        """The traced and planned step; planned once per shapes and types of arguments."""
         apart = objects.taken_apart(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
         key = (call.treedef, call.static, call.static_args, session.current().key)
         known = self._plans.setdefault(key, [])
         types = _types(call.leaves)
-        found = next((p for p in known if _types_of(p.traced.avals) == types), None)
-        if found is None:
-            found = self._make_plan(args, kwargs)
-            known.append(found)
-        self.last_planned = found
-        return found
+        planned = next((p for p in known if _types_of(p.traced.avals) == types), None)
+        if planned is None:
+            planned = self._make_plan(args, kwargs)
+            known.append(planned)
+        self.last_planned = planned
+        return planned
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         now, method, options = session.current(), self._method, self._options
@@ -140,10 +142,10 @@ class ParallelFunction:
         )
 
     def _make_fastest(self, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> PlannedStep:
-        """The plan that ran fastest; what was compiled for it is kept for its first call."""
+        """The plan that ran fastest. Its executable is kept for the first call."""
         now = session.current()
         assert self._method is not None and not isinstance(self._method, ParallelPlan)
-        found = plan_fastest(
+        fastest = plan_fastest(
             self._fn,
             args,
             kwargs,
@@ -152,17 +154,16 @@ class ParallelFunction:
             method=self._method,
             options=self._options,
             num=num,
-            make_executable=make_executable,
         )
-        if found.executable is not None:
-            found.executable.plan = found.planned.plan
-            self._compiled.append((found.planned, found.executable))
-        return found.planned
+        if fastest.executable is not None:
+            fastest.executable.plan = fastest.planned.plan
+            self._timed.append((fastest.planned, fastest.executable))
+        return fastest.planned
 
     def compiled_entries(self) -> list[tuple[PlannedStep, Executable]]:
-        """What was planned and compiled for the session's devices, the latest first."""
+        """Steps that were planned and compiled for the session's devices, the latest first."""
         known, now = list(self._entries.items()), session.current().key
-        return [entry for key, own in known[::-1] if key[-1] == now for entry in own]
+        return [entry for key, entries in known[::-1] if key[-1] == now for entry in entries]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._takes_objects:
@@ -171,7 +172,7 @@ class ParallelFunction:
         return objects.put_back(objects.NOTHING_TAKEN, self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results; for arguments whose objects are taken apart, likewise."""
+        """Run on arguments without nnx objects; returns results without them."""
         static = self._options.static_argnums
         if static:
             values = tuple(args[i] for i in static if i < len(args))
@@ -181,7 +182,7 @@ class ParallelFunction:
         leaves, treedef = tree_flatten((dynamic, kwargs))
         try:
             entries = self._entries.get((treedef, values, session.current().key))
-        except TypeError:  # unhashable static argument: the slow path explains
+        except TypeError:  # an unhashable static argument: flatten_call reports it
             entries = None
         for planned, executable in entries or ():
             arrays = planned.traced.call.arrays_among(leaves)
@@ -197,7 +198,7 @@ class ParallelFunction:
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         if not self._takes_objects and objects.has_objects((args, kwargs)):
-            self._takes_objects = True  # no plan is known by such arguments as they are
+            self._takes_objects = True  # plans are cached by arguments without objects
             return self(*args, **kwargs)
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
@@ -214,38 +215,38 @@ class ParallelFunction:
         planned = self.planned(args, kwargs)
         remote = session.current().remote
         if remote is None:
-            executable = next((e for own, e in self._compiled if own is planned), None)
-            self._compiled = [entry for entry in self._compiled if entry[0] is not planned]
+            executable = next((e for timed, e in self._timed if timed is planned), None)
+            self._timed = [entry for entry in self._timed if entry[0] is not planned]
             executable = executable or make_executable(planned, local_devices())
             if is_multi_controller():
-                assert isinstance(executable, LocalExecutable)  # as plan_together sees to
+                assert isinstance(executable, LocalExecutable)  # plan_together allows no other
                 compile_together(planned.plan.name, lambda: executable.compiled)
             return planned, executable
         return planned, make_remote_executable(planned, remote)
 
 
 def _check_rerank(num: int, is_remote: bool) -> None:
-    """Plans are timed on devices of this process alone."""
+    """Plans can only be timed on devices of this process."""
     if not is_remote and not is_multi_controller():
         return
     where = "the devices of workers" if is_remote else "devices of several processes"
     raise ArgumentError(
-        f"ShardingOptions(rerank={num}): plans are timed on the devices of one process, and this "
-        f"step runs on {where}. Leave rerank at 0; or find the plan in one process that has "
-        "devices of that kind, save it with plan.save(…), and use it as method=."
+        f"ShardingOptions(rerank={num}): plans can only be timed on the devices of one process, "
+        f"and this step runs on {where}. Set rerank=0, or find the plan in one process with such "
+        "devices, save it with plan.save(…), and pass it as method=."
     )
 
 
 def _without_values(tree: Any) -> Any:
-    """Arrays of workers as what tracing needs of them."""
+    """With the types of remote arrays in place of the arrays."""
     return tree_map(lambda x: x.aval if isinstance(x, DistributedArray) else x, tree)
 
 
 def _types(leaves: Sequence[Any]) -> list[tuple] | None:
-    """Shapes and types of leaves, as tracing sees them; None if JAX cannot trace one of them."""
+    """Shapes and types of leaves, as tracing sees them; None if JAX cannot trace one."""
     try:
         shapes = jax.eval_shape(lambda *xs: list(xs), *leaves)
-    except TypeError:  # tracing says it better
+    except TypeError:  # tracing reports it
         return None
     return _types_of(shapes)
 
@@ -261,9 +262,9 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
         for path, leaf in zip(planned.traced.call.paths, leaves, strict=True):
             if isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted():
                 raise ArgumentError(
-                    f"{path}: this array is deleted. A step that returns updated state takes over "
-                    "the buffers of the old one (donate_argnums='auto'). Use the state that the "
-                    "step returned, or keep the old one with parallelize(…, donate_argnums=())."
+                    f"{path}: this array was deleted. A step that returns updated state reuses the "
+                    "buffers of the old state (donate_argnums='auto'). Use the state that the step "
+                    "returned, or keep the old one with parallelize(…, donate_argnums=())."
                 ) from error
         raise
 
@@ -279,15 +280,15 @@ def parallelize(
     """Make a train step run on all devices. Use as `@parallelize`, `@parallelize(method=…)` or
     `parallelize(fn, method=…)`.
 
-    method:         how; default: everything is searched, one mesh or a pipeline (`AutoParallel()`).
-                    A `ParallelPlan`, saved earlier or made elsewhere, is a method too.
-    static_argnums: positions of arguments that are part of the program (hashable).
-    donate_argnums: "auto" donates training state that comes back updated; or positions, whose
-                    arguments are state if they come back leaf for leaf (a cache, say).
+    method:         how to parallelize. The default, `AutoParallel()`, searches meshes and
+                    pipelines. A `ParallelPlan`, loaded or made elsewhere, is a method too.
+    static_argnums: positions of hashable arguments that are part of the program.
+    donate_argnums: "auto" donates training state that the step returns updated. Positions donate
+                    these arguments, which are state if the step returns them leaf for leaf.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
 
-    Returns a `ParallelFunction`, which is called like `fn`. Nothing is traced or planned before its
-    first call. Raises `ArgumentError` if an argument has a value that cannot work.
+    Returns a `ParallelFunction`, which is called like `fn` and traces and plans at its first call.
+    Raises `ArgumentError` for invalid arguments.
     """
     if fn is None:
         return functools.partial(
@@ -299,8 +300,8 @@ def parallelize(
         )
     if not callable(fn):
         raise ArgumentError(
-            f"parallelize({fn!r}): needs a function; options are given by keyword, "
-            "as in parallelize(fn, method=…)."
+            f"parallelize({fn!r}): needs a function; pass options by keyword, as in "
+            "parallelize(fn, method=…)."
         )
     if method is not None and not isinstance(method, (ParallelMethod, ParallelPlan)):
         raise ArgumentError(
@@ -308,22 +309,8 @@ def parallelize(
             "Zero2Parallel(), Zero3Parallel(), ManualParallel(…), PipeshardParallel(…), "
             "AutoParallel(), CreateStateParallel(…), FollowParallel(…), a ParallelPlan, or None."
         )
-    options = StepOptions(
-        _positions("static_argnums", static_argnums),
-        "auto" if donate_argnums == "auto" else _positions("donate_argnums", donate_argnums),
-        _positions("batch_argnums", batch_argnums),
-    )
+    options = StepOptions.checked(static_argnums, donate_argnums, batch_argnums)
     return ParallelFunction(fn, method, options)
-
-
-def _positions(name: str, given: Any) -> tuple[int, ...]:
-    positions = tuple(given) if isinstance(given, Iterable) else (given,)
-    if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
-        auto = "'auto' or " if name == "donate_argnums" else ""
-        raise ArgumentError(
-            f"{name}={given!r}: needs {auto}argument positions, whole numbers ≥ 0 such as (0,)."
-        )
-    return positions
 
 
 def plan(
@@ -335,54 +322,39 @@ def plan(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> ParallelPlan:
-    """Plan for a cluster that need not exist. Returns the plan; nothing is run or allocated.
+    """Plan for a cluster that need not exist. Returns the plan; runs and allocates nothing.
 
-    fn:             the step; `args` and `kwargs` are what it is called with, arrays or
+    fn:             the step; `args` and `kwargs` are its arguments, arrays or
                     `jax.ShapeDtypeStruct`s.
     cluster:        a `ClusterSpec`.
-    method:         how, as for `parallelize`; by default everything is searched.
+    method:         as for `parallelize`.
     static_argnums: positions of arguments that are part of the program.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
 
-    Raises `TraceError` if the function cannot be traced, `MeshError` if no mesh will do,
-    `SpecError` if what was asked of arrays cannot be, and `MemoryBudgetError` if nothing fits.
+    Raises `TraceError` if the function cannot be traced, `MeshError` if no mesh divides its arrays,
+    `SpecError` if a pin or spec is infeasible, and `MemoryBudgetError` if no plan fits.
     """
-    fn, options = _unwrap(fn, static_argnums, batch_argnums)
+    fn, options = step_and_options("plan", fn, static_argnums, batch_argnums)
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan(cluster={cluster!r}): needs an autopar.ClusterSpec.")
     if isinstance(method, (CreateStateParallel, FollowParallel)):
         raise ArgumentError(
-            f"plan(method={type(method).__name__}(…)): the train step's plan is for the devices at "
-            "hand. Use parallelize(fn, method=…).plan(…)."
+            f"plan(method={type(method).__name__}(…)): this method follows a train step that is "
+            "planned for this session's devices. Use parallelize(fn, method=…).plan(…)."
         )
     return plan_step(fn, args, kwargs, cluster=cluster, method=method, options=options).plan
 
 
-def _unwrap(
-    fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
-) -> tuple[Callable[..., Any], StepOptions]:
-    if isinstance(fn, ParallelFunction):
-        return fn._fn, fn._options
-    if not callable(fn):
-        raise ArgumentError(f"{fn!r} is not a function: the first argument is the train step.")
-    options = StepOptions(
-        _positions("static_argnums", static_argnums),
-        "auto",
-        _positions("batch_argnums", batch_argnums),
-    )
-    return fn, options
-
-
 def constrain(x: Any, name: str) -> Any:
-    """`x` itself, under a name: `ShardingOptions(pins={name: spec})` says how it must lie, and
-    `plan.explain()` how it does. In a pytree, arrays are named `name` and their path. For use in
-    functions that autopar shards; elsewhere it does nothing. The name is that of the value, not of
-    its gradient; under `jax.vmap` a spec speaks of the dimensions that are seen here.
+    """Name a value inside the step: `ShardingOptions(pins={name: spec})` pins its sharding, and
+    `plan.explain()` shows it. Arrays of a pytree are named `name` plus their path. Outside of
+    functions that autopar shards it does nothing. The name belongs to the value, not to its
+    gradient; under `jax.vmap`, a spec refers to the dimensions visible here.
 
-    Returns `x`. Raises `ArgumentError` if `name` is no text.
+    Returns `x`. Raises `ArgumentError` if `name` is not a non-empty string.
     """
     if not isinstance(name, str) or not name:
-        raise ArgumentError(f"constrain(…, name={name!r}): needs a text that is not empty.")
+        raise ArgumentError(f"constrain(…, name={name!r}): needs a non-empty string.")
 
     def named(path: Any, leaf: Any) -> Any:
         return _jax.named(leaf, name + keystr(path)) if is_array_leaf(leaf) else leaf
@@ -391,37 +363,35 @@ def constrain(x: Any, name: str) -> Any:
 
 
 def get_last_dp_result() -> SearchReport | None:
-    """What the last stage search of this process considered: how many candidates and bounds, the
-    best few pipelines by the tables, and which of them were solved; None if there was none. A
-    plan's own is `plan.search`."""
+    """The report of this process's last stage search: how many candidates and bounds, the best
+    pipelines by the cost tables, and which of them were solved; None if there was no search. The
+    report of a plan is `plan.search`."""
     return last_search()
 
 
 def mark_layer_boundary() -> None:
-    """A layer ends here and the next one begins, for `ManualLayers`: to be called in the model's
-    forward code, between two layers, and not in the body of a loop. Elsewhere it does nothing: it
-    is lowered to no operation, has no derivative, and other methods ignore it."""
+    """Mark the end of a layer, for `ManualLayers`. Call it in the model's forward code, between two
+    layers, outside of loop bodies. It lowers to no operation, and other methods ignore it."""
     _jax.mark_boundary()
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """What `solve_sharding` found. Costs are in the units of the mesh's α and β.
+    """The result of `solve_sharding`. Costs are in the units of the mesh's α and β.
 
-    plan: all of it, as a plan; `objective`, `lower_bound`, `gap`, `input_specs` and `output_specs`
-          are its own.
+    plan: the sharding as a plan; the properties read from it.
     """
 
     plan: ParallelPlan
 
     @property
     def objective(self) -> float:
-        """What the chosen sharding costs."""
+        """The cost of the chosen sharding."""
         return self.plan.solver.objective
 
     @property
     def lower_bound(self) -> float:
-        """What no sharding can be below."""
+        """A bound that no sharding can undercut."""
         return self.plan.solver.lower_bound
 
     @property
@@ -459,18 +429,18 @@ def solve_sharding(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> ShardingSolution:
-    """Shard a function's operators on a logical mesh; no device is needed. Returns a
+    """Shard a function's operators on a logical mesh, without devices. Returns a
     `ShardingSolution`.
 
-    fn:             the function; `args` and `kwargs` are what it is called with, arrays or
+    fn:             the function; `args` and `kwargs` are its arguments, arrays or
                     `jax.ShapeDtypeStruct`s.
     mesh:           a `LogicalMesh`, with the costs of its axes.
-    options:        what the solver must keep to.
+    options:        constraints for the solver.
     static_argnums: positions of arguments that are part of the program.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
 
-    Raises `SpecError` if what was asked of arrays cannot be, `MemoryBudgetError` if nothing fits,
-    and `SolverError` if the solver fails.
+    Raises `SpecError` if a pin or spec is infeasible, `MemoryBudgetError` if no sharding fits, and
+    `SolverError` if the solver fails.
     """
     if not isinstance(mesh, LogicalMesh):
         raise ArgumentError(f"solve_sharding(mesh={mesh!r}): needs an autopar.LogicalMesh.")
@@ -478,7 +448,7 @@ def solve_sharding(
         raise ArgumentError(
             f"solve_sharding(options={options!r}): needs an autopar.ShardingOptions."
         )
-    fn, step_options = _unwrap(fn, static_argnums, batch_argnums)
+    fn, step_options = step_and_options("solve_sharding", fn, static_argnums, batch_argnums)
     cluster = ClusterSpec(1, mesh.num_devices, mesh.device or "cpu")
     method = ShardParallel(mesh_shape=mesh, options=options or ShardingOptions())
     planned = plan_step(fn, args, kwargs, cluster=cluster, method=method, options=step_options)
@@ -494,20 +464,20 @@ def compile(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> dict[str, jax.stages.Compiled]:
-    """Compile a planned function for given devices, those of a topology included: no GPU is
-    needed to compile for GPUs. Returns {program name: compiled program}.
+    """Compile a planned function for devices, including those of a topology: compiling for GPUs
+    needs no GPU. Returns {program name: compiled program}.
 
-    fn:             the function that was planned; `args` and `kwargs` are what it is called with,
-                    arrays or `jax.ShapeDtypeStruct`s.
-    plan:           what `autopar.plan` or `step.plan` gave, or a plan that was loaded.
-    devices:        as many as the plan has; by default those of this process.
+    fn:             the planned function; `args` and `kwargs` are its arguments, arrays or
+                    `jax.ShapeDtypeStruct`s.
+    plan:           from `autopar.plan`, `step.plan` or `ParallelPlan.load`.
+    devices:        at least as many as the plan has; by default those of this process.
     static_argnums: positions of arguments that are part of the program.
     batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
 
-    Raises `PlanError` if the plan was made for another program, `MeshError` if there are too few
-    devices, and `CompileError` if XLA refuses a program.
+    Raises `PlanError` if the plan was made for another program, `MeshError` for too few devices,
+    and `CompileError` if XLA rejects a program.
     """
-    fn, options = _unwrap(fn, static_argnums, batch_argnums)
+    fn, options = step_and_options("compile", fn, static_argnums, batch_argnums)
     if not isinstance(plan, ParallelPlan):
         raise ArgumentError(
             f"compile(plan={plan!r}): needs a ParallelPlan; make one with autopar.plan(…) or read "
@@ -517,7 +487,7 @@ def compile(
     if len(devices) < plan.num_devices:
         raise MeshError(
             f"compile(devices=…): the plan's mesh {plan.mesh_shape} needs {plan.num_devices} "
-            f"devices; {len(devices)} were given. Give more, or plan for a smaller mesh."
+            f"devices, got {len(devices)}. Pass more, or plan for a smaller mesh."
         )
     planned = plan_step(
         fn, args, kwargs, cluster=ClusterSpec(1, len(devices), "cpu"), method=plan, options=options

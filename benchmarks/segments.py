@@ -26,7 +26,6 @@ os.environ["AUTOPAR_CACHE"] = "off"  # ignore earlier runs
 
 import jax
 
-from autopar.api import make_executable
 from autopar.compiler import plan_step
 from autopar.measure.enumerate_plans import covering_plans
 from autopar.measure.segments import prepare_step, run_passes
@@ -55,7 +54,6 @@ def measure(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> d
             top=options.top,
             limit_s=options.limit_s,
             check=options.check,
-            make_executable=make_executable,
         )
         passes_s = time.perf_counter() - started
         assert result is not None

@@ -24,7 +24,6 @@ from autopar.api import ParallelFunction
 from autopar.cli.devices import parse_mesh, use_devices
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
-from autopar.executables import make_executable
 from autopar.measure.segments import PASSES, PreparedStep, TimingTask, prepare_step, run_passes
 from autopar.measure.segments.combine import TOP
 from autopar.progress import Progress
@@ -82,7 +81,6 @@ def run_segments(arguments: Namespace) -> int:
         top=arguments.top or TOP,
         compile_ahead=compile_ahead if jobs > 1 else None,
         check=arguments.check or 0,
-        make_executable=make_executable,
         say=lambda words: print(words, flush=True),
     )
     if result is not None:

@@ -79,7 +79,7 @@ def where_text(plan: ParallelPlan) -> str:
         return f"{plan.name}: on one device"
     axes = zip(plan.axis_names, plan.mesh_shape, strict=True)
     mesh = " × ".join(f"{name}={size}" for name, size in axes)
-    return f"{plan.name}: on an {mesh} mesh of {devices} devices"
+    return f"{plan.name}: on a mesh {mesh} of {devices} devices"
 
 
 def _head(plan: ParallelPlan) -> list[str]:

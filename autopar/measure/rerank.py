@@ -2,9 +2,9 @@
 
     function, arguments, devices → the k best plans → their times → PlannedStep   (`plan_fastest`)
 
-Each plan is compiled and run with made-up inputs on the devices at hand, unless the database knows
-it. One that does not fit into memory is out, whatever was predicted. What was tried is part of the
-plan: `plan.search.tried`, and `plan.explain()` shows it.
+Each plan is compiled and timed with synthetic inputs on this process's devices, unless the database
+has its time. A plan that runs out of memory is out, whatever was predicted. The timings become part
+of the plan: `plan.search.tried`, which `plan.explain()` shows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from typing import Any
 
 from autopar.compiler import plan_step
 from autopar.errors import MemoryBudgetError, PlanError
+from autopar.executables import make_executable
+from autopar.inspect.lines import counted
+from autopar.inspect.search_text import stages_text
+from autopar.ir.details import PlanDetails
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport, TriedPlan
@@ -28,18 +32,17 @@ from autopar.measure.database import Database, default_database, key_of, where_a
 from autopar.measure.time_step import StepTiming, time_executable
 from autopar.methods import ParallelMethod
 from autopar.progress import Progress, debugs, tell
+from autopar.runtime.executable import Executable
 from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.trace import StepOptions, trace
-
-MakeExecutable = Callable[[PlannedStep, Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Fastest:
-    """`executable`: what was compiled to time the plan; None if the database knew it."""
+    """`executable`: None if the time came from the database."""
 
     planned: PlannedStep
-    executable: Any
+    executable: Executable | None
 
 
 def plan_fastest(
@@ -52,50 +55,49 @@ def plan_fastest(
     method: ParallelMethod,
     options: StepOptions,
     num: int,
-    make_executable: MakeExecutable,
     database: Database | None = None,
 ) -> Fastest:
-    """The fastest of the `num` best plans that the method's search finds; where the same was asked
-    before, what was chosen then."""
+    """The fastest of the `num` best plans of the method's search, or the database's choice for the
+    same step, method and devices."""
     database = database or default_database()
     traced = trace(fn, args, kwargs, options)
-    asked = _asked(traced, method, cluster, options, devices)
-    text = database.find_choice(asked)
+    key = _choice_key(traced, method, cluster, options, devices)
+    text = database.find_choice(key)
     if text is not None:
         try:
-            known = ParallelPlan.from_json(text)
-            planned = plan_step(fn, args, kwargs, cluster=cluster, method=known, options=options)
-            return Fastest(_known(planned), None)
-        except PlanError:  # of another version, or broken: it is searched anew
+            chosen = ParallelPlan.from_json(text)
+            planned = plan_step(fn, args, kwargs, cluster=cluster, method=chosen, options=options)
+            return Fastest(_as_known(planned), None)
+        except PlanError:  # from another version, or damaged: search again
             pass
     candidates = plan_candidates(
         fn, args, kwargs, cluster=cluster, method=method, options=options, num=num
     )
-    found = fastest(candidates, devices, make_executable, database)
-    database.keep_choice(asked, found.planned.plan.to_json())
-    return found
+    winner = fastest(candidates, devices, database)
+    database.keep_choice(key, winner.planned.plan.to_json())
+    return winner
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _asked(
+def _choice_key(
     traced: TracedStep,
     method: ParallelMethod,
     cluster: ClusterSpec,
     options: StepOptions,
     devices: Sequence[Any],
 ) -> str:
-    """All that a choice depends on."""
+    """Everything that a choice depends on, as text."""
     profile = cluster.profile
     costs = "" if profile is None or isinstance(profile, str) else profile.digest
-    asked = (method, replace(cluster, profile=None), costs, options, traced.donated)
+    request = (method, replace(cluster, profile=None), costs, options, traced.donated)
     program = program_fingerprint(traced.program)
-    return _ADDRESS.sub("", repr((program, *where_and_with(devices), asked)))
+    return _ADDRESS.sub("", repr((program, *where_and_with(devices), request)))
 
 
-def _known(planned: PlannedStep) -> PlannedStep:
-    """What was tried then is known now."""
+def _as_known(planned: PlannedStep) -> PlannedStep:
+    """The step with its earlier timings marked as known."""
     plan = planned.plan
     assert plan.search is not None
     tried = tuple(replace(one, is_known=True) for one in plan.search.tried)
@@ -103,12 +105,12 @@ def _known(planned: PlannedStep) -> PlannedStep:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tried:
-    """`executable`: None if the database knew the timing."""
+class _TimedCandidate:
+    """`executable`: None if the time came from the database."""
 
     planned: PlannedStep
     timing: StepTiming
-    executable: Any = None
+    executable: Executable | None = None
 
     @property
     def is_known(self) -> bool:
@@ -120,7 +122,7 @@ class _Tried:
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Where the middle half of the samples was."""
+        """The middle half of the samples."""
         spread = 0.0 if self.timing.step is None else self.timing.step.spread
         return self.step_s * (1 - spread), self.step_s * (1 + spread)
 
@@ -128,15 +130,14 @@ class _Tried:
 def fastest(
     candidates: Sequence[PlannedStep],
     devices: Sequence[Any],
-    make_executable: MakeExecutable,
     database: Database | None = None,
 ) -> Fastest:
-    """The plan whose step took least time, of those that fit; it says what was tried."""
+    """The plan with the shortest step of those that fit; its search report has all timings."""
     database = database or default_database()
-    tried: list[_Tried] = []
+    tried: list[_TimedCandidate] = []
     with Progress("timing plans", len(candidates)) as progress:
         for planned in candidates:
-            tried.append(_timed(planned, devices, make_executable, database))
+            tried.append(_timed(planned, devices, database))
             if debugs("solver"):
                 tell("solver", f"autopar rerank: {_text(tried[-1])}")
             progress.step()
@@ -145,7 +146,7 @@ def fastest(
         raise _none_fits(tried)
     near = [one for one in tried if one.range_s[0] <= first.range_s[1]]
     if len(near) > 1:
-        tried = [_again(one, devices, database) if one in near else one for one in tried]
+        tried = [_retimed(one, devices, database) if one in near else one for one in tried]
     winner = min(tried, key=lambda one: one.step_s)
     report = winner.planned.plan.search or SearchReport(0, 0, 0, 0)
     report = replace(report, tried=tuple(_record(one, one is winner) for one in tried))
@@ -154,23 +155,21 @@ def fastest(
     return Fastest(replace(winner.planned, plan=plan), winner.executable)
 
 
-def _timed(
-    planned: PlannedStep, devices: Sequence[Any], make: MakeExecutable, database: Database
-) -> _Tried:
+def _timed(planned: PlannedStep, devices: Sequence[Any], database: Database) -> _TimedCandidate:
     key = key_of(planned.plan, planned.traced.donated, devices)
     known = database.find(key)
     if known is not None:
-        return _Tried(planned, known)
-    executable = make(planned, devices)
+        return _TimedCandidate(planned, known)
+    executable = make_executable(planned, devices)
     timing = time_executable(executable, state=planned.traced.state)
-    database.keep(key, timing, f"{planned.plan.name}: {in_few_words(planned.plan)}")
-    return _Tried(planned, timing, executable)
+    database.keep(key, timing, f"{planned.plan.name}: {plan_summary(planned.plan)}")
+    return _TimedCandidate(planned, timing, executable)
 
 
-def _again(one: _Tried, devices: Sequence[Any], database: Database) -> _Tried:
-    """One that is nearly as fast as the fastest, timed once more. Other work only makes steps
-    longer, so the shorter of both times counts."""
-    if one.is_known:
+def _retimed(one: _TimedCandidate, devices: Sequence[Any], database: Database) -> _TimedCandidate:
+    """A candidate timed once more, if it was timed here. Other work only makes steps longer, so the
+    shorter time counts."""
+    if one.executable is None:
         return one
     planned = one.planned
     timing = time_executable(one.executable, state=planned.traced.state)
@@ -178,26 +177,26 @@ def _again(one: _Tried, devices: Sequence[Any], database: Database) -> _Tried:
         return one
     timing = replace(timing, compile_s=one.timing.compile_s)
     key = key_of(planned.plan, planned.traced.donated, devices)
-    database.keep(key, timing, f"{planned.plan.name}: {in_few_words(planned.plan)}")
+    database.keep(key, timing, f"{planned.plan.name}: {plan_summary(planned.plan)}")
     return replace(one, timing=timing)
 
 
-def _busy(winner: _Tried, near: Sequence[_Tried]) -> list[str]:
-    """What to say of a choice among times that vary."""
+def _busy(winner: _TimedCandidate, near: Sequence[_TimedCandidate]) -> list[str]:
+    """A warning if noise may have decided between plans."""
     step = winner.timing.step
     if step is None or not step.is_noisy or len(near) < 2:
         return []
     return [
-        f"the plan was chosen by running {len(near)} that are nearly as fast, and its step's time "
-        f"varied by {step.spread:.0%}: the devices seem busy with other work. For a better choice, "
-        "clear the database (autopar profile --forget) and plan again when they are not"
+        f"the plan was chosen among {len(near)} of similar speed, and its step time varied by "
+        f"{step.spread:.0%}: the devices seem busy with other work. For a better choice, clear the "
+        "database (autopar profile --forget) and plan again when they are idle"
     ]
 
 
-def _record(one: _Tried, is_chosen: bool) -> TriedPlan:
+def _record(one: _TimedCandidate, is_chosen: bool) -> TriedPlan:
     plan, step = one.planned.plan, one.timing.step
     return TriedPlan(
-        what=in_few_words(plan),
+        what=plan_summary(plan),
         predicted_s=plan.estimated_step_s,
         measured_s=None if step is None else step.seconds,
         spread=0.0 if step is None else step.spread,
@@ -209,58 +208,51 @@ def _record(one: _Tried, is_chosen: bool) -> TriedPlan:
     )
 
 
-def in_few_words(plan: ParallelPlan) -> str:
-    """`mesh 2×4, 12 × (x data y column), 3 × (x ZeRO y row)` by how parameters are used, or the
-    stages of a pipeline."""
+def plan_summary(plan: ParallelPlan) -> str:
+    """`2×4 mesh, 12 × (x data y column), 3 × (x ZeRO y row)` by the parallelism of parameters, or
+    the stages of a pipeline."""
     parts = []
     if plan.is_pipeline:
-        for stage in plan.stages:
-            count = stage.layers[1] - stage.layers[0]
-            layers = "1 layer" if count == 1 else f"{count} layers"
-            parts.append(f"{layers} on {_shape(stage.mesh_shape)}")
-        parts = [f"{len(plan.stages)} stages: {'; '.join(parts)}", plan.schedule]
+        parts = [f"{plan.num_stages} stages: {stages_text(plan.stages)}", plan.schedule]
     else:
-        parts.append(f"mesh {_shape(plan.mesh_shape)}")
+        parts.append(f"{'×'.join(map(str, plan.mesh_shape))} mesh")
         if plan.details is not None:
-            parts += _kinds(plan)
+            parts += _parallelism_counts(plan.details)
     if plan.num_micro_batches > 1:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     if plan.remat:
-        parts.append(f"{len(plan.remat)} layers recomputed")
+        parts.append(f"recomputing {counted(len(plan.remat), 'layer')}")
     return ", ".join(parts)
 
 
-def _kinds(plan: ParallelPlan) -> list[str]:
-    """How parameters are used, and how many of each."""
-    assert plan.details is not None
+def _parallelism_counts(details: PlanDetails) -> list[str]:
     counts: dict[str, int] = {}
-    for own in plan.details.parallelism:
-        words = " ".join(f"{axis} {word.replace('tensor, ', '')}" for axis, word in own.words)
+    for use in details.parallelism:
+        words = " ".join(f"{axis} {word.replace('tensor, ', '')}" for axis, word in use.words)
         counts[words] = counts.get(words, 0) + 1
     return [f"{count} × ({words})" for words, count in counts.items()]
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))
-
-
-def _text(one: _Tried) -> str:
+def _text(one: _TimedCandidate) -> str:
     plan = one.planned.plan
-    took = one.timing.failure if one.timing.step is None else format_seconds(one.step_s)
-    known = ", known" if one.is_known else ""
-    return f"{in_few_words(plan)}: predicted {format_seconds(plan.estimated_step_s)}, {took}{known}"
+    measured = one.timing.failure
+    if one.timing.step is not None:
+        measured = f"measured {format_seconds(one.step_s)}"
+    source = ", from the database" if one.is_known else ""
+    predicted = format_seconds(plan.estimated_step_s)
+    return f"{plan_summary(plan)}: predicted {predicted}, {measured}{source}"
 
 
-def _none_fits(tried: Sequence[_Tried]) -> MemoryBudgetError:
+def _none_fits(tried: Sequence[_TimedCandidate]) -> MemoryBudgetError:
     first = tried[0]
     needed = min(one.timing.memory_bytes for one in tried)
     budget = first.planned.plan.memory_budget_bytes
     lines = "\n".join(f"  - {_text(one)}" for one in tried)
     return MemoryBudgetError(
-        f"{first.planned.plan.name}: ShardingOptions(rerank={len(tried)}) ran {len(tried)} plans, "
-        f"and all of them ran out of memory; the smallest needs {format_bytes(needed)} per device "
-        f"by XLA's figure.\n{lines}\nGive ShardingOptions(memory_budget_bytes=…) below what the "
-        "devices have, or remat='all', or a smaller batch.",
+        f"{first.planned.plan.name}: all {len(tried)} plans that ShardingOptions(rerank=…) timed "
+        f"ran out of memory; the smallest needs {format_bytes(needed)} per device according to "
+        f"XLA.\n{lines}\nSet ShardingOptions(memory_budget_bytes=…) below the devices' memory, use "
+        "remat='all', or reduce the batch.",
         needed,
         budget,
     )

@@ -6,14 +6,14 @@ What the user's own function raises goes through unchanged, at most with a note.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.tree_util import tree_flatten
 
-from autopar.errors import TraceError, shortened
+from autopar.errors import ArgumentError, TraceError, shortened
 from autopar.ir.traced_step import FlatCall, TracedStep
 from autopar.tracer.flat_call import argument_names, flatten_call
 from autopar.tracer.trace_step import trace_step
@@ -26,6 +26,43 @@ class StepOptions:
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] | str = "auto"
     batch_argnums: tuple[int, ...] = (1,)
+
+    @classmethod
+    def checked(
+        cls,
+        static_argnums: int | Sequence[int] = (),
+        donate_argnums: Sequence[int] | str = "auto",
+        batch_argnums: int | Sequence[int] = (1,),
+    ) -> StepOptions:
+        """The options as users write them, with single positions as tuples."""
+        return cls(
+            _positions("static_argnums", static_argnums),
+            "auto" if donate_argnums == "auto" else _positions("donate_argnums", donate_argnums),
+            _positions("batch_argnums", batch_argnums),
+        )
+
+
+def _positions(name: str, given: Any) -> tuple[int, ...]:
+    positions = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
+        auto = "'auto' or " if name == "donate_argnums" else ""
+        raise ArgumentError(
+            f"{name}={given!r}: needs {auto}argument positions, whole numbers ≥ 0 such as (0,)."
+        )
+    return positions
+
+
+def step_and_options(
+    call: str, fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
+) -> tuple[Callable[..., Any], StepOptions]:
+    """The function to trace and its options; a parallelized function has its own. `call`: the
+    user's, for errors."""
+    if isinstance(options := getattr(fn, "options", None), StepOptions):
+        return fn.__wrapped__, options
+    if not callable(fn):
+        raise ArgumentError(f"{call}({fn!r}): the first argument must be the train step.")
+    options = StepOptions.checked(static_argnums, batch_argnums=batch_argnums)
+    return fn, options
 
 
 def trace(

@@ -269,7 +269,7 @@ def test_arrays_that_the_step_took_over_are_named() -> None:
     other = nnx.clone(objects[0])  # shares arrays, not variables
     step = autopar.parallelize(train_step, method=ONE_AXIS)
     step(*objects, batch())
-    with pytest.raises(ArgumentError, match=r"model\.layers\[0\]\.\w+: this array is deleted"):
+    with pytest.raises(ArgumentError, match=r"model\.layers\[0\]\.\w+: this array was deleted"):
         step(other, *objects[1:], batch())
 
 

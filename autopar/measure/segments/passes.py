@@ -4,8 +4,7 @@
     profile    analysis.json, devices       → profile.json   (and a cache of compiled programs)
     search     analysis.json, profile.json  → plan.json
 
-They may run in one process or in several, one after another; what a pass needs of an earlier one is
-read from its file.
+The passes may run in one process or in several. Each reads the files of earlier passes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.compiler import StepOptions, trace
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import ClusterSpec
-from autopar.lower.planned_step import PlannedStep
 from autopar.measure.rerank import fastest
 from autopar.measure.segments import text
 from autopar.measure.segments.analyse import PreparedStep, analyse
@@ -40,6 +37,7 @@ from autopar.measure.segments.run import compilation_cache_in
 from autopar.measure.segments.search_segments import SearchResult, search
 from autopar.methods import ShardParallel
 from autopar.progress import Progress
+from autopar.tracer.trace import StepOptions, trace
 
 PASSES = ("analysis", "profile", "search")
 ANALYSIS, PROFILE, PLAN, CACHE = "analysis.json", "profile.json", "plan.json", "compiled"
@@ -53,7 +51,7 @@ def prepare_step(
     mesh_shape: tuple[int, ...] | str = "auto",
     options: StepOptions | None = None,
 ) -> PreparedStep:
-    """`mesh_shape`: that of the one mesh that is looked at, or "auto" for all of the cluster's."""
+    """`mesh_shape`: of the one mesh to analyse, or "auto" for all meshes of the cluster."""
     with Progress("tracing"):
         traced = trace(fn, args, kwargs, options or StepOptions())
     return PreparedStep(traced, cluster, ShardParallel(mesh_shape=mesh_shape))  # type: ignore[arg-type]
@@ -69,15 +67,20 @@ def run_passes(
     limit_s: float = LIMIT_S,
     compile_ahead: Callable[[list[TimingTask]], Any] | None = None,
     check: int = 0,
-    make_executable: Callable[[PlannedStep, Sequence[Any]], Any] | None = None,
     say: Callable[[str], Any] = lambda words: None,
 ) -> SearchResult | None:
-    """The passes that are asked for; `say` is told what they find. Gives what the search found.
-    With `check`, the best so many plans and the cost model's own are run as whole steps, by
-    `make_executable`, and the fastest is kept."""
+    """Run some passes and return the result of the search, if it is one of them.
+
+    compile_ahead: compiles programs before they are timed.
+    check:         time this many of the best plans, and the cost model's, as whole steps, and keep
+                   the fastest.
+    say:           is called with the text of each result.
+    """
     unknown = [name for name in passes if name not in PASSES]
     if unknown or not passes:
-        raise ArgumentError(f"passes={','.join(passes)}: needs some of {', '.join(PASSES)}.")
+        raise ArgumentError(
+            f"passes={','.join(passes)}: unknown or empty; choose from {', '.join(PASSES)}."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if "analysis" in passes:
         analysis = analyse(step, top=top)
@@ -95,10 +98,10 @@ def run_passes(
     check_profile_fits(profile, step, devices, str(folder / PROFILE))
     result = search(step, analysis, profile, num_candidates=check)
     say(text.search_text(analysis, result))
-    if result.candidates and make_executable is not None:
-        found = fastest(result.candidates, devices, make_executable).planned
-        say(text.checked_text(found.plan))
-        result = replace(result, planned=found)
+    if result.candidates:
+        planned = fastest(result.candidates, devices).planned
+        say(text.checked_text(planned.plan))
+        result = replace(result, planned=planned)
     result.planned.plan.save(folder / PLAN)
     return result
 
@@ -112,16 +115,16 @@ def _profile(
     compile_ahead: Callable[[list[TimingTask]], Any] | None,
     say: Callable[[str], Any],
 ) -> SegmentProfile:
-    known = None
+    earlier = None
     if (folder / PROFILE).exists():
-        known = load_segment_profile(folder / PROFILE)
-        check_profile_fits(known, step, devices, str(folder / PROFILE))
+        earlier = load_segment_profile(folder / PROFILE)
+        check_profile_fits(earlier, step, devices, str(folder / PROFILE))
     with compilation_cache_in(folder / CACHE):
         return profile_segments(
             step,
             analysis,
             devices,
-            known=known,
+            known=earlier,
             keep=lambda profile: save(profile, folder / PROFILE),
             tell=lambda what, sample: say(text.sample_text(what, sample)),
             compile_ahead=compile_ahead,

@@ -52,6 +52,7 @@ def compiled_figures(job: CompileJob) -> dict[str, Any]:
     if job.hlo_file:
         Path(job.hlo_file).write_text(text, encoding="utf-8")
     stats = compiled.memory_analysis()
+    assert stats is not None
     counts: dict[str, int] = defaultdict(int)
     sent: dict[str, float] = defaultdict(float)
     for op in read_collectives(text):

@@ -1,7 +1,7 @@
 """XLA's figures beside the plan's: from `ProgramCosts` to `VerifiedProgram`s and `VerifiedMesh`es.
 
-The memory of a mesh is that which the runtime would find: while a stage program runs, XLA's figure
-of it and all other buffers that the lists of instructions have live.
+The memory of a mesh is what the runtime will see: while a stage program runs, its memory according
+to XLA plus all other buffers that the instruction lists keep live.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ def verified_programs(
     lowered: LoweredStep,
     jobs: Sequence[CompileJob],
     job_of_stage_program: Sequence[int],
-    figures: Sequence[ProgramCosts],
+    costs: Sequence[ProgramCosts],
 ) -> tuple[VerifiedProgram, ...]:
     runs = _runs(lowered)
     found = []
-    for number, (job, own) in enumerate(zip(jobs, figures, strict=True)):
+    for number, (job, program_costs) in enumerate(zip(jobs, costs, strict=True)):
         stage_programs = [p for p, j in enumerate(job_of_stage_program) if j == number]
         names = tuple(lowered.stage_programs[p].name for p in stage_programs)
         found.append(
-            VerifiedProgram(names, tuple(runs[p] for p in stage_programs), job.topology, own)
+            VerifiedProgram(
+                names, tuple(runs[p] for p in stage_programs), job.topology, program_costs
+            )
         )
     return tuple(found)
 
@@ -57,13 +59,13 @@ def verified_meshes(
     lowered: LoweredStep,
     jobs: Sequence[CompileJob],
     job_of_stage_program: Sequence[int],
-    figures: Sequence[ProgramCosts],
+    costs: Sequence[ProgramCosts],
     limit_bytes: float,
 ) -> tuple[VerifiedMesh, ...]:
     programs, runs = lowered.programs, _runs(lowered)
     size_of = _buffer_sizes(lowered).__getitem__
     order = interleave(programs)
-    own_bytes = [figures[job].peak_bytes for job in job_of_stage_program]
+    own_bytes = [costs[job].peak_bytes for job in job_of_stage_program]
     peaks = peak_bytes(order, programs, size_of, own_bytes)
     between = peak_live_bytes(order, programs, size_of)
     found = []
@@ -78,22 +80,20 @@ def verified_meshes(
                 stages=stages,
                 topology=jobs[job_of_stage_program[stage_programs[0]]].topology,
                 mesh_shape=plans[0].mesh_shape,
-                # Stages that share a mesh hold what they hold at the same time.
+                # Stages that share a mesh use memory at the same time.
                 peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
                 buffer_bytes=between[mesh],
                 limit_bytes=limit_bytes,
                 budget_bytes=budget if budget < inf else None,
                 dot_flops=Compared(
-                    sum(
-                        runs[p] * figures[job_of_stage_program[p]].dot_flops for p in stage_programs
-                    ),
+                    sum(runs[p] * costs[job_of_stage_program[p]].dot_flops for p in stage_programs),
                     _predicted_flops(plans),
                 ),
                 collectives=compared_collectives(
                     _added(
                         Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
                         for p in stage_programs
-                        for one in figures[job_of_stage_program[p]].collectives
+                        for one in costs[job_of_stage_program[p]].collectives
                     ),
                     _predicted_collectives(plans),
                 ),
@@ -145,7 +145,7 @@ def _predicted_collectives(plans: Sequence[ParallelPlan]) -> tuple[Collectives, 
 
 
 def _added(parts: Iterable[Collectives]) -> tuple[Collectives, ...]:
-    """All of one kind as one."""
+    """Summed by kind."""
     counts: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)
     for one in parts:

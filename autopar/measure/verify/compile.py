@@ -1,9 +1,8 @@
 """XLA's GPU compiler in processes of its own: from `CompileJob`s to `ProgramCosts`.
 
-JAX decides when it is imported which plugins it takes and what it checks of them. So that the
-caller's process stays as it is, every program is compiled in a new one, with the environment that
-compiling without a GPU needs. A program that takes too long, or more memory than the machine has,
-ends that process alone.
+JAX chooses and checks its plugins when it is imported, so every program is compiled in a new
+process with the environment that compiling without a GPU needs. A program that takes too long or
+too much memory ends only that process.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def compile_all(
     time_limit_s: float,
     done: Callable[[CompileJob], None] = lambda job: None,
 ) -> list[ProgramCosts]:
-    """Every program compiled, two at a time. The first that fails ends the others."""
+    """Compile all programs, two at a time. The first failure stops the others."""
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopped = threading.Lock(), threading.Event()
 
@@ -52,7 +51,7 @@ def compile_all(
             with (folder / "log").open("wb") as log:
                 with lock:
                     if stopped.is_set():
-                        raise CompileError(f"verify: {job.name} was not compiled.")
+                        raise CompileError(f"verify: compiling {job.name} was cancelled.")
                     process = subprocess.Popen(
                         [
                             sys.executable,
@@ -72,17 +71,17 @@ def compile_all(
                     code = process.wait(time_limit_s)
                 except subprocess.TimeoutExpired:
                     raise CompileError(
-                        f"verify: XLA did not compile {job.name} within {time_limit_s:g} s. Give "
-                        "it longer with verify(…, time_limit_s=…)."
+                        f"verify: XLA did not compile {job.name} within {time_limit_s:g} s. Raise "
+                        "the limit with verify(…, time_limit_s=…)."
                     ) from None
                 finally:
                     process.kill()
                     process.wait()
                     with lock:
                         running.discard(process)
-            figures = _result(job, folder, code)
+            costs = _result(job, folder, code)
         done(job)
-        return figures
+        return costs
 
     with ThreadPoolExecutor(max_workers=MAX_PROCESSES) as threads:
         futures: list[Future[ProgramCosts]] = [threads.submit(run, job) for job in jobs]
@@ -99,7 +98,7 @@ def compile_all(
 
 
 def _environment() -> dict[str, str]:
-    """As this process's, but for GPUs that are not there, and with this very autopar."""
+    """This process's environment with this autopar, set up to compile without GPUs."""
     package = str(Path(__file__).parents[3])
     path = os.environ.get("PYTHONPATH")
     return {
@@ -118,14 +117,14 @@ def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:
     if not file.is_file():
         lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reason = (
-            "was killed: most likely this machine has too little memory for it"
+            "was killed, probably for lack of memory"
             if code == _KILLED
             else f"ended with status {code}"
         )
         words = "\n".join(lines[-_LOG_LINES:])
-        raise CompileError(f"verify: the process that compiled {job.name} {reason}.\n{words}")
+        raise CompileError(f"verify: the process compiling {job.name} {reason}.\n{words}")
     found = json.loads(file.read_text(encoding="utf-8"))
     if "error" in found:
-        raise CompileError(f"verify: {job.name} cannot be compiled. {found['error']}")
+        raise CompileError(f"verify: XLA cannot compile {job.name}. {found['error']}")
     collectives = tuple(Collectives(*one) for one in found.pop("collectives"))
     return ProgramCosts(**found, collectives=collectives)

@@ -1,4 +1,4 @@
-"""What a compiling process is given, and what it finds: `CompileJob` and `ProgramCosts`."""
+"""The input and output of a compiling process: `CompileJob` and `ProgramCosts`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopar.ir.remote import ProgramSpec
 class CompileJob:
     """A program to compile.
 
-    program:  as bytes of `jax.export`.
-    topology: hosts, devices per host, of the mesh that it runs on.
-    hlo_file: where to write XLA's optimized HLO; nowhere if empty.
+    program:  serialized by `jax.export`.
+    topology: hosts and devices per host of its mesh.
+    hlo_file: where to write XLA's optimized HLO, unless empty.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Collectives:
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """What XLA says of a compiled program, of one device and one run. Outputs that lie in donated
-    arguments are counted in both, and once more in `alias_bytes`."""
+    """XLA's costs of a compiled program, per device and run. An output in a donated argument counts
+    in `argument_bytes`, `output_bytes` and `alias_bytes`."""
 
     argument_bytes: int
     output_bytes: int
@@ -44,7 +44,7 @@ class ProgramCosts:
     alias_bytes: int
     collectives: tuple[Collectives, ...]
     dot_flops: float
-    seconds: float  # that XLA took
+    seconds: float  # of compiling
 
     @property
     def peak_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""What XLA says of a plan's programs, beside what the plan predicted: `VerifyReport`.
+"""XLA's costs of a plan's programs next to the predicted ones: `VerifyReport` and its text.
 
-Figures are of one device. Those of a program are of one run, those of a mesh of a whole step.
+Costs are per device: of a program for one run, of a mesh for a whole step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _UNKNOWN = "–"
 
 @dataclass(frozen=True)
 class VerifiedProgram:
-    """A compiled program: the stage programs of the step that it is (equal ones are compiled once),
-    and how often each of them runs in a step."""
+    """A compiled program. `pieces`: the stage programs that it is, since equal ones are compiled
+    once; `runs`: how often each runs in a step; `figures`: its costs."""
 
     pieces: tuple[str, ...]
     runs: tuple[int, ...]
@@ -35,7 +35,7 @@ class VerifiedProgram:
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure of XLA's and the predicted one; None where the plan does not say."""
+    """XLA's value and the predicted one; None if the plan has none."""
 
     xla: float
     predicted: float | None
@@ -59,11 +59,11 @@ class ComparedCollectives:
 class VerifiedMesh:
     """A stage's mesh, or the only one.
 
-    peak_bytes:   XLA's: the most that a program holds while it runs (arguments, results and
-                  temporaries, donated buffers once) and what else lies in buffers meanwhile.
-    buffer_bytes: the most that lies in buffers between programs.
-    limit_bytes:  what a step may use of the device's memory.
-    budget_bytes: what the plan was to stay within; None if nothing.
+    peak_bytes:   the maximum over its programs of what XLA says the program uses (arguments,
+                  outputs and temporaries, donated buffers once) plus all other live buffers.
+    buffer_bytes: the most that buffers hold between programs.
+    limit_bytes:  the device memory that a step may use.
+    budget_bytes: the plan's memory budget, or None.
     """
 
     mesh: int
@@ -79,7 +79,7 @@ class VerifiedMesh:
 
     @property
     def excess_bytes(self) -> float:
-        """What it needs beyond the limit; negative if that much is left."""
+        """Bytes beyond the limit; negative if memory is left."""
         return self.peak_bytes.xla - self.limit_bytes
 
     @property
@@ -89,15 +89,15 @@ class VerifiedMesh:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `autopar.verify` found. `str(report)` is a text with tables, `to_json()` all of it.
+    """The result of `autopar.verify`. `str(report)` has tables, `to_json()` everything.
 
     name:              of the step.
     target, device:    the GPU that it was compiled for, and its name.
     versions:          of jax, jaxlib and CUDA.
-    is_pipeline, num_micro_batches: as the plan has them.
-    programs:          what XLA says of each: memory, collectives, flops.
-    meshes:            of each mesh, predicted and XLA's peak, and what may be used.
-    seconds:           that all of it took.
+    is_pipeline, num_micro_batches: of the plan.
+    programs:          XLA's memory, collectives and FLOPs of each.
+    meshes:            predicted and compiled costs of each mesh, and its memory limit.
+    seconds:           of the verification.
     """
 
     name: str
@@ -112,21 +112,21 @@ class VerifyReport:
 
     @property
     def fits(self) -> bool:
-        """Whether every mesh keeps within what it may use, by XLA's figures."""
+        """Whether every mesh stays within its memory limit, according to XLA."""
         return all(mesh.fits for mesh in self.meshes)
 
     @property
     def peak_bytes(self) -> float:
-        """XLA's, of the fullest mesh."""
+        """XLA's peak of the fullest mesh."""
         return max(mesh.peak_bytes.xla for mesh in self.meshes)
 
     @property
     def excess_bytes(self) -> float:
-        """What the mesh that fits least needs beyond its limit; negative if that much is left."""
+        """The largest excess of any mesh; negative if all have memory left."""
         return max(mesh.excess_bytes for mesh in self.meshes)
 
     def problem(self) -> str | None:
-        """Where it does not fit, by how much, and what would help; None if it does."""
+        """Which mesh does not fit, by how much, and what would help; None if all fit."""
         tight = max(self.meshes, key=lambda mesh: mesh.excess_bytes)
         if tight.fits:
             return None
@@ -134,14 +134,14 @@ class VerifyReport:
         lines = [
             f"{self.name} does not fit: {where} needs {format_bytes(tight.peak_bytes.xla)} per "
             f"device as XLA compiles it, {format_bytes(tight.excess_bytes)} more than the "
-            f"{format_bytes(tight.limit_bytes)} that a step may use of {self.target}.",
-            "What would help:",
+            f"{format_bytes(tight.limit_bytes)} that a step may use on {self.target}.",
+            "Possible remedies:",
             *_remedies(tight, self.num_micro_batches),
         ]
         return "\n".join(lines)
 
     def place(self, mesh: VerifiedMesh) -> str:
-        """A mesh as a user knows it."""
+        """A mesh by the stages it runs."""
         if not self.is_pipeline:
             return "the mesh " + "×".join(map(str, mesh.mesh_shape))
         numbers = ", ".join(map(str, mesh.stages))
@@ -153,50 +153,50 @@ class VerifyReport:
         return report_text(self)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as data for `json.dumps`."""
+        """The report as data for `json.dumps`."""
         head = {"format": FORMAT, "version": FORMAT_VERSION, "fits": self.fits}
         return {**head, **encode(self), "versions": dict(self.versions)}
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, as JSON."""
+        """Write the report to a JSON file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def _remedies(mesh: VerifiedMesh, num_micro_batches: int) -> list[str]:
-    found = []
+    remedies = []
     ratio = mesh.peak_bytes.ratio
     if ratio is not None and ratio < 1:
         budget = mesh.limit_bytes * ratio
-        found.append(
-            f"  - a smaller budget: the plan predicted {ratio:.2f} of XLA's figure, so that one "
-            f"made with ShardingOptions(memory_budget_bytes={budget:.3g}) should fit"
+        remedies.append(
+            f"  - a smaller budget: the plan predicted {ratio:.2f} of XLA's peak, so a plan with "
+            f"ShardingOptions(memory_budget_bytes={budget:.3g}) should fit"
         )
-    found.append(
-        f"  - smaller micro-batches: num_micro_batches={2 * num_micro_batches}; or a smaller batch"
+    remedies.append(
+        f"  - smaller micro-batches (num_micro_batches={2 * num_micro_batches}) or a smaller batch"
     )
-    found.append('  - recomputation of activations: ShardingOptions(remat="all")')
+    remedies.append('  - recomputation of activations: ShardingOptions(remat="all")')
     count = mesh.topology[0] * mesh.topology[1]
     more = ceil(count * mesh.peak_bytes.xla / mesh.limit_bytes)
-    found.append(f"  - about {more} devices here instead of {count}, or devices with more memory")
-    return found
+    remedies.append(f"  - about {more} devices instead of {count}, or devices with more memory")
+    return remedies
 
 
 def compared_collectives(
     of_xla: tuple[Collectives, ...], predicted: tuple[Collectives, ...] | None
 ) -> tuple[ComparedCollectives, ...]:
-    """Kind by kind; a kind that one side lacks is none there."""
-    ours = {one.kind: one for one in predicted or ()}
-    theirs = {one.kind: one for one in of_xla}
+    """Kind by kind; a kind missing on one side counts as zero."""
+    by_plan = {one.kind: one for one in predicted or ()}
+    by_xla = {one.kind: one for one in of_xla}
     rows = []
-    for kind in sorted({*ours, *theirs}):
+    for kind in sorted({*by_plan, *by_xla}):
         none = Collectives(kind, 0, 0.0)
-        xla, own = theirs.get(kind, none), ours.get(kind, none)
+        xla, plan = by_xla.get(kind, none), by_plan.get(kind, none)
         is_known = predicted is not None
         rows.append(
             ComparedCollectives(
                 kind,
-                Compared(xla.count, own.count if is_known else None),
-                Compared(xla.sent_bytes, own.sent_bytes if is_known else None),
+                Compared(xla.count, plan.count if is_known else None),
+                Compared(xla.sent_bytes, plan.sent_bytes if is_known else None),
             )
         )
     return tuple(rows)
@@ -208,24 +208,24 @@ def compared_collectives(
 def report_text(report: VerifyReport) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions)
     lines = [
-        f"{report.name}, compiled for {report.device} ({report.target}) without one: {versions}",
+        f"{report.name}, compiled for {report.device} ({report.target}) without a GPU: {versions}",
         "",
         "Memory per device",
         *table(
-            ("where", "mesh", "predicted", "XLA", "ratio", "may use", "verdict"),
+            ("where", "mesh", "predicted", "XLA", "ratio", "limit", "verdict"),
             [_memory_row(report, mesh) for mesh in report.meshes],
         ),
         "",
-        "Programs as XLA compiles them, per device and run",
+        "Compiled programs, per device and run",
         *table(
             (
                 "program", "runs", "arguments", "outputs", "temporaries", "aliased", "total",
-                "dot TFLOP", "collectives", "compiled in",
+                "dot TFLOP", "collectives", "compile time",
             ),
             [_program_row(program) for program in report.programs],
         ),
         "",
-        "Products and collectives per device and step: number and bytes sent",
+        "Matrix products and collectives, per device and step: count, bytes sent",
         *table(
             ("where", "what", "predicted", "XLA", "ratio"),
             [row for mesh in report.meshes for row in _work_rows(report, mesh)],
@@ -243,7 +243,7 @@ def _memory_row(report: VerifyReport, mesh: VerifiedMesh) -> tuple[str, ...]:
     verdict = (
         f"fits, {format_bytes(-mesh.excess_bytes)} left"
         if mesh.fits
-        else f"does not fit, {format_bytes(mesh.excess_bytes)} too much"
+        else f"does not fit, {format_bytes(mesh.excess_bytes)} over"
     )
     return (
         report.place(mesh) if report.is_pipeline else "step",
@@ -257,22 +257,22 @@ def _memory_row(report: VerifyReport, mesh: VerifiedMesh) -> tuple[str, ...]:
 
 
 def _program_row(program: VerifiedProgram) -> tuple[str, ...]:
-    own = program.figures
+    costs = program.figures
     others = len(program.pieces) - 1
     collectives = ", ".join(
-        f"{one.kind} {one.count:.0f} ({format_bytes(one.sent_bytes)})" for one in own.collectives
+        f"{one.kind} {one.count:.0f} ({format_bytes(one.sent_bytes)})" for one in costs.collectives
     )
     return (
         program.pieces[0] + (f" and {others} equal" if others else ""),
         " ".join(map(str, sorted(set(program.runs)))),
-        format_bytes(own.argument_bytes),
-        format_bytes(own.output_bytes),
-        format_bytes(own.temp_bytes),
-        format_bytes(own.alias_bytes),
-        format_bytes(own.peak_bytes),
-        f"{own.dot_flops / 1e12:.3g}",
+        format_bytes(costs.argument_bytes),
+        format_bytes(costs.output_bytes),
+        format_bytes(costs.temp_bytes),
+        format_bytes(costs.alias_bytes),
+        format_bytes(costs.peak_bytes),
+        f"{costs.dot_flops / 1e12:.3g}",
         collectives or "none",
-        f"{own.seconds:.1f} s",
+        f"{costs.seconds:.1f} s",
     )
 
 
@@ -317,17 +317,17 @@ def _sum_cells(parts: Sequence[Compared]) -> tuple[str, ...]:
 
 def _notes(report: VerifyReport) -> list[str]:
     notes = [
-        "ratio: predicted over XLA's. XLA's memory is arguments + outputs + temporaries − aliased",
-        "and, in a pipeline, what lies in other buffers meanwhile. XLA merges collectives of one",
-        "kind, and turns some kinds into others: compare bytes, of all kinds together, rather than",
-        "numbers. Dot TFLOP are those of matrix products and convolutions.",
+        "ratio: predicted / XLA. XLA's memory is arguments + outputs + temporaries − aliased, plus",
+        "other live buffers in a pipeline. XLA merges collectives of a kind and may replace one",
+        "kind by another: compare the bytes of all kinds together rather than counts. Dot TFLOP",
+        "include matrix products and convolutions.",
     ]
     for mesh in report.meshes:
         if mesh.fits and mesh.budget_bytes is not None and mesh.peak_bytes.xla > mesh.budget_bytes:
             over = format_bytes(mesh.peak_bytes.xla - mesh.budget_bytes)
             notes.append(
-                f"{report.place(mesh)} is {over} over the plan's budget of "
-                f"{format_bytes(mesh.budget_bytes)}, but fits the device."
+                f"{report.place(mesh)} exceeds the plan's budget of "
+                f"{format_bytes(mesh.budget_bytes)} by {over}, but fits the device."
             )
     return notes
 

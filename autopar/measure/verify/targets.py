@@ -1,7 +1,7 @@
-"""GPUs that XLA can compile for without having one: from a device's name to a description.
+"""GPUs that XLA can compile for without having one: from a device's name to a `GpuTarget`.
 
-A description is text in XLA's own form (`GpuTargetConfigProto`), one file per GPU in
-`autopar/targets`. Its figures are those of data sheets and of CUDA's table of compute capabilities.
+A description is a `GpuTargetConfigProto` in text form, one file per GPU in `gpu_targets/`, with
+numbers from data sheets and CUDA's table of compute capabilities.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SUFFIX = ".txtpb"
 _MEMORY = re.compile(r"\bdevice_memory_size:\s*(\d+)")
 _CAPABILITY = re.compile(r"cuda_compute_capability\s*\{([^}]*)\}")
 _NAME = re.compile(r'\bdevice_description_str:\s*"([^"]*)"')
-_SAME_MEMORY = 0.1  # vendors count in powers of two or of ten, and drivers keep some
+_SAME_MEMORY = 0.1  # vendors count in powers of two or ten, and drivers reserve some
 _PLUGINS = {13: "jax_plugins.xla_cuda13", 12: "jax_plugins.xla_cuda12"}
 
-# What the compilers of a CUDA version no longer know: programs for older GPUs are refused.
+# The oldest GPUs that the compilers of a CUDA version support.
 _OLDEST_CAPABILITY = {12: (5, 0), 13: (7, 5)}
 
 
@@ -43,28 +43,28 @@ def target_names() -> list[str]:
 
 
 def load_target(given: str | Path) -> GpuTarget:
-    """A target by its name, or from a file of one's own."""
+    """A target by name, or from a file."""
     names = target_names()
     if isinstance(given, str) and given.lower() in names:
         name = given.lower()
         file = resources.files("autopar.measure.verify") / "gpu_targets" / f"{name}{_SUFFIX}"
         return _parsed(name, file.read_text(encoding="utf-8"))
     if not isinstance(given, (str, Path)):
-        raise ArgumentError(f"target={given!r}: needs the name of a GPU, or a file's path.")
+        raise ArgumentError(f"target={given!r}: needs the name of a GPU or the path of a file.")
     path = Path(given)
     if path.suffix == _SUFFIX or path.is_file():
         try:
             return _parsed(path.stem, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"target={str(given)!r} cannot be read: {error}") from error
+            raise ArgumentError(f"target={str(given)!r}: cannot read the file: {error}") from error
     near = near_names(str(given), names)
-    raise ArgumentError(f"target={str(given)!r} is not known{near}. {_choice(names)}")
+    raise ArgumentError(f"target={str(given)!r}: unknown GPU{near}. {_choice(names)}")
 
 
 def _choice(names: list[str]) -> str:
     return (
-        f"There are {', '.join(names)}. Any other GPU is described by a file in XLA's form, given "
-        "by its path: target='my_gpu.txtpb'."
+        f"Choose from {', '.join(names)}, or describe another GPU in a file and give its path: "
+        "target='my_gpu.txtpb'."
     )
 
 
@@ -72,9 +72,9 @@ def _parsed(name: str, config: str) -> GpuTarget:
     memory, capability = _MEMORY.search(config), _CAPABILITY.search(config)
     if memory is None or capability is None:
         raise ArgumentError(
-            f"target={name!r}: the description names no device_memory_size or no "
-            "cuda_compute_capability. It is a GpuTargetConfigProto as text; those in "
-            "autopar/targets show the form."
+            f"target={name!r}: the description needs device_memory_size and "
+            "cuda_compute_capability. It is a GpuTargetConfigProto in text form, like the files in "
+            "autopar/measure/verify/gpu_targets."
         )
     described = _NAME.search(config)
     numbers = dict(re.findall(r"\b(major|minor):\s*(\d+)", capability[1]))
@@ -88,46 +88,46 @@ def _parsed(name: str, config: str) -> GpuTarget:
 
 
 def target_of(device: str, memory_bytes: float | None) -> GpuTarget:
-    """The target of a device that a plan was made for: the same chip with the nearest memory or,
-    if none has about as much, with what was planned for. XLA uses more where there is more."""
+    """The target of a plan's device: the same chip with the nearest memory or, if none is close,
+    with the plan's memory. XLA uses more where there is more."""
     names = target_names()
     chips = {name.split("-")[0] for name in names}
     chip = max((chip for chip in chips if chip in device.lower()), key=len, default=None)
     if chip is None:
         raise ArgumentError(
-            f"the plan is for the device {device!r}, of which no description is here. Say for "
-            f"which GPU to compile, as target='h100-80gb'. {_choice(names)}"
+            f"verify: no GPU description for the plan's device {device!r}. Choose the GPU to "
+            f"compile for, as in target='h100-80gb'. {_choice(names)}"
         )
-    found = [load_target(name) for name in names if name.split("-")[0] == chip]
+    targets = [load_target(name) for name in names if name.split("-")[0] == chip]
     if memory_bytes is None:
-        return found[-1]
-    nearest = min(found, key=lambda target: abs(target.memory_bytes - memory_bytes))
+        return targets[-1]
+    nearest = min(targets, key=lambda target: abs(target.memory_bytes - memory_bytes))
     if abs(nearest.memory_bytes / memory_bytes - 1) < _SAME_MEMORY:
         return nearest
     size = f"{memory_bytes / 1e9:.4g}"
     return replace(
         nearest,
         name=f"{chip}-{size}gb",
-        description=f"{nearest.description}, as if with {size} GB",
+        description=f"{nearest.description}, memory set to {size} GB",
         memory_bytes=memory_bytes,
         config=_MEMORY.sub(f"device_memory_size: {memory_bytes:.0f}", nearest.config),
     )
 
 
 def cuda_version(target: GpuTarget) -> int:
-    """The CUDA version of JAX's plugin that compiles for the target; an error without one."""
+    """The CUDA version of JAX's plugin that can compile for the target."""
     installed = [version for version, module in _PLUGINS.items() if _is_there(module)]
     if not installed:
         raise CompileError(
-            "verify: JAX has no CUDA plugin here, which holds XLA's GPU compiler. Install it with: "
-            f"pip install '{_extra(target)}'. No GPU is needed."
+            "verify: JAX's CUDA plugin, which contains XLA's GPU compiler, is not installed. "
+            f"Install it with: pip install '{_extra(target)}'. No GPU is needed."
         )
     able = [v for v in installed if target.compute_capability >= _OLDEST_CAPABILITY[v]]
     if not able:
         capability = ".".join(map(str, target.compute_capability))
         raise CompileError(
-            f"verify: CUDA {installed[0]} can no longer compile for {target.name} (compute "
-            f"capability {capability}). Install JAX with CUDA 12 in an environment of its own: "
+            f"verify: CUDA {installed[0]} no longer supports {target.name} (compute capability "
+            f"{capability}). Install JAX with CUDA 12 in a separate environment: "
             f"pip install '{_extra(target)}'."
         )
     return able[0]

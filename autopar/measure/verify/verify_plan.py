@@ -1,8 +1,8 @@
 """`autopar.verify`: a plan proved by compiling it, from a step and its plan to a `VerifyReport`.
 
-Every program of the plan is lowered for GPUs that need not exist and compiled by XLA's GPU compiler
-in processes of their own (`proof/`). What XLA says of memory, collectives and flops is put beside
-what the plan predicted. Stage programs of a pipeline with the same text are compiled once.
+Every program of the plan is lowered for GPUs that need not exist, and XLA's GPU compiler compiles
+it in a process of its own. The report puts XLA's memory, collectives and FLOPs next to the plan's
+predictions. Stage programs with the same text are compiled once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, CompileError
 from autopar.ir.mesh import DEVICES, ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -32,6 +32,7 @@ from autopar.measure.verify.targets import GpuTarget, cuda_version, load_target,
 from autopar.progress import Progress
 from autopar.runtime.remote.exporting import CallsBackError, exported_stage_program
 from autopar.sharding.memory_budget import RESERVE_SHARE
+from autopar.tracer.trace import step_and_options
 
 _LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*")*\)')
@@ -48,20 +49,20 @@ def verify(
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,
 ) -> VerifyReport:
-    """Compile every program of a plan for the GPU it was made for, without having one, and report
-    XLA's own memory, collectives and flops beside the predicted ones. `report.fits` says whether
-    it fits; arguments may be `jax.ShapeDtypeStruct`s. JAX's CUDA plugin is needed: `pip install
-    'autopar[verify]'`.
+    """Compile every program of a plan for its GPU, without having one, and compare XLA's memory,
+    collectives and FLOPs with the predicted ones. `report.fits` says whether the plan fits. Needs
+    JAX's CUDA plugin: `pip install 'autopar[verify]'`.
 
-    fn:           the step; `args` and `kwargs` are what it is called with.
-    plan:         the plan that is proved.
+    fn:           the step; `args` and `kwargs` are its arguments, arrays or
+                  `jax.ShapeDtypeStruct`s.
+    plan:         the plan to verify.
     target:       the GPU: a name such as "h100-80gb", or the path of a description. Default: the
-                  device that the plan is for.
-    time_limit_s: seconds that XLA may take for one program.
+                  plan's device.
+    time_limit_s: for compiling one program.
     hlo_folder:   where to write XLA's optimized HLO, a file per program.
     static_argnums, batch_argnums: as for `parallelize`.
 
-    Returns a `VerifyReport`. Raises `CompileError` if XLA refuses a program or takes too long, and
+    Returns a `VerifyReport`. Raises `CompileError` if XLA rejects a program or takes too long, and
     `PlanError` if the plan was made for another program.
     """
     started = time.perf_counter()
@@ -74,7 +75,7 @@ def verify(
         raise ArgumentError(f"verify(time_limit_s={time_limit_s!r}): needs seconds > 0.")
     gpu = target_of(*_device(plan)) if target is None else load_target(target)
     cuda = cuda_version(gpu)
-    step, options = _unwrap(fn, static_argnums, batch_argnums)
+    step, options = step_and_options("verify", fn, static_argnums, batch_argnums)
     cluster = plan.cluster or ClusterSpec(1, plan.num_devices, DEVICES.get(plan.device, "cpu"))
     planned = plan_step(step, args, kwargs, cluster=cluster, method=plan, options=options)
     lowered = lower_for_workers(planned, AbstractDevices(plan.num_devices, "gpu"))
@@ -83,7 +84,7 @@ def verify(
         folder.mkdir(parents=True, exist_ok=True)
     jobs, job_of_stage_program = _jobs(lowered, cluster, gpu, folder)
     with Progress(f"compiling for {gpu.name}", len(jobs)) as progress:
-        figures = compile_all(jobs, time_limit_s, lambda _: progress.step())
+        costs = compile_all(jobs, time_limit_s, lambda _: progress.step())
     limit = _limit_bytes(plan, gpu, given=target is not None)
     return VerifyReport(
         name=plan.name,
@@ -92,36 +93,22 @@ def verify(
         versions=(*_versions(), ("CUDA", str(cuda))),
         is_pipeline=plan.is_pipeline,
         num_micro_batches=plan.num_micro_batches,
-        programs=verified_programs(lowered, jobs, job_of_stage_program, figures),
-        meshes=verified_meshes(plan, lowered, jobs, job_of_stage_program, figures, limit),
+        programs=verified_programs(lowered, jobs, job_of_stage_program, costs),
+        meshes=verified_meshes(plan, lowered, jobs, job_of_stage_program, costs, limit),
         seconds=time.perf_counter() - started,
     )
 
 
 def check_compiler(cluster: ClusterSpec, target: str | Path | None = None) -> None:
-    """That a plan for this cluster can be verified here, before minutes are spent on planning."""
+    """Raise if plans for this cluster cannot be verified here, before minutes of planning."""
     device = cluster.spec
     cuda_version(
         target_of(device.name, device.memory_bytes) if target is None else load_target(target)
     )
 
 
-def _unwrap(
-    fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
-) -> tuple[Callable[..., Any], StepOptions]:
-    if isinstance(options := getattr(fn, "options", None), StepOptions):  # parallelized already
-        return fn.__wrapped__, options
-    if not callable(fn):
-        raise ArgumentError(f"verify({fn!r}): the first argument is the train step, a function.")
-
-    def positions(given: int | Sequence[int]) -> tuple[int, ...]:
-        return (given,) if isinstance(given, int) else tuple(given)
-
-    return fn, StepOptions(positions(static_argnums), "auto", positions(batch_argnums))
-
-
 def _device(plan: ParallelPlan) -> tuple[str, float | None]:
-    """Name and memory of the device that a plan is for."""
+    """Name and memory of a plan's device."""
     if plan.cluster is not None:
         return plan.cluster.spec.name, plan.cluster.spec.memory_bytes
     preset = DEVICES.get(plan.device)
@@ -129,8 +116,8 @@ def _device(plan: ParallelPlan) -> tuple[str, float | None]:
 
 
 def _limit_bytes(plan: ParallelPlan, target: GpuTarget, given: bool) -> float:
-    """What a step may use of a device: its memory less a reserve. Of the device that the plan was
-    made for it may use more, if the plan's own budget is more."""
+    """The memory that a step may use: the device's less a reserve, or the plan's budget if that is
+    larger and the target is the plan's device."""
     _, memory = _device(plan)
     if given or memory is None:
         return (1 - RESERVE_SHARE) * target.memory_bytes
@@ -139,19 +126,19 @@ def _limit_bytes(plan: ParallelPlan, target: GpuTarget, given: bool) -> float:
 
 
 def _versions() -> list[tuple[str, str]]:
-    found = []
+    versions = []
     for package in ("jax", "jaxlib"):
         try:
-            found.append((package, version(package)))
+            versions.append((package, version(package)))
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _jobs(
     lowered: LoweredStep, cluster: ClusterSpec, target: GpuTarget, hlo_folder: Path | None
 ) -> tuple[list[CompileJob], list[int]]:
-    """The distinct programs to compile, and which of them each stage program is."""
+    """The distinct programs to compile, and the number of each stage program's among them."""
     jobs: list[CompileJob] = []
     known: dict[str, int] = {}
     job_of_stage_program = []
@@ -178,13 +165,12 @@ def _jobs(
 
 
 def _exported(step_name: str, stage_program: LoweredProgram) -> Any:
-    """The stage program's program, by a name that is the same for all, so that equal ones are
-    equal."""
+    """The exported program; one function name for all, so that equal programs have equal text."""
     try:
         return exported_stage_program(step_name, stage_program, "gpu", function_name="piece")
     except CallsBackError as error:
         raise CompileError(
-            f"verify: {error} A compiler in another process cannot take it: verify the step "
+            f"verify: {error} Such a program cannot be compiled in another process; verify the step "
             "without it."
         ) from error
 
@@ -194,13 +180,13 @@ def _serialized(exported: Any) -> bytes:
         return bytes(exported.serialize())
     except ImportError as error:
         raise CompileError(
-            "verify: programs cannot be handed to the compiler, because the package flatbuffers is "
-            "not installed. Install it with: pip install 'autopar[verify]'."
+            "verify: the package flatbuffers is missing, which serializes programs for the "
+            "compiler. Install it with: pip install 'autopar[verify]'."
         ) from error
 
 
 def _digest(text: str, stage_program: LoweredProgram, topology: tuple[int, int]) -> str:
-    """Equal for programs that are the same but for the lines of code they come from."""
+    """Equal for programs that differ only in source locations."""
     text = _LOCATION.sub("", _LOCATION_LINE.sub("", text))
     places = repr((stage_program.reads, stage_program.writes, stage_program.donated, topology))
     return hashlib.sha256((text + places).encode()).hexdigest()

@@ -225,7 +225,7 @@ def test_depths_that_are_none(depth: Any) -> None:
 def test_head_says_what_how_and_how_well() -> None:
     lines = explain_plan(plan_of()).splitlines()
     assert lines[:3] == [
-        "train_step: on an x=2 × y=4 mesh of 8 devices",
+        "train_step: on a mesh x=2 × y=4 of 8 devices",
         "  method    ShardParallel()",
         "  cluster   1 host × 8 h100-sxm (74.5 GiB each), 400 GB/s between devices of a host",
     ]

@@ -80,8 +80,8 @@ def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled, monkeyp
     assert all(one.is_known for one in again.search.tried)
     assert plan_digest(again) == plan_digest(first.last_planned.plan)
     text = again.explain()
-    assert "run with made-up inputs, the fastest taken (3 plans):" in text
-    assert "timed earlier" in text and "→ predicted" in text
+    assert "3 plans timed with synthetic inputs; → is chosen:" in text
+    assert "from the database" in text and "→ predicted" in text
     assert autopar.ParallelPlan.from_json(again.to_json()).search == again.search
     assert len(cache.rows()) == 3
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.api import make_executable
 from autopar.compiler import plan_step
+from autopar.executables import make_executable
 from autopar.ir.profile import Timing
 from autopar.measure.time_step import made_up, time_executable
 from autopar.runtime.timing import spread_of

@@ -98,7 +98,7 @@ def test_a_time_limit(compiler):
 
 def test_a_killed_process_is_told_from_one_that_failed(compiler):
     compiler("kill -9 $$")
-    with pytest.raises(CompileError, match=r"step_piece was killed.*too little memory"):
+    with pytest.raises(CompileError, match=r"step_piece was killed.*lack of memory"):
         compile_all([job()], 60)
     compiler("echo some words >&2; exit 3")
     with pytest.raises(CompileError, match=r"(?s)step_piece ended with status 3\..*some words"):

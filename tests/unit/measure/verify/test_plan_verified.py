@@ -1,4 +1,4 @@
-"""Plans ranked by compiling, around stand-ins for XLA's figures."""
+"""Plans ranked by compiling, with stand-ins for XLA's costs."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ def test_what_does_not_fit_or_sends_more_is_not_taken(monkeypatch):
     assert len(compiled) == 3 and plan_digest(plan) == plan_digest(compiled[2])
     tried = plan.search.tried
     assert [one.is_chosen for one in tried] == [False, False, True]
-    assert tried[0].failure == "needs 4.0 KiB more than there is"
+    assert tried[0].failure == "exceeds the memory by 4.0 KiB"
     assert tried[1].compiled_s > 1e3 * tried[1].predicted_s
     assert tried[2].compiled_s == pytest.approx(tried[2].predicted_s)
     text = plan.explain()
-    assert "compiled, the best taken (3 plans):" in text and "as XLA compiled it" in text
+    assert "3 plans compiled; → is chosen:" in text and "corrected by compiling" in text
     assert autopar.ParallelPlan.from_json(plan.to_json()).search == plan.search
 
 
 def test_where_none_fits_all_are_named(monkeypatch):
     run, _ = verified(monkeypatch, *[told(1, 2048)] * 3)
-    with pytest.raises(MemoryBudgetError, match="compiled 3 plans for h100-80gb, and none fits"):
+    with pytest.raises(MemoryBudgetError, match="none of 3 plans compiled for h100-80gb"):
         run()
 
 
 def test_bad_arguments_are_said():
     plain = autopar.ShardParallel()
-    with pytest.raises(ArgumentError, match="options say how many plans to compile"):
+    with pytest.raises(ArgumentError, match="a number of plans to compile"):
         autopar.plan_verified(step, *ARGUMENTS, cluster=CLUSTER, method=plain)
     with pytest.raises(ArgumentError, match=r"needs an autopar\.ClusterSpec"):
         autopar.plan_verified(step, *ARGUMENTS, cluster=8, method=METHOD)

@@ -61,10 +61,10 @@ def test_what_does_not_fit_names_the_stage_the_excess_and_remedies():
     problem = made.problem() or ""
     assert "stage 1 needs 12.5 GiB per device" in problem
     assert "2.5 GiB more than the 10.0 GiB" in problem
-    # 0.8 of XLA's figure was predicted: a budget of 0.8 of the limit would have sufficed.
+    # 0.8 of XLA's peak was predicted: a budget of 0.8 of the limit would have sufficed.
     assert f"memory_budget_bytes={0.8 * 10 * GIB:.3g}" in problem
     assert "num_micro_batches=8" in problem
-    assert "about 10 devices here instead of 8" in problem
+    assert "about 10 devices instead of 8" in problem
     assert str(made).endswith(problem)
 
 
@@ -90,7 +90,7 @@ def test_collectives_of_either_side_are_compared_by_kind():
 
 def test_text_shows_both_sides():
     text = str(report(mesh(9.0)))
-    assert "compiled for NVIDIA H100 (h100-80gb) without one: jax 1.2, CUDA 13" in text
+    assert "compiled for NVIDIA H100 (h100-80gb) without a GPU: jax 1.2, CUDA 13" in text
     row = next(line for line in text.splitlines() if "fits, 1.0 GiB left" in line)
     assert row.split()[:8] == ["step", "2×4", "8.0", "GiB", "9.0", "GiB", "0.89", "10.0"]
     assert "stage1_forward and 1 equal" in text
@@ -108,8 +108,8 @@ def test_text_without_predictions():
 
 def test_a_plan_over_its_own_budget_that_fits_the_device():
     text = str(report(mesh(9.0, budget_bytes=8 * GIB)))
-    assert "the mesh 2×4 is 1.0 GiB over the plan's budget of 8.0 GiB, but fits" in text
-    assert "over the plan's budget" not in str(report(mesh(9.0)))
+    assert "the mesh 2×4 exceeds the plan's budget of 8.0 GiB by 1.0 GiB, but fits" in text
+    assert "exceeds the plan's budget" not in str(report(mesh(9.0)))
 
 
 def test_json(tmp_path: Path):

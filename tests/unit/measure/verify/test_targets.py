@@ -75,7 +75,7 @@ def test_the_nearest_memory_of_the_same_chip(device: str, memory_bytes: float | 
 def test_a_chip_with_another_memory_than_any_has():
     target = target_of("v100", 12e9)
     assert (target.name, target.memory_bytes) == ("v100-12gb", 12e9)
-    assert target.description == "Tesla V100-SXM2-16GB, as if with 12 GB"
+    assert target.description == "Tesla V100-SXM2-16GB, memory set to 12 GB"
     assert "device_memory_size: 12000000000\n" in target.config
     assert target_of("v100", 16e9).config == load_target("v100-16gb").config
 
@@ -86,9 +86,9 @@ def test_a_device_without_a_description():
 
 
 def test_unknown_names_suggest_near_ones():
-    with pytest.raises(ArgumentError, match=r"'h100-80' is not known \(did you mean 'h100-80gb'"):
+    with pytest.raises(ArgumentError, match=r"'h100-80': unknown GPU \(did you mean 'h100-80gb'"):
         load_target("h100-80")
-    with pytest.raises(ArgumentError, match="Any other GPU is described by a file"):
+    with pytest.raises(ArgumentError, match="or describe another GPU in a file"):
         load_target("zzz")
     with pytest.raises(ArgumentError, match="target=3"):
         load_target(3)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_a_description_of_ones_own(tmp_path: Path):
     mine.write_text("gpu_device_info { core_count: 1 }")
     with pytest.raises(ArgumentError, match=r"'mine'.*device_memory_size"):
         load_target(mine)
-    with pytest.raises(ArgumentError, match="cannot be read"):
+    with pytest.raises(ArgumentError, match="cannot read the file"):
         load_target(tmp_path / "missing.txtpb")
 
 

@@ -201,7 +201,7 @@ def test_mistakes(jobs, monkeypatch: pytest.MonkeyPatch):
         autopar.verify(train_step, *args, plan="p.json")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="time_limit_s=0"):
         autopar.verify(train_step, *args, plan=plan, time_limit_s=0)
-    with pytest.raises(ArgumentError, match="the first argument is the train step"):
+    with pytest.raises(ArgumentError, match="the first argument must be the train step"):
         autopar.verify(None, *args, plan=plan)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="did you mean 'h100-80gb'"):
         autopar.verify(train_step, *args, plan=plan, target="h100-80g")
@@ -210,7 +210,7 @@ def test_mistakes(jobs, monkeypatch: pytest.MonkeyPatch):
     on_cpus = autopar.plan(
         train_step, *args, cluster=ClusterSpec(1, 8, "cpu"), method=ShardParallel()
     )
-    with pytest.raises(ArgumentError, match=r"the device 'cpu'.*target='h100-80gb'"):
+    with pytest.raises(ArgumentError, match=r"the plan's device 'cpu'.*target='h100-80gb'"):
         autopar.verify(train_step, *args, plan=on_cpus)
     assert not jobs
     monkeypatch.undo()
@@ -219,7 +219,7 @@ def test_mistakes(jobs, monkeypatch: pytest.MonkeyPatch):
         autopar.verify(train_step, *args, plan=plan)
     with pytest.raises(CompileError, match=r"pip install 'autopar\[verify-cuda12\]'"):
         verify_plan.check_compiler(ClusterSpec(1, 8, "v100"))
-    with pytest.raises(ArgumentError, match="'nonesuch' is not known"):
+    with pytest.raises(ArgumentError, match="'nonesuch': unknown GPU"):
         verify_plan.check_compiler(H100S, "nonesuch")
 
 
