@@ -174,7 +174,7 @@ def test_what_is_pinned_to_a_forbidden_axis() -> None:
 
 def test_state_of_which_too_much_is_asked() -> None:
     options = {"pins": {"state['w']": P("y")}, "forbid_axes": {"result[0]['w']": "y"}}
-    refused(SpecError, "result[0]['w']", "leaves no layout", **options)
+    refused(SpecError, "result[0]['w']", "leave no layout", **options)
 
 
 @pytest.mark.parametrize("axes", ["x", "y", ("x", "y")])
