@@ -1,8 +1,8 @@
-"""From the packages that are installed to an error that names what is missing and what to install.
+"""From the installed packages to an error that names what is missing and what to install.
 
-JAX's internals come without a promise: any release may drop one. `INTERNALS` names all that
-autopar uses, so that a release without one of them is refused by name before anything is planned,
-and `autopar doctor` can list them. `_jax.py` is the only file that uses them.
+Any release of JAX may drop an internal. `INTERNALS` lists all that autopar uses, so that autopar
+refuses a release without one of them by name before it plans anything, and `autopar doctor` can
+list them. `_jax.py` is the only file that uses them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from autopar.errors import DependencyError, UntestedJaxWarning
 
-# The oldest and the newest JAX that all tests pass on. `pyproject.toml` and the documentation say
-# the same; a test holds them together.
+# The oldest and the newest JAX that all tests pass on. A test keeps `pyproject.toml` and the
+# documentation consistent with them.
 OLDEST_JAX = "0.10.2"
 NEWEST_JAX = "0.12.0.1"
 
@@ -28,7 +28,7 @@ _MAJOR, _MINOR = map(int, NEWEST_JAX.split(".")[:2])
 TESTED_RANGE = f"{OLDEST_JAX} to {_MAJOR}.{_MINOR}"
 JAX_BOUNDS = f">={OLDEST_JAX},<{_MAJOR}.{_MINOR + 1}"
 
-# Packages that autopar cannot do without, as pip wants them.
+# Required packages, as arguments of pip.
 REQUIRED = {
     "jax": f"jax{JAX_BOUNDS}",
     "numpy": "numpy",
@@ -45,9 +45,8 @@ TRANSFERS = "transfers between workers"
 VERIFY = "autopar.verify"
 CACHE = "autopar profile --model"
 
-# What is needed for what: dotted paths of modules, what is in them, fields of classes, and in
-# brackets the arguments that are given by name. All in `STEPS` is looked up when autopar is first
-# used, the rest when it is needed.
+# Internals by use: dotted paths of modules, their members and fields of classes, with a keyword
+# argument in brackets. `STEPS` are looked up when autopar is first used, the others on their use.
 INTERNALS: dict[str, tuple[str, ...]] = {
     STEPS: (
         "jax._src.core.Jaxpr.constvars",
@@ -132,7 +131,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
 class InternalState:
     """path:  of an internal of JAX.
     use:   what autopar needs it for.
-    fault: what keeps it from being used; empty if nothing does.
+    fault: why it cannot be used; empty if it can.
     """
 
     path: str
@@ -141,15 +140,15 @@ class InternalState:
 
 
 def internal_states(*uses: str) -> Iterator[InternalState]:
-    """The internals that these uses need, or all of them, one after the other."""
+    """The internals that these uses need; all internals if no use is given."""
     for use in uses or INTERNALS:
         for path in INTERNALS[use]:
             yield InternalState(path, use, _fault(path))
 
 
 def check_jax() -> None:
-    """Warns if the JAX that is installed is not one that autopar is tested with, and raises if it
-    lacks an internal that every step needs. `_jax.py` calls this once, when it is imported."""
+    """Warns if autopar is not tested with the installed JAX; raises if that lacks an internal that
+    every step needs. `_jax.py` calls this once, when it is imported."""
     jax = importlib.import_module("jax")
     if not is_tested(jax.__version__):
         warnings.warn(UntestedJaxWarning(untested_text(jax.__version__)), stacklevel=2)
@@ -165,7 +164,7 @@ def require(use: str) -> None:
 
 
 def lacking(what: str, use: str = STEPS) -> DependencyError:
-    """The error that says that the JAX which is installed has no such thing."""
+    """The error for an internal that the installed JAX lacks."""
     version = importlib.import_module("jax").__version__
     if is_tested(version):
         install = f"'jax=={OLDEST_JAX}' or 'jax=={NEWEST_JAX}', and report it with the output of"
@@ -196,8 +195,8 @@ def is_older(version: str, oldest: str) -> bool:
 
 
 def raise_if_missing(error: ImportError) -> None:
-    """Raises a `DependencyError` if what could not be imported is a package that autopar cannot do
-    without; a package of the user's is none of our business."""
+    """Raises a `DependencyError` if the import failed for one of autopar's required packages, not
+    for one of the user's."""
     named = (error.name or "").partition(".")[0]
     absent = (package for package in REQUIRED if importlib.util.find_spec(package) is None)
     package = named if named in REQUIRED else next(absent, None)
@@ -218,7 +217,7 @@ def _fault(path: str) -> str:
     name, _, argument = path.rstrip(")").partition("(")
     try:
         found = _look_up(name)
-    except Exception as error:  # whatever importing a part of JAX may raise
+    except Exception as error:  # importing a part of JAX may raise anything
         return f"{type(error).__name__}: {error}"
     if argument and argument not in inspect.signature(found).parameters:
         return f"it takes no argument {argument!r}"

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Each message says what failed, what was given, what was needed and what to change. A class per
-kind of mistake, so that callers can tell them apart; all are :class:`AutoparError`.
+Each message says what failed, what was given, what is needed and what to change. Each kind of
+mistake has its class; all are :class:`AutoparError`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class TraceError(AutoparError, TypeError):
 
 
 class MeshError(AutoparError, ValueError):
-    """A mesh that the devices cannot form, or that nothing in the program divides."""
+    """A mesh that the devices cannot form, or that no array of the program can be split over."""
 
 
 class SpecError(AutoparError, ValueError):
-    """A partition spec that does not fit the array it is for."""
+    """A partition spec that does not fit its array."""
 
 
 class SolverError(AutoparError, RuntimeError):
@@ -38,7 +38,7 @@ class MemoryBudgetError(AutoparError, RuntimeError):
     """No sharding of the step fits into the memory of the devices, or into the user's budget.
 
     peak_bytes:   the smallest peak per device that was found.
-    budget_bytes: what there is.
+    budget_bytes: the memory or budget per device.
     """
 
     def __init__(self, message: str, peak_bytes: float = 0.0, budget_bytes: float = 0.0) -> None:
@@ -48,16 +48,16 @@ class MemoryBudgetError(AutoparError, RuntimeError):
 
 
 class PlanError(AutoparError, ValueError):
-    """A plan file that is malformed, was altered, or was made for another program."""
+    """A plan that is malformed, altered, or made for another program."""
 
 
 class ProfileError(AutoparError, RuntimeError):
-    """A file of measured costs that cannot be read or written, or is of other hardware."""
+    """A profile that cannot be read or written, or was measured on other hardware."""
 
 
 class FactoryError(AutoparError, RuntimeError):
-    """A user's file, module or function that `autopar plan` cannot use: not there, raises, or
-    returns something else than a step and its arguments."""
+    """A user's file, module or function that `autopar plan` cannot use: it is missing, raises, or
+    does not return a step and its arguments."""
 
 
 class CompileError(AutoparError, RuntimeError):
@@ -65,13 +65,13 @@ class CompileError(AutoparError, RuntimeError):
 
 
 class ClusterError(AutoparError, RuntimeError):
-    """A cluster that cannot be reached, lacks what was asked for, or whose hosts do not match."""
+    """A cluster that cannot be reached, has too few devices, or whose hosts do not match."""
 
 
 class WorkerError(AutoparError, RuntimeError):
     """A worker process died, hung, ran out of memory or was lost with its node.
 
-    host, mesh, stage, instruction: where it was, as far as is known.
+    host, mesh, stage, instruction: where it was, if known.
     """
 
     def __init__(
@@ -97,31 +97,31 @@ class CheckpointError(AutoparError, RuntimeError):
 
 
 class TraceFileError(AutoparError, RuntimeError):
-    """A file of measured times that cannot be written, or is none."""
+    """A trace file that cannot be written or read."""
 
 
 class DataError(AutoparError, RuntimeError):
-    """A data source failed, or gave a batch that the step cannot take."""
+    """A data source failed, or returned a batch that the step cannot take."""
 
 
 class DependencyError(AutoparError):
-    """A package that autopar needs is missing, or is of a version without what autopar uses of it.
+    """A package that autopar needs is missing, or its version lacks something that autopar uses.
     `autopar doctor` checks the whole installation."""
 
 
 class UntestedJaxWarning(UserWarning):
-    """The JAX that is installed is older or newer than those that autopar is tested with. It is
-    given once per process, when autopar is first used."""
+    """The installed JAX is older or newer than the releases that autopar is tested with. Issued
+    once per process, when autopar is first used."""
 
 
 def shortened(value: object) -> str:
-    """A value as a message can show it."""
+    """A value's repr, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def near_names(given: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'a' or 'b'?)" for names that look like the given one; else nothing."""
+    """ " (did you mean 'a' or 'b'?)" for similar names; empty if there are none."""
     lowered = {name.lower(): name for name in known}
     found = get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
     found += [name for name in lowered if given and name.startswith(given.lower())]

@@ -1,4 +1,4 @@
-"""Parallel methods: what the user may ask for. Data only; the compiler reads it."""
+"""Parallel methods: how the user wants a step parallelized. Data that the compiler reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.ir.schedule import SCHEDULES
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """Options of the sharding solver, and what it must keep to.
+    """Options and constraints of the sharding solver.
 
     Patterns are paths of inputs (`state.params['w']`) and outputs (`result[1]`) or names given by
     `autopar.constrain`, in which `*` stands for any text and `?` for any one character; brackets
@@ -24,23 +24,23 @@ class ShardingOptions:
 
     solver:                 "highs", or the name of any solver that PuLP finds installed.
     solver_time_limit_s:    after this the best sharding so far is used, with its proven gap.
-    fold_layers:            treat equal layers alike (the solve time then does not grow with depth).
+    fold_layers:            give equal layers equal shardings; solve time then does not grow with
+                            depth.
     pins:                   pattern -> `PartitionSpec` that all arrays it matches must have.
     forbid_axes:            pattern -> mesh axes that may not split the arrays it matches.
     batch_axis:             mesh axis or axes that split the batch along its first dimension; no
                             other axis then splits batch arguments.
-    allow_reduce_scatter:   False: partial sums are finished by all-reduces alone.
+    allow_reduce_scatter:   False: partial sums are reduced by all-reduces only.
     allow_all_to_all:       False: a split moves to another dimension by a gather and a slice.
     allow_replicated_parameters: False: every state array of two or more dimensions is split over
                             some axis if any dimension can be; pins come first.
-    memory_budget_bytes:    what a step may hold on one device at its peak; None for what the
-                            device has.
-    remat:                  layers that are computed again in the backward pass instead of being
-                            kept: "auto" as many as pay where memory is short, "none", or "all".
-    rerank:                 so many of the best plans found are compiled, run on the devices with
-                            made-up inputs, and the fastest is taken; 0 takes the best predicted.
+    memory_budget_bytes:    peak bytes of a step on one device; None for the device's memory.
+    remat:                  which layers recompute their activations in the backward pass: "auto"
+                            as many as pay where memory is short, "none", or "all".
+    rerank:                 compile and run this many of the best plans, with made-up inputs, and
+                            take the fastest; 0 takes the best predicted.
 
-    With `mesh_shape="auto"`, meshes on which the options cannot be kept are left out.
+    With `mesh_shape="auto"`, meshes that cannot satisfy the options are skipped.
     """
 
     solver: str = "highs"
@@ -74,7 +74,7 @@ class ShardingOptions:
         self._check_patterns()
 
     def _check_patterns(self) -> None:
-        """Mappings are copied, so that options do not change under a function that uses them."""
+        """Copies mappings, so that later changes of the user's dicts have no effect."""
         pins, forbidden, batch = self.pins, self.forbid_axes, self.batch_axis
         if not _is_mapping(pins, lambda spec: isinstance(spec, PartitionSpec)):
             needed = "a dict from path patterns to jax.sharding.PartitionSpec, such as "
@@ -95,16 +95,16 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-def _refuse(owner: Any, name: str, needed: str) -> NoReturn:
+def _refuse(owner: object, name: str, needed: str) -> NoReturn:
     given = getattr(owner, name)
     raise ArgumentError(f"{type(owner).__name__}({name}={given!r}): needs {needed}.")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_mapping(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+def _is_mapping(value: object, is_entry: Callable[[Any], bool]) -> bool:
     if not isinstance(value, Mapping):
         return False
     return all(isinstance(k, str) and k and is_entry(v) for k, v in value.items())
@@ -114,7 +114,7 @@ def _as_names(axes: str | Sequence[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _are_axes(value: Any) -> bool:
+def _are_axes(value: object) -> bool:
     """A name of a mesh axis, or several different ones."""
     if not isinstance(value, (str, tuple, list)):
         return False
@@ -123,11 +123,11 @@ def _are_axes(value: Any) -> bool:
     return named and len(set(names)) == len(names)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check_micro_batches(method: Any) -> None:
+def _check_micro_batches(method: ShardParallel | DataParallel | ManualParallel) -> None:
     given = method.num_micro_batches
     if not _is_count(given):
         raise ArgumentError(
@@ -135,7 +135,7 @@ def _check_micro_batches(method: Any) -> None:
         )
 
 
-def _check_mesh_shape(method: Any) -> None:
+def _check_mesh_shape(method: ShardParallel | ManualParallel) -> None:
     shape = method.mesh_shape
     if shape == "auto" or isinstance(shape, LogicalMesh):
         return
@@ -147,7 +147,7 @@ def _check_mesh_shape(method: Any) -> None:
         )
 
 
-def _check_options(method: Any) -> None:
+def _check_options(method: ShardParallel | PipeshardParallel | AutoParallel) -> None:
     if not isinstance(method.options, ShardingOptions):
         raise ArgumentError(
             f"{type(method).__name__}(options={method.options!r}): needs an "
@@ -157,12 +157,12 @@ def _check_options(method: Any) -> None:
 
 @dataclass(frozen=True)
 class ShardParallel:
-    """Intra-operator parallelism: every operator sharded on one mesh by the solver.
+    """Intra-operator parallelism: the solver shards every operator on one mesh.
 
-    mesh_shape: devices along one or two axes; "auto" tries every factorisation of the devices and
-    takes the best predicted; a `LogicalMesh` gives shape and link costs together.
-    num_micro_batches: gradients are accumulated over so many parts of the batch.
-    options:    what the solver must keep to.
+    mesh_shape: devices along one or two axes; "auto" tries every factorisation of the number of
+                devices and takes the best predicted; a `LogicalMesh` gives shape and link costs.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
+    options:    of the solver.
     """
 
     mesh_shape: tuple[int, ...] | str | LogicalMesh = "auto"
@@ -179,7 +179,7 @@ class ShardParallel:
 class DataParallel:
     """The batch split over all devices, everything else replicated, gradients all-reduced.
 
-    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
     """
 
     num_micro_batches: int = 1
@@ -193,7 +193,7 @@ class Zero2Parallel(DataParallel):
     """Data parallelism with gradients and optimizer state sharded: gradients are reduce-scattered,
     each device updates its part, and the new parameters are gathered.
 
-    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
     """
 
 
@@ -202,16 +202,16 @@ class Zero3Parallel(DataParallel):
     """Data parallelism with gradients, optimizer state and parameters sharded: parameters are
     gathered where they are used.
 
-    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class ManualParallel:
-    """Inputs (and outputs) lie as the user says; the solver shards everything between.
+    """The user gives the specs of inputs (and outputs); the solver shards everything between.
 
     mesh_shape, axis_names: the mesh.
-    num_micro_batches: gradients are accumulated over so many parts of the batch.
+    num_micro_batches: parts of the batch over which gradients are accumulated.
     in_specs, out_specs: pytrees of `PartitionSpec` like the arguments and the result, or prefixes
     of them; `None` where the solver may choose.
     """
@@ -237,17 +237,17 @@ class ManualParallel:
 
 @dataclass(frozen=True, eq=False)
 class CreateStateParallel:
-    """For the function that makes the train state: every array is made in the shards in which the
-    train step wants it, and never exists whole on one device. Beside a pipelined step, each stage's
-    devices make that stage's arrays.
+    """For the function that creates the train state: every array is created in the shards that
+    the train step needs, and never exists whole on one device. For a pipelined step, each stage's
+    devices create that stage's arrays.
 
         create_state = parallelize(init_fn, method=CreateStateParallel(train_step, batch))
         state = create_state(key)
 
     train_step: the parallelized train step. It is planned for the state that `init_fn` returns
                 (as its first argument that is neither batch nor static) and keeps that plan.
-    batch:      what the step is called with beside the state, arrays or `jax.ShapeDtypeStruct`s.
-                If it takes several more arguments, a tuple of all of them, in their order.
+    batch:      the step's argument beside the state, as arrays or `jax.ShapeDtypeStruct`s; a
+                tuple, in order, if there are several.
     """
 
     train_step: Any
@@ -259,12 +259,12 @@ class CreateStateParallel:
 
 @dataclass(frozen=True, eq=False)
 class FollowParallel:
-    """For evaluation and the like: arguments that the train step has too lie as training has them.
+    """For evaluation and the like: arguments that the train step also has keep training's layout.
 
     Arrays are matched by shape and by the names at the end of their paths, so `params['w']` is
-    `state.params['w']`. Other arrays of the batch are split along their first dimension as
-    training's are; everything else, results included, is left to the solver, on the same mesh.
-    Beside a pipelined step the function is a pipeline on the same stages.
+    `state.params['w']`. Other batch arrays are split along their first dimension like training's;
+    the solver decides everything else, results included, on the same mesh. For a pipelined step,
+    the function becomes a pipeline on the same stages.
 
     train_step: a parallelized step that has been called or planned; the last plan counts.
     """
@@ -275,7 +275,7 @@ class FollowParallel:
         _check_train_step(self)
 
 
-def _check_train_step(method: Any) -> None:
+def _check_train_step(method: CreateStateParallel | FollowParallel) -> None:
     step = method.train_step
     if not (callable(step) and hasattr(step, "last_planned")):
         raise ArgumentError(
@@ -286,8 +286,8 @@ def _check_train_step(method: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PlacedParallel:
-    """Not for users: what `CreateStateParallel` and `FollowParallel` come to for one call. Arrays
-    lie on the given mesh as said, one spec per array leaf; `None` where the solver may choose."""
+    """Internal: `CreateStateParallel` or `FollowParallel` resolved for one call. One spec per array
+    leaf on the given mesh; `None` where the solver may choose."""
 
     name: str
     mesh: LogicalMesh
@@ -300,7 +300,7 @@ class PlacedParallel:
 
 @dataclass(frozen=True)
 class AutoLayers:
-    """Layers are found: contiguous parts of the forward pass between which little is handed on.
+    """Finds layers: contiguous parts of the forward pass with little data between them.
 
     num_layers: how many, or "auto" for as many as the model has blocks.
     """
@@ -319,12 +319,12 @@ class ManualLayers:
 
 @dataclass(frozen=True)
 class AutoStages:
-    """Stages are searched: which layers, on which part of the cluster, on which mesh.
+    """Searches stages: which layers, on which submesh of the cluster, on which logical mesh.
 
-    submeshes: the parts of a cluster of N hosts with M devices that a stage may have. "tiling":
-    1×1, 1×2, 1×4 … 1×M and k×M where k is a power of two or divides N, of which any that add up to
-    the cluster can be laid out.
-    "all": every a×b where a divides N and b divides M, of which some cannot.
+    submeshes: shapes that a stage may have in a cluster of N hosts with M devices. "tiling": 1×1,
+               1×2, 1×4 … 1×M, and k×M where k is a power of two or divides N; any such shapes that
+               add up to the cluster can tile it. "all": every a×b where a divides N and b divides
+               M; some combinations cannot tile the cluster.
     """
 
     submeshes: str = "tiling"
@@ -336,7 +336,7 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class UniformStages:
-    """Stages of equally many devices, with layers that take about equally long.
+    """Stages with equal numbers of devices and about equal times.
 
     num_stages: how many.
     """
@@ -350,14 +350,14 @@ class UniformStages:
 
 @dataclass(frozen=True)
 class ManualStages:
-    """Stages as the user says, in the order of the pipeline.
+    """Stages given by the user, in pipeline order.
 
         ManualStages([[0, 1], [2, 3, 4]], [(1, 4), (1, 4)], [(2, 2), None])
 
     layer_ids:   numbers of each stage's layers: 0, 1, 2 … in order, every layer in one stage.
     submeshes:   (hosts, devices per host) of each stage.
-    mesh_shapes: the logical mesh of each stage, as many devices as its submesh has; `None` where
-                 it may be chosen, or for all.
+    mesh_shapes: the logical mesh of each stage, with as many devices as its submesh; `None` where
+                 the planner may choose, or for all.
     """
 
     layer_ids: Sequence[Sequence[int]]
@@ -395,15 +395,15 @@ class ManualStages:
 
 @dataclass(frozen=True)
 class PipeshardParallel:
-    """Inter-operator parallelism: stages of layers on parts of the cluster, through which
-    micro-batches flow; within each stage, operators are sharded by the solver.
+    """Inter-operator parallelism: stages of layers on submeshes of the cluster, through which
+    micro-batches flow; within each stage the solver shards operators.
 
-    num_micro_batches: into how many the batch is cut, or "auto" to have that searched too.
+    num_micro_batches: parts of the batch, or "auto" to search their number too.
     layers:            `AutoLayers(…)` or `ManualLayers()`.
     stages:            `AutoStages(…)`, `UniformStages(…)` or `ManualStages(…)`.
-    schedule:          in which order stages run micro-batches: "gpipe", "1f1b", "1f1b_eager",
+    schedule:          the order in which stages run micro-batches: "gpipe", "1f1b", "1f1b_eager",
                        "interleaved_1f1b", "zero_bubble", or "inference" (no backward pass).
-    options:           what the solver must keep to, in every stage.
+    options:           of the solver, in every stage.
     """
 
     num_micro_batches: int | str
@@ -425,11 +425,10 @@ class PipeshardParallel:
 
 @dataclass(frozen=True)
 class AutoParallel:
-    """Everything is searched, plans on one mesh and pipelines; the best predicted that fits is
-    taken.
+    """Searches plans on one mesh and pipelines, and takes the best predicted that fits.
 
-    num_micro_batches: into how many the batch is cut, or "auto".
-    options:           what the search must keep to.
+    num_micro_batches: parts of the batch, or "auto" to search their number too.
+    options:           of the search.
     """
 
     num_micro_batches: int | str = "auto"
@@ -440,7 +439,7 @@ class AutoParallel:
         _check_options(self)
 
 
-def _check_micro_batches_or_auto(method: Any) -> None:
+def _check_micro_batches_or_auto(method: PipeshardParallel | AutoParallel) -> None:
     given = method.num_micro_batches
     if given != "auto" and not _is_count(given):
         _refuse(method, "num_micro_batches", "a whole number ≥ 1, or 'auto'")
@@ -454,7 +453,7 @@ def _is_shape(value: Any) -> bool:
     return _is_list(value, _is_count) and len(value) <= 2
 
 
-def _is_index(value: Any) -> bool:
+def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -467,11 +466,11 @@ ParallelMethod = (
     | CreateStateParallel
     | FollowParallel
 )
-# Methods that put the whole step on one mesh, and all that the compiler takes.
+# Methods that run the whole step on one mesh, and all methods that the compiler takes.
 OneMeshMethod = ShardParallel | DataParallel | ManualParallel | PlacedParallel | LogicalMesh
 AnyMethod = ParallelMethod | PlacedParallel | LogicalMesh
 
 
 def options_of(method: AnyMethod | None) -> ShardingOptions:
-    """The options of a method that has some, else the default ones."""
+    """The method's options, or the defaults."""
     return getattr(method, "options", None) or ShardingOptions()
