@@ -7,6 +7,7 @@ examples, and the commands in `benchmarks/results`. CHANGELOG.md is history and 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import json
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from autopar.ir.plan import ParallelPlan
 from tests.docs.blocks import ROOT, pages
 
 PACKAGE = ROOT / "autopar"
@@ -36,6 +38,7 @@ _PATH = re.compile(
 _MODULE = re.compile(r"python3? -m ((?:autopar|benchmarks|examples)[\w.]*)")
 _SHORT_PATH = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py|results/\w+\.json)`")
 _CLASS = re.compile(r"`(_?[A-Z]\w+)`")
+_OF_A_PLAN = re.compile(r"`plan\.(\w+)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _REFERENCE = re.compile(r"(?<![\w.])([a-z_]+)\.([a-z_]+)(?=[\w.]*[`,)])")
 # What a docstring may say that looks like a module: a user's `step.plan`, and an address.
@@ -133,6 +136,13 @@ def test_classes_that_the_design_pages_name_are_there(page: str) -> None:
     missing = sorted(names - identifiers())
     assert names
     assert not missing
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_pages_say_of_plans_is_there(page: Path) -> None:
+    known = {*dir(ParallelPlan), *(field.name for field in dataclasses.fields(ParallelPlan))}
+    named = set(_OF_A_PLAN.findall(page.read_text())) - {"json", "html", "txt"}
+    assert not named - known
 
 
 @pytest.mark.ci
