@@ -2,15 +2,15 @@
 
 The processes are those of `jax.distributed.initialize`.
 
-Process 0 plans; the others receive its plan as text, and every process, process 0 too, binds that
-text to its own trace. In between all tell what they have (versions, devices, shapes, program,
-plan), and process 0 compares. Whatever goes wrong in one process is raised in every one of them.
+Process 0 plans; the others receive its plan as text. Every process, process 0 too, binds that text
+to its own trace. In each phase all report what they have (versions, devices, shapes, program,
+plan), and process 0 compares. An error in one process is raised in all of them.
 
     arguments   all have the same step, method, versions, devices and shapes
-    program     for `CreateStateParallel`, whose train step is then planned, in the same way
+    program     for `CreateStateParallel`: all have the same program; then its train step is planned
     plan        process 0 plans
     binding     all have the same program, and the plan fits it
-    compiling   XLA took it, in every process
+    compiling   XLA compiled the program in every process
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Constant, Program
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -60,9 +61,9 @@ def plan_together(
     method: ParallelMethod | ParallelPlan | None,
     options: StepOptions,
 ) -> PlannedStep:
-    """`plan_step`, once for all processes; every one of them must call it."""
+    """`plan_step`, once for all processes; each of them must call it."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    talk = Consensus(name)
+    consensus = Consensus(name)
 
     def arguments() -> dict[str, Any]:
         _check_method(method)
@@ -78,12 +79,12 @@ def plan_together(
             **types,
         }
 
-    talk.agree("arguments", arguments, arrival_limit_s())
+    consensus.agree("arguments", arguments, arrival_limit_s())
     cluster = cluster_of()
     planning_s = planning_limit_s()
     if isinstance(method, CreateStateParallel):
-        traced = talk.agree(
-            "program", lambda: trace(fn, args, kwargs, options), planning_s, tell=_identity
+        traced = consensus.agree(
+            "program", lambda: trace(fn, args, kwargs, options), planning_s, report=_identity
         )
         state_of_training(traced, method)
 
@@ -94,21 +95,21 @@ def plan_together(
         _check_plan(planned.plan, len(devices))
         return planned.plan.to_json()
 
-    text = talk.from_first("plan", plan, planning_s)
+    text = consensus.from_first("plan", plan, planning_s)
     if isinstance(method, (CreateStateParallel, FollowParallel)) and (
         options.donate_argnums == "auto"
     ):
-        options = replace(options, donate_argnums=())  # as these methods have it
+        options = replace(options, donate_argnums=())  # these methods donate nothing
 
     def bound() -> PlannedStep:
         received = ParallelPlan.from_json(text, "the plan of process 0")
         return plan_step(fn, args, kwargs, cluster=cluster, method=received, options=options)
 
-    return talk.agree("binding", bound, planning_s, tell=_identity)
+    return consensus.agree("binding", bound, planning_s, report=_identity)
 
 
-def compile_together(name: str, compile: Callable[[], Any]) -> None:
-    """Compile in every process, so that none runs a step that another one cannot."""
+def compile_together(name: str, compile: Callable[[], object]) -> None:
+    """Compile in every process, so that none runs a step that another one cannot run."""
 
     def compiled() -> dict[str, Any]:
         compile()
@@ -117,18 +118,18 @@ def compile_together(name: str, compile: Callable[[], Any]) -> None:
     Consensus(name).agree("compiling", compiled, planning_limit_s())
 
 
-# -- what is compared
+# -- checks and comparisons
 
 
-def _check_method(method: Any) -> None:
+def _check_method(method: ParallelMethod | ParallelPlan | None) -> None:
     is_pipeline = isinstance(method, PipeshardParallel) or (
         isinstance(method, ParallelPlan) and method.is_pipeline
     )
     if is_pipeline:
         raise ArgumentError(
             "parallelize(method=…): a pipeline on devices of several processes needs workers that "
-            'autopar starts: use autopar.init(cluster="ray"). Where each process was started on '
-            "its own, use a method with one mesh, such as autopar.ShardParallel()."
+            'autopar starts: use autopar.init(cluster="ray"). In processes that you start, use a '
+            "method with one mesh, such as autopar.ShardParallel()."
         )
 
 
@@ -137,12 +138,12 @@ def _check_plan(plan: ParallelPlan, num_devices: int) -> None:
     if plan.num_devices != num_devices:
         raise MeshError(
             f"the plan's mesh {plan.mesh_shape} has {plan.num_devices} devices, but the processes "
-            f"have {num_devices} together, and each must take part. Use a mesh of all of them, or "
-            "autopar.init(devices=…) with fewer of every process."
+            f"have {num_devices} in total, and all must take part. Use a mesh of all of them, or "
+            "autopar.init(devices=…) with fewer devices of every process."
         )
 
 
-def _method_text(method: Any) -> str:
+def _method_text(method: ParallelMethod | ParallelPlan | None) -> str:
     if isinstance(method, ParallelPlan):
         return f"ParallelPlan {_digest(method.to_json())}"
     if isinstance(method, (CreateStateParallel, FollowParallel)):
@@ -150,13 +151,13 @@ def _method_text(method: Any) -> str:
     return _ADDRESS.sub("", repr(method))
 
 
-def _type_text(shape: Any) -> str:
+def _type_text(shape: jax.ShapeDtypeStruct) -> str:
     weak = ", weak" if shape.weak_type else ""
     return f"{shape.dtype}{list(shape.shape)}{weak}"
 
 
-def _identity(result: Any) -> dict[str, Any]:
-    """What must be the same of a traced or a planned step."""
+def _identity(result: TracedStep | PlannedStep) -> dict[str, str]:
+    """What all processes must have in common: the program, its constants and the plan."""
     if isinstance(result, PlannedStep):
         return {"plan": _digest(result.plan.to_json()), **_identity(result.traced)}
     program = result.program
@@ -164,19 +165,19 @@ def _identity(result: Any) -> dict[str, Any]:
 
 
 def _constants_digest(program: Program) -> str:
-    """Of the values that the program holds: a plan does not depend on them, but what processes
-    compute does."""
+    """A digest of the constants in the program. The plan does not depend on them, but the results
+    do."""
     digest = hashlib.sha256()
 
-    def visit(part: Program) -> None:
-        for _, value in part.captured:
+    def visit(body: Program) -> None:
+        for _, value in body.captured:
             digest.update(_bytes_of(value))
-        for equation in part.equations:
+        for equation in body.equations:
             for operand in equation.operands:
                 if isinstance(operand, Constant):
                     digest.update(_bytes_of(operand.value))
-            for body in equation.bodies:
-                visit(body)
+            for inner in equation.bodies:
+                visit(inner)
 
     visit(program)
     return digest.hexdigest()[:16]

@@ -1,9 +1,8 @@
 """How the processes of `jax.distributed` agree: from what each did to one common verdict.
 
-Process 0 collects what all tell and publishes what comes of it, so that a process reads one message
-however many there are. Messages go through the store of JAX's coordination service, not through
-collectives, which would wait for ever for a process that does something else; every wait has a
-limit.
+Process 0 collects the reports of all and publishes its verdict, so each process reads one message
+however many there are. Messages go through the store of JAX's coordination service. Collectives
+would wait forever for a process that does something else; here every wait has a limit.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from autopar.errors import ArgumentError, AutoparError, PlanError, shortened
 ARRIVAL_VARIABLE = "AUTOPAR_ARRIVAL_LIMIT_S"
 PLANNING_VARIABLE = "AUTOPAR_PLANNING_LIMIT_S"
 
-_SLACK_S = 15.0  # how much longer the others wait for what process 0 makes of all answers
+_SLACK_S = 15.0  # how much longer the others wait for the verdict of process 0
 _CHUNK_BYTES = 2**20
 _numbers = itertools.count()
-_written: list[str] = []  # keys that this process has to take away
+_written: list[str] = []  # keys that this process must delete
 
 
 def arrival_limit_s() -> float:
-    """How long processes wait for each other at the start of a talk."""
+    """How long processes wait for each other at the start."""
     return _limit_s(ARRIVAL_VARIABLE, 300.0)
 
 
@@ -51,9 +50,12 @@ def _limit_s(variable: str, default: float) -> float:
     return limit_s
 
 
+_Answer = dict[str, Any]  # {"report": what to compare} or {"failed": why}
+
+
 class Consensus:
-    """What processes tell each other about one step. All of them begin their talks in the same
-    order, which is how they know each other's messages."""
+    """An agreement of all processes about one step. Every process creates them in the same order,
+    so their numbers match."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,20 +68,20 @@ class Consensus:
         phase: str,
         work: Callable[[], Any],
         limit_s: float,
-        tell: Callable[[Any], dict[str, Any]] = dict,
+        report: Callable[[Any], dict[str, Any]] = dict,
     ) -> Any:
-        """Do `work` in every process: its result, if all succeed and `tell` the same of it."""
+        """Do `work` in every process. Returns its result if all succeed with equal reports."""
         result = failure = None
         try:
             result = work()
-            own = {"told": tell(result)}
+            answer: _Answer = {"report": report(result)}
         except Exception as error:
-            failure, own = error, {"failed": _error_text(error)}
+            failure, answer = error, {"failed": _error_text(error)}
         before = len(_written)
-        self._write(phase, str(self._me), own)
-        verdict: Any = None
+        self._write(phase, str(self._me), answer)
+        verdict: str | None = None
         if self._me == 0:
-            verdict = self._judge(phase, own, limit_s)
+            verdict = self._judge(phase, answer, limit_s)
             self._write(phase, "verdict", verdict)
         if failure is not None:
             raise failure
@@ -89,11 +91,11 @@ class Consensus:
                 raise PlanError(self._silence(0, phase, limit_s))
         if verdict:
             raise PlanError(verdict)
-        _take_away(before)
+        _delete_first(before)
         return result
 
     def from_first(self, phase: str, work: Callable[[], str], limit_s: float) -> str:
-        """What `work` gives in process 0, which alone does it."""
+        """The result of `work` in process 0, which alone does it."""
         if self._me == 0:
             try:
                 text = work()
@@ -109,12 +111,12 @@ class Consensus:
             raise PlanError(f"{self._name}: process 0 could not plan it: {answer['failed']}")
         return answer["text"]
 
-    def _judge(self, phase: str, own: dict[str, Any], limit_s: float) -> str:
-        """Why the processes cannot go on; empty if they can."""
-        if "failed" in own:
-            return f"{self._name}: process 0 failed ({phase}): {own['failed']}"
+    def _judge(self, phase: str, first: _Answer, limit_s: float) -> str:
+        """Why the processes cannot go on; empty if they can. `first`: the answer of process 0."""
+        if "failed" in first:
+            return f"{self._name}: process 0 failed ({phase}): {first['failed']}"
         deadline = time.monotonic() + limit_s
-        answers = {0: own}
+        answers = {0: first}
         for process in range(1, self._count):
             answer = self._read(phase, str(process), deadline)
             if answer is None:
@@ -124,11 +126,11 @@ class Consensus:
         if failed:
             texts = [f"{_processes(who)}: {text}" for text, who in _grouped(failed).items()]
             return f"{self._name}: not every process could take part ({phase}). " + "; ".join(texts)
-        return _differences(self._name, {p: a["told"] for p, a in answers.items()})
+        return _differences(self._name, {p: a["report"] for p, a in answers.items()})
 
     def _silence(self, process: int, phase: str, limit_s: float) -> str:
         return (
-            f"{self._name}: process {process} did not come within {limit_s:g} s ({phase}). Every "
+            f"{self._name}: process {process} did not arrive within {limit_s:g} s ({phase}). Every "
             "process must call the same steps in the same order, with arguments of the same "
             f"shapes; if it is only slow, set {ARRIVAL_VARIABLE} or {PLANNING_VARIABLE} to more "
             "seconds."
@@ -157,17 +159,16 @@ class Consensus:
         return json.loads(zlib.decompress(b"".join(there))) if len(there) == int(count) else None
 
 
-def _take_away(count: int) -> None:
-    """Delete the first keys that were written: when all have answered to a message, all have read
-    what came before it."""
+def _delete_first(count: int) -> None:
+    """Delete the oldest keys: when all have answered a message, all have read those before it."""
     for key in _written[:count]:
         _jax.store_delete(key)
     del _written[:count]
 
 
 def _error_text(error: BaseException) -> str:
-    own = isinstance(error, AutoparError)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    is_ours = isinstance(error, AutoparError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 
 def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
@@ -184,13 +185,13 @@ def _processes(who: Sequence[int]) -> str:
     return f"processes {shown}"
 
 
-def _differences(name: str, told: Mapping[int, Mapping[str, Any]]) -> str:
-    first = told[0]
+def _differences(name: str, reports: Mapping[int, Mapping[str, Any]]) -> str:
+    first = reports[0]
     found: dict[int, str] = {}
-    for process, own in told.items():
-        keys = [k for k in dict.fromkeys([*first, *own]) if own.get(k) != first.get(k)]
+    for process, report in reports.items():
+        keys = [k for k in dict.fromkeys([*first, *report]) if report.get(k) != first.get(k)]
         if keys:
-            shown = [f"{k} is {_shown(own, k)}, not {_shown(first, k)}" for k in keys[:3]]
+            shown = [f"{k} is {_shown(report, k)}, not {_shown(first, k)}" for k in keys[:3]]
             more = [f"{len(keys) - 3} more"] if len(keys) > 3 else []
             found[process] = "; ".join([*shown, *more])
     if not found:
@@ -202,5 +203,5 @@ def _differences(name: str, told: Mapping[int, Mapping[str, Any]]) -> str:
     )
 
 
-def _shown(told: Mapping[str, Any], key: str) -> str:
-    return shortened(told[key]) if key in told else "missing"
+def _shown(report: Mapping[str, Any], key: str) -> str:
+    return shortened(report[key]) if key in report else "missing"

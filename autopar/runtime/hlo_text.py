@@ -1,16 +1,16 @@
-"""XLA's HLO as text, read: from `compiled.as_text()` to instructions, array types and groups.
+"""A parser of XLA's HLO: from `compiled.as_text()` to instructions, array types and groups.
 
-This is the one parser of XLA's text. It reads what the compilers of the tested JAX versions print:
+It reads what the compilers of the tested JAX versions print:
 
     types           f32[8,4]{1,0}, bf16[16,128]{1,0:T(8,128)(2,1)S(1)}, (f32[8]{0}, s32[])
     replica groups  {{0,1},{2,3}} as lists; {} is one group of all devices
                     [2,4]<=[4,2]T(1,0): 0…7 as a grid of 4 by 2, transposed, in rows of 4
                     mesh['x'=2,'y'=4] {'y'}: along axes of a mesh of devices in order
-                    mesh['x'=8] {'x':(2)4}: along the part of 4 of an axis behind one of 2
-                    mesh[…], device_ids=([2,4]T(1,0)) {…}, or (1,0,2,3): in the order that is given
+                    mesh['x'=8] {'x':(2)4}: along the minor factor 4 of an axis, behind a factor 2
+                    mesh[…], device_ids=([2,4]T(1,0)) {…}, or (1,0,2,3): devices in the given order
     async pairs     all-gather-start and all-gather-done, call-start, async-start with `calls=`
 
-A form that it does not know is an error that shows the line: a guess would be priced as a fact.
+An unknown form is an error that shows the line: a guess would be priced as a fact.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ _GROUPED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 @dataclass(frozen=True)
 class ArrayType:
-    """One array of an instruction's result. Its layout does not change what it holds."""
+    """One array of an instruction's result, without its layout in memory."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """The bits of an element stand in the name of its type, as in bf16, c64 or f8e4m3fn."""
+        """The name of a type tells the bits of an element, as in bf16, c64 or f8e4m3fn."""
         bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
         return prod(self.shape) * -(-bits // 8)
 
 
 def array_types(type_text: str) -> tuple[ArrayType, ...]:
-    """All arrays of a type, in order; tokens are none."""
+    """All arrays of a type, in order; tokens are left out."""
     return tuple(
         ArrayType(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _ARRAY.findall(_COMMENT.sub("", type_text))
@@ -83,7 +83,7 @@ def array_types(type_text: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `rest` is what follows the opcode: operands in brackets, then attributes."""
+    """One line. `rest`: what follows the opcode, operands in brackets and then attributes."""
 
     computation: str
     name: str
@@ -108,7 +108,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode, of both halves of an asynchronous pair that of the operation itself."""
+        """The opcode; for both halves of an asynchronous pair, that of the operation itself."""
         return re.sub("-(start|update|done)$", "", self.opcode)
 
     @property
@@ -118,8 +118,8 @@ class Instruction:
 
     @property
     def results(self) -> tuple[ArrayType, ...]:
-        """What the operation gives. The type of a start is (operands, results, contexts…), but that
-        of an all-reduce-start may be its results alone."""
+        """The results of the operation. The type of a start is (operands, results, contexts…), but
+        an all-reduce-start may have its results alone."""
         if not self.opcode.endswith("-start") or not self.type_text.startswith("("):
             return array_types(self.type_text)
         parts = _split(_COMMENT.sub("", self.type_text)[1:-1])
@@ -132,7 +132,7 @@ class Instruction:
         return found[1] if found else ""
 
     def groups(self, num_devices: int) -> Groups:
-        """Which devices a collective joins, by number; of a permutation, (source, target) pairs."""
+        """The groups of devices of a collective; for a permutation, (source, target) pairs."""
         _, is_permutation, text = self.attributes.partition("source_target_pairs=")
         if not is_permutation:
             _, has_groups, text = self.attributes.partition("replica_groups=")
@@ -168,10 +168,10 @@ class HloModule:
 
     @cached_property
     def _calls(self) -> dict[str, list[tuple[str, int | None]]]:
-        """computation -> (who calls it, trips of the loop whose body it is, or None)."""
+        """computation -> (its caller, trips of the loop whose body it is, or None)."""
         calls: dict[str, list[tuple[str, int | None]]] = {}
         for one in self.instructions:
-            if not one.is_first:  # some versions name the computation of the start once more
+            if not one.is_first:  # some versions repeat the computation of the start
                 continue
             callees: dict[str, int | None] = {}
             for found in _CALLED.finditer(one.rest):
@@ -185,8 +185,8 @@ class HloModule:
 
     @cached_property
     def runs(self) -> dict[str, int]:
-        """computation -> how often it runs in a run of the module. A loop whose trip count XLA does
-        not know counts once, and so does every branch of a conditional."""
+        """computation -> how often it runs per run of the module. A loop with an unknown trip count
+        counts once, and so does every branch of a conditional."""
         found: dict[str, int] = {}
 
         def runs(name: str) -> int:
@@ -213,7 +213,7 @@ class HloModule:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket that `text` begins with is closed."""
+    """The index at which the bracket that starts `text` is closed."""
     depth = 0
     for bracket in _BRACKET.finditer(text):
         depth += 1 if bracket[0] in "([{" else -1
@@ -235,8 +235,8 @@ def _split(text: str) -> list[str]:
 
 
 def _groups(text: str, empty: Groups) -> Groups:
-    """Of what stands behind `replica_groups=` or `source_target_pairs=`; `empty` is what {} means.
-    Raises `ValueError` or `KeyError` if it is none of the forms, or none that makes sense."""
+    """The groups that `replica_groups=` or `source_target_pairs=` lists; `empty` is what {} means.
+    Raises `ValueError` or `KeyError` for an unknown or inconsistent form."""
     if lists := _form(_LISTS, text):
         if not lists["lists"]:
             return empty
@@ -256,14 +256,14 @@ def _groups(text: str, empty: Groups) -> Groups:
 
 
 def _form(form: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """A match that ends where the attribute ends."""
+    """A match up to the end of the attribute."""
     found = form.match(text)
     return found if found and text[found.end() :].lstrip()[:1] in ("", ",") else None
 
 
 def _mesh_groups(sizes: dict[str, int], axes: Sequence[str], devices: np.ndarray) -> Groups:
-    """Groups along axes of a mesh, or parts of axes. Every axis is cut where a part of it begins or
-    ends; the dimensions of the parts go last, in the order of the mesh as XLA has them."""
+    """Groups along axes of a mesh, or factors of axes. Every axis is cut where a factor begins or
+    ends; the dimensions of the factors go last, in XLA's order of the mesh."""
     parts: dict[str, list[tuple[int, int]]] = {axis: [] for axis in sizes}
     for text in axes:
         found = _GROUPED_AXIS.fullmatch(text)
@@ -286,7 +286,7 @@ def _mesh_groups(sizes: dict[str, int], axes: Sequence[str], devices: np.ndarray
 
 
 def _numbered(grid: str, order: str | None) -> np.ndarray:
-    """Devices in order as a grid, transposed."""
+    """Device numbers as a grid, transposed."""
     sizes = _sizes(grid)
     numbers = np.arange(prod(sizes)).reshape(sizes)
     return numbers.transpose(_sizes(order)) if order else numbers

@@ -1,8 +1,8 @@
-"""The batches that `run_training` was given → batches by number, some of which can be had again.
+"""From the batches that `run_training` was given to batches by number, which can be repeated.
 
-Batches are kept, or can be made again, as they were before anything put them on devices: after a
-restart the devices are others. A data loader is therefore taken apart: what its source gives is
-kept, and a loader of the same kind is made wherever training begins.
+Batches are kept, or made again, as they were before anything put them on devices, since a restart
+brings other devices. So a data loader is taken apart: the batches of its source are kept, and a new
+loader of the same kind is made wherever training starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 def batch_source(batches: Batches, start: int) -> BatchSource:
-    """`start`: the number of the first that will be asked for."""
+    """`start`: the number of the first batch that will be requested."""
     if isinstance(batches, DataLoader) and session.current().remote is not None:
         return _LoadedBatches(batches, start)
     return BatchSource(batches, start)
@@ -33,15 +33,15 @@ def batch_source(batches: Batches, start: int) -> BatchSource:
 class BatchSource:
     """Batches by number.
 
-    can_go_back: those that were forgotten can be had again.
+    can_go_back: whether forgotten batches can be made again.
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._batches = batches
         self._kept: deque[Any] = deque()
-        self._first = start  # the number of the first that is kept
-        self._taking = threading.Lock()  # from the source, which may take its time
-        self._changing = threading.Lock()  # what is kept
+        self._first = start  # the number of the first kept batch
+        self._taking = threading.Lock()  # guards the source, which may be slow
+        self._changing = threading.Lock()  # guards the kept batches
         self.can_go_back = callable(batches) or isinstance(batches, Sequence)
         self._iterator: Iterator[Any] | None = self._from(start)
 
@@ -51,8 +51,8 @@ class BatchSource:
             made = batches(start)
             if not isinstance(made, Iterable):
                 raise ArgumentError(
-                    f"run_training(batches={batches!r}): is a function, and returned {made!r} for "
-                    f"the batches from number {start} on. Return an iterable."
+                    f"run_training(batches={batches!r}): the function returned {made!r} for the "
+                    f"batches from number {start} on. Return an iterable of batches."
                 )
             return iter(made)
         if isinstance(batches, Sequence):
@@ -65,7 +65,7 @@ class BatchSource:
         return itertools.islice(iter(batches), start, None)
 
     def get(self, number: int, **default: Any) -> Any:
-        """Batch `number`; StopIteration if there are not so many, unless a default is given."""
+        """Batch `number`, or the default after the last one; without a default, `StopIteration`."""
         with self._taking:
             if self._iterator is None or number < self._first:
                 assert self.can_go_back
@@ -90,7 +90,7 @@ class BatchSource:
                 self._first += 1
 
     def forget_all(self) -> None:
-        """After a loss: what can be had again is not kept, since it may lie on lost workers."""
+        """After a loss: drop batches that can be made again, since they may be on lost workers."""
         if self.can_go_back:
             self.close()
             with self._taking:
@@ -98,18 +98,18 @@ class BatchSource:
                 self._iterator = None
 
     def _checked(self, batch: Any) -> Any:
-        """A batch that is kept must outlive the workers."""
+        """A kept batch must outlive the workers."""
         leaves = () if self.can_go_back else jax.tree.leaves(batch)
         if any(isinstance(leaf, DistributedArray) for leaf in leaves):
             raise ArgumentError(
-                "run_training(batches=…): gives batches that lie on workers and would be lost with "
-                "these. Give the data loader itself, or a function: "
+                "run_training(batches=…): the batches are on workers and would be lost with them. "
+                "Give the data loader itself, or a function: "
                 "batches=lambda start: autopar.data_loader(batches_from(start), step)."
             )
         return batch
 
     def close(self) -> None:
-        """End what a function made, if it can be ended; what the user made is the user's."""
+        """Close an iterator that the user's function made, but not one that the user gave."""
         close = getattr(self._iterator, "close", None)
         if callable(self._batches) and close is not None:
             close()
@@ -121,21 +121,20 @@ class BatchSource:
 
 
 class _LoadedBatches(BatchSource):
-    """The batches of a data loader's source by number, and a loader that puts them in place as they
-    are asked for one after another."""
+    """The batches of a data loader's source by number, and a loader that places them as they are
+    requested one after another."""
 
     def __init__(self, loader: DataLoader, start: int) -> None:
         if loader.begun:
             raise ArgumentError(
-                "run_training(batches=…): is a data loader that has begun, so that batches lie on "
-                "the cluster already and are lost with it. Pass one that nothing was taken from, "
-                "or a function: "
+                "run_training(batches=…): the data loader has begun, so some batches are on the "
+                "cluster already and would be lost with it. Pass a new one, or a function: "
                 "batches=lambda start: autopar.data_loader(batches_from(start), step)."
             )
         super().__init__(loader.source, start)
         self._given = loader
         self._loader: DataLoader | None = None
-        self._placed: tuple[int, Any] | None = None  # the last that was asked for
+        self._placed: tuple[int, Any] | None = None  # the last requested batch
 
     def get(self, number: int, **default: Any) -> Any:
         if self._placed is None or self._placed[0] != number:

@@ -1,8 +1,8 @@
 """`autopar.data_loader`: from batches and a parallelized step to the same batches, placed for it.
 
-A thread takes batches from the iterable and puts them in place while the step computes, at most
-`prefetch` ahead. It keeps no reference to the `DataLoader`, so that one that is dropped ends its
-thread; the source is closed by the thread that used it.
+A thread takes batches from the iterable and places them while the step computes, at most `prefetch`
+ahead. It keeps no reference to the `DataLoader`, so dropping the loader ends the thread. The source
+is closed by the thread that used it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar.api import ParallelFunction
-from autopar.compiler import argument_names
 from autopar.errors import ArgumentError, DataError
 from autopar.lower.planned_step import PlannedStep
-from autopar.tracer.flat_call import is_array_leaf
+from autopar.tracer.flat_call import argument_names, is_array_leaf
 
 Argument = int | str
 Arguments = Argument | tuple[Argument, ...] | None
 
-_JOIN_S = 5.0  # how long closing waits for a source that is in the middle of a batch
+_JOIN_S = 5.0  # how long `close` waits for a source that is making a batch
 
 
 def data_loader(
@@ -38,25 +37,24 @@ def data_loader(
     prefetch: int = 2,
     argument: Argument | Sequence[Argument] | None = None,
 ) -> DataLoader:
-    """Iterate over batches that are put where `step` wants them, in the background.
+    """Iterate over batches that are placed for `step` in the background.
 
     iterable: anything with `__iter__`: a list, a generator, a PyTorch, tf.data or grain loader.
               Batches are pytrees; their leaves may be NumPy or JAX arrays, or tensors that NumPy
               can read.
-    step:     what `parallelize` gave. Until it was called once, batches come as they are.
-    prefetch: how many batches are made ready ahead.
-    argument: which argument of the step a batch is, by position or name; several, if a batch is a
+    step:     a parallelized function. Before its first call, batches come as they are.
+    prefetch: how many batches to prepare ahead.
+    argument: the position or name of the step's argument that a batch is; several if a batch is a
               tuple with one entry for each. Default: the step's batch arguments.
 
-    Returns a `DataLoader`. A loop that ends early leaves the thread waiting for more: use `with`,
-    or call `close()`. `DataError` is raised in the loop if the source fails, or a batch has another
-    structure, shapes or types than the step was planned for.
+    Returns a `DataLoader`. A loop that ends early leaves the thread waiting: use `with`, or call
+    `close()`. The loop raises `DataError` if the source fails, or if a batch has another structure,
+    shapes or types than the step was planned for.
     """
     if not isinstance(step, ParallelFunction):
         raise ArgumentError(
-            f"data_loader(step={step!r}): needs the parallelized step, so that batches can be put "
-            "where it wants them: step = autopar.parallelize(fn), then "
-            "autopar.data_loader(batches, step)."
+            f"data_loader(step={step!r}): needs the parallelized step, to place batches for it: "
+            "step = autopar.parallelize(fn), then autopar.data_loader(batches, step)."
         )
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise ArgumentError(
@@ -86,8 +84,8 @@ def _checked_argument(given: Any) -> Arguments:
 class DataLoader:
     """An iterator over placed batches, and a context manager.
 
-    A second loop goes on where the first one stopped. At the end the iterable is closed; another
-    loop then begins anew, if the iterable can.
+    A second loop continues where the first one stopped. At the end the iterable is closed; another
+    loop then starts again, if the iterable can.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class DataLoader:
 
     @property
     def source(self) -> Iterable[Any]:
-        """What it was made from."""
+        """The iterable that it was made from."""
         return self._iterable
 
     @property
@@ -121,14 +119,14 @@ class DataLoader:
     def __iter__(self) -> DataLoader:
         if self._queue is not None and self._queue.at_end and not self._closed:
             if isinstance(self._iterable, Iterator):
-                return self  # used up: the loop ends at once, as it would without a loader
+                return self  # exhausted: the loop ends at once, as it would without a loader
             self._queue = None
         return self
 
     def __next__(self) -> Any:
         if self._closed:
             raise DataError(
-                "next() of a data loader that is closed. Make another with autopar.data_loader(…)."
+                "next() on a closed data loader. Make a new one with autopar.data_loader(…)."
             )
         if self._queue is None:
             self._queue = _start(self._iterable, self._step, self._prefetch, self._argument)
@@ -142,8 +140,8 @@ class DataLoader:
         self.close()
 
     def close(self) -> None:
-        """End the thread and close the source. What the source raises on being closed is raised
-        here. A source in the middle of a batch is waited for, but not for ever."""
+        """End the thread and close the source; raises what closing the source raises. Waits for a
+        source that is making a batch, but not forever."""
         self._closed = True
         if self._queue is not None:
             self._queue.stop()
@@ -152,7 +150,7 @@ class DataLoader:
 
 
 class _Queue:
-    """What the thread and the loader share: batches that are ready, and word to stop."""
+    """What the thread and the loader share: prepared batches, and the request to stop."""
 
     def __init__(self, prefetch: int) -> None:
         self._prefetch = prefetch
@@ -161,8 +159,8 @@ class _Queue:
         self._stopped = False
         self._error: BaseException | None = None
         self._close_error: BaseException | None = None
-        self._finished = False  # the thread adds nothing any more
-        self.at_end = False  # nor is anything left
+        self._finished = False  # the thread adds nothing more
+        self.at_end = False  # and nothing is left
         self.thread: threading.Thread | None = None
 
     # -- the loader's side
@@ -183,7 +181,7 @@ class _Queue:
         raise error
 
     def stop(self) -> None:
-        """Have the thread end when it next looks; waits for nothing."""
+        """Ask the thread to end; does not wait for it."""
         with self._changed:
             self._stopped = True
             self._ready.clear()
@@ -202,7 +200,7 @@ class _Queue:
     # -- the thread's side
 
     def wait_for_room(self) -> bool:
-        """False if there is to be no more."""
+        """Wait until a batch may be added; False if the thread should end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._prefetch)
             return not self._stopped
@@ -225,7 +223,7 @@ _running: weakref.WeakSet[_Queue] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is inside of JAX when the interpreter ends would end the process badly."""
+    """A thread inside JAX when the interpreter exits would crash the process."""
     queues = list(_running)
     for queue in queues:
         queue.stop()
@@ -258,7 +256,7 @@ def _load(
     step: ParallelFunction,
     argument: Arguments,
 ) -> None:
-    """The thread: take, place, hand over, until the source ends or nobody wants more."""
+    """The thread: take, place and hand over batches until the source ends or it is stopped."""
     error = close_error = None
     source: Any = None
     number = 0
@@ -288,7 +286,7 @@ def _load(
 
 
 def _as_arrays(batch: Any, number: int) -> Any:
-    """The batch with tensors of other libraries as NumPy arrays."""
+    """The batch, with tensors of other libraries as NumPy arrays."""
     flat, treedef = tree_flatten_with_path(batch)
     return tree_unflatten(treedef, [_as_array(leaf, path, number) for path, leaf in flat])
 
@@ -303,14 +301,14 @@ def _as_array(leaf: Any, path: Any, number: int) -> Any:
         return np.asarray(numpy() if callable(numpy) else leaf)
     except Exception as error:
         raise DataError(
-            f"batch{keystr(path)} of batch {number}: a {type(leaf).__name__} that cannot be made a "
+            f"batch{keystr(path)} of batch {number}: a {type(leaf).__name__} that cannot become a "
             f"NumPy array: {error}. Let the iterable give arrays of numbers on the host."
         ) from error
 
 
 def _placed(batch: Any, step: ParallelFunction, argument: Arguments) -> Any:
-    """The batch where a plan of the step wants it; as it is, but with arrays of its own, if it has
-    none for batches of this kind."""
+    """The batch, placed as a plan of the step wants it. Without a plan for such batches, a copy of
+    it on the host."""
     for planned, executable in step.compiled_entries():
         found = _positions_in(planned, step, batch, argument)
         if found is None:
@@ -328,8 +326,8 @@ def _placed(batch: Any, step: ParallelFunction, argument: Arguments) -> Any:
 
 
 def _can_move(leaf: Any) -> bool:
-    """Python's numbers go with the call; arrays on several devices stay: moving these may need a
-    program of its own, which must not come between those of the step."""
+    """Whether a leaf is placed ahead. Python numbers go with the call. Arrays on several devices
+    stay: moving them may need a program, which must not come between those of the step."""
     if isinstance(leaf, jax.Array):
         return len(leaf.sharding.device_set) == 1
     return isinstance(leaf, (np.ndarray, np.generic))
@@ -338,7 +336,7 @@ def _can_move(leaf: Any) -> bool:
 def _positions_in(
     planned: PlannedStep, step: ParallelFunction, batch: Any, argument: Arguments
 ) -> dict[int, int] | None:
-    """{leaf of the batch: input of the step}, if the plan is for such batches; else None."""
+    """{leaf of the batch: input of the step} if the plan is for such batches, or None."""
     call, avals = planned.traced.call, planned.traced.avals
     if argument is None:
         owners = tuple(dict.fromkeys(call.argument[i] for i in planned.traced.batch))
@@ -366,7 +364,7 @@ def _positions_in(
 
 
 def _owner(given: Argument, step: ParallelFunction, owners: Sequence[Argument]) -> Argument:
-    """An argument as the call has it: by position, or by name if it was given by name."""
+    """An argument as it is passed in the call: its position, or its name if passed by name."""
     names = argument_names(inspect.unwrap(step))
     if isinstance(given, str):
         other = names.index(given) if given in names else given

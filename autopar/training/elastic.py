@@ -1,8 +1,8 @@
-"""`run_training`: a loop over batches that outlives the loss of workers.
+"""`run_training`: a training loop that survives the loss of workers.
 
-Step number n takes batch n, and the checkpoint `step_n` holds the state after n steps, so that a
-checkpoint tells where in the data training stands. When a worker is lost, the cluster is started
-again, the newest checkpoint is restored, and the batches since then are taken again.
+Step n takes batch n, and the checkpoint `step_n` holds the state after n steps, so a checkpoint
+also tells the position in the data. When a worker is lost, the loop restarts the cluster, restores
+the newest checkpoint and repeats the batches since then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.runtime.checkpoints.save import CheckpointSave, save_checkpoint
 from autopar.training.batch_source import Batches, BatchSource, batch_source
 from autopar.training.restore import restore_checkpoint
 
-_MOST_WAIT_S = 30.0  # between two tries to start a cluster again
+_MAX_WAIT_S = 30.0  # between two attempts to restart a cluster
 
 
 def run_training(
@@ -39,31 +39,28 @@ def run_training(
     on_restart: Callable[[WorkerError | ClusterError], None] | None = None,
     num_steps: int | None = None,
 ) -> tuple[Any, Any]:
-    """Train, with checkpoints, and go on when workers are lost. Returns the last state and what
-    else the last step returned.
+    """Train with checkpoints, and go on when workers are lost. Returns the last state and the other
+    results of the last step.
 
     step:             takes (state, batch) and returns the new state, alone or in a tuple with other
-                      results. The state is the first of them with the pytree of the state, and
-                      shapes and types like it.
-    state:            that of the beginning. If the folder has a checkpoint, training goes on from
-                      the newest one, and of `state` only structure, shapes and types are used.
-    batches:          one for each step. Where training goes on from step n, the first n are
-                      skipped; a function is given n instead, and returns the batches from there.
-                      What an iterator gives is kept in memory until the next checkpoint is written,
-                      to be taken again after a restart; a function is called again. Of an
-                      `autopar.data_loader`, what its own source gives is kept.
-    max_restarts:     how often in a row a `WorkerError` is answered by starting the cluster again
-                      before a new checkpoint was written. Other errors are raised.
-    checkpoint_dir:   the folder of checkpoints, which all hosts see.
-    checkpoint_every: steps between checkpoints, written in the background: what a lost worker
-                      costs at most, and those that are run while a checkpoint is being written.
-    keep:             how many checkpoints are kept; None for all.
-    on_step:          called with the number of steps done and what the step returned beside the
-                      state (a single result as it is, several as a tuple, None if there is none);
-                      again for steps that are done again.
-    on_restart:       called with the error that workers were lost by, before the cluster is started
-                      again, and with that of a start that failed, before the next one.
-    num_steps:        when to stop, counted from the very beginning; None: when batches end.
+                      results. The state is the first result with the structure, shapes and types of
+                      `state`.
+    state:            the initial state. If the folder has a checkpoint, training continues from the
+                      newest one, and only the structure, shapes and types of `state` are used.
+    batches:          one per step. To continue from step n, the first n are skipped; a function is
+                      called with n and returns the batches from there. Batches of an iterator stay
+                      in memory until the next checkpoint, to be repeated after a restart; those of
+                      an `autopar.data_loader` as its source gave them. A function is called again.
+    checkpoint_dir:   the folder of checkpoints, which all hosts must see.
+    max_restarts:     how many times in a row to restart the cluster after a `WorkerError` without a
+                      new checkpoint in between. Other errors are raised.
+    checkpoint_every: steps between checkpoints, which are written in the background. A lost worker
+                      costs at most these steps, plus those run while a checkpoint is written.
+    keep:             how many checkpoints to keep; None for all.
+    on_step:          called with the number of steps done and the step's results beside the state
+                      (one as it is, several as a tuple, or None); again for repeated steps.
+    on_restart:       called with the error before each restart, also after a restart that failed.
+    num_steps:        when to stop, counted from the very first step; None: when the batches end.
     """
     _check_counts(
         max_restarts=(max_restarts, 0),
@@ -73,33 +70,43 @@ def run_training(
     )
     training = _Training(step, state, Path(checkpoint_dir), checkpoint_every, keep, on_step)
     source = batch_source(batches, latest_step(checkpoint_dir) or 0)
-    restarts = 0
-    must_restart = False
     try:
-        while True:
-            written = training.written
-            try:
-                if must_restart:
-                    session.restart()
-                training.load(state, source)
-                must_restart = False
-                return training.run(source, num_steps)
-            except (WorkerError, ClusterError) as error:
-                if isinstance(error, ClusterError) and not must_restart:
-                    raise  # not after a loss: the cluster was never there
-                must_restart = True
-                training.settle()
-                source.forget_all()
-                restarts = 0 if training.written != written else restarts
-                restarts += 1
-                if restarts > max_restarts:
-                    raise
-                if on_restart is not None:
-                    on_restart(error)
-                if isinstance(error, ClusterError):  # nodes may be on their way
-                    time.sleep(min(2.0**restarts, _MOST_WAIT_S))
+        return _run_with_restarts(training, state, source, num_steps, max_restarts, on_restart)
     finally:
         source.close()
+
+
+def _run_with_restarts(
+    training: _Training,
+    state: Any,
+    source: BatchSource,
+    num_steps: int | None,
+    max_restarts: int,
+    on_restart: Callable[[WorkerError | ClusterError], None] | None,
+) -> tuple[Any, Any]:
+    restarts = 0
+    must_restart = False
+    while True:
+        written = training.written
+        try:
+            if must_restart:
+                session.restart()
+            training.load(state, source)
+            must_restart = False
+            return training.run(source, num_steps)
+        except (WorkerError, ClusterError) as error:
+            if isinstance(error, ClusterError) and not must_restart:
+                raise  # the cluster never started
+            must_restart = True
+            training.settle()
+            source.forget_all()
+            restarts = 1 if training.written != written else restarts + 1
+            if restarts > max_restarts:
+                raise
+            if on_restart is not None:
+                on_restart(error)
+            if isinstance(error, ClusterError):  # nodes may come back
+                time.sleep(min(2.0**restarts, _MAX_WAIT_S))
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
@@ -111,9 +118,9 @@ def _check_counts(**counts: tuple[Any, int]) -> None:
 
 
 class _Training:
-    """The state, how many steps it is old, and the checkpoints.
+    """The state, the number of steps done, and the checkpoints.
 
-    written: the step of the newest checkpoint that is known to be whole.
+    written: the step of the newest checkpoint that is known to be complete.
     """
 
     def __init__(
@@ -135,16 +142,16 @@ class _Training:
         self._saved_step = 0
 
     def load(self, state: Any, source: BatchSource) -> None:
-        """The state of the newest checkpoint, where the step wants it; the given one, and its
-        checkpoint, if there is none."""
+        """Restore the newest checkpoint, placed for the step; without one, take the given state and
+        save it."""
         newest = latest_step(self._directory)
         if newest is None:
             self._state, self._done = state, 0
             self._begin_save()
-            self._finish_save()  # the step will take over the only copy
+            self._finish_save()  # the step will use up the only copy
             return
         self._done = self.written = newest
-        self._state = None  # frees it before there is another
+        self._state = None  # freed before the next one is made
         target = self._like
         if isinstance(self._step, ParallelFunction):
             batch = source.get(newest, default=None)
@@ -178,7 +185,7 @@ class _Training:
         return self._state, results
 
     def settle(self) -> None:
-        """After a loss: the checkpoint that was being written is whole, or will never be."""
+        """After a loss: finish the checkpoint that was being written, or give it up."""
         try:
             self._finish_save()
         except (WorkerError, ClusterError):
@@ -212,9 +219,9 @@ class _Training:
                     rest = (*outputs[:i], *outputs[i + 1 :])
                     return output, rest[0] if len(rest) == 1 else (rest or None)
         raise ArgumentError(
-            f"run_training(step={self._step!r}): returned {jax.tree.structure(outputs)}, in which "
+            f"run_training(step={self._step!r}): returned {jax.tree.structure(outputs)}, where "
             f"nothing has the structure, shapes and types of the state, "
-            f"{jax.tree.structure(self._like)}. Return the new state, or a tuple that has it."
+            f"{jax.tree.structure(self._like)}. Return the new state, or a tuple that contains it."
         )
 
     def _is_state(self, output: Any) -> bool:
@@ -225,7 +232,7 @@ class _Training:
 
 
 def _shape_of(leaf: Any) -> Any:
-    """A leaf without its values; Python numbers, and what is no array, as they are."""
+    """A leaf without its values; Python numbers, and leaves that are not arrays, as they are."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
     is_weak = bool(getattr(leaf, "weak_type", False))

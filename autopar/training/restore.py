@@ -1,8 +1,8 @@
-"""`restore_checkpoint`: from a checkpoint to the state of a step, laid out as its plan wants it.
+"""`restore_checkpoint`: from a checkpoint to the state of a step, sharded as its plan wants it.
 
-A step's plan knows the pytrees of its arguments and where each array lies. The checkpoint is of one
-argument, or of a tuple of the first few that are state: those whose leaves have the names that were
-saved.
+A step's plan knows the pytrees of its arguments and the sharding of each array. The checkpoint
+holds one argument, or a tuple of the first few that are state: the one whose leaves have the saved
+names.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from autopar.runtime.remote.save import input_places
 def restore_checkpoint(directory: str | Path, target: Any = None, step: int | None = None) -> Any:
     """Read the checkpoint of `step`, or the newest, from a folder.
 
-    target: a parallelized function that has been called or planned, or a plan: the state comes back
-            as that argument, in the plan's shardings, whatever plan and devices it was saved from;
-            as a tuple, if it was saved as one of several arguments, `(model, optimizer)`.
-            A pytree of arrays or `jax.ShapeDtypeStruct`s: it comes back in this structure, each
-            array with the sharding of its place, if that has one. None: dicts and lists of numpy
-            arrays.
-
     directory: the folder of checkpoints.
-    step:      whose; None for the newest.
+    target:    decides how the state comes back.
+               A parallelized function that was called or planned, or a plan: as that argument, in
+               the plan's shardings, whatever plan and devices it was saved from; as a tuple if it
+               was saved as several arguments, `(model, optimizer)`.
+               A pytree of arrays or `jax.ShapeDtypeStruct`s: in this structure, each array with the
+               sharding of its counterpart, if that has one.
+               None: as dicts and lists of NumPy arrays.
+    step:      which checkpoint; None for the newest.
 
-    Returns the state. Raises `CheckpointError` if there is none, if it is damaged or unfinished,
-    and with the first differences if its leaves are not those of the target.
+    Returns the state. Raises `CheckpointError` if there is no checkpoint, if it is damaged or
+    incomplete, or, naming the first differences, if its leaves are not those of the target.
     """
     found = find_checkpoint(directory, step)
     source = OrbaxSource(found.path) if found.is_orbax else OwnSource(found.path)
@@ -70,8 +70,8 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
 class Argument:
     """An argument of a planned step, or a tuple of several.
 
-    name:   its position, or its name if it was given by keyword; of several, all of them.
-    wanted: (path inside of it, place) of its array leaves.
+    name:   its position, or its name if it was passed by name; of a tuple, all of them.
+    wanted: (path inside it, place) of its array leaves.
     """
 
     name: int | str | tuple[int | str, ...]
@@ -80,7 +80,7 @@ class Argument:
     _positions: tuple[int, ...]
 
     def rebuilt(self, leaves: Sequence[Any]) -> Any:
-        """The argument with these array leaves and what else was in it."""
+        """The argument with these array leaves, and its other leaves as they were."""
         everything: list[Any] = [None] * len(self._call.leaves)
         for position, leaf in zip(self._positions, leaves, strict=True):
             everything[position] = leaf
@@ -93,14 +93,14 @@ class Argument:
 def arguments_of(
     target: ParallelFunction | ParallelPlan, name_of: Callable[[Sequence[Any]], str]
 ) -> list[Argument]:
-    """The arguments of a planned step that hold arrays, those that are state first, and tuples of
-    these. `name_of` gives a path its name in the checkpoint."""
+    """The arguments of a planned step that hold arrays, state first, and tuples of them. `name_of`:
+    from a path to its name in the checkpoint."""
     plan = _plan_of(target)
     if plan.in_tree is None:
         raise ArgumentError(
-            f"restore_checkpoint(target={plan.name!r}): a plan that was read from a file does not "
-            "know the structure of the step's arguments. Give the parallelized function, after "
-            "step.plan(state, batch), or what that returned."
+            f"restore_checkpoint(target={plan.name!r}): a plan read from a file does not know the "
+            "structure of the step's arguments. Give the parallelized function, after "
+            "step.plan(state, batch), or the plan that it returned."
         )
     call = plan.in_tree[1]
     places = _places(plan, call.leaves)
@@ -127,15 +127,15 @@ def _plan_of(target: ParallelFunction | ParallelPlan) -> ParallelPlan:
         return target
     if target.last_planned is None:
         raise ArgumentError(
-            f"restore_checkpoint(target={target!r}): has no plan yet, and the checkpoint is laid "
-            "out as the plan says. Call step.plan(state, batch) first; jax.ShapeDtypeStructs will "
-            "do for arguments."
+            f"restore_checkpoint(target={target!r}): has no plan yet, which gives the shardings of "
+            "the state. Call step.plan(state, batch) first; jax.ShapeDtypeStructs will do for "
+            "arguments."
         )
     return target.last_planned.plan
 
 
 def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
-    """Where each array of the arguments is to lie."""
+    """Where to place each array of the arguments."""
     types = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves
     ]
@@ -154,7 +154,7 @@ def _places(plan: ParallelPlan, leaves: Sequence[Any]) -> list[Any]:
 
 
 def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSharding]:
-    """Where the plan keeps each input, on the given devices."""
+    """The sharding of each input of the plan, on the given devices."""
     check_devices(plan, devices)
     meshes = []
     for stage in plan.stages:

@@ -177,7 +177,7 @@ def test_messages_are_taken_away(two):
 def test_a_process_that_does_not_come_is_named_after_the_limit(two):
     found = two[0]["one_does_not_come"]
     assert found["error"] == "PlanError"
-    assert "process 1 did not come within 1 s" in found["message"]
+    assert "process 1 did not arrive within 1 s" in found["message"]
 
 
 @pytest.mark.slow

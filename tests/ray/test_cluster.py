@@ -100,7 +100,7 @@ def test_exceptions_of_commands_arrive_and_leave_the_session_alone(cluster, grou
         group.submit("stop_iterating", [(), None])[0].result(30)
     with pytest.raises(WorkerError, match="no attribute 'nonsense'"):
         group.submit("nonsense", [(), None])[0].result(30)
-    with pytest.raises(WorkerError, match="is no command"):
+    with pytest.raises(WorkerError, match="is not a command"):
         group.submit("__init__", [(), None])[0].result(30)
     assert cluster.failure is None
     assert results(group.submit("add", [(1, 1), (2, 2)])) == [2, 4]
@@ -146,7 +146,7 @@ def test_running_groups_are_used_again(cluster, groups):
 
 @pytest.mark.parametrize("devices", [(), (0, 0), (7, 8), (-1,), (0, 4, 1)])
 def test_devices_that_form_no_mesh(cluster, devices):
-    with pytest.raises(ClusterError, match="needs different numbers below 8"):
+    with pytest.raises(ClusterError, match="needs distinct numbers below 8"):
         cluster.groups([devices])
 
 

@@ -1,8 +1,8 @@
 """One agent per Ray node: holds its devices and the session's folder, and watches its processes.
 
-It answers while the workers beside it are dead or hang, so it does as little as possible. It is
-sent to its node by value and imports nothing of autopar: a process without JAX starts faster and
-holds less. What goes in and out is plain Python data.
+It must answer while the workers beside it are dead or hang, so it does as little as possible. It is
+sent to its node by value and imports nothing from autopar: without JAX a process starts faster and
+is smaller. Its arguments and answers are plain Python data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NodeAgent:
         return True
 
     def free_port(self) -> int:
-        """A port that nobody listens on, and that was not given out before."""
+        """A port that nothing listens on and that was not given out before."""
         while True:
             with socket.socket() as probe:
                 probe.bind(("", 0))
@@ -60,7 +60,7 @@ class NodeAgent:
                 return port
 
     def report(self, processes: list[dict[str, Any]]) -> dict[str, Any]:
-        """What is left of processes: whether they run, the ends of their logs, their progress."""
+        """The state of processes: whether they run, the ends of their logs, their progress."""
         reports = [
             {
                 "state": _state(process["pid"], process["started"]),
@@ -72,8 +72,8 @@ class NodeAgent:
         return {"processes": reports, "oom_kills": _oom_kills() - self._oom_kills}
 
     def end(self, processes: list[tuple[int, int]], patience_s: float, limit_s: float) -> list[int]:
-        """Wait for processes, given as (number, start), to end, and end those that are
-        there when patience runs out; the numbers of those that stay in spite of it."""
+        """Wait for processes, given as (number, start), to end, and kill those that are left after
+        `patience_s`. Returns the numbers of those that survive even that."""
         now = time.monotonic()
         running = _still_running(processes, now + patience_s)
         for pid, _ in running:
@@ -86,12 +86,12 @@ class NodeAgent:
 
 
 def started(pid: int) -> int:
-    """When a process began, in the kernel's ticks: with its number, this names it for ever."""
+    """When a process began, in the kernel's ticks: with its number, this identifies it uniquely."""
     return int(_stat(pid)[19])
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold anything."""
+    """The fields of /proc/PID/stat after the name, which may contain anything."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
@@ -106,7 +106,7 @@ def _state(pid: int, start: int) -> str:
 
 
 def _has_threads(pid: int, start: int) -> bool:
-    """Whether a process that ends has threads left, which may hold its sockets open."""
+    """Whether an ending process has threads left, which may hold its sockets open."""
     with contextlib.suppress(OSError, IndexError):
         return int(_stat(pid)[19]) == start and len(os.listdir(f"/proc/{pid}/task")) > 1
     return False
@@ -136,7 +136,7 @@ def _bytes_of(path: str) -> bytes:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory, since this machine started."""
+    """How many processes the kernel has killed to free memory since this machine started."""
     with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
         for line in file:
             name, _, value = line.partition(" ")
@@ -155,7 +155,7 @@ def _gpu_names() -> list[str]:
 
 
 def _remove_folders_of_the_dead(root: str) -> None:
-    """Sessions whose driver was killed could not remove their folders."""
+    """Remove the folders of sessions whose driver was killed."""
     for entry in os.scandir(root):
         if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
             continue

@@ -1,10 +1,10 @@
-"""A Ray cluster → hosts of equal devices, and meshes of workers on them.
+"""From a Ray cluster to hosts of equal devices, and meshes of workers on them.
 
     RayCluster ── NodeAgent, one per node (holds its devices)
         └ MeshGroup, one per mesh ── MeshWorker, one per host of the mesh
 
-Everything is reserved by one placement group. The session ends with `close()`, at exit, or when a
-worker fails; afterwards another one can be made in the same process.
+One placement group reserves everything. The session ends with `close()`, at exit, or when a worker
+fails; afterwards the same process can start another one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from autopar.runtime.ray.starting import check_devices, start_workers
 
 EXECUTOR = "autopar.runtime.remote.executor:Executor"
 CLOSE_LIMIT_S = 5.0
-SETTLED_LIMIT_S = 10.0  # from a sign of a failure to its error, as stated in docs/ray.md
+SETTLED_LIMIT_S = 10.0  # from the first sign of a failure to its error, as docs/ray.md states
 
 
 class RayCluster:
-    """num_hosts, devices_per_host: what there is, if None.
-    env:             variables of the workers' environments, before those of the driver.
+    """num_hosts, devices_per_host: None for all of the cluster.
+    env:             environment variables of the workers; they override those of the driver.
     heartbeat_s:     how often workers are asked for a sign of life.
-    silence_limit_s: a worker that gives none for so long is lost.
-    hang_limit_s:    so is one whose step makes no progress for so long, and
-    command_limit_s: one that does anything else (compiling, saving) for so long.
+    silence_limit_s: a worker that is silent for this long is lost.
+    hang_limit_s:    so is one whose step makes no progress for this long,
+    command_limit_s: or whose other command (compiling, saving) takes this long.
     start_limit_s:   for nodes and workers to start.
-    executor:        what carries out commands in the workers, as 'module:class'.
+    executor:        the class that runs commands in the workers, as 'module:class'.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RayCluster:
 
     @property
     def describe(self) -> Describe:
-        """What a worker was doing, for messages: its stage, and the instruction in words."""
+        """Describes what a worker was doing: its stage, and the instruction in words."""
         return self._session.describe
 
     @describe.setter
@@ -109,15 +109,14 @@ class RayCluster:
         self._session.describe = describe
 
     def check(self) -> None:
-        """Raise the failure of the session, if it has failed."""
+        """Raise if the session has failed or is closed."""
         self._session.check()
         if self._closed:
             raise ClusterError("The Ray session was closed; call autopar.init again.")
 
     def wait_for_failure(self, limit_s: float | None = None) -> WorkerError | None:
-        """The failure of the session, for whoever has noticed one first, such as a connection that
-        broke; None if there is none within the limit, by default the one that is stated for
-        nodes that fall silent."""
+        """Wait for the session's failure after a first sign of it, such as a broken connection.
+        None if there is none within the limit; by default that for a node that falls silent."""
         if limit_s is None:
             limit_s = self._session.limits.silence_s + SETTLED_LIMIT_S
         until_s = time.monotonic() + limit_s
@@ -126,9 +125,9 @@ class RayCluster:
         return self.failure
 
     def groups(self, meshes: Sequence[Sequence[int]]) -> list[MeshGroup]:
-        """A running group for each mesh, given by the numbers of its devices. Those that run are
-        used again. GPUs belong to one group at a time, so a group that shares some with a new one
-        is closed; it is an error if arrays live on it."""
+        """A running group for each mesh, given by the numbers of its devices. Running groups are
+        reused. A GPU belongs to one group at a time, so a group that shares GPUs with a new one is
+        closed, and it is an error if arrays are still on it."""
         self.check()
         wanted = [tuple(devices) for devices in meshes]
         for devices in wanted:
@@ -155,7 +154,7 @@ class RayCluster:
         self._end_groups([group])
 
     def close(self) -> None:
-        """End everything that this session has started; waits a limited time."""
+        """End everything that this session has started, within a limited time."""
         if self._closed:
             return
         self._closed = True
@@ -178,14 +177,14 @@ class RayCluster:
     def _make_room(self, wanted: Sequence[tuple[int, ...]]) -> None:
         taken = {d for devices in wanted for d in devices}
         if len(taken) < sum(len(set(devices)) for devices in dict.fromkeys(wanted)):
-            raise ClusterError(f"Meshes {list(wanted)} share GPUs, which cannot be.")
+            raise ClusterError(f"Meshes {list(wanted)} share GPUs. Give every mesh its own.")
         in_the_way = [g for g in self._groups if g.devices not in wanted and taken & {*g.devices}]
         for group in in_the_way:
             if group.in_use():
                 raise ClusterError(
-                    f"The devices {sorted(taken & {*group.devices})} are wanted for a new mesh, "
-                    f"and {group.num_arrays} arrays live on {group!r}. Drop them, or fetch them "
-                    "with np.asarray first."
+                    f"A new mesh needs the devices {sorted(taken & {*group.devices})}, but "
+                    f"{group.num_arrays} arrays are on {group!r}. Drop them, or fetch them with "
+                    "np.asarray first."
                 )
         self._end_groups(in_the_way)
 

@@ -1,6 +1,6 @@
-"""The driver's environment and the user's wishes → a worker's environment variables, and versions.
+"""From the driver's environment and the user's variables to a worker's environment; versions.
 
-JAX reads most of its variables when it is imported, so Ray sets them before the worker begins.
+JAX reads most of its variables when it is imported, so Ray sets them before the worker starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import metadata
 from autopar.errors import ArgumentError, ClusterError
 
 _PASSED_ON = ("JAX_", "XLA_", "NCCL_")
-# These say which devices a process has and which group it belongs to: each worker has its own.
+# These select the devices and the group of a process: each worker has its own.
 _NOT_PASSED_ON = frozenset(
     (
         "JAX_PLATFORMS",
@@ -30,13 +30,13 @@ _NOT_PASSED_ON = frozenset(
         "XLA_FLAGS",
     )
 )
-# Plans count on 90 % of a GPU's memory, of which JAX takes 75 % by itself. The rest is for NCCL.
+# Plans count on 90 % of a GPU's memory, but JAX takes 75 % by default. The rest is for NCCL.
 _MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def check_environment(env: object) -> dict[str, str]:
-    """The user's variables, if they are names and texts."""
+    """The user's variables, checked to be names and texts."""
     if env is None:
         return {}
     if not isinstance(env, Mapping) or not all(
@@ -56,8 +56,8 @@ def worker_environment(
     num_devices: int,
     gpu_ids: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Variables of a worker with this many devices. Where they differ, the user's `wanted` ones
-    count, then those that devices need, then the driver's."""
+    """Variables of a worker with this many devices. The user's `wanted` ones take precedence, then
+    those that the devices need, then the driver's."""
     env = {
         name: value
         for name, value in driver.items()
@@ -79,7 +79,7 @@ def worker_environment(
 
 @dataclass(frozen=True)
 class Versions:
-    """What must be the same everywhere; empty where a process has none."""
+    """Versions that must be the same everywhere; empty if a process lacks the package."""
 
     python: str
     autopar: str
@@ -91,8 +91,8 @@ class Versions:
 
 
 def versions_here() -> Versions:
-    """Those of this process. CUDA and NCCL are the libraries that pip installed for JAX; what the
-    system provides instead is not known here."""
+    """The versions of this process. CUDA and NCCL are the libraries that pip installed for JAX;
+    those of the system are unknown here."""
     installed = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -115,8 +115,8 @@ def versions_here() -> Versions:
 
 
 def check_versions(driver: Versions, workers: Sequence[tuple[str, Versions]]) -> None:
-    """Every worker, given as (node, versions), is like every other; and like the driver in what
-    programs are made with."""
+    """Check that all workers, given as (node, versions), have equal versions, and those of the
+    driver for the packages that make programs."""
     for name in ("python", "autopar", "jax", "jaxlib"):
         _check_same(name, [("the driver", driver), *workers])
     for name in asdict(driver):

@@ -1,7 +1,7 @@
-"""Reports of trouble and what agents see of every process → a sighting of each worker.
+"""From reports of failures and the agents' view of every process to a sighting of each worker.
 
-Agents, and Ray for the nodes themselves, are asked before anything is killed, each within a limit:
-any of them may be what is gone.
+Agents, and Ray for the nodes themselves, are asked before anything is killed, each within a limit,
+since any of them may be what failed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopar.runtime.ray.worker import Beat
 from autopar.runtime.remote.progress import decode
 
 REPORT_LIMIT_S = 2.5
-NODES_LIMIT_S = 2.0  # for Ray to say that a node is gone whose agent is
+NODES_LIMIT_S = 2.0  # for Ray to notice that a node is gone, after its agent
 
 
 @dataclass(frozen=True)
 class Report:
-    """Something that went wrong with a worker, or with the agent of a node: `error` is what a
-    worker raised, `lost` why Ray cannot call an agent."""
+    """A failure of a worker or of a node's agent. `error`: what a worker raised; `lost`: why Ray
+    cannot call an agent."""
 
     worker: Worker | None
     node: NodeHandle | None
@@ -42,7 +42,7 @@ class Report:
 
 @dataclass
 class Watched:
-    """A worker, when it was last heard of (`time.monotonic()`), and whether it was asked since."""
+    """A worker, when it last answered (`time.monotonic()`), and whether it was asked since."""
 
     group: MeshGroup
     worker: Worker
@@ -52,8 +52,8 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What an agent says of a process; `state` is None if nobody can say."""
+class _ProcessView:
+    """What an agent reports about a process; `state` is None if unknown."""
 
     state: str | None = None
     log: str = ""
@@ -64,7 +64,7 @@ class _Told:
 def sightings_of(
     session: RaySession, watched: Sequence[Watched], reports: Sequence[Report]
 ) -> list[Sighting]:
-    """What is known of each worker; the first report of one counts."""
+    """What is known about each worker; its first report counts."""
     told, agents_gone = _ask_agents(session, watched)
     agents_gone |= {r.node.node_id: r.lost for r in reports if r.node and r.lost}
     unreachable = {
@@ -76,7 +76,7 @@ def sightings_of(
     sightings = []
     for entry in watched:
         node_id = entry.worker.node.node_id
-        known = told.get(entry.worker, _Told())
+        known = told.get(entry.worker, _ProcessView())
         gone = agents_gone.get(node_id)
         state = decode(known.progress)
         if not state.count and entry.beat:
@@ -110,8 +110,8 @@ def sightings_of(
 
 
 def _unreported(entry: Watched, first: Report, limits: Limits) -> dict[str, Any]:
-    """Of a worker that nothing was reported of: it may stand still like the one that was reported,
-    and have done so for longer."""
+    """The sighting of a worker without a report: it may hang like the reported one, and for
+    longer."""
     still = entry.beat.standstill if entry.beat else None
     nearly_s = limits.hang_s - 2 * limits.heartbeat_s
     if first.trouble is Trouble.HUNG and still and still.is_step and still.seconds > nearly_s:
@@ -121,8 +121,8 @@ def _unreported(entry: Watched, first: Report, limits: Limits) -> dict[str, Any]
 
 def _ask_agents(
     session: RaySession, watched: Sequence[Watched]
-) -> tuple[dict[Worker, _Told], dict[str, BaseException]]:
-    """What agents say of their processes; and why Ray cannot call the others, by node."""
+) -> tuple[dict[Worker, _ProcessView], dict[str, BaseException]]:
+    """What agents report about their processes, and, by node, why Ray cannot call the others."""
     calls = {}
     gone: dict[str, BaseException] = {}
     for node in session.nodes:
@@ -142,14 +142,15 @@ def _ask_agents(
             continue
         said = call.result()
         for worker, process in zip(calls[call], said["processes"], strict=True):
-            told[worker] = _Told(
+            told[worker] = _ProcessView(
                 process["state"], process["log"], process["progress"], said["oom_kills"]
             )
     return told, gone
 
 
 def _nodes_alive(session: RaySession, agents_gone: Set[str]) -> set[str] | None:
-    """Ray's nodes. One whose agent is gone may be gone itself, which Ray knows a little later."""
+    """Ray's live nodes. A node whose agent is gone may be gone too; Ray notices that a little
+    later."""
     until_s = time.monotonic() + NODES_LIMIT_S
     while True:
         alive = within(until_s - time.monotonic(), lambda: _read_nodes(session))
@@ -163,7 +164,7 @@ def _read_nodes(session: RaySession) -> set[str]:
 
 
 def within(limit_s: float, call: Callable[[], Any]) -> Any:
-    """A call that may never return; None if it does not, or raises."""
+    """The result of a call that may never return; None if it does not return or raises."""
     answer: queue.Queue[Any] = queue.Queue()
 
     def work() -> None:

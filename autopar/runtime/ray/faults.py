@@ -1,8 +1,7 @@
-"""What was seen of every worker when something went wrong → the one error that says what happened.
+"""From the sightings of all workers after a failure to the one error that explains it.
 
 One worker is the cause; others may have ended because of it. JAX ends a process whose peers are
-gone and says so in the log, and collectives raise when a connection breaks: such workers are
-consequences.
+gone and logs that, and collectives raise when a connection breaks: such workers are consequences.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from autopar.runtime.remote.progress import NOWHERE, State
 
 NUM_LOG_LINES = 20
 NOT_BEGUN = State()
-STOPPED = ("T", "t")  # the kernel's letters for processes that a signal or a debugger stopped
-# Written by JAX's coordination service to the log of a process that it ends, and by collectives and
-# sockets that have lost the other side.
+STOPPED = ("T", "t")  # the kernel's letters for processes stopped by a signal or a debugger
+# Logged by JAX's coordination service when it ends a process, and by collectives and sockets that
+# have lost the other side.
 _ENDED_BY_JAX = re.compile(
     r"JAX distributed service detected fatal errors|CoordinationServiceAgent|"
     r"coordination service",
@@ -33,12 +32,14 @@ _LOST_A_PEER = re.compile(
     r"peer|remote (process|host)|ncclRemoteError|ncclSystemError|ConnectionError|EOFError",
     re.IGNORECASE,
 )
-_LOW_ON_MEMORY = "low on memory"  # in Ray's words for what its memory monitor has ended
+_LOW_ON_MEMORY = (
+    "low on memory"  # in Ray's messages about processes that its memory monitor has killed
+)
 _RAY_NOTES = (":job_id:", ":actor_name:", ":task_name:")
 
 
 class Trouble(IntEnum):
-    """How a worker was found, the likeliest cause first."""
+    """How a worker was found, in the order of the likeliest cause."""
 
     NODE_LOST = 0
     DIED = 1
@@ -52,17 +53,17 @@ class Trouble(IntEnum):
 
 @dataclass(frozen=True)
 class Sighting:
-    """What is known of one worker.
+    """What is known about one worker.
 
-    reported:  what was reported of it, as the number in the order of reports; None if nothing was.
-    trouble:   of what kind the report was.
-    process:   the kernel's letter for its process, empty if it has ended; None if nobody can say.
-    detail:    Ray's words, or the exception.
-    command:   the name of the command that it was carrying out, if it is known.
-    error:     what it raised.
-    agent_gone: Ray's words about the end of its node's agent, if that has ended.
-    oom_kills: processes that the kernel ended for want of memory on its node in this session.
-    seconds:   of silence or of standstill.
+    reported:   the number of its report, in their order; None without a report.
+    trouble:    the kind of the report.
+    process:    the kernel's letter for its process, empty if it has ended; None if unknown.
+    detail:     Ray's message, or the exception.
+    command:    the name of the command that it was running, if known.
+    error:      what it raised.
+    agent_gone: Ray's message about the end of its node's agent, if that has ended.
+    oom_kills:  processes that the kernel killed to free memory on its node in this session.
+    seconds:    of silence or of standstill.
     """
 
     place: WorkerPlace
@@ -96,13 +97,13 @@ class Sighting:
         return self.trouble
 
     def short_of_memory(self) -> bool:
-        """Whether Ray says that it ended the worker, or the agent beside it, to free memory."""
+        """Whether Ray reports that it killed the worker, or the agent beside it, to free memory."""
         return any(_LOW_ON_MEMORY in said for said in (self.detail, self.agent_gone or ""))
 
 
 def cause_of(sightings: Sequence[Sighting]) -> Sighting:
-    """The worker that the others suffer from: by kind, then by what was reported first; among
-    those that hang, the one that stopped first."""
+    """The worker that caused the failure: by kind of trouble, then by the first report; among
+    hanging workers, the one that stopped first."""
 
     def order(sighting: Sighting) -> tuple[float, ...]:
         kind = sighting.kind()
@@ -118,12 +119,12 @@ def error_about(
     sightings: Sequence[Sighting],
     describe: Callable[[WorkerPlace, State], tuple[int | None, str]],
 ) -> WorkerError:
-    """The error for the driver, which names the cause first and then the others."""
+    """The driver's error: first the cause, then the other workers."""
     cause = cause_of(sightings)
     place = cause.place
     stage, instruction = None, ""
     if cause.state.count:
-        with contextlib.suppress(Exception):  # better an error that says less than none
+        with contextlib.suppress(Exception):  # a less detailed error is better than none
             stage, instruction = describe(place, cause.state)
         if cause.state.command == NOWHERE:
             last = f"; the last instruction was: {instruction}" if instruction else ""

@@ -1,7 +1,7 @@
-"""The workers of one mesh, and what they answer.
+"""The workers of one mesh: from commands to replies.
 
-`submit` sends a command to every worker of the mesh, one call each, and returns at once; workers
-carry commands out in the order in which they were sent.
+`submit` sends a command to every worker of the mesh, one call each, and returns at once. Workers
+run commands in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.runtime.ray.worker import CommandOutcome
 
 
 class Watcher(Protocol):
-    """Who is told of trouble and decides what becomes of the session."""
+    """Is notified of failures and decides what happens to the session."""
 
     def lost(self, worker: Worker, error: BaseException) -> None: ...
 
@@ -30,11 +30,11 @@ class Watcher(Protocol):
 
 
 class NoAnswerError(WorkerError, TimeoutError):
-    """A worker that did not answer within the limit for the command. It may yet do so."""
+    """A worker did not answer a command within its limit. It may still do so."""
 
 
 class Reply:
-    """A worker's answer to one command. It always comes: the failure, if the session fails."""
+    """A worker's answer to one command. It always comes: if the session fails, as its failure."""
 
     def __init__(self, worker: Worker, command: str, is_step: bool, watcher: Watcher) -> None:
         self.worker = worker
@@ -44,7 +44,7 @@ class Reply:
         self._future: Future[Any] = Future()
 
     def result(self, limit_s: float | None = None) -> Any:
-        """Wait for the answer; raises what the worker raised, or why the session failed."""
+        """Wait for the answer; raises what the worker raised, or the failure of the session."""
         try:
             return self._future.result(limit_s)
         except AutoparError as error:
@@ -53,8 +53,8 @@ class Reply:
             place = self.worker.place
             raise NoAnswerError(
                 f"{self.command!r} on worker {place.worker} (host {place.host}, {place.node}): no "
-                f"answer within {limit_s:g} s. It may be busy or hang: look at its log, or begin "
-                "again from the last checkpoint, as run_training does.",
+                f"answer within {limit_s:g} s. It may be busy or hang: look at its log, or restart "
+                "from the last checkpoint, as run_training does.",
                 host=place.node,
             ) from None
 
@@ -66,7 +66,7 @@ class Reply:
         self._settle(None, error)
 
     def arrived(self, call: Future[CommandOutcome]) -> None:
-        """Ray has the worker's outcome, or knows that there will be none."""
+        """Called when Ray has the worker's outcome, or knows that there will be none."""
         error = call.exception()
         if error is not None:
             self._watcher.lost(self.worker, error)
@@ -89,17 +89,17 @@ class Reply:
 
 
 def error_of(worker: Worker, command: str, outcome: CommandOutcome) -> AutoparError:
-    """What a command raised, as the driver raises it."""
+    """The error that the driver raises for what a command raised."""
     if outcome.error is not None:
         return outcome.error
     place = worker.place
     if "RESOURCE_EXHAUSTED" in outcome.raised:
         said = (
-            f"out of memory on a device: {outcome.raised}\nLower memory_budget, use more "
-            "micro-batches or remat, or more devices"
+            f"out of memory on a device: {outcome.raised}\nLower memory_budget, or use more "
+            "micro-batches, remat, or more devices."
         )
     elif outcome.raised.startswith("MemoryError"):
-        said = f"out of memory of the host: {outcome.raised}"
+        said = f"out of host memory: {outcome.raised}"
     else:
         said = outcome.raised
     return WorkerError(
@@ -112,8 +112,8 @@ def error_of(worker: Worker, command: str, outcome: CommandOutcome) -> AutoparEr
 
 class MeshGroup:
     """devices:    the cluster's numbers of the mesh's devices, in the order of `jax.devices()`.
-    mesh:       its place in the last `RayCluster.groups` that asked for it; for messages.
-    num_arrays: how many arrays live on it; kept by those who make and drop arrays.
+    mesh:       its place in the last call of `RayCluster.groups`, for messages.
+    num_arrays: how many arrays are on it; updated by those who create and drop arrays.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MeshGroup:
         return f"<mesh of devices {list(self.devices)} in {len(self.workers)} processes>"
 
     def command_of(self, worker: Worker, number: int) -> str:
-        """What the command of this number was; empty if it was sent long ago."""
+        """The name of the command with this number; empty if it was sent long ago."""
         sent = list(self._names)
         return next((name for w, n, name in sent if w is worker and n == number), "")
 
@@ -147,9 +147,9 @@ class MeshGroup:
     def submit(
         self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
     ) -> list[Reply]:
-        """Send a command to every worker, with arguments of its own; those with None are left out,
-        and have no reply. `fatal`: it is a step, so an exception in it fails the session, and so
-        does a standstill."""
+        """Send a command to every worker, each with its own arguments; None leaves a worker out,
+        and it has no reply. `fatal`: the command is a step, so an exception or a standstill in it
+        fails the session."""
         assert len(args_per_worker) == len(self.workers)
         with self._session.lock:
             self._session.check()
@@ -163,7 +163,7 @@ class MeshGroup:
                 try:
                     call = worker.actor.submit.remote(number, fatal, command, *args)
                 except Exception as error:
-                    if fatal:  # the others have it, and would wait for this one
+                    if fatal:  # others have received it and would wait for this worker
                         said = WorkerError(f"{command!r} was not sent: {error}")
                         self._watcher.raised(worker, said)
                     raise

@@ -1,13 +1,13 @@
 """The driver's thread that watches workers and ends the session, with a reason, when one fails.
 
-Every `heartbeat_s` each worker and each node's agent is asked for a sign of life. Trouble also
-comes in through replies: a call whose actor died, a step that raised. Then, within stated limits,
-it is found out what is left of every process (`evidence.py`) and what the cause is (`faults.py`),
-everything is killed and everyone who waits is woken.
+Every `heartbeat_s` it asks each worker and each node's agent for a sign of life. Replies report
+failures too: a call whose actor died, a step that raised. Then, within stated limits, it finds out
+the state of every process (`evidence.py`) and the cause (`faults.py`), kills everything and wakes
+everyone who waits.
 
-From the death of a process to the error: at most `heartbeat_s` to notice (at once if a reply is
-awaited), and SETTLE_S + REPORT_LIMIT_S + NODES_LIMIT_S + KILL_LIMIT_S to find out and clean up:
-under 10 s with the default.
+From the death of a process to the error: at most `heartbeat_s` to notice (nothing if a reply is
+awaited), plus SETTLE_S + REPORT_LIMIT_S + NODES_LIMIT_S + KILL_LIMIT_S to find the cause and clean
+up: under 10 s by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.runtime.ray.worker import Beat
 
 SETTLE_S = 0.5
 KILL_LIMIT_S = 2.5
-PATIENCE_S = 1.0  # for processes to end when Ray tells them to
+PATIENCE_S = 1.0  # for processes to end at Ray's request
 
 
 class Monitor:
@@ -49,7 +49,7 @@ class Monitor:
                 self._watched[number] = Watched(group, worker, time.monotonic())
 
     def forget(self, group: MeshGroup, reason: AutoparError) -> None:
-        """Its workers are about to be ended on purpose; whoever waits for one gets the reason."""
+        """Its workers are ended on purpose; everyone who waits for one gets the reason."""
         with self._lock:
             for worker in group.workers:
                 self._watched.pop(worker.place.worker, None)
@@ -74,7 +74,7 @@ class Monitor:
         self._events.put(Report(worker, None, Trouble.RAISED, str(error), error))
 
     def stop(self, reason: AutoparError, limit_s: float) -> None:
-        """Watch no more; whoever still waits for a reply gets the reason."""
+        """Stop watching; everyone who still waits for a reply gets the reason."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(limit_s)
@@ -100,7 +100,7 @@ class Monitor:
             elif self._concerns_us(event):
                 try:
                     self._fail(event)
-                except Exception as error:  # a bug of ours must not leave anybody waiting
+                except Exception as error:  # even with a bug of ours, nobody may wait forever
                     self._end(WorkerError(f"A worker failed: {event.detail}\n({error!r})"))
                 return
 
@@ -108,7 +108,7 @@ class Monitor:
         with self._lock:
             return report.worker is None or report.worker.place.worker in self._watched
 
-    # Signs of life.
+    # -- signs of life
 
     def _ask(self) -> None:
         with self._lock:
@@ -165,7 +165,7 @@ class Monitor:
         for entry, seconds in silent:
             self._events.put(Report(entry.worker, None, Trouble.SILENT, seconds=seconds))
 
-    # The end of a session.
+    # -- the end of a session
 
     def _fail(self, first: Report) -> None:
         reports = [first, *self._further_reports()]
@@ -180,7 +180,7 @@ class Monitor:
         self._end(error)
 
     def _further_reports(self) -> list[Report]:
-        """What else is reported while peers of a failed worker notice."""
+        """Reports that arrive while the peers of a failed worker notice."""
         reports, until = [], time.monotonic() + SETTLE_S
         while (left := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -205,8 +205,8 @@ class Monitor:
 
 
 def kill_workers(session: RaySession, workers: Sequence[Worker], limit_s: float) -> None:
-    """End processes: by Ray first, so that it does not wonder, then by the agents."""
-    if not session.ray.is_initialized():  # it has ended them
+    """End processes: first by Ray, so that it expects their end, then by the agents."""
+    if not session.ray.is_initialized():  # then Ray has ended them
         return
     for worker in workers:
         with contextlib.suppress(Exception):

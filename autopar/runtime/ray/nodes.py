@@ -1,8 +1,8 @@
-"""Ray's nodes → which of them are hosts, of how many devices.
+"""From Ray's nodes to hosts: which nodes are used, with how many devices.
 
 A *node* is a machine as Ray knows it; a *host* is `devices_per_host` devices of one node. If any
-node has GPUs, hosts are made of GPUs, and nodes without are left alone. Otherwise devices are
-virtual CPU devices, of which a node can have any number, and hosts may share a node.
+node has GPUs, hosts consist of GPUs, and nodes without GPUs are not used. Otherwise devices are
+virtual CPU devices: a node can have any number, and hosts may share a node.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CONNECT_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class RayNode:
-    """id:      Ray's.
-    kind:    accelerator types, as Ray names them; empty if it knows none.
+    """id:   Ray's.
+    kind: accelerator types, as Ray names them; empty if it knows none.
     """
 
     id: str
@@ -38,8 +38,8 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Layout:
-    """hosts_per_node: of the nodes that are used, in the order of their addresses.
-    cpus_per_node:  what is reserved of each besides its devices.
+    """hosts_per_node: for the used nodes, in the order of their addresses.
+    cpus_per_node:  CPUs to reserve on each, besides its devices.
     """
 
     platform: str
@@ -48,7 +48,7 @@ class Layout:
     cpus_per_node: tuple[int, ...]
 
     def bundles(self) -> list[dict[str, float]]:
-        """What to reserve of each node, as Ray's placement groups want it."""
+        """What to reserve on each node, as bundles of a Ray placement group."""
         bundles = []
         for hosts, cpus in zip(self.hosts_per_node, self.cpus_per_node, strict=True):
             bundle: dict[str, float] = {"CPU": cpus} if cpus else {}
@@ -59,25 +59,25 @@ class Layout:
 
 
 def import_ray() -> Any:
-    """Ray, which is an optional dependency."""
+    """Import Ray, an optional dependency."""
     try:
         import ray
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "ray"
         state = "not installed" if is_missing else f"installed, but cannot be imported ({error})"
         raise ClusterError(
-            f"A Ray cluster was asked for, and Ray is {state}. Install it with "
+            f"init(cluster='ray') needs Ray, which is {state}. Install it with "
             "pip install 'autopar[ray]', on every node, or use init(cluster='local')."
         ) from error
     return ray
 
 
 def connect(address: str | None) -> bool:
-    """Make this process a driver of a Ray cluster; True if it was not one before. Then
+    """Connect this process to a Ray cluster as a driver. True if it was not connected before; then
     `ray.shutdown()` leaves the cluster, and stops it if it was started here.
 
-    A Ray that this process is connected to already is used as it is. Without an address, that in
-    RAY_ADDRESS is used, and a cluster of this machine alone is started if there is none.
+    An existing connection is used as it is. Without an address, the one in RAY_ADDRESS is used, or
+    else a cluster is started on this machine alone.
     """
     ray = import_ray()
     if address is not None and not (isinstance(address, str) and address):
@@ -105,7 +105,7 @@ def connect(address: str | None) -> bool:
     options: dict[str, Any] = {"address": address, "logging_level": "WARNING"}
     if address == "local":
         options["include_dashboard"] = False
-        # Ray would run workers behind everything else, the user's data loading among it.
+        # Ray would give workers a lower priority than everything else, such as data loading.
         os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         with warnings.catch_warnings():  # about Ray's own future
@@ -113,7 +113,7 @@ def connect(address: str | None) -> bool:
             ray.init(**options)
     except Exception as error:
         otherwise = "or leave the address out to start one on this machine."
-        if address == "local":  # Ray gives its own processes 30 s
+        if address == "local":  # Ray waits 30 s for its own processes
             otherwise = "or try again: on a busy machine Ray's own processes may start too late."
         raise ClusterError(
             f"init(address={address!r}): Ray says: {error}\nStart a cluster with 'ray start "
@@ -123,19 +123,19 @@ def connect(address: str | None) -> bool:
 
 
 def _check_listening(address: str) -> None:
-    """Ray itself waits long for a cluster that is not there."""
+    """Check the address first: Ray itself waits long for a cluster that does not exist."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"init(address={address!r}): no Ray cluster there ({error}). Needed is the 'host:port' "
-            "that 'ray start --head' prints, reachable from here."
+            f"init(address={address!r}): no Ray cluster there ({error}). Give the 'host:port' that "
+            "'ray start --head' prints, and make sure that it is reachable from here."
         ) from error
 
 
 def read_nodes() -> list[RayNode]:
-    """The nodes that are alive, in the order of their addresses."""
+    """The live nodes, in the order of their addresses."""
     nodes = []
     for entry in import_ray().nodes():
         if entry["Alive"]:
@@ -158,7 +158,7 @@ def read_nodes() -> list[RayNode]:
 def lay_out(
     nodes: Sequence[RayNode], num_hosts: int | None, devices_per_host: int | None
 ) -> Layout:
-    """Hosts on these nodes; what is None is what the nodes have."""
+    """Lay out hosts on these nodes; None stands for all that the nodes have."""
     check_counts(num_hosts, devices_per_host)
     with_gpus = [node for node in nodes if node.gpus]
     if with_gpus:
@@ -171,7 +171,7 @@ def check_counts(num_hosts: int | None, devices_per_host: int | None) -> None:
         whole = isinstance(given, int) and not isinstance(given, bool)
         if given is not None and not (whole and given >= 1):
             raise ArgumentError(
-                f"init({name}={given!r}): needs a whole number ≥ 1, or None for what there is."
+                f"init({name}={given!r}): needs a whole number ≥ 1, or None for all."
             )
 
 
@@ -187,8 +187,8 @@ def _of_gpus(
     if wanted > sum(room):
         raise ClusterError(
             f"init(num_hosts={num_hosts}, devices_per_host={devices_per_host}): needs {wanted} × "
-            f"{per_host} GPUs, a host's all on one node; the Ray cluster has room for {sum(room)} "
-            f"such hosts.\n{_listed(all_nodes)}\nAsk for less, or add nodes."
+            f"{per_host} GPUs, each host on one node; the Ray cluster has room for {sum(room)} "
+            f"such hosts.\n{_listed(all_nodes)}\nUse fewer, or add nodes."
         )
     used = []
     for node, hosts in zip(nodes, room, strict=True):
@@ -198,7 +198,7 @@ def _of_gpus(
     kinds = {node.kind for node, _ in used}
     if len(kinds) > 1:
         raise ClusterError(
-            f"The devices of a cluster must be of one kind; the nodes have {sorted(kinds)}.\n"
+            f"The devices of a cluster must be of one kind, but the nodes have {sorted(kinds)}.\n"
             f"{_listed([node for node, _ in used])}\nUse nodes of one kind: fewer hosts, or "
             "another Ray cluster."
         )
@@ -215,7 +215,7 @@ def _of_cpus(
 ) -> Layout:
     nodes = [node for node in nodes if node.cpus] or list(nodes)
     if not nodes:
-        raise ClusterError("The Ray cluster has no node that is alive. Add nodes, then try again.")
+        raise ClusterError("The Ray cluster has no live node. Add nodes, then try again.")
     wanted = num_hosts or len(nodes)
     nodes = nodes[:wanted]
     share, rest = divmod(wanted, len(nodes))

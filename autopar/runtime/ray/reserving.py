@@ -13,7 +13,7 @@ from autopar.runtime.ray.session import Host, NodeHandle, RaySession
 
 
 def reserve(session: RaySession, num_hosts: int | None, devices_per_host: int | None) -> None:
-    """Take the resources; nodes that vanish meanwhile are left out."""
+    """Reserve the resources; leaves out nodes that vanish meanwhile."""
     until_s = time.monotonic() + session.limits.start_s
     layout = _place(session, num_hosts, devices_per_host, until_s)
     session.platform = layout.platform
@@ -23,13 +23,13 @@ def reserve(session: RaySession, num_hosts: int | None, devices_per_host: int | 
     names = {name for node in session.nodes for name in node.gpu_names}
     if len(names) > 1 and session.platform == "gpu":
         raise ClusterError(
-            f"The devices of a cluster must be of one kind; the nodes have {sorted(names)}. Use "
-            "nodes of one kind."
+            f"The devices of a cluster must be of one kind, but the nodes have {sorted(names)}. "
+            "Use nodes of one kind."
         )
 
 
 def release(session: RaySession, limit_s: float) -> None:
-    """Give back folders, agents and the placement group."""
+    """Release folders, agents and the placement group."""
     with contextlib.suppress(Exception):
         calls = [node.agent.remove_folder.remote() for node in session.nodes]
         session.ray.wait(calls, num_returns=len(calls), timeout=limit_s)
@@ -51,7 +51,7 @@ def release(session: RaySession, limit_s: float) -> None:
 def _place(
     session: RaySession, num_hosts: int | None, devices_per_host: int | None, until_s: float
 ) -> Layout:
-    """Reserve what the nodes have now, until Ray has done so for all of them."""
+    """Reserve the current nodes; repeated until Ray has reserved all of them."""
     while True:
         nodes = read_nodes()
         layout = lay_out(nodes, num_hosts, devices_per_host)
@@ -67,7 +67,7 @@ def _place(
                 raise ClusterError(
                     f"Ray could not reserve {layout.bundles()} within "
                     f"{session.limits.start_s:.0f} s: others use these resources, or nodes are "
-                    f"not ready. The nodes have in all:\n{listed}"
+                    f"not ready. Use fewer, or free some. The nodes have in total:\n{listed}"
                 )
         session.ray.util.remove_placement_group(session.placement_group)
 
@@ -95,7 +95,9 @@ def _start_agents(session: RaySession, layout: Layout, until_s: float) -> tuple[
     try:
         hellos = session.ray.get(calls, timeout=max(1.0, until_s - time.monotonic()))
     except Exception as error:
-        raise ClusterError(f"The agents of the nodes did not start: {error}") from error
+        raise ClusterError(
+            f"The agents of the nodes did not start: {error}. See Ray's logs on the nodes."
+        ) from error
     handles = [
         NodeHandle(
             agent,
@@ -114,8 +116,8 @@ def _start_agents(session: RaySession, layout: Layout, until_s: float) -> tuple[
 
 
 def _hosts(nodes: Sequence[NodeHandle], layout: Layout) -> list[Host]:
-    """Hosts in the order of nodes. Bundles lie where Ray put them, so each node has the hosts of
-    its own bundle."""
+    """Hosts in the order of nodes. Ray chooses the node of each bundle, so each node has the hosts
+    of its own bundle."""
     hosts = []
     per_host = layout.devices_per_host
     for node in nodes:

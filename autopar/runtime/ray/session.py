@@ -1,4 +1,4 @@
-"""What all parts of a Ray session share: its nodes and hosts, its limits, and its failure."""
+"""The state of a Ray session: its nodes, hosts and workers, its limits, and its failure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Describe = Callable[[WorkerPlace, State], tuple[int | None, str]]
 
 @dataclass(frozen=True)
 class NodeHandle:
-    """A node in use: its agent (an actor), the bundle of the placement group that lies on it, and
-    the session's folder there."""
+    """A node in use: its agent (an actor), its bundle of the placement group, and the session's
+    folder there."""
 
     agent: Any
     bundle: int
@@ -44,8 +44,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. A worker is asked every `heartbeat_s`; it is given up when it has not answered for
-    `silence_s`, when a step has made no progress for `hang_s`, or another command for `command_s`.
+    """Seconds. A worker is asked every `heartbeat_s`. It counts as lost when it has not answered
+    for `silence_s`, a step has made no progress for `hang_s`, or another command for `command_s`.
     """
 
     heartbeat_s: float
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    """A running worker: where it stands, what it said of itself, and how to reach it."""
+    """A running worker: its place, its process and devices, and how to reach it."""
 
     place: WorkerPlace
     hello: Hello
@@ -66,13 +66,13 @@ class Worker:
     node: NodeHandle
 
     def described(self) -> dict[str, Any]:
-        """The process, for the agent of its node."""
+        """The process, as the agent of its node knows it."""
         return {**self.hello.process(), "progress": progress_path(self.place)}
 
 
 @dataclass(eq=False)
 class RaySession:
-    """`failure` is set once, by the monitor; everything that waits then raises it."""
+    """The monitor sets `failure` once; everyone who waits then raises it."""
 
     ray: Any
     id: str
@@ -96,7 +96,7 @@ class RaySession:
 
 
 def fresh(error: AutoparError) -> AutoparError:
-    """An error that several threads raise, each its own: a raised one carries its traceback."""
+    """A copy of an error that several threads raise: each raised one gets its own traceback."""
     twin = copy.copy(error)
     twin.__cause__ = error.__cause__
     return twin

@@ -1,8 +1,8 @@
-"""Device numbers of meshes → their workers, started side by side.
+"""From the device numbers of meshes to their workers, started concurrently.
 
-Each mesh is started by a thread of its own: actors are made, their versions are compared before
-anything else happens, and then the processes find each other at a port of the mesh's first host. A
-mesh that fails to do so because the port was taken meanwhile is started again with another port.
+Each mesh is started by its own thread. It creates actors, compares their versions before anything
+else, and lets the processes join each other at a port of the mesh's first host. If that port was
+taken meanwhile, it starts the mesh again with another one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PORT_IN_USE = ("address already in use", "failed to add port")
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """A process that exists, and is in no mesh yet."""
+    """A process that runs but has not joined a mesh yet."""
 
     place: WorkerPlace
     host: Host
@@ -53,8 +53,8 @@ class _Abandoned(Exception):
 def start_workers(
     session: RaySession, meshes: Sequence[tuple[int, ...]], running: Sequence[Worker] = ()
 ) -> list[tuple[Worker, ...]]:
-    """The workers of each mesh, given by the numbers of its devices; all of them like those that
-    run already."""
+    """Start the workers of each mesh, given by the numbers of its devices. All must match the
+    running ones."""
     until_s = time.monotonic() + session.limits.start_s
     stop = threading.Event()
     with ThreadPoolExecutor(len(meshes), thread_name_prefix="autopar-start") as threads:
@@ -80,14 +80,14 @@ def start_workers(
 
 
 def check_devices(session: RaySession, devices: tuple[int, ...]) -> None:
-    """Whether these devices can form a mesh."""
+    """Raise if these devices cannot form a mesh."""
     per_host, num_devices = session.devices_per_host, _num_devices(session)
     hosts = [host for host, _ in groupby(devices, lambda d: d // per_host)]
     wrong = [d for d in devices if not 0 <= d < num_devices]
     if wrong or not devices or len(set(devices)) < len(devices) or len(set(hosts)) < len(hosts):
         raise ClusterError(
-            f"A mesh of the devices {list(devices)}: needs different numbers below {num_devices}, "
-            f"those of one host ({per_host} each) side by side."
+            f"A mesh of the devices {list(devices)}: needs distinct numbers below {num_devices}, "
+            f"those of one host ({per_host} each) next to each other."
         )
 
 
@@ -139,15 +139,15 @@ def _start_mesh(
             raise
     node = session.hosts[devices[0] // session.devices_per_host].node
     raise ClusterError(
-        f"{PORT_TRIES} ports that were free on {node.described()} were taken before JAX could "
-        "listen on them. See what opens ports there, and try again."
+        f"{PORT_TRIES} free ports on {node.described()} were taken before JAX could listen on "
+        "them. Check what opens ports there, and try again."
     )
 
 
 def _join(
     session: RaySession, begun: Sequence[_Begun], until_s: float, stop: threading.Event
 ) -> tuple[Worker, ...]:
-    """Take processes through the two steps of their start, together."""
+    """Take the processes of a mesh through the two steps of their start, together."""
     hellos: dict[_Begun, Hello] = {}
 
     def gather(calls: Mapping[_Begun, Any], check: Callable[[_Begun, Any], Any]) -> dict:
@@ -196,7 +196,7 @@ def _gather(
     until_s: float,
     stop: threading.Event,
 ) -> dict[_Begun, Any]:
-    """The checked answers to calls of Ray; the first that is wrong ends the wait."""
+    """The checked answers to Ray calls; the first bad one ends the wait."""
     futures: dict[Future[Any], _Begun] = {call.future(): b for b, call in calls.items()}
     left, answers = set(futures), {}
     while left:
@@ -221,7 +221,7 @@ def _gather(
 
 
 def _why_it_ended(begun: _Begun, hello: Hello | None, error: BaseException) -> Exception:
-    """The process is gone; its log may know more than Ray."""
+    """Why a process ended: its log may say more than Ray."""
     log = ""
     if hello is not None:
         process = {**hello.process(), "progress": ""}
@@ -255,13 +255,14 @@ def _checked(begun: _Begun, outcome: CommandOutcome) -> Joined:
     if joined.num_local_devices != len(place.devices):
         raise ClusterError(
             f"JAX has {joined.num_local_devices} devices ({joined.device_kind}) in the worker on "
-            f"{place.node}; {len(place.devices)} were needed. Check its driver and its jaxlib, and "
-            "that no variable in init(env=…) hides devices."
+            f"{place.node}, but {len(place.devices)} are needed. Check its driver and its jaxlib, "
+            "and that no variable in init(env=…) hides devices."
         )
     if joined.num_mesh_devices != len(place.mesh_devices):
         raise ClusterError(
             f"The mesh of the devices {list(place.mesh_devices)} has {joined.num_mesh_devices} "
-            f"devices in the worker on {place.node}: its processes did not find each other."
+            f"devices in the worker on {place.node}: its processes did not find each other. Check "
+            "that all ports between the cluster's hosts are open."
         )
     return joined
 
@@ -271,9 +272,9 @@ def _check_kinds(workers: Sequence[Worker]) -> None:
         first = workers[0]
         if worker.joined.device_kind != first.joined.device_kind:
             raise ClusterError(
-                "The devices of a cluster must be of one kind; there are "
+                "The devices of a cluster must be of one kind, but there are "
                 f"{first.joined.device_kind!r} on {first.place.node} and "
-                f"{worker.joined.device_kind!r} on {worker.place.node}."
+                f"{worker.joined.device_kind!r} on {worker.place.node}. Use nodes of one kind."
             )
 
 

@@ -1,8 +1,7 @@
 """The process of one host in one mesh, as a Ray actor.
 
-It joins JAX's process group, carries out commands in order, and answers heartbeats meanwhile.
-
-The actor's event loop does nothing but hand commands to the executor's thread and wait for answers.
+It joins JAX's process group, runs commands in order, and answers heartbeats meanwhile. The actor's
+event loop only hands commands to the executor's thread and waits for answers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _TRACING = "/ray/util/tracing/"
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself before it has touched a device."""
+    """What a process reports about itself before it has touched a device."""
 
     versions: Versions
     pid: int
@@ -44,13 +43,13 @@ class Hello:
     logs: tuple[str, ...]
 
     def process(self) -> dict[str, Any]:
-        """As the agent of its node knows it."""
+        """The process, as the agent of its node knows it."""
         return {"pid": self.pid, "started": self.started, "logs": list(self.logs)}
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a process says when its mesh is there: the devices that JAX gives it."""
+    """What a process reports when it has joined its mesh: the devices that JAX gives it."""
 
     device_kind: str
     num_local_devices: int
@@ -59,8 +58,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Beat:
-    """rss_bytes:    of the process.
-    device_bytes: in use on its fullest device; None where JAX does not say.
+    """A sign of life.
+
+    rss_bytes:    memory of the process.
+    device_bytes: memory in use on its fullest device; None if JAX does not report it.
     """
 
     state: State
@@ -71,7 +72,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class CommandOutcome:
-    """A command's value, or what it raised: the error itself if it is one of autopar's."""
+    """A command's value, or what it raised; `error` is set for errors of autopar."""
 
     value: Any = None
     error: AutoparError | None = None
@@ -81,7 +82,7 @@ class CommandOutcome:
 
 class MeshWorker:
     def __init__(self, env: Mapping[str, str]) -> None:
-        # Ray hides all GPUs from actors that ask it for none; the agent has asked for them.
+        # Ray hides all GPUs from actors that reserve none; the agent has reserved them.
         os.environ.update(env)
         self._commands: CommandThread | None = None
         self._devices: list[Any] = []
@@ -93,8 +94,8 @@ class MeshWorker:
     async def start(
         self, place: WorkerPlace, coordinator: str | None, executor: str, limit_s: float
     ) -> CommandOutcome:
-        """Join the mesh, at the coordinator's address if it has several processes, and make the
-        executor, named as 'module:class'."""
+        """Join the mesh, at the coordinator's address if it has several processes, and create the
+        executor, given as 'module:class'."""
         progress = WorkerProgress(progress_path(place))
         self._commands = CommandThread(progress)
         begin = partial(self._begin, place, coordinator, executor, limit_s, progress)
@@ -115,7 +116,7 @@ class MeshWorker:
         )
 
     async def stop(self, limit_s: float) -> None:
-        """Leave the mesh, if the other processes do so too within the limit."""
+        """Leave the mesh, if the other processes leave too within the limit."""
         leave = asyncio.get_running_loop().run_in_executor(None, self._leave)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(leave, limit_s)
@@ -146,7 +147,7 @@ class MeshWorker:
 
     def _call(self, command: str, args: tuple[Any, ...]) -> Any:
         if command.startswith("_"):
-            raise AttributeError(f"{command!r} is no command")
+            raise AttributeError(f"{command!r} is not a command")
         return getattr(self._executor, command)(*args)
 
     def _leave(self) -> None:
@@ -158,16 +159,16 @@ class MeshWorker:
 
 
 def num_cpu_threads(num_devices: int) -> int:
-    """How many threads JAX's CPU devices share. A collective holds one for each device while it
-    waits for other processes; some must be left for what these wait for, the sending of tiles.
-    Otherwise meshes that send to each other can wait for each other for ever: with as many threads
-    as cores, a pipeline of meshes of two processes each hung now and then (the cause is inferred
-    from stacks, not proven)."""
+    """How many threads JAX's CPU devices share. A collective holds one thread per device while it
+    waits for other processes, and some must be left to send the tiles that those wait for.
+    Otherwise meshes that send to each other can deadlock: with as many threads as cores, a pipeline
+    of meshes of two processes each hung occasionally (the cause is inferred from stacks, not
+    proven)."""
     return max(os.cpu_count() or 1, 2 * num_devices + 4)
 
 
 def _check_port(coordinator: str) -> None:
-    """JAX crashes if it cannot listen there."""
+    """Raise if nothing can listen there: JAX would crash."""
     with socket.socket() as probe:
         probe.bind(("", int(coordinator.rpartition(":")[2])))
 
@@ -186,7 +187,7 @@ async def _outcome(answer: Future[Any]) -> CommandOutcome:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """As Python prints it, without the calls between Ray and the executor."""
+    """The traceback as Python prints it, without the calls between Ray and the executor."""
     said = traceback.TracebackException.from_exception(error)
     inside = [f for f in said.stack if f.filename not in _BETWEEN and _TRACING not in f.filename]
     said.stack = traceback.StackSummary.from_list(inside)
@@ -204,7 +205,7 @@ def _travels(error: AutoparError) -> bool:
 
 
 def _log_files() -> tuple[str, ...]:
-    """The files that this process's output goes to: what it printed, then its errors."""
+    """The files of this process's standard output and standard error."""
     found = []
     for number in (1, 2):
         with contextlib.suppress(OSError):

@@ -43,7 +43,7 @@ def store(monkeypatch) -> Store:
     store = Store()
     monkeypatch.setattr(_jax, "store_set", store.set)
     monkeypatch.setattr(_jax, "store_get", store.get)
-    monkeypatch.setattr(consensus, "_take_away", lambda count: None)  # threads share the list
+    monkeypatch.setattr(consensus, "_delete_first", lambda count: None)  # threads share the list
     monkeypatch.setattr(consensus, "_SLACK_S", 0.2)
     return store
 
@@ -58,10 +58,10 @@ def run(
 
     def one(index: int) -> Any:
         who.index = index
-        talk = Consensus("step")
-        talk._number = 0  # in a process of its own it would be the first
+        agreement = Consensus("step")
+        agreement._number = 0  # in a separate process it would be the first
         try:
-            return play(index, talk)
+            return play(index, agreement)
         except Exception as error:
             return error
 
@@ -74,14 +74,16 @@ def test_each_gets_its_own_result_where_all_tell_the_same(store, monkeypatch):
     found = run(
         monkeypatch,
         4,
-        lambda index, talk: talk.agree("x", lambda: index, SOON_S, tell=lambda _: {"a": [1, 2]}),
+        lambda index, agreement: agreement.agree(
+            "x", lambda: index, SOON_S, report=lambda _: {"a": [1, 2]}
+        ),
     )
     assert found == [0, 1, 2, 3]
 
 
 def test_differences_are_named_in_all_and_equal_ones_once(store, monkeypatch):
     told = [{"JAX": "1", "x": "f[8]"}, {"JAX": "1", "x": "f[4]"}, {"JAX": "1", "x": "f[4]"}, {}]
-    found = run(monkeypatch, 4, lambda i, talk: talk.agree("x", lambda: told[i], SOON_S))
+    found = run(monkeypatch, 4, lambda i, agreement: agreement.agree("x", lambda: told[i], SOON_S))
     assert {type(error) for error in found} == {PlanError}
     (message,) = {str(error) for error in found}
     assert "processes 1, 2: x is 'f[4]', not 'f[8]'. " in message
@@ -92,7 +94,7 @@ def test_many_differences_are_counted(store, monkeypatch):
     def told(index: int) -> dict[str, int]:
         return {f"x{n}": index for n in range(10)}
 
-    found = run(monkeypatch, 2, lambda i, talk: talk.agree("x", lambda: told(i), SOON_S))
+    found = run(monkeypatch, 2, lambda i, agreement: agreement.agree("x", lambda: told(i), SOON_S))
     assert "x2 is 1, not 0; 7 more" in str(found[0])
 
 
@@ -104,7 +106,7 @@ def test_a_failure_is_itself_where_it_was_and_told_elsewhere(store, monkeypatch,
         return {}
 
     start = time.monotonic()
-    found = run(monkeypatch, 4, lambda i, talk: talk.agree("x", lambda: work(i), 60))
+    found = run(monkeypatch, 4, lambda i, agreement: agreement.agree("x", lambda: work(i), 60))
     assert time.monotonic() - start < SOON_S
     for index, error in enumerate(found):
         assert type(error) is (TraceError if index == failing else PlanError)
@@ -116,17 +118,19 @@ def test_errors_of_others_are_told_with_their_type(store, monkeypatch):
     def work() -> dict[str, int]:
         raise KeyError("w")
 
-    found = run(monkeypatch, 2, lambda i, talk: talk.agree("x", work if i else dict, SOON_S))
+    found = run(
+        monkeypatch, 2, lambda i, agreement: agreement.agree("x", work if i else dict, SOON_S)
+    )
     assert "KeyError: 'w'" in str(found[0])
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_whoever_does_not_come_is_named_when_the_limit_is_over(store, monkeypatch, absent):
-    found = run(monkeypatch, 3, lambda i, talk: talk.agree("x", dict, 0.2), absent)
+    found = run(monkeypatch, 3, lambda i, agreement: agreement.agree("x", dict, 0.2), absent)
     assert len(found) == 2
     for error in found:
         assert isinstance(error, PlanError)
-        assert f"process {absent} did not come within 0.2 s (x)" in str(error)
+        assert f"process {absent} did not arrive within 0.2 s (x)" in str(error)
 
 
 def test_what_the_first_makes_all_have(store, monkeypatch):
@@ -138,7 +142,10 @@ def test_what_the_first_makes_all_have(store, monkeypatch):
         made.append(1)
         return text
 
-    assert run(monkeypatch, 3, lambda _, talk: talk.from_first("x", work, SOON_S)) == [text] * 3
+    assert (
+        run(monkeypatch, 3, lambda _, agreement: agreement.from_first("x", work, SOON_S))
+        == [text] * 3
+    )
     assert made == [1]
     assert max(map(len, store.values.values())) <= 7 < len(store.values)
 
@@ -147,21 +154,21 @@ def test_what_the_first_cannot_make_nobody_has(store, monkeypatch):
     def work() -> str:
         raise OSError("solver is not installed")
 
-    found = run(monkeypatch, 3, lambda _, talk: talk.from_first("x", work, SOON_S))
+    found = run(monkeypatch, 3, lambda _, agreement: agreement.from_first("x", work, SOON_S))
     assert [type(error) for error in found] == [OSError, PlanError, PlanError]
     assert "process 0 could not plan it: OSError: solver is not installed" in str(found[2])
 
 
 def test_a_first_that_is_silent_is_named(store, monkeypatch):
-    found = run(monkeypatch, 2, lambda _, talk: talk.from_first("x", str, 0.1), absent=0)
-    assert "process 0 did not come within 0.1 s" in str(found[0])
+    found = run(monkeypatch, 2, lambda _, agreement: agreement.from_first("x", str, 0.1), absent=0)
+    assert "process 0 did not arrive within 0.1 s" in str(found[0])
 
 
-def test_keys_are_taken_away_in_order(monkeypatch):
+def test_the_oldest_keys_are_deleted(monkeypatch):
     deleted: list[str] = []
     monkeypatch.setattr(_jax, "store_delete", deleted.append)
     monkeypatch.setattr(consensus, "_written", ["a", "b", "c"])
-    consensus._take_away(2)
+    consensus._delete_first(2)
     assert (deleted, consensus._written) == (["a", "b"], ["c"])
 
 

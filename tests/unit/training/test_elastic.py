@@ -222,7 +222,7 @@ def test_fewer_devices_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monke
         autopar.init(devices=jax.devices()[:4])
 
     monkeypatch.setattr("autopar.session.restart", restart)
-    monkeypatch.setattr("autopar.training.elastic.elastic._MOST_WAIT_S", 0.01)
+    monkeypatch.setattr("autopar.training.elastic._MAX_WAIT_S", 0.01)
     want, _ = uninterrupted()
     step = Failing({5})
     state, _ = autopar.run_training(
@@ -264,7 +264,7 @@ def test_a_plain_function_and_other_orders_of_results(tmp_path: Path):
 
 
 def test_a_function_is_asked_again_after_every_loss(tmp_path: Path):
-    """What it gave may lie on workers that are gone: here, a loader is closed by each loss."""
+    """Its batches may be on lost workers: here, every loss closes a loader."""
     asked, open_loaders = [], []
     step = Failing({4, 5})  # the second one at the first step after a restart
 
@@ -292,7 +292,7 @@ def test_a_function_is_asked_again_after_every_loss(tmp_path: Path):
 
 def test_batches_on_workers_are_refused(tmp_path: Path):
     there = autopar.DistributedArray(None, (8, WIDTH), np.dtype(np.float32), False, ())
-    with pytest.raises(ArgumentError, match="gives batches that lie on workers"):
+    with pytest.raises(ArgumentError, match="the batches are on workers"):
         autopar.run_training(
             Failing(set()), fresh_state(), iter([{"x": there}]), checkpoint_dir=tmp_path
         )
