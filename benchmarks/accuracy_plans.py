@@ -139,11 +139,9 @@ def random_pins(
 
 def _whole_mesh(problem: Any, owner: int, labels: Any) -> list[Any]:
     """Labels of the strategies in which all devices share the work."""
-    node, mesh = problem.graph.nodes[problem.representative[owner]], problem.mesh
+    mesh = problem.mesh
     return [
-        own
-        for own in dict.fromkeys(labels[owner])
-        if parallelism(node, own, mesh) == mesh.num_devices
+        own for own in dict.fromkeys(labels[owner]) if parallelism(own, mesh) == mesh.num_devices
     ] or list(dict.fromkeys(labels[owner]))
 
 

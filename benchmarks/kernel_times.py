@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.cost.plan_details import whole_on_one_device
+from autopar.cost.plan_details import single_device_layouts
 from autopar.cost.report import node_compute_s
 from autopar.ir.graph import Node
 from autopar.ir.mesh import mesh_of_cluster
@@ -100,7 +100,7 @@ def predicted(row: dict[str, Any], profile: str | None) -> tuple[Table, float]:
         batch_argnums=(1,),
     )
     graph = build_graph(step)
-    layouts, _ = whole_on_one_device(graph, 1)
+    layouts, _ = single_device_layouts(graph, 1)
     found: Table = defaultdict(Sums)
     for node, own in zip(graph.nodes, layouts, strict=True):
         seconds = node_compute_s(graph, mesh, node, own)

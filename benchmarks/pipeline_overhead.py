@@ -32,7 +32,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import autopar
-from autopar.cost.simulator import TransferTime, program_work, simulate
+from autopar.cost.simulator import TransferTime, simulation_input, simulate
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, StageProgram
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
@@ -122,7 +122,7 @@ def in_schedule_order(
         for own in pipeline.stage_programs
     ]
     free = [TransferTime(0.0, 0.0)] * len(pipeline.transfers)
-    return simulate(program_work(pipeline, programs, stage_program_s, free)).step_s
+    return simulate(simulation_input(pipeline, programs, stage_program_s, free)).step_s
 
 
 def show(name: str, row: dict[str, Any]) -> str:

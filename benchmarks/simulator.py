@@ -44,7 +44,7 @@ import jax
 
 import autopar
 from autopar.cost.pipeline_times import pipeline_of_times
-from autopar.cost.simulator import program_work, simulate
+from autopar.cost.simulator import simulation_input, simulate
 from autopar.ir.pipeline import EACH
 from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 from autopar.lower.instructions import emit_programs
@@ -94,7 +94,7 @@ def speed(num_stages: int, num_micro_batches: int, rounds: int) -> dict[str, Any
     )
     schedule_s, schedule = timed(lambda: make_schedule("1f1b", num_stages, num_micro_batches))
     lists_s, programs = timed(lambda: emit_programs(pipeline, schedule))
-    work_s, work = timed(lambda: program_work(pipeline, programs, stage_program_s, transfers))
+    work_s, work = timed(lambda: simulation_input(pipeline, programs, stage_program_s, transfers))
     best_s = min(timed(lambda: simulate(work))[0] for _ in range(rounds))
     return {
         "num_stages": num_stages,

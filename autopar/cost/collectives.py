@@ -1,18 +1,18 @@
-"""What a collective costs: the ring formulas, per mesh axis.
+"""Costs of collectives: from a mesh, its axes and bytes to seconds, by the ring formulas.
 
-For `num_bytes` = B, the bytes of the tensor as it would be on one device if the axes of the
-collective did not split it, and n ranks:
+For n ranks and `num_bytes` = B, the bytes that the tensor would have on one device if the axes of
+the collective did not split it:
 
     all-reduce          α + β · 2(n − 1)/n · B
     all-gather          α + β · (n − 1)/n · B
     reduce-scatter      α + β · (n − 1)/n · B
     all-to-all          α + β · (n − 1)/n² · B
 
-so a reduce-scatter and an all-gather cost an all-reduce and one α. In a ring through several hosts
-the network of a host is shared by all rings; in an all-to-all and in a shift every device sends for
-itself, and what leaves the host has a device's own part of the network alone. `alpha_share` scales
-α for collectives that XLA merges with others of their kind. On a mesh with a profile that has
-samples of such groups, they tell what it costs (`measured`), and α is what the least bytes take.
+so a reduce-scatter and an all-gather cost an all-reduce and one α. All rings through several hosts
+share the network of a host; in an all-to-all and in a shift every device sends by itself, and its
+bytes to other hosts use only its own share of the network. `alpha_share` scales α for collectives
+that XLA merges with others of their kind. If the mesh's profile has samples of such groups, they
+give the cost instead (`measured`), and α is the time of the fewest bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _seconds(
     away: Callable[[int, int], float] | None = None,
 ) -> float:
     """`volume(n)`: the share of the bytes that each of n ranks sends. `away(n, k)`: the share that
-    a device sends to other hosts by itself, if k of the n ranks are on one."""
+    a device sends to other hosts by itself, with k of the n ranks on each host."""
     ranks = prod(mesh.shape[a] for a in axes)
     if ranks == 1:
         return 0.0
@@ -77,6 +77,6 @@ def all_to_all_s(
 
 
 def shift_s(mesh: LogicalMesh, axes: tuple[int, ...], num_bytes: float) -> float:
-    """So many bytes from every device to its neighbour along the axes."""
+    """Every device sends `num_bytes` to its neighbour along the axes."""
     kind = "collective-permute"
     return _seconds(mesh, axes, kind, num_bytes, 1.0, lambda _: 1.0, lambda n, k: float(k < n))

@@ -1,9 +1,9 @@
-"""What an op costs one device: the roofline, and a fair way to break ties.
+"""Cost of an op on one device: from flops and bytes to seconds, by the roofline model.
 
 Time is the larger of flops over the device's effective peak and bytes over its memory bandwidth,
-for the shard that the device holds, so replicated work costs what it costs. A mesh without a
-device prices no compute; then only the tie-break, far below any communication, says that less
-work and fewer bytes per device are better.
+for the shard on the device, so replicated work has its price. A mesh without a device prices no
+compute; then only a tie-break, far below any communication, prefers less work and fewer bytes per
+device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopar.ir.mesh import DeviceSpec, LogicalMesh
 
 _WIDE = ("float32", "float64", "int32", "uint32", "int64", "uint64", "complex64")
-# Relative to the price of one byte: small enough never to outweigh a collective.
+# Relative to sending a byte: too small to outweigh a collective.
 TIE_BREAK = 1e-7
 # Relative to reading the bytes once, on a mesh that prices compute.
 TIE_BREAK_SHARE = 1e-5

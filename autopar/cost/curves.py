@@ -1,17 +1,16 @@
-"""Times between samples: monotone curves over bytes, and rates over several sizes.
+"""Interpolation of samples: monotone curves over bytes (`Curve`), rates over sizes (`RateTable`).
 
-`Curve` goes through samples of (bytes, seconds). Where noise makes more bytes cheaper, neighbours
-are pooled (isotonic regression). Between samples it is straight, below the first it is flat, and
-beyond the last it goes on at the average rate.
+`Curve` goes through samples of (bytes, seconds). If noise makes more bytes cheaper, neighbours are
+pooled (isotonic regression). Between samples it is linear, below the first constant, and beyond the
+last it grows at the average rate.
 
-`RateTable` is for work with several sizes, such as a product's m, n and k. On a grid of sizes, each
-twice the one before, rates (work per second) are those of the samples around, nearer ones counting
-for more; distances are logarithmic, and sizes beyond all samples count as the nearest that there
-are. Where samples foretell each other better so (noise), distances are blurred, and samples are no
-longer met exactly. From rates come times, never less than the shortest measured; where a larger
-size would be cheaper on the grid, it costs the same. Between the grid's points times are
-interpolated in logarithms, which keeps the order: more work is never cheaper. Beyond the grid time
-grows with the work.
+`RateTable` is for work with several sizes, such as a product's m, n and k. It has a grid of sizes,
+each twice the one before. The rate (work per second) at a grid point is an average of the samples,
+weighted by logarithmic distance; sizes outside the samples' range are clamped to it. If samples
+predict each other better that way (noise), distances are blurred, and the table no longer meets
+samples exactly. Times follow from rates, at least the shortest measured one; a larger size that
+would be cheaper on the grid costs the same. Between grid points times are interpolated in
+logarithms, which is monotone: more work is never cheaper. Beyond the grid time grows with the work.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from math import exp, log
 
 import numpy as np
 
-_MOST_BITS = 17  # of the largest size on a grid
+_MAX_BITS = 17  # of the largest size on a grid
 _CHUNK = 2048
 _BLURS = (0.0, 1.0, 4.0, 16.0)
-_WORTH = 0.95  # more blur must foretell this much better
+_MIN_IMPROVEMENT = 0.95  # more blur must reduce the prediction error to this share
 
 
 class Curve:
     def __init__(self, samples: Iterable[tuple[float, float]]) -> None:
         """Samples of one size are averaged (geometrically)."""
-        own: dict[float, list[float]] = {}
+        logs: dict[float, list[float]] = {}
         for num_bytes, seconds in samples:
-            own.setdefault(float(num_bytes), []).append(log(seconds))
-        assert own, "a curve needs at least one sample"
-        self.sizes = sorted(own)
-        means = [sum(own[size]) / len(own[size]) for size in self.sizes]
+            logs.setdefault(float(num_bytes), []).append(log(seconds))
+        assert logs, "a curve needs at least one sample"
+        self.sizes = sorted(logs)
+        means = [sum(logs[size]) / len(logs[size]) for size in self.sizes]
         self.seconds = [exp(mean) for mean in _isotonic(means)]
         last, took_s = self.sizes[-1], self.seconds[-1]
         beyond = took_s - self.seconds[0] if len(self.sizes) > 1 else took_s
@@ -44,12 +43,12 @@ class Curve:
 
     @property
     def floor_s(self) -> float:
-        """Of the least work: what the curve begins with."""
+        """The time of the least work, where the curve begins."""
         return self.seconds[0]
 
     @property
     def start_s(self) -> float:
-        """Of no work at all: where the line through the first two samples begins."""
+        """The time of no work: where the line through the first two samples meets zero bytes."""
         if len(self.sizes) == 1:
             return 0.0
         (low, high), (first_s, second_s) = self.sizes[:2], self.seconds[:2]
@@ -68,7 +67,7 @@ class Curve:
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:
-    """The nearest (in squares) sequence that never falls: neighbours that fall are averaged."""
+    """The nearest non-decreasing sequence in least squares: pools adjacent violators."""
     pools: list[list[float]] = []  # mean, count
     for value in values:
         pools.append([value, 1])
@@ -82,21 +81,21 @@ def _isotonic(values: Sequence[float]) -> list[float]:
 
 
 def _blur(places: np.ndarray, rates: np.ndarray) -> float:
-    """By how much (in squared powers of two) distances are lengthened so that samples foretell each
-    other best: nothing where they agree, more where neighbours differ by noise."""
+    """How much to add to squared distances (in powers of two) so that samples predict each other
+    best: nothing if they agree, more if neighbours differ by noise."""
     apart = ((places[:, None, :] - places[None]) ** 2).sum(axis=-1)
-    best, found = np.inf, 0.0
+    best, best_blur = np.inf, 0.0
     for blur in _BLURS:
         weights = 1.0 / ((apart + blur) ** 2 + 1e-6)
-        weights[apart < 1e-9] = 0.0  # by all others
+        weights[apart < 1e-9] = 0.0  # each is predicted by the others
         total = weights.sum(axis=1)
         known = total > 0
         if not known.any():
             return 0.0
         error = np.abs((weights @ rates)[known] / total[known] - rates[known]).mean()
-        if error < min(_WORTH * best, best - 0.01):
-            best, found = float(error), blur
-    return found
+        if error < min(_MIN_IMPROVEMENT * best, best - 0.01):
+            best, best_blur = float(error), blur
+    return best_blur
 
 
 class RateTable:
@@ -106,24 +105,25 @@ class RateTable:
         powers: Sequence[float],
         steps: Sequence[int] | None = None,
     ) -> None:
-        """Samples are (sizes, seconds); work is the product of sizes to the `powers`. `steps`: by
-        how many powers of two neighbours of the grid differ in each size; one, if None."""
+        """Samples are (sizes, seconds); work is the product of sizes to the `powers`. `steps`: the
+        powers of two between neighbours of the grid in each size; one if None."""
         self.powers = np.asarray(powers, dtype=float)
         self.steps = np.asarray(steps or [1] * len(powers), dtype=float)
         places = np.log2(np.asarray([sizes for sizes, _ in samples], dtype=float))
         seconds = np.log2(np.asarray([took for _, took in samples], dtype=float))
-        counts = [int(_MOST_BITS // step) + 1 for step in self.steps]
+        counts = [int(_MAX_BITS // step) + 1 for step in self.steps]
         axes = [step * np.arange(count) for step, count in zip(self.steps, counts, strict=True)]
         grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
         inside = np.clip(grid, places.min(axis=0), places.max(axis=0)).reshape(-1, len(powers))
         rates = np.empty(len(inside))
-        own = places @ self.powers - seconds
-        self.blur = _blur(places, own)
+        sample_rates = places @ self.powers - seconds
+        self.blur = _blur(places, sample_rates)
         for first in range(0, len(inside), _CHUNK):
             here = inside[first : first + _CHUNK]
             apart = ((here[:, None, :] - places[None]) ** 2).sum(axis=-1)
             weights = 1.0 / ((apart + self.blur) ** 2 + 1e-6)
-            rates[first : first + _CHUNK] = (weights * own).sum(axis=1) / weights.sum(axis=1)
+            mean = (weights * sample_rates).sum(axis=1) / weights.sum(axis=1)
+            rates[first : first + _CHUNK] = mean
         times = np.maximum(grid @ self.powers - rates.reshape(counts), seconds.min())
         for axis in range(len(powers)):
             times = np.maximum.accumulate(times, axis=axis)
@@ -133,10 +133,10 @@ class RateTable:
 
     def __call__(self, *sizes: float) -> float:
         at = np.log2(np.maximum(np.asarray(sizes, dtype=float), 1.0)) / self.steps
-        most = np.asarray(self.times.shape) - 1
-        beyond = float((np.maximum(at - most, 0.0) * self.steps) @ self.powers)
-        at = np.minimum(at, most)
-        low = np.minimum(at.astype(int), most - 1)
+        last = np.asarray(self.times.shape) - 1
+        beyond = float((np.maximum(at - last, 0.0) * self.steps) @ self.powers)
+        at = np.minimum(at, last)
+        low = np.minimum(at.astype(int), last - 1)
         part = at - low
         shares = np.where(self.corners == 1, part, 1.0 - part).prod(axis=1)
         near = self.times[tuple((low + self.corners).T)]

@@ -1,4 +1,4 @@
-"""What a split window costs: the rows that neighbours send each other.
+"""Costs of split windows: from a node and its layouts to the shifts of rows between neighbours.
 
 An op that reads a window around each of its results (a convolution, a pooling) can be split along
 the windowed dimension if every device gets the rows next to its own: one shift of `rows` to either
@@ -6,8 +6,7 @@ side, along the axes that split the dimension.
 
     shift    α + β · B      B the bytes of the rows on one device
 
-If a device holds fewer rows than the window reaches, its neighbours' do not suffice, and the
-dimension is gathered instead.
+If the window reaches beyond the neighbours' rows, the dimension is gathered instead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from autopar.ir.spec import Layout, num_shards
 def halo_steps(
     node: Node, values: Sequence[Value], mesh: LogicalMesh, operands: Sequence[Layout]
 ) -> Iterator[tuple[tuple[int, ...], float, float, int]]:
-    """(axes, seconds, bytes each device sends, how many shifts) for each window that is split."""
+    """(axes, seconds, bytes each device sends, number of shifts) for each split window."""
     for halo in node.rule.halos:
         layout = operands[halo.operand]
         axes = tuple(a for a, entry in enumerate(layout) if entry == halo.dim)

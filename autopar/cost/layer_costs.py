@@ -1,24 +1,24 @@
-"""A solved graph's time and memory, layer by layer: from figures of groups to a `LayerTable`.
+"""Time and memory of a solved graph by layer: from the costs of groups to a `LayerTable`.
 
-Nodes of one class cost the same, so costs are known by *group*: of nodes (a class at one price), of
-edges (a pair of classes, a result and an operand) and of values (a class and its result). What a
-group's figures add to each layer does not depend on the mesh. `LayerTerms` finds that once; a
-sharding on a mesh then gives a figure per group (`GroupCosts`), and its sums are the table.
+Nodes of one class cost the same, so costs are known by *group*: of nodes (a class at one cost), of
+edges (a pair of classes, a result and an operand) and of values (a class and its result). How the
+costs of groups add up in layers does not depend on the mesh. `LayerTerms` finds that once; a
+sharding on a mesh then has one cost per group (`GroupCosts`), and sums of these are the table.
 
-Time. An edge is paid by the node that reads, so what a layer reads from the one before it is its
-own. What belongs to no layer is spread over all in proportion to what they have themselves. So the
-sums over all layers, n · latency + once, are the solver's objective.
+Time. The node that reads pays for an edge, so a layer pays for what it reads from the one before.
+Costs of no layer are spread over all layers in proportion to their own. So the sum over all layers,
+n · latency + once, is the solver's objective.
 
 Memory, with forward and backward pass of a micro-batch as two programs:
 
-    held        made outside of the loop and alive until its end, copies in other layouts too;
-                sums over micro-batches; results that take no argument's place
-    in flight   forward values that the backward program is handed, counted in a layer that reads
-                them; not what is made of parameters and constants alone, which is made again
-    working     the most that is alive besides while the layer is run or updated
+    held        values made outside of the loop and alive until its end, with their copies in other
+                layouts; sums over micro-batches; results that replace no argument
+    in flight   residuals handed to the backward program, counted in a layer that reads them;
+                without values made from parameters and constants alone, which are recomputed
+    working     the maximum of what else is alive while the layer runs or is updated
 
-A layer that is computed again keeps what it reads from other layers; its forward time comes on top,
-and what it would have kept is held while it works.
+A recomputed layer stores the values that it reads from other layers; its forward time is added, and
+its residuals count as working memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost.node_layers import BACKWARD, FORWARD, ONCE, NodePlaces
+from autopar.cost.node_layers import BACKWARD, FORWARD, PER_STEP, NodeLayers
 from autopar.cost.report import edge_weight
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -36,7 +36,7 @@ from autopar.ir.stages import LayerTable, Submesh
 
 STATE_EDGE = -1  # the operand position of a state output that becomes the next step's input
 _PHASES = 3
-# What a value goes through on its way into a sum over micro-batches.
+# Ops between a value and a sum over micro-batches.
 _INTO_SUMS = {
     "add", "add_any", "max", "min", "mul", "and", "or", "xor", "convert_element_type", "transpose",
     "reshape", "squeeze", "expand_dims",
@@ -45,7 +45,7 @@ _INTO_SUMS = {
 
 @dataclass(frozen=True)
 class EdgeGroup:
-    """Edges of one cost: classes of both ends, the result and the operand's position."""
+    """Edges of one cost: the classes of both ends, the result and the operand's position."""
 
     source: int
     target: int
@@ -56,13 +56,13 @@ class EdgeGroup:
 
 @dataclass(frozen=True, eq=False)
 class GroupCosts:
-    """What one sharding gives for every group.
+    """The costs of every group under one sharding.
 
-    node_s:      seconds of a node, as often as it runs.
+    node_s:      seconds of all runs of a node.
     edge_s:      seconds of one resharding.
-    value_share: the share of a value that one device holds.
-    copy_share:  the share of it that a copy made along an edge is; 0 where none is made.
-    copy_layout: a number per layout that copies are made in.
+    value_share: the share of a value on one device.
+    copy_share:  the share of a value in a copy made along an edge; 0 if there is no copy.
+    copy_layout: a number for the layout of the copy.
     """
 
     node_s: np.ndarray
@@ -74,7 +74,7 @@ class GroupCosts:
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """Bytes of values or copies by group, the layer that has them and the time they live."""
+    """Bytes of values or copies, with their group, layer and lifetime."""
 
     group: np.ndarray
     layer: np.ndarray
@@ -86,7 +86,7 @@ class Bytes:
         return self.size * share[self.group]
 
     def by_layer(self, share: np.ndarray, num_layers: int) -> np.ndarray:
-        """Sums per layer, those of no layer in front."""
+        """Sums per layer; those of no layer come first."""
         return np.bincount(self.layer + 1, weights=self.on_device(share), minlength=num_layers + 1)
 
     def only(self, mask: np.ndarray) -> Bytes:
@@ -94,17 +94,17 @@ class Bytes:
 
 
 class LayerTerms:
-    """How the figures of groups add up in layers: arrays over all nodes, edges and values."""
+    """How the costs of groups add up in layers: arrays over all nodes, edges and values."""
 
-    def __init__(self, graph: Graph, places: NodePlaces, classes: Sequence[int], n: int) -> None:
-        self.graph, self.places, self.classes = graph, places, classes
+    def __init__(self, graph: Graph, layers: NodeLayers, classes: Sequence[int], n: int) -> None:
+        self.graph, self.layers, self.classes = graph, layers, classes
         self.num_micro_batches = n
-        self.is_run_each = places.phase != ONCE
+        self.is_run_each = layers.phase != PER_STEP
         inside = np.flatnonzero(self.is_run_each)
         times = np.array(graph.liveness.times)
         self.times = times
         self.loop_end = int(times[inside].max()) if len(inside) else -1
-        self.node_groups: list[int] = []  # an example of each
+        self.node_groups: list[int] = []  # an example node of each
         self.edge_groups: list[EdgeGroup] = []
         self.value_groups: list[tuple[int, int]] = []  # (class, result)
         self._value_group_of: dict[tuple[int, int], int] = {}
@@ -115,7 +115,7 @@ class LayerTerms:
     # -- time
 
     def _slots(self, nodes: Sequence[int] | np.ndarray) -> np.ndarray:
-        layer, phase = self.places.layer[nodes], self.places.phase[nodes]
+        layer, phase = self.layers.layer[nodes], self.layers.phase[nodes]
         return (layer + 1) * _PHASES + phase
 
     def _group_nodes(self) -> None:
@@ -130,7 +130,7 @@ class LayerTerms:
         self.node_slot = self._slots(np.arange(len(groups)))
 
     def _group_edges(self) -> None:
-        graph, classes, phase = self.graph, self.classes, self.places.phase
+        graph, classes, phase = self.graph, self.classes, self.layers.phase
         known: dict[tuple, int] = {}
         groups: list[int] = []
         weights: list[float] = []
@@ -160,19 +160,19 @@ class LayerTerms:
                 groups.append(known.setdefault(key, len(known)))
                 weights.append(1.0)
                 payers.append(u)
-                phases.append(ONCE)
+                phases.append(PER_STEP)
         self.edge_groups = [EdgeGroup(*key) for key in known]
         self.edge_group = np.array(groups, dtype=np.int64)
         self.edge_weight = np.array(weights)
-        self.edge_slot = (self.places.layer[payers] + 1) * _PHASES + np.array(phases)
+        self.edge_slot = (self.layers.layer[payers] + 1) * _PHASES + np.array(phases)
         self._group_copies(np.array(copies, dtype=np.int64).reshape(-1, 3))
 
     # -- memory
 
     def _group_copies(self, edges: np.ndarray) -> None:
-        """Copies along edges: those that outlive the loop's start are held, those inside are
-        shared by the readers of one pass."""
-        graph, phase = self.graph, self.places.phase
+        """Copies along edges: those that outlive the loop are held, those inside it are shared by
+        the readers of one pass."""
+        graph, phase = self.graph, self.layers.phase
         value, consumer, producer = edges.T
         sizes = np.array([graph.values[v].num_bytes for v in value], dtype=float)
         start = self.times[consumer]
@@ -180,12 +180,14 @@ class LayerTerms:
         finishes = np.array([graph.nodes[v].kind is NodeKind.FINISH for v in consumer], dtype=bool)
         end = np.where(finishes, start, end)
         self.copies = Bytes(
-            self.edge_group[: len(edges)], self.places.layer[consumer], sizes, start, end
+            self.edge_group[: len(edges)], self.layers.layer[consumer], sizes, start, end
         )
         self.copy_value = np.where(finishes, -1 - np.arange(len(edges)), value)
         self.copy_phase = phase[consumer]
-        outside = phase[consumer] == ONCE
-        self.copy_is_held = outside & ~finishes & (end >= self.loop_end) & (phase[producer] == ONCE)
+        outside = phase[consumer] == PER_STEP
+        self.copy_is_held = (
+            outside & ~finishes & (end >= self.loop_end) & (phase[producer] == PER_STEP)
+        )
 
     def _value_group(self, value: int) -> int:
         node, result = self.graph.producer[value]
@@ -200,14 +202,14 @@ class LayerTerms:
         return Bytes(groups, table[:, 1], sizes, table[:, 2], table[:, 3])
 
     def _group_values(self) -> None:
-        graph, layer, phase = self.graph, self.places.layer, self.places.phase
+        graph, layer, phase = self.graph, self.layers.layer, self.layers.phase
         in_flight, boundary = self._crossing_values()
-        kept = {value for value, _ in in_flight}
+        residuals = {value for value, _ in in_flight}
         summed_at = self._summed_at()
         forward = [i for i in np.flatnonzero(phase == FORWARD) if i not in summed_at]
         forward_nodes = np.array(forward, dtype=np.int64)
         forward_end = int(self.times[forward_nodes].max(initial=-1))
-        layer_end = np.full(self.places.num_layers + 1, -1)  # of forward passes
+        layer_end = np.full(self.layers.num_layers + 1, -1)  # of forward passes
         np.maximum.at(layer_end, layer[forward_nodes] + 1, self.times[forward_nodes])
         held, working, temporary = [], [], []
         summing = {v for index in summed_at for v in graph.nodes[index].results}
@@ -215,16 +217,16 @@ class LayerTerms:
         for life in graph.liveness.lives:
             node, _ = graph.producer[life.value]
             entry = (life.value, int(layer[node]), life.start, life.end)
-            if phase[node] == ONCE:
+            if phase[node] == PER_STEP:
                 stays = life.end >= (last if life.start > self.loop_end else self.loop_end)
                 (held if stays else temporary).append(entry)
             elif graph.nodes[node].name == "scan_stack" and life.end > self.loop_end:
                 held.append(entry)
-            elif life.value not in kept and life.value not in summing:
+            elif life.value not in residuals and life.value not in summing:
                 end = life.end
                 readers = self.readers.get(life.value, ())
                 if phase[node] == FORWARD and life.start <= forward_end < end:
-                    # The backward pass makes it again from what is in flight.
+                    # The backward pass recomputes it from residuals.
                     end = max(life.start, layer_end[layer[node] + 1])
                 elif readers and all(r in summed_at for r in readers):
                     end = max(life.start, *(summed_at[r] for r in readers))
@@ -235,30 +237,31 @@ class LayerTerms:
         self.value_groups = list(self._value_group_of)
 
     def _summed_at(self) -> dict[int, int]:
-        """The nodes that only add to a carry, and when: as soon as what they add is there, though
-        the program has them all at its end. They are done in the carry's place."""
-        graph, phase = self.graph, self.places.phase
-        found: dict[int, int] = {}
+        """{node that only adds to a carry: when it runs}: as soon as its term exists, although the
+        program has them all at its end. They work in the carry's buffer."""
+        graph, phase = self.graph, self.layers.phase
+        summed_at: dict[int, int] = {}
         for index in range(len(graph.nodes) - 1, -1, -1):
             node = graph.nodes[index]
             maker = graph.nodes[graph.producer[node.operands[0]][0]] if node.operands else node
             name = maker.name if node.kind is NodeKind.FINISH else node.name
-            if phase[index] == ONCE or name not in _INTO_SUMS:
+            if phase[index] == PER_STEP or name not in _INTO_SUMS:
                 continue
             readers = [r for v in node.results for r in self.readers.get(v, ())]
             carried = [r < index and graph.nodes[r].kind is NodeKind.MERGE for r in readers]
-            if readers and all(c or r in found for c, r in zip(carried, readers, strict=True)):
-                found[index] = 0
-        for index in sorted(found):
+            if readers and all(c or r in summed_at for c, r in zip(carried, readers, strict=True)):
+                summed_at[index] = 0
+        for index in sorted(summed_at):
             made = [graph.producer[v][0] for v in graph.nodes[index].operands]
-            inside = [p for p in made if phase[p] != ONCE]
-            found[index] = max((found.get(p, int(self.times[p])) for p in inside), default=0)
-        return found
+            inside = [p for p in made if phase[p] != PER_STEP]
+            times = (summed_at.get(p, int(self.times[p])) for p in inside)
+            summed_at[index] = max(times, default=0)
+        return summed_at
 
     def _crossing_values(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """((value, layer) that the backward pass reads, (value, layer) that a layer's forward pass
-        reads from another's), of values that depend on the micro-batch."""
-        graph, layer, phase = self.graph, self.places.layer, self.places.phase
+        """(residuals as (value, layer), values that a layer's forward pass reads from another layer
+        as (value, layer)), of values that depend on the micro-batch."""
+        graph, layer, phase = self.graph, self.layers.layer, self.layers.phase
         depends: set[int] = set()
         slices: set[int] = set()
         batch = {graph.inputs[i] for i in graph.batch}
@@ -268,7 +271,7 @@ class LayerTerms:
             if node.kind is NodeKind.INPUT:
                 depends.update(batch.intersection(node.results))
                 continue
-            if phase[index] == ONCE:
+            if phase[index] == PER_STEP:
                 if node.kind is NodeKind.MERGE or not depends.isdisjoint(node.operands):
                     depends.update(node.results)
                 continue
@@ -282,20 +285,23 @@ class LayerTerms:
                     boundary[value, int(layer[index])] = None
             if not depends.isdisjoint(node.operands):
                 depends.update(node.results)
-                if node.name == "scan_slice" and phase[graph.producer[node.operands[0]][0]] == ONCE:
-                    slices.add(index)  # of the batch, which is held as it is
-        if self.places.kept is not None:
-            kept = [(v, at) for v, at in self.places.kept.items() if v in graph.producer]
-            return kept, list(boundary)
+                if (
+                    node.name == "scan_slice"
+                    and phase[graph.producer[node.operands[0]][0]] == PER_STEP
+                ):
+                    slices.add(index)  # of the batch, which is held anyway
+        if self.layers.residuals is not None:
+            residuals = [(v, at) for v, at in self.layers.residuals.items() if v in graph.producer]
+            return residuals, list(boundary)
         in_flight = []
         for value, readers in backward_readers.items():
-            own = int(layer[graph.producer[value][0]])
-            in_flight.append((value, own if own in readers else min(readers)))
+            made_in = int(layer[graph.producer[value][0]])
+            in_flight.append((value, made_in if made_in in readers else min(readers)))
         return in_flight, list(boundary)
 
     def priced_bytes(self, num_in_flight: float) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes per value group, bytes per edge group) that a price of memory is put on: what is
-        held, and what so many micro-batches keep."""
+        """(bytes per value group, bytes per edge group) to which a memory price applies: those
+        held, and those of so many micro-batches in flight."""
         count = len(self.value_groups)
         values = np.bincount(self.held.group, weights=self.held.size, minlength=count)
         values += num_in_flight * np.bincount(
@@ -307,30 +313,30 @@ class LayerTerms:
 
     # -- the table
 
-    def seconds(self, figures: GroupCosts) -> np.ndarray:
-        """Seconds of a step per layer (those of no layer in front) and phase."""
-        size = (self.places.num_layers + 1) * _PHASES
-        total = np.bincount(self.node_slot, weights=figures.node_s[self.node_group], minlength=size)
-        edge_s = figures.edge_s[self.edge_group] * self.edge_weight
+    def seconds(self, costs: GroupCosts) -> np.ndarray:
+        """Seconds of a step per layer (those of no layer come first) and phase."""
+        size = (self.layers.num_layers + 1) * _PHASES
+        total = np.bincount(self.node_slot, weights=costs.node_s[self.node_group], minlength=size)
+        edge_s = costs.edge_s[self.edge_group] * self.edge_weight
         total += np.bincount(self.edge_slot, weights=edge_s, minlength=size)
         return total.reshape(-1, _PHASES)
 
-    def table(self, figures: GroupCosts, submesh: Submesh, mesh: LogicalMesh) -> LayerTable:
-        """The figures of every layer, none of them computed again."""
-        count = self.places.num_layers
-        once, forward, backward = (spread(x) for x in self.seconds(figures).T)
+    def table(self, costs: GroupCosts, submesh: Submesh, mesh: LogicalMesh) -> LayerTable:
+        """The costs of every layer, without recomputation."""
+        count = self.layers.num_layers
+        once, forward, backward = (spread_shared(x) for x in self.seconds(costs).T)
         n = self.num_micro_batches
-        share = figures.value_share
-        held_copies, copies, temporary = self._copies(figures)
+        share = costs.value_share
+        held_copies, copies, temporary = self._copies(costs)
         held = self.held.by_layer(share, count) + held_copies
-        in_flight = spread(self.in_flight.by_layer(share, count))
+        in_flight = spread_shared(self.in_flight.by_layer(share, count))
         working = self._working(copies + self._alive(self.working, self.working.on_device(share)))
-        own = self.temporary
+        values = self.temporary
         items = (
-            np.concatenate((own.layer, temporary[0])),
-            np.concatenate((own.start, temporary[1])),
-            np.concatenate((own.end, temporary[2])),
-            np.concatenate((own.on_device(share), temporary[3])),
+            np.concatenate((values.layer, temporary[0])),
+            np.concatenate((values.start, temporary[1])),
+            np.concatenate((values.end, temporary[2])),
+            np.concatenate((values.on_device(share), temporary[3])),
         )
         updating = peak_by_layer(*items, count)
         return LayerTable(
@@ -339,43 +345,43 @@ class LayerTerms:
             latency_s=(forward + backward) / n,
             forward_s=forward / n,
             once_s=once,
-            held_bytes=spread(held),
+            held_bytes=spread_shared(held),
             in_flight_bytes=in_flight,
             working_bytes=np.maximum(working, updating - in_flight),
         )
 
-    def recomputed(self, table: LayerTable, figures: GroupCosts) -> LayerTable:
-        """The same with every layer computed again that keeps more than it reads."""
-        kept = spread(self.boundary.by_layer(figures.value_share, self.places.num_layers))
-        again = table.in_flight_bytes > kept
+    def recomputed(self, table: LayerTable, costs: GroupCosts) -> LayerTable:
+        """The table with every layer recomputed whose residuals exceed its inputs."""
+        inputs = spread_shared(self.boundary.by_layer(costs.value_share, self.layers.num_layers))
+        is_recomputed = table.in_flight_bytes > inputs
         return replace(
             table,
-            latency_s=table.latency_s + again * table.forward_s,
-            in_flight_bytes=np.where(again, kept, table.in_flight_bytes),
-            working_bytes=table.working_bytes + again * table.in_flight_bytes,
+            latency_s=table.latency_s + is_recomputed * table.forward_s,
+            in_flight_bytes=np.where(is_recomputed, inputs, table.in_flight_bytes),
+            working_bytes=table.working_bytes + is_recomputed * table.in_flight_bytes,
             remat=True,
         )
 
-    def _copies(self, figures: GroupCosts) -> tuple[np.ndarray, np.ndarray, tuple]:
-        """(held bytes per layer, those of no layer in front; bytes in the loop at every time;
-        (layer, start, end, bytes) of those outside of it). One copy serves all readers of one
-        layout, in the loop all of one pass."""
-        active = np.flatnonzero(figures.copy_share[self.copies.group] > 0)
+    def _copies(self, costs: GroupCosts) -> tuple[np.ndarray, np.ndarray, tuple]:
+        """(held bytes per layer, those of no layer first; bytes in the loop at every time;
+        (layer, start, end, bytes) of copies outside of it). One copy serves all readers of a
+        layout, in the loop those of one pass."""
+        active = np.flatnonzero(costs.copy_share[self.copies.group] > 0)
         copies = self.copies.only(active)
         phase = np.where(self.copy_is_held[active], _PHASES, self.copy_phase[active])
-        layout = figures.copy_layout[copies.group]
+        layout = costs.copy_layout[copies.group]
         keys = np.stack((self.copy_value[active], layout, phase))
         _, first, inverse = np.unique(keys, axis=1, return_index=True, return_inverse=True)
         start = np.full(len(first), np.iinfo(np.int64).max)
         end = np.full(len(first), -1)
         np.minimum.at(start, inverse, copies.start)
         np.maximum.at(end, inverse, copies.end)
-        size = copies.on_device(figures.copy_share)[first]
+        size = copies.on_device(costs.copy_share)[first]
         layer, phase = copies.layer[first], phase[first]
         held = np.bincount(
-            layer + 1, weights=size * (phase == _PHASES), minlength=self.places.num_layers + 1
+            layer + 1, weights=size * (phase == _PHASES), minlength=self.layers.num_layers + 1
         )
-        once = phase == ONCE
+        once = phase == PER_STEP
         outside = (layer[once], start[once], end[once], size[once])
         shared = Bytes(first, layer, size, start, end).only(
             (phase == FORWARD) | (phase == BACKWARD)
@@ -389,15 +395,15 @@ class LayerTerms:
         return np.cumsum(change)
 
     def _working(self, bytes_at: np.ndarray) -> np.ndarray:
-        """The most bytes while each layer runs."""
-        found = np.zeros(self.places.num_layers + 1)
+        """The maximum bytes while each layer runs."""
+        peak = np.zeros(self.layers.num_layers + 1)
         inside = np.flatnonzero(self.is_run_each)
-        np.maximum.at(found, self.places.layer[inside] + 1, bytes_at[self.times[inside]])
-        return np.maximum(found[1:], 0.0)
+        np.maximum.at(peak, self.layers.layer[inside] + 1, bytes_at[self.times[inside]])
+        return np.maximum(peak[1:], 0.0)
 
 
-def spread(by_layer: np.ndarray) -> np.ndarray:
-    """What belongs to no layer, in front, put on all layers by what they have."""
+def spread_shared(by_layer: np.ndarray) -> np.ndarray:
+    """Spreads the first entry, which belongs to no layer, over all layers in proportion to them."""
     shared, own = by_layer[0], by_layer[1:]
     total = own.sum()
     return own * (1 + shared / total) if total > 0 else own + shared / len(own)
@@ -406,22 +412,22 @@ def spread(by_layer: np.ndarray) -> np.ndarray:
 def peak_by_layer(
     layer: np.ndarray, start: np.ndarray, end: np.ndarray, size: np.ndarray, num_layers: int
 ) -> np.ndarray:
-    """The most bytes that each layer has at a time."""
+    """The maximum bytes that each layer has at a time."""
     layers = np.concatenate((layer, layer))
     times = np.concatenate((start, end + 1))
     change = np.concatenate((size, -size))
-    order = np.lexsort((change, times, layers))  # what ends goes before what starts
+    order = np.lexsort((change, times, layers))  # ends before starts
     layers, total = layers[order], np.cumsum(change[order])
-    found = np.zeros(num_layers + 1)
-    np.maximum.at(found, layers + 1, total)  # every layer's own sum ends at zero
-    return found[1:]
+    peak = np.zeros(num_layers + 1)
+    np.maximum.at(peak, layers + 1, total)  # the sum of every layer ends at zero
+    return peak[1:]
 
 
 def _edge_phase(producer: Node, consumer: Node, source: int, target: int) -> int:
-    """When a value is resharded, by the rule of `edge_weight`: where loops meet their surroundings
-    it is done outside."""
+    """The phase in which a value is resharded: by the rule of `edge_weight`, outside of a loop that
+    it enters or leaves."""
     if consumer.name == "scan_slice":
-        return target if source != ONCE else ONCE
+        return target if source != PER_STEP else PER_STEP
     if producer.name == "scan_stack":
         return target
-    return target if target != ONCE else source
+    return target if target != PER_STEP else source

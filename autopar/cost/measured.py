@@ -1,12 +1,12 @@
-"""Times of work that was measured: from a `MachineProfile` to seconds for any size.
+"""Times from measurements: from a `MachineProfile` to seconds for work of any size.
 
-A function gives None where the profile has no sample that could tell; then the caller falls back
-to the symbolic model. How samples are joined is told in `curves`.
+A function returns None if the profile has no suitable sample; the caller then falls back to the
+symbolic model. `curves` interpolates samples.
 
-Collectives. Samples of one kind, number of ranks and placement (how far apart ranks are, how many
-of them share a host) make a curve over bytes. Ranks that were not measured take the curve of the
-nearest that were, with bytes scaled by the ring law. On all of it these laws hold, as they do for
-rings, by taking the least of what the laws allow:
+Collectives. Samples of one kind, number of ranks and placement (the stride between ranks, the ranks
+per host) make a curve over bytes. A number of ranks that was not measured takes the curve of the
+nearest one, with bytes scaled by the ring law. Times obey these laws, as rings do, since they are
+clipped to what the laws allow:
 
     all-gather, reduce-scatter ≤ all-reduce ≤ reduce-scatter + all-gather + α
     all-to-all ≤ all-gather
@@ -27,9 +27,9 @@ from autopar.ir.profile import ConvolutionTime, MachineProfile
 
 _CACHED = 65536
 _LONG = 256
-# What a kernel of a GPU that does nothing takes, from one to the next, where it was not measured.
+# The time from one empty GPU kernel to the next, if it was not measured.
 USUAL_KERNEL_S = 2e-6
-# Types that take each other's samples where there are none of their own, best first.
+# Types whose samples a type without its own can use, best first.
 _LIKE = {
     "bfloat16": ("float16",),
     "float16": ("bfloat16",),
@@ -75,8 +75,8 @@ class MeasuredCosts:
         crossings: dict[tuple[bool, int], list[tuple[float, float]]] = defaultdict(list)
         for c in profile.crossings:
             crossings[c.same_host, c.num_pairs].append((c.num_bytes, c.time.seconds))
-        self._crossings = {key: Curve(samples) for key, samples in crossings.items()}
-        # Caches of this object, so that a profile that is no longer used can go.
+        self._transfers = {key: Curve(samples) for key, samples in crossings.items()}
+        # Caches per object, so that an unused profile can be freed.
         self.product_s = lru_cache(_CACHED)(self._product_s)
         self.convolution_s = lru_cache(_CACHED)(self._convolution_s)
         self.attention_s = lru_cache(_CACHED)(self._attention_s)
@@ -92,17 +92,17 @@ class MeasuredCosts:
 
     @cached_property
     def best_rate(self) -> float | None:
-        """Flops per second that nothing measured was faster than."""
+        """The highest rate measured, in flops per second."""
         samples = (*self.profile.products, *self.profile.convolutions)
         return max((s.flops / s.time.seconds for s in samples), default=None)
 
     def _product_s(self, dtype: str, batch: int, m: int, n: int, k: int) -> float | None:
-        """Sizes that libraries cannot take, since rows are no multiples of 16 bytes, are priced by
-        samples of such sizes, if there are any."""
-        for own in (dtype, *_LIKE.get(dtype, ())):
+        """Sizes that slow libraries down, with rows that are no multiples of 16 bytes, are priced
+        by samples of such sizes, if there are any."""
+        for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
             for is_aligned in (_is_aligned(dtype, n, k), True):
-                if (found := self._products.get((own, is_aligned))) is not None:
-                    return found(batch, m, n, k)
+                if (table := self._products.get((sample_dtype, is_aligned))) is not None:
+                    return table(batch, m, n, k)
         return None
 
     def _convolution_s(
@@ -115,10 +115,10 @@ class MeasuredCosts:
         out_channels: float,
         window: float,
     ) -> float | None:
-        """`positions` of an image's result, `window` of a position: both counted in all."""
-        for own in (dtype, *_LIKE.get(dtype, ())):
-            if (found := self._convolutions.get((own, kind))) is not None:
-                return found(*_as_product(images, positions, in_channels, out_channels, window))
+        """`positions`: of an image's result; `window`: elements of a window."""
+        for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
+            if (table := self._convolutions.get((sample_dtype, kind))) is not None:
+                return table(*_as_product(images, positions, in_channels, out_channels, window))
         return None
 
     def _attention_s(
@@ -130,46 +130,46 @@ class MeasuredCosts:
         length: float,
         head_dim: float,
     ) -> float | None:
-        """Of one kernel over so many heads, those of all sequences together."""
-        for own in (dtype, *_LIKE.get(dtype, ())):
+        """The time of one kernel; `heads` counts those of all sequences."""
+        for sample_dtype in (dtype, *_LIKE.get(dtype, ())):
             for is_causal in (causal, not causal):
-                if (found := self._attentions.get((own, backward, is_causal))) is not None:
-                    half = {(False, True): 0.5, (True, False): 2.0}.get((is_causal, causal), 1.0)
-                    return half * found(heads, length, head_dim)
+                if (table := self._attentions.get((sample_dtype, backward, is_causal))) is not None:
+                    work = {(False, True): 0.5, (True, False): 2.0}.get((is_causal, causal), 1.0)
+                    return work * table(heads, length, head_dim)
         return None
 
     def _stream(self, kind: str, dtype: str) -> Curve | None:
-        """The curve of a kind of work that is bound by memory; of the type whose elements are as
-        long, and of arithmetic where the kind was not measured."""
+        """The curve of a kind of memory-bound work; if it was not measured, that of the type with
+        the nearest element size, or of elementwise work."""
         size = _SIZES.get(dtype, 4)
-        for own_kind in (kind, "elementwise", "copy"):
-            types = [d for k, d in self._streams if k == own_kind]
+        for measured_kind in (kind, "elementwise", "copy"):
+            types = [d for k, d in self._streams if k == measured_kind]
             if dtype in types:
-                return self._streams[own_kind, dtype]
+                return self._streams[measured_kind, dtype]
             if types:
                 nearest = min(types, key=lambda d: abs(_SIZES.get(d, 4) - size))
-                return self._streams[own_kind, nearest]
+                return self._streams[measured_kind, nearest]
         return None
 
     def kernels_s(
         self, kind: str, dtype: str, num_kernels: float, num_bytes: float
     ) -> float | None:
-        """Kernels that move so many bytes together. On GPUs what a step reads was written too long
-        ago to be in a cache: the rate is that of the most bytes measured."""
+        """The time of kernels that move `num_bytes` together. On GPUs the values that a step reads
+        were written too long ago to be cached: the rate is that of the largest sample."""
         curve = self.stream(kind, dtype)
         if curve is None:
             return None
-        least_s = num_kernels * min(curve.floor_s, self.least_kernel_s)
+        min_s = num_kernels * min(curve.floor_s, self.min_kernel_s)
         if self.profile.platform == "cpu":
-            return least_s + max(0.0, curve(num_bytes) - curve.floor_s)
-        return least_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
+            return min_s + max(0.0, curve(num_bytes) - curve.floor_s)
+        return min_s + num_bytes * curve.seconds[-1] / curve.sizes[-1]
 
     @cached_property
-    def least_kernel_s(self) -> float:
-        """What the smallest kernel takes, of whatever kind: as small streams tell, or usually."""
+    def min_kernel_s(self) -> float:
+        """The time of the smallest kernel of any kind, from small streams or else a typical one."""
         usual_s = 0.0 if self.profile.platform == "cpu" else USUAL_KERNEL_S
-        least_s = min(curve.start_s for curve in self._streams.values())
-        return max(self.launch_s, least_s or usual_s)
+        min_s = min(curve.start_s for curve in self._streams.values())
+        return max(self.launch_s, min_s or usual_s)
 
     def stream_s(self, kind: str, num_bytes: float, dtype: str = "float32") -> float | None:
         curve = self.stream(kind, dtype)
@@ -184,26 +184,26 @@ class MeasuredCosts:
         num_bytes: float,
         alpha_share: float = 1.0,
     ) -> float | None:
-        """`num_bytes` is of the tensor as it would be on one device if nothing were split. CPU
-        devices of a host share its cores: while one waits for others, these compute, which is
-        counted there. So their collectives cost what they move, and a launch."""
+        """`num_bytes`: of the tensor on one device if nothing were split. CPU devices of a host
+        share its cores: while one waits, the others compute, which is counted there. So their
+        collectives cost the bytes they move, and a launch."""
         waits = self.profile.platform != "cpu" or ranks_per_host < ranks
         if waits or ranks == 1:
             return self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, alpha_share)
         moved_s = self._collectives(kind, ranks, stride, ranks_per_host, num_bytes, 0.0)
         return None if moved_s is None else moved_s + self.launch_s
 
-    def crossing_s(self, same_host: bool, num_pairs: int, num_bytes: float) -> float | None:
-        """`num_bytes` from each of so many devices to one of another mesh."""
-        pairs = [n for own, n in self._crossings if own == same_host]
+    def transfer_s(self, same_host: bool, num_pairs: int, num_bytes: float) -> float | None:
+        """The time to send `num_bytes` from each of `num_pairs` devices to one of another mesh."""
+        pairs = [n for on_host, n in self._transfers if on_host == same_host]
         if not pairs:
             return None
         nearest = min(pairs, key=lambda n: abs(log(n / max(num_pairs, 1))))
-        return self._crossings[same_host, nearest](num_bytes)
+        return self._transfers[same_host, nearest](num_bytes)
 
 
-def least_work_s(cluster: ClusterSpec, flops: float) -> float:
-    """No device of the cluster does so many flops in less."""
+def min_work_s(cluster: ClusterSpec, flops: float) -> float:
+    """A lower bound on the time of so many flops on one device of the cluster."""
     symbolic_s = compute_s(cluster.spec, flops, 0.0, "bfloat16")
     best = None if cluster.measured is None else measured_costs(cluster.measured).best_rate
     return symbolic_s if best is None else flops / best
@@ -215,7 +215,7 @@ def measured_costs(profile: MachineProfile) -> MeasuredCosts:
 
 
 class _Lazy:
-    """Samples by key, of which `RateTable` are made when they are first asked for."""
+    """Samples by key, turned into a `RateTable` on first use."""
 
     def __init__(
         self,
@@ -227,17 +227,17 @@ class _Lazy:
         for key, sizes, seconds in samples:
             self.samples[key].append((sizes, seconds))
         self.powers, self.steps = powers, steps
-        self.made: dict[object, RateTable] = {}
+        self.tables: dict[object, RateTable] = {}
 
     def get(self, key: object) -> RateTable | None:
-        if key not in self.made and key in self.samples:
-            self.made[key] = RateTable(self.samples[key], self.powers, self.steps)
-        return self.made.get(key)
+        if key not in self.tables and key in self.samples:
+            self.tables[key] = RateTable(self.samples[key], self.powers, self.steps)
+        return self.tables.get(key)
 
 
 def _is_aligned(dtype: str, *lengths: int) -> bool:
-    """Whether rows of these lengths are whole blocks of 16 bytes; so are all short ones, as they
-    make no difference."""
+    """Whether rows of these lengths are multiples of 16 bytes; short ones make no difference and
+    count as aligned."""
     block = 16 // _SIZES.get(dtype, 4)
     return all(length % block == 0 for length in lengths if length >= _LONG)
 
@@ -250,7 +250,7 @@ def _convolution_sizes(c: ConvolutionTime) -> tuple[float, ...]:
 def _as_product(
     images: float, positions: float, in_channels: float, out_channels: float, window: float
 ) -> tuple[float, float, float]:
-    """A convolution is a product of windows with the kernel."""
+    """The sizes of a convolution as a product of windows with the kernel."""
     return images * positions, out_channels, in_channels * window
 
 
@@ -273,13 +273,13 @@ class _Collectives:
         for c in profile.collectives:
             if c.ranks > 1:
                 place = c.ranks, c.stride, c.ranks_per_host
-                own = samples[c.kind, c.ranks_per_host < c.ranks][place]
-                own.append((c.num_bytes, c.time.seconds))
+                at_place = samples[c.kind, c.ranks_per_host < c.ranks][place]
+                at_place.append((c.num_bytes, c.time.seconds))
         self.curves = {
-            family: {place: Curve(own) for place, own in places.items()}
+            family: {place: Curve(at_place) for place, at_place in places.items()}
             for family, places in samples.items()
         }
-        self.kept = lru_cache(_CACHED)(self.family)
+        self.cached_family = lru_cache(_CACHED)(self.family)
         self.cached = lru_cache(_CACHED)(self.lawful)
 
     def __call__(
@@ -295,39 +295,39 @@ class _Collectives:
         return seconds - (1 - share) * (alpha or 0.0)
 
     def lawful(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
-        """The measured time, no more than what laws allow."""
-        own = self.known(kind, place, num_bytes)
-        if own is None or kind == "collective-permute":
-            return own
-        reduce_s = self.known("all-reduce", place, num_bytes) or own
+        """The measured time, clipped to what the laws allow."""
+        seconds = self.known(kind, place, num_bytes)
+        if seconds is None or kind == "collective-permute":
+            return seconds
+        reduce_s = self.known("all-reduce", place, num_bytes) or seconds
         if kind in ("all-gather", "reduce-scatter"):
-            return min(own, reduce_s)
-        gather_s = min(self.known("all-gather", place, num_bytes) or own, reduce_s)
+            return min(seconds, reduce_s)
+        gather_s = min(self.known("all-gather", place, num_bytes) or seconds, reduce_s)
         if kind == "all-to-all":
-            return min(own, gather_s)
-        scatter_s = min(self.known("reduce-scatter", place, num_bytes) or own, reduce_s)
+            return min(seconds, gather_s)
+        scatter_s = min(self.known("reduce-scatter", place, num_bytes) or seconds, reduce_s)
         gather_alpha = self.known("all-gather", place, 0.0) or 0.0
         reduce_alpha = self.known("all-reduce", place, 0.0) or 0.0
-        return min(own, gather_s + scatter_s + min(gather_alpha, reduce_alpha))
+        return min(seconds, gather_s + scatter_s + min(gather_alpha, reduce_alpha))
 
     def known(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
-        own = self.raw(kind, place, num_bytes)
-        return self.by_another(kind, place, num_bytes) if own is None else own
+        seconds = self.raw(kind, place, num_bytes)
+        return self.by_another(kind, place, num_bytes) if seconds is None else seconds
 
     def by_another(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
-        """A kind that was not measured, by the ring law from one that was."""
+        """The time of a kind that was not measured, by the ring law from one that was."""
         volume = _VOLUME[kind](place[0])
         for other in ("all-gather", "reduce-scatter", "all-reduce"):
             if other != kind:
                 scale = volume / _VOLUME[other](place[0])
-                found = self.raw(other, place, num_bytes * scale)
-                if found is not None:
-                    return found
+                seconds = self.raw(other, place, num_bytes * scale)
+                if seconds is not None:
+                    return seconds
         return None
 
     def raw(self, kind: str, place: tuple[int, int, int], num_bytes: float) -> float | None:
-        """By the kind's own samples: never less than fewer ranks take, never more than more."""
-        members = self.kept(kind, *place)
+        """The time by samples of the kind itself: monotone in the number of ranks."""
+        members = self.cached_family(kind, *place)
         if not members:
             return None
         ranks, volume = place[0], _VOLUME[kind]
@@ -337,23 +337,23 @@ class _Collectives:
         nearest, curve = below[-1] if below else above[0]
         seconds = curve(num_bytes * volume(ranks) / volume(nearest))
         if grows:
-            seconds = max([seconds, *(own(num_bytes) for _, own in below)])
+            seconds = max([seconds, *(fewer(num_bytes) for _, fewer in below)])
             if above:
-                most = max(own(num_bytes) for _, own in (*below, above[0]))
-                seconds = min(seconds, most)
+                max_s = max(other(num_bytes) for _, other in (*below, above[0]))
+                seconds = min(seconds, max_s)
         return seconds
 
     def family(
         self, kind: str, ranks: int, stride: int, per_host: int
     ) -> tuple[tuple[int, Curve], ...]:
-        """Per number of ranks that was measured, fewest first, the curve of the placement that is
-        most like this one."""
+        """For each measured number of ranks, in ascending order, the curve of the placement nearest
+        to this one."""
         places = self.curves.get((kind, per_host < ranks), {})
-        found: dict[int, tuple[float, Curve]] = {}
-        for (n, own_stride, own_per_host), curve in places.items():
-            distance = abs(log(own_stride / stride))
+        nearest: dict[int, tuple[float, Curve]] = {}
+        for (n, sample_stride, sample_per_host), curve in places.items():
+            distance = abs(log(sample_stride / stride))
             if per_host < ranks:
-                distance += 4 * abs(log(own_per_host / per_host))
-            if n not in found or distance < found[n][0]:
-                found[n] = distance, curve
-        return tuple((n, found[n][1]) for n in sorted(found))
+                distance += 4 * abs(log(sample_per_host / per_host))
+            if n not in nearest or distance < nearest[n][0]:
+                nearest[n] = distance, curve
+        return tuple((n, nearest[n][1]) for n in sorted(nearest))

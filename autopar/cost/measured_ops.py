@@ -1,9 +1,8 @@
-"""What an op takes on one device by what was measured: from a node and its layouts to seconds.
+"""Measured time of an op on one device: from a node and its layouts to seconds.
 
-Products, convolutions and attention kernels take what samples of their local sizes took. All else
-is bound by memory: the kernels that end with the node take the least time of their kind each, and
-the bytes that the node's part of kernels moves go at the rate that so many bytes go (see
-`Traffic`).
+Products, convolutions and attention kernels take the time of samples of their local sizes. All
+other ops are bound by memory: each kernel that ends with the node takes the minimum time of its
+kind, and the bytes that the node moves (see `Traffic`) take the time of so many bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ def measured_op_s(
     layouts: Sequence[Layout],
     parallelism: int,
 ) -> float:
-    """Seconds of one run; `layouts` are of operands, then of results."""
+    """Seconds of one run; `layouts`: of operands, then of results."""
     assert mesh.profile is not None and mesh.device is not None
     if node.kind is not NodeKind.OP:
         return 0.0
     costs = measured_costs(mesh.profile)
-    own = (*node.operands, *node.results)
-    dtype = values[own[0]].dtype
+    dtype = values[(*node.operands, *node.results)[0]].dtype
     if node.work is not None:
         seconds = _work_s(node, values, mesh, layouts, costs, dtype)
         if seconds is not None:
@@ -68,12 +66,12 @@ def _work_s(
 ) -> float | None:
     work = node.work
     assert work is not None
-    own = (*node.operands, *node.results)
+    arrays = (*node.operands, *node.results)
     local: list[int] = []
     for dims in work.sizes:
         size = 1
         for position, dim in dims:
-            size *= values[own[position]].shape[dim]
+            size *= values[arrays[position]].shape[dim]
             for entry, ways in zip(layouts[position], mesh.shape, strict=True):
                 if entry == dim:
                     size //= ways

@@ -1,10 +1,10 @@
-"""Bytes per device over time, for a graph whose shardings are known: `MemoryProfile`.
+"""Bytes per device over time: from a `Graph` and its layouts to a `MemoryProfile`.
 
-What is in memory when is in `graph.liveness`; here it is given its size. Beside the values stand
-copies in another layout, made by a collective: they live while the node that asked for them needs
-them. A copy that several nodes need in one layout is made once; in a plan that is short of memory
-the backward pass makes its own (`refetch`), so that gathered parameters and activations do not
-live from the forward pass on.
+`graph.liveness` says which values are in memory when; here they get their sizes. To these come
+copies in other layouts, made by collectives, which live while the nodes that read them need them. A
+copy that several nodes need in one layout is made once; in a plan that is short of memory the
+backward pass makes its own (`refetch`), so that gathered parameters and activations do not live
+from the forward pass on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import numpy as np
 
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import Layout, is_slice, num_shards
-
-NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+from autopar.ir.spec import NodeLayouts, is_slice, num_shards
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one value, or of a copy of it, held from one time to another, both included."""
+    """Bytes of a value, or of a copy of it, in memory from `start` to `end` inclusive."""
 
     value: int
     start: int
@@ -55,9 +53,9 @@ class MemoryProfile:
         return float(self.bytes_at.max(initial=0.0))
 
     def at(self, time: int) -> list[Holding]:
-        """What is held at a time, the largest first."""
-        held = [h for h in self.holdings if h.start <= time <= h.end]
-        return sorted(held, key=lambda h: -h.num_bytes)
+        """The values and copies in memory at a time, largest first."""
+        alive = [h for h in self.holdings if h.start <= time <= h.end]
+        return sorted(alive, key=lambda h: -h.num_bytes)
 
 
 def memory_profile(
@@ -85,7 +83,7 @@ def _copies(
             if source == target or is_slice(source, target):
                 continue
             if node.kind is NodeKind.FINISH:
-                # The finished value is counted; while it is made the partial sums are there too.
+                # The finished value is counted; its partial sums exist while it is made.
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
                 yield Holding(value, start, start, size, True)
                 continue

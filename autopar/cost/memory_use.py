@@ -1,4 +1,4 @@
-"""Memory over time by what it is held for: from `MemoryProfile` and `Roles` to `MemoryUse`."""
+"""Memory over time by category: from `MemoryProfile` and `Roles` to `MemoryUse`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 
 from autopar.cost.memory import Holding, MemoryProfile
 from autopar.cost.parallelism_labels import op_name
-from autopar.cost.roles import UPDATE, Roles
+from autopar.cost.roles import Roles
 from autopar.ir.details import MEMORY_CATEGORIES, HeldArray, MemoryUse
 from autopar.ir.graph import Graph, NodeKind
+from autopar.tracer.regions import UPDATE
 
 NUM_POINTS = 300
 NUM_LARGEST = 20
@@ -25,7 +26,7 @@ def memory_use(
     seconds: Sequence[float],
     rounded: Callable[[float], float],
 ) -> MemoryUse:
-    """`seconds`: of every node, all its runs together."""
+    """`seconds`: of every node, over all its runs."""
     category = _Categories(graph, roles)
     numbers = np.array([_NUMBER[category.of(h)] for h in profile.holdings], dtype=int)
     size = np.array([h.num_bytes for h in profile.holdings])
@@ -54,14 +55,14 @@ def memory_use(
 
 
 def _points(total: np.ndarray, peak: int) -> list[int]:
-    """Times that show the curve: of equal spans of it the first, the lowest and the highest."""
+    """Times that show the curve: the first, lowest and highest points of equal spans."""
     if len(total) <= NUM_POINTS:
         return list(range(len(total)))
-    found = {0, peak, len(total) - 1}
+    points = {0, peak, len(total) - 1}
     for span in np.array_split(np.arange(len(total)), NUM_POINTS // 3 - 1):
         part = total[span]
-        found |= {int(span[0]), int(span[part.argmin()]), int(span[part.argmax()])}
-    return sorted(found)
+        points |= {int(span[0]), int(span[part.argmin()]), int(span[part.argmax()])}
+    return sorted(points)
 
 
 class _Categories:
@@ -102,7 +103,7 @@ class _Categories:
         return self.graph.nodes[self._maker(holding.value)].module
 
     def _maker(self, value: int) -> int:
-        """The node that makes a value; the op before it where that only stands between ops."""
+        """The op that makes a value, skipping nodes that only stand between ops."""
         graph = self.graph
         index = graph.producer[value][0]
         for _ in range(8):

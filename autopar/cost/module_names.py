@@ -1,9 +1,9 @@
-"""Module names for programs that have none: from the paths of parameters to a renamed `Graph`.
+"""Module names for programs without any: from a `Graph` and the paths of parameters to a `Graph`.
 
-Flax's modules write their names on the equations they make; plain JAX code, and modules that are
-plain objects, do not. There an op that uses a parameter, or makes its gradient, gets the place of
-the parameter in the state (`layers[3]/ffn/up`), and any other op what the ops with parameters
-before and after it have in common.
+Flax modules write their names on their equations; plain JAX code, and modules that are plain
+objects, do not. Then an op that uses a parameter, or makes its gradient, is named by the
+parameter's path in the state (`layers[3]/ffn/up`), and any other op by the common prefix of the
+named ops before and after it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from autopar.cost.roles import UPDATE, Roles
+from autopar.cost.roles import Roles
 from autopar.ir.graph import Graph, NodeKind
+from autopar.tracer.regions import UPDATE
 
 _KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.?([A-Za-z_]\w*)")
 _Place = tuple[str, ...]
 
 
 def with_module_names(graph: Graph, roles: Roles) -> Graph:
-    """The same graph if its program names modules."""
+    """The graph with module names; the same graph if its program has them."""
     uses = [graph.nodes[readers[0].node] for readers in roles.readers.values()]
     if not uses or any(node.module and "->" not in node.module for node in uses):
         return graph
@@ -31,21 +32,21 @@ def with_module_names(graph: Graph, roles: Roles) -> Graph:
             continue
         regions.setdefault(node.region, []).append(index)
         for value in (*node.operands, *node.results):
-            own = roles.made_of.get(value) or roles.gradient_of.get(value)
-            if own is not None:
-                known[index] = places[own[0]]
+            origin = roles.made_of.get(value) or roles.gradient_of.get(value)
+            if origin is not None:
+                known[index] = places[origin[0]]
                 break
-    found = dict(enumerate(known))
+    place_of = dict(enumerate(known))
     for members in regions.values():
         before: _Place | None = None
         after = _next_known(known, members)
         for index in members:
             before = known[index] or before
             if known[index] is None and before is not None and after[index] is not None:
-                found[index] = _common(before, after[index] or ())
+                place_of[index] = _common(before, after[index] or ())
     nodes = tuple(
         replace(node, module="/".join((*place, *filter(None, (node.module,))))) if place else node
-        for node, place in zip(graph.nodes, found.values(), strict=True)
+        for node, place in zip(graph.nodes, place_of.values(), strict=True)
     )
     return replace(graph, nodes=nodes)
 
@@ -60,21 +61,21 @@ def _next_known(known: list[_Place | None], members: list[int]) -> dict[int, _Pl
 
 
 def _places(graph: Graph, roles: Roles) -> dict[int, _Place]:
-    """Parameter -> the names around it in the state, without what all parameters share."""
-    names = {p: _names(graph.values[p].path or "") for p in roles.parameters}
-    shared = _common(*names.values()) if len(names) > 1 else ()
-    return {p: own[len(shared) : -1] for p, own in names.items()}
+    """{parameter: the names around it in the state, without the prefix that all share}."""
+    names_of = {p: _names(graph.values[p].path or "") for p in roles.parameters}
+    shared = _common(*names_of.values()) if len(names_of) > 1 else ()
+    return {p: names[len(shared) : -1] for p, names in names_of.items()}
 
 
 def _names(path: str) -> _Place:
     """`state.params['layers'][3]['up'].value` as (state, params, layers[3], up)."""
-    found: list[str] = []
+    names: list[str] = []
     for key, number, attribute in _KEY.findall(path):
-        if number and found:
-            found[-1] += f"[{number}]"
+        if number and names:
+            names[-1] += f"[{number}]"
         else:
-            found.append(key or number or attribute)
-    return tuple(found[:-1] if found[-1:] == ["value"] else found)
+            names.append(key or number or attribute)
+    return tuple(names[:-1] if names[-1:] == ["value"] else names)
 
 
 def _common(*places: _Place) -> _Place:

@@ -1,14 +1,14 @@
-"""Every node of a graph to a layer and a phase: from the layers of equations to `NodePlaces`.
+"""The layer and phase of every node: from a `Graph` and the layers of equations to `NodeLayers`.
 
-Equations have layers already, or none where several share them. Nodes that stand for no equation,
-and equations of no layer, follow by data flow:
+Equations have layers already, unless several layers share them. Nodes without an equation, and
+equations without a layer, follow by data flow:
 
-- a carry belongs where its sum is made, an argument where the result that replaces it is made or,
-  if there is none, where it is first read;
-- what is computed from one layer's values alone belongs to it, and anything else to the first
-  layer that reads it.
+- a carry belongs to the layer that makes its sum; an argument to the layer that makes the result
+  that replaces it or, without one, to the first layer that reads it;
+- a value computed from one layer's values alone belongs to that layer, any other to the first layer
+  that reads it.
 
-What is left, since nobody reads it, is *shared*.
+Values that nobody reads are *shared*.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import numpy as np
 from autopar.ir.graph import Graph, Node, NodeKind
 
 SHARED = -1
-ONCE, FORWARD, BACKWARD = range(3)
+PER_STEP, FORWARD, BACKWARD = range(3)
 
 
 @dataclass(frozen=True, eq=False)
-class NodePlaces:
-    """Per node its layer (`SHARED` for none) and its phase: once per step, or in the forward or
-    backward pass of every micro-batch. `kept`: forward value that is kept for the backward pass ->
-    the layer that keeps it; None for all that backward equations read."""
+class NodeLayers:
+    """layer:     of each node, or `SHARED`.
+    phase:     of each node: once per step, or in the forward or backward pass of a micro-batch.
+    residuals: forward value stored for the backward pass -> the layer that stores it; None for
+               all values that backward equations read."""
 
     layer: np.ndarray
     phase: np.ndarray
     num_layers: int
-    kept: Mapping[int, int] | None = None
+    residuals: Mapping[int, int] | None = None
 
 
 def place_nodes(
@@ -41,13 +42,13 @@ def place_nodes(
     equation_layers: Sequence[int],
     is_backward: Mapping[int, bool],
     num_layers: int,
-) -> NodePlaces:
-    """`equation_layers`: per equation, numbered as in `Node.equation`, its layer or `SHARED`;
-    `is_backward`: of those that every micro-batch runs, whether they are of the backward pass."""
-    return _Places(graph, equation_layers, is_backward, num_layers).found()
+) -> NodeLayers:
+    """`equation_layers`: the layer of every equation, numbered as in `Node.equation`, or `SHARED`;
+    `is_backward`: equation that every micro-batch runs -> whether it is in the backward pass."""
+    return _Placer(graph, equation_layers, is_backward, num_layers).placed()
 
 
-class _Places:
+class _Placer:
     def __init__(
         self,
         graph: Graph,
@@ -59,7 +60,7 @@ class _Places:
         self.equation_layers, self.is_backward = equation_layers, is_backward
         self.num_layers = num_layers
         self.layer = [SHARED] * len(graph.nodes)
-        self.phase = [ONCE] * len(graph.nodes)
+        self.phase = [PER_STEP] * len(graph.nodes)
         self.readers: list[list[int]] = [[] for _ in graph.nodes]
         self.made_from: list[list[int]] = []
         for index, node in enumerate(graph.nodes):
@@ -67,7 +68,7 @@ class _Places:
             for producer in self.made_from[-1]:
                 self.readers[producer].append(index)
 
-    def found(self) -> NodePlaces:
+    def placed(self) -> NodeLayers:
         nodes = self.graph.nodes
         for index, node in enumerate(nodes):
             if node.equation is not None:
@@ -82,7 +83,7 @@ class _Places:
                 later = [p for p in self.made_from[index] if p > index]
                 self.layer[index] = next((self.layer[p] for p in later), SHARED)
         for index, node in enumerate(nodes):
-            if self.layer[index] == SHARED and self.phase[index] == ONCE:
+            if self.layer[index] == SHARED and self.phase[index] == PER_STEP:
                 self.follow_operands(index, node)
         updated_by = {
             self.graph.producer[self.graph.inputs[i]][0]: self.graph.producer[value][0]
@@ -96,18 +97,18 @@ class _Places:
             if self.layer[update] != SHARED:
                 self.layer[index] = self.layer[update]
             else:
-                found = [self.layer[r] for r in self.readers[index]]
-                self.layer[index] = min((x for x in found if x != SHARED), default=SHARED)
-        for index, before in enumerate(self.made_from):  # what nobody reads
+                reader_layers = [self.layer[r] for r in self.readers[index]]
+                self.layer[index] = min((x for x in reader_layers if x != SHARED), default=SHARED)
+        for index, before in enumerate(self.made_from):  # values that nobody reads
             if before and self.layer[index] == SHARED:
                 self.layer[index] = self.layer[before[0]]
-        return NodePlaces(np.array(self.layer), np.array(self.phase), self.num_layers)
+        return NodeLayers(np.array(self.layer), np.array(self.phase), self.num_layers)
 
     def place_structure(self) -> None:
-        """Steps that stand for no equation but run for every micro-batch: those between the
-        equations that do, and the slices and stacks of the loop around these."""
+        """Places nodes without an equation that run for every micro-batch: those between equations
+        that do, and the slices and stacks of the loop around these."""
         nodes = self.graph.nodes
-        inside = [i for i, phase in enumerate(self.phase) if phase != ONCE]
+        inside = [i for i, phase in enumerate(self.phase) if phase != PER_STEP]
         if not inside:
             return
         first, last = inside[0], inside[-1]
@@ -119,27 +120,25 @@ class _Places:
             return first < index < last or node.name in ("scan_slice", "scan_stack")
 
         steps = [i for i in range(len(nodes)) if is_run_each(i)]
-        for order, served in ((steps[::-1], self.readers), (steps, self.made_from)):
+        for order, neighbours in ((steps[::-1], self.readers), (steps, self.made_from)):
             for index in order:
-                found = [i for i in served[index] if self.phase[i] != ONCE]
-                if self.phase[index] == ONCE and found:
-                    self.layer[index], self.phase[index] = (
-                        self.layer[found[0]],
-                        self.phase[found[0]],
-                    )
+                placed = [i for i in neighbours[index] if self.phase[i] != PER_STEP]
+                if self.phase[index] == PER_STEP and placed:
+                    self.layer[index] = self.layer[placed[0]]
+                    self.phase[index] = self.phase[placed[0]]
 
     def place_floating(self) -> None:
-        """What micro-batches run and no layer has is made by its readers: in the pass of the first
-        of them."""
+        """Puts equations that micro-batches run but no layer has into the pass of their first
+        reader."""
         for index in range(len(self.graph.nodes) - 1, -1, -1):
-            if self.phase[index] != ONCE and self.layer[index] == SHARED:
-                found = [self.phase[r] for r in self.readers[index] if self.phase[r] != ONCE]
-                self.phase[index] = min(found, default=self.phase[index])
+            if self.phase[index] != PER_STEP and self.layer[index] == SHARED:
+                phases = [self.phase[r] for r in self.readers[index] if self.phase[r] != PER_STEP]
+                self.phase[index] = min(phases, default=self.phase[index])
 
     def follow_operands(self, index: int, node: Node) -> None:
-        """Outside of the loop: the one layer that all operands have, if there is one."""
+        """Outside of the loop: takes the layer of all operands, if they have only one."""
         if node.kind is NodeKind.INPUT:
             return
-        found = {self.layer[p] for p in self.made_from[index] if p < index} - {SHARED}
-        if len(found) == 1:
-            (self.layer[index],) = found
+        operand_layers = {self.layer[p] for p in self.made_from[index] if p < index} - {SHARED}
+        if len(operand_layers) == 1:
+            (self.layer[index],) = operand_layers

@@ -1,15 +1,15 @@
-"""How operators and parameters are parallel, in words: from `Roles` and layouts to `Parallelism`.
+"""Parallelism labels of operators and parameters: from `Roles` and layouts to `Parallelism`.
 
-A mesh axis on a factor of an operator means, by what the factor's dimensions are for:
+The label of a mesh axis on a factor of an operator depends on the role of the factor's dimensions:
 
     batch                                                     data
     features of a parameter that a product makes / sums over  tensor, column / tensor, row
     experts                                                   expert
     other dimensions                                          sequence
 
-The backward pass and the update of a parameter go by the words of its forward use, so that a layer
-is column parallel in all its passes. An axis on which a parameter, or its moments, are kept split
-while its use has it whole is ZeRO.
+The backward pass and the update of a parameter take the labels of its forward use, so that a layer
+is column parallel in all its passes. An axis is ZeRO if it splits a stored parameter, or its
+moments, but not the parameter's use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.roles import BATCH, EXPERTS, FEATURE, INNER, OUTER, Reader, Roles
+from autopar.cost.roles import BATCH, EXPERTS, FEATURE, INNER, OUTER, ParameterDims, Reader, Roles
 from autopar.ir.details import (
     ADDENDS,
     COLUMN,
@@ -32,9 +32,8 @@ from autopar.ir.details import (
 )
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import WHOLE, Layout
+from autopar.ir.spec import WHOLE, Layout, NodeLayouts
 
-NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 Factors = tuple[int, ...]  # of a node: the factor on each mesh axis, −1 none, −2 partial sums
 
 _BY_CLASS = {INNER: ROW, OUTER: COLUMN, EXPERTS: EXPERT}
@@ -51,8 +50,8 @@ _SPLITS = {
 
 @dataclass(eq=False)
 class ParallelismLabels:
-    """`factors`, `layouts`: of every node. `recomputed`: equations of the backward pass that repeat
-    the forward pass."""
+    """`factors`, `layouts`: of every node. `recomputed`: backward equations that repeat forward
+    ones."""
 
     graph: Graph
     mesh: LogicalMesh
@@ -64,12 +63,12 @@ class ParallelismLabels:
     _of_class: dict[int, str] = field(default_factory=dict)
 
     def of_node(self, index: int) -> str:
-        """`x: data, y: tensor, column`; nothing on one device. Equal parts of equal layers have
-        equal words."""
-        alike = self.roles.alike[index]
-        if alike not in self._of_class:
-            self._of_class[alike] = self._text(index)
-        return self._of_class[alike]
+        """`x: data, y: tensor, column`, or nothing on one device. Equal nodes of equal layers have
+        equal labels."""
+        node_class = self.roles.node_class[index]
+        if node_class not in self._of_class:
+            self._of_class[node_class] = self._text(index)
+        return self._of_class[node_class]
 
     def _text(self, index: int) -> str:
         return ", ".join(
@@ -81,9 +80,9 @@ class ParallelismLabels:
         )
 
     def of_strategy(self, index: int, factors: Factors) -> str:
-        """The words that a node would have with other factors, by what it does alone."""
+        """The label that a node would have with other factors, by its op alone."""
         return ", ".join(
-            f"{name}: {self._word_of_op(index, axis, factors[axis])}"
+            f"{name}: {self._op_label(index, axis, factors[axis])}"
             for axis, (name, size) in enumerate(
                 zip(self.mesh.axis_names, self.mesh.shape, strict=True)
             )
@@ -94,15 +93,15 @@ class ParallelismLabels:
         roles, node = self.roles, self.graph.nodes[index]
         owner = roles.update_of.get(index)
         if owner is None and not node.is_heavy:
-            own = roles.made_of.get(node.results[0]) or roles.gradient_of.get(node.results[0])
-            owner = own[0] if own else None
-        word = self._word_of_op(index, axis, self.factors[index][axis])
+            origin = roles.made_of.get(node.results[0]) or roles.gradient_of.get(node.results[0])
+            owner = origin[0] if origin else None
+        word = self._op_label(index, axis, self.factors[index][axis])
         if owner is None or word in (DATA, REPLICATED, ADDENDS):
             return word
-        return self._kept_word(owner, axis)
+        return self._stored_label(owner, axis)
 
-    def _word_of_op(self, index: int, axis: int, factor: int) -> str:
-        """By what the op does alone with a factor on an axis, whatever it is done to."""
+    def _op_label(self, index: int, axis: int, factor: int) -> str:
+        """The label by the op alone, for a factor on an axis."""
         node = self.graph.nodes[index]
         if factor == -1 or self.mesh.shape[axis] == 1:
             return REPLICATED
@@ -111,28 +110,28 @@ class ParallelismLabels:
         kind = self.roles.kind(index, factor)
         if kind == BATCH or factor == node.batch_factor:
             return DATA
-        found = None
+        label = None
         if node.is_heavy or node.name == "gather":
-            found = self._product_word(node, factor)
-        return found or _BY_KIND.get(kind, SEQUENCE)
+            label = self._product_label(node, factor)
+        return label or _BY_KIND.get(kind, SEQUENCE)
 
-    def _product_word(self, node: Node, factor: int) -> str | None:
-        """By the parameter that a product reads, or whose gradient it makes."""
+    def _product_label(self, node: Node, factor: int) -> str | None:
+        """The label by the parameter that a product reads, or whose gradient it makes."""
         roles, rule = self.roles, node.rule
         for position, value in enumerate(node.operands):
-            own = roles.made_of.get(value)
-            if own is None or not any(factor in parts for parts in rule.operands[position]):
+            origin = roles.made_of.get(value)
+            if origin is None or not any(factor in parts for parts in rule.operands[position]):
                 continue
             if node.region == "forward" or node.equation in self.recomputed:
-                return _forward_word(node, position, factor)
-            return self._class_word(own, rule.operands[position], factor)
-        own = roles.gradient_of.get(node.results[0])
-        return None if own is None else self._class_word(own, rule.results[0], factor)
+                return _forward_label(node, position, factor)
+            return self._class_label(origin, rule.operands[position], factor)
+        origin = roles.gradient_of.get(node.results[0])
+        return None if origin is None else self._class_label(origin, rule.results[0], factor)
 
-    def _class_word(
-        self, own: tuple[int, tuple[int | None, ...]], dims: Sequence[tuple[int, ...]], factor: int
+    def _class_label(
+        self, origin: ParameterDims, dims: Sequence[tuple[int, ...]], factor: int
     ) -> str | None:
-        parameter, of_parameter = own
+        parameter, of_parameter = origin
         for dim, parts in zip(of_parameter, dims, strict=True):
             if factor in parts and dim is not None:
                 return _BY_CLASS.get(self.roles.classes[parameter].get(dim, ""))
@@ -141,71 +140,71 @@ class ParallelismLabels:
     # -- parameters
 
     def of_parameter(self, parameter: int) -> tuple[str, ...]:
-        """A word for every axis of the mesh."""
+        """A label for every axis of the mesh."""
         if parameter not in self._of_parameter:
             axes = range(len(self.mesh.shape))
-            self._of_parameter[parameter] = tuple(self._parameter_word(parameter, a) for a in axes)
+            self._of_parameter[parameter] = tuple(self._parameter_label(parameter, a) for a in axes)
         return self._of_parameter[parameter]
 
-    def _parameter_word(self, parameter: int, axis: int) -> str:
+    def _parameter_label(self, parameter: int, axis: int) -> str:
         if self.mesh.shape[axis] == 1:
             return REPLICATED
         reader = self.roles.readers[parameter][0]
-        word = self._used(reader, axis)
-        if not self._zero(parameter, axis):
+        word = self._used_label(reader, axis)
+        if not self._is_zero(parameter, axis):
             return word
         return ZERO if word == REPLICATED else f"{word} + {ZERO}"
 
-    def _used(self, reader: Reader, axis: int) -> str:
-        """How its reader uses an axis; a bias or scale is split as the features it belongs to."""
-        word = self._word_of_op(reader.node, axis, self.factors[reader.node][axis])
+    def _used_label(self, reader: Reader, axis: int) -> str:
+        """The reader's label for an axis; a bias or scale is split like its features."""
+        word = self._op_label(reader.node, axis, self.factors[reader.node][axis])
         whole = self.layouts[reader.node][0][reader.operand][axis] < 0
         return word if whole or word != TENSOR else COLUMN
 
-    def _zero(self, parameter: int, axis: int) -> bool:
+    def _is_zero(self, parameter: int, axis: int) -> bool:
         reader = self.roles.readers[parameter][0]
         if self.layouts[reader.node][0][reader.operand][axis] != WHOLE:
             return False
-        kept = (parameter, *self.roles.moments.get(parameter, ()))
-        return any(self._kept(value)[axis] >= 0 for value in kept)
+        stored = (parameter, *self.roles.moments.get(parameter, ()))
+        return any(self._stored_layout(value)[axis] >= 0 for value in stored)
 
-    def _kept(self, value: int) -> Layout:
+    def _stored_layout(self, value: int) -> Layout:
         node, position = self.graph.producer[value]
         return self.layouts[node][1][position]
 
-    def _kept_word(self, parameter: int, axis: int) -> str:
-        """Of what is done to the parameter itself where the axis splits it."""
+    def _stored_label(self, parameter: int, axis: int) -> str:
+        """The label of an op on the stored parameter, for an axis that splits it."""
         word = self.of_parameter(parameter)[axis]
         return word if word in (COLUMN, ROW, EXPERT) else ZERO
 
     def parallelism(self) -> tuple[Parallelism, ...]:
-        """Of all parameters, in the order of the inputs."""
-        found = []
+        """The labels of all parameters, in the order of the inputs."""
+        parameters = []
         for value in self.graph.inputs:
             path = self.graph.values[value].path
             if value not in self.roles.parameters or path is None:
                 continue
-            words = self.of_parameter(value)
+            labels = self.of_parameter(value)
             node = self.graph.nodes[self.roles.readers[value][0].node]
-            named = tuple(zip(self.mesh.axis_names, words, strict=True))
-            found.append(Parallelism(path, node.module, named, self._reason(value, node)))
-        return tuple(found)
+            by_axis = tuple(zip(self.mesh.axis_names, labels, strict=True))
+            parameters.append(Parallelism(path, node.module, by_axis, self._reason(value, node)))
+        return tuple(parameters)
 
     def _reason(self, parameter: int, node: Node) -> str:
         """`dot_general of Block_0/Dense_0: x splits the batch, y splits the output features`."""
         used: dict[str, list[str]] = {}
-        kept: dict[str, list[str]] = {}
+        stored: dict[str, list[str]] = {}
         for axis, word in enumerate(self.of_parameter(parameter)):
             name = self.mesh.axis_names[axis]
             if word.endswith(ZERO):
-                what = "it is" if self._kept(parameter)[axis] >= 0 else "its moments are"
-                kept.setdefault(what, []).append(name)
+                what = "it is" if self._stored_layout(parameter)[axis] >= 0 else "its moments are"
+                stored.setdefault(what, []).append(name)
             base = word.removesuffix(f" + {ZERO}")
             if base in _SPLITS:
                 used.setdefault(_SPLITS[base], []).append(name)
         parts = [f"{_axes(names, 'splits', 'split')} {what}" for what, names in used.items()]
         text = f"{op_name(node)}: {', '.join(parts) or 'used whole on every device'}"
-        zero = (f"{what} kept split along {' and '.join(names)}" for what, names in kept.items())
+        zero = (f"{what} kept split along {' and '.join(names)}" for what, names in stored.items())
         return "; ".join((text, *zero))
 
 
@@ -213,7 +212,7 @@ def _axes(names: list[str], one: str, many: str) -> str:
     return f"{' and '.join(names)} {one if len(names) == 1 else many}"
 
 
-def _forward_word(node: Node, position: int, factor: int) -> str | None:
+def _forward_label(node: Node, position: int, factor: int) -> str | None:
     rule = node.rule
     if not any(factor in parts for dims in rule.results for parts in dims):
         return ROW

@@ -1,10 +1,9 @@
-"""What it costs to take an array from one mesh to another.
+"""Costs of transfers between meshes: from a `TilePlan` and a cluster to seconds.
 
-`transfer_s` prices a plan on one kind of link, `crossing_time` on those of a cluster, where what
-leaves a host shares its network; where such links were measured, by the samples of the busiest
-device's bytes. `boundary_s` is the closed form that the stage search uses before
-there are any layouts: all bytes cross once, over all the links that the two submeshes have between
-them.
+`transfer_s` prices a plan on one kind of link; `transfer_time` on the links of a cluster, where
+bytes that leave a host share its network, or by samples of such links for the bytes of the busiest
+device. `boundary_s` is the closed form for the stage search, which has no layouts yet: all bytes
+cross once, over all links between the two submeshes.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from autopar.ir.tiles import TilePlan, num_elements
 
 
 def transfer_s(plan: TilePlan, alpha: float, beta: float, target_mesh: LogicalMesh) -> float:
-    """α + β · (bytes of the busiest sender or receiver) on the link between the meshes, and what
-    the devices of the target mesh then send each other."""
+    """α + β · (bytes of the busiest sender or receiver) on the link between the meshes, plus the
+    gather on the target mesh."""
     if prod(plan.shape) == 0:
         return 0.0
     seconds = alpha + beta * max(plan.max_sender_bytes, plan.max_receiver_bytes)
     return seconds + _gather_s(plan, target_mesh)
 
 
-def crossing_time(
+def transfer_time(
     plan: TilePlan,
     source_hosts: Sequence[int],
     target_hosts: Sequence[int],
     cluster: ClusterSpec,
     target_mesh: LogicalMesh,
 ) -> TransferTime:
-    """Bytes that cross, and seconds: those of the busiest device's link or host's network, and of
-    what the target's devices then send each other. Hosts are those of each place in a mesh."""
+    """The bytes that cross and the seconds: those of the busiest device's link or host's network,
+    plus the gather on the target mesh. `source_hosts`, `target_hosts`: of each device of a mesh."""
     if prod(plan.shape) == 0:
         return TransferTime(0.0, 0.0)
     device = cluster.spec
@@ -49,8 +48,8 @@ def crossing_time(
         for is_target, place in ((False, tile.source), (True, tile.target)):
             on_device[is_target, place] = on_device.get((is_target, place), 0) + size
             if hosts[0] != hosts[1]:
-                own = is_target, hosts[is_target]
-                on_network[own] = on_network.get(own, 0) + size
+                end = is_target, hosts[is_target]
+                on_network[end] = on_network.get(end, 0) + size
     latency_s = device.inter_host_alpha_s if on_network else device.intra_host_alpha_s
     rest_s = max(on_device.values(), default=0) / device.intra_host_bandwidth
     rest_s = max(rest_s, max(on_network.values(), default=0) / device.host_bandwidth)
@@ -65,24 +64,24 @@ def crossing_time(
 def _measured(
     cluster: ClusterSpec, same_host: bool, num_pairs: int, num_bytes: float
 ) -> tuple[float, float] | None:
-    """(seconds of the least bytes, what these take beyond), by samples of such links."""
+    """(latency, seconds beyond it), by samples of such links."""
     if cluster.measured is None or not cluster.measured.crossings:
         return None
     costs = measured_costs(cluster.measured)
-    least_s = costs.crossing_s(same_host, num_pairs, 0.0)
-    whole_s = costs.crossing_s(same_host, num_pairs, num_bytes)
-    return None if least_s is None or whole_s is None else (least_s, whole_s - least_s)
+    latency_s = costs.transfer_s(same_host, num_pairs, 0.0)
+    whole_s = costs.transfer_s(same_host, num_pairs, num_bytes)
+    return None if latency_s is None or whole_s is None else (latency_s, whole_s - latency_s)
 
 
 def _gather_s(plan: TilePlan, target_mesh: LogicalMesh) -> float:
-    """What the devices of the target mesh send each other."""
+    """The time that the devices of the target mesh take to send each other their tiles."""
     seconds = 0.0
     shard_bytes = plan.lower_bound_bytes / num_shards(plan.target_layout, plan.target_mesh)
     cut = tuple(axis for axis, dim in enumerate(plan.landing) if dim != WHOLE)
     copied = tuple(
         axis
-        for axis, (dim, own) in enumerate(zip(plan.landing, plan.target_layout, strict=True))
-        if dim == own == WHOLE and plan.target_mesh[axis] > 1
+        for axis, (dim, goal) in enumerate(zip(plan.landing, plan.target_layout, strict=True))
+        if dim == goal == WHOLE and plan.target_mesh[axis] > 1
     )
     if copied:
         parts = prod(plan.target_mesh[axis] for axis in cut)
@@ -99,8 +98,8 @@ def boundary_s(
     same_host: bool,
     cluster: ClusterSpec,
 ) -> float:
-    """Bytes over the joint bandwidth of the links between two submeshes, and one α. Inside of a
-    host every device has a link of its own; between hosts those of a host share its network."""
+    """Bytes over the joint bandwidth of the links between two submeshes, plus one α. Within a host
+    every device has its own link; between hosts the devices of a host share its network."""
     if num_bytes == 0:
         return 0.0
     device = cluster.spec

@@ -1,10 +1,10 @@
-"""A pipeline as its times: from a `Pipeline` and seconds to `PipelineTimes`, and back.
+"""Times of a pipeline: from a `Pipeline` and seconds to `PipelineTimes`, and back.
 
-Most arrays that cross between stages do so side by side: made by the same stage programs, sent the
-same ways, read by the same stage programs. They become one crossing. What comes back is a pipeline
-in which each crossing is one array and everything else is left out; under any schedule its lists
-have the runs, sends and receives of the first one, in the same order. So a plan file can tell when
-what runs.
+Most arrays that cross between stages do so together: the same stage programs make them, they take
+the same routes, and the same stage programs read them. They become one transfer. The way back gives
+a pipeline with one array per transfer and nothing else; under any schedule its instruction lists
+have the runs, sends and receives of the original, in the same order. So a plan file suffices to
+simulate a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def pipeline_times(
 ) -> PipelineTimes:
     """`stage_program_s`: of one run of each stage program. `transfers`: of each transfer, for one
     micro-batch."""
-    once = (Phase.PREPARE, Phase.UPDATE)
 
     def per_stage(*phases: Phase) -> tuple[float, ...]:
         return tuple(
@@ -59,8 +58,8 @@ def pipeline_times(
         per_stage(Phase.FORWARD),
         per_stage(Phase.BACKWARD),
         per_stage(Phase.WEIGHTS) if has_weights else (),
-        per_stage(*once),
-        _crossings(pipeline, transfers),
+        per_stage(Phase.PREPARE, Phase.UPDATE),
+        _merged_transfers(pipeline, transfers),
         tuple(
             StageProgramTime(
                 stage_program.stage, stage_program.phase.value, stage_program.part, seconds
@@ -73,9 +72,10 @@ def pipeline_times(
     )
 
 
-def _crossings(
+def _merged_transfers(
     pipeline: Pipeline, transfers: Sequence[TransferTime]
 ) -> tuple[MeshTransferTime, ...]:
+    """One time for all transfers between the same meshes of arrays that go together."""
     sent = {transfer.ref.value for transfer in pipeline.transfers}
     writers: dict[int, list[_Touch]] = defaultdict(list)
     readers: dict[int, list[_Touch]] = defaultdict(list)
@@ -85,11 +85,11 @@ def _crossings(
                 if ref.value in sent:
                     touches[ref.value].append((number, ref.micro_batch))
     for touches in (writers, readers):
-        for value, own in touches.items():
-            touches[value] = _shortened(own, pipeline)
-    ways: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
+        for value, all_touches in touches.items():
+            touches[value] = _shortened(all_touches, pipeline)
+    routes: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
     for transfer in pipeline.transfers:
-        ways[transfer.ref.value].append(
+        routes[transfer.ref.value].append(
             (transfer.source, transfer.target, transfer.ref.micro_batch)
         )
     results: dict[int, set[int]] = defaultdict(set)
@@ -99,24 +99,24 @@ def _crossings(
     for place in pipeline.inputs:
         given[place.value].add(place.stage)
     classes: dict[tuple, int] = {}
-    found: dict[tuple, MeshTransferTime] = {}
+    merged: dict[tuple, MeshTransferTime] = {}
     for transfer, time in zip(pipeline.transfers, transfers, strict=True):
         value, (source, target) = transfer.ref.value, (transfer.source, transfer.target)
         role = (
             tuple(writers[value]),
             tuple(readers[value]),
-            tuple(ways[value]),
+            tuple(routes[value]),
             frozenset(results[value]),
             frozenset(given[value]),
         )
         number = classes.setdefault(role, len(classes))
         key = number, source, target, transfer.ref.micro_batch
-        known = found.get(key)
+        known = merged.get(key)
         latency_s = max(time.latency_s, known.latency_s if known else 0.0)
         rest_s = time.seconds - time.latency_s
         if known is not None:
             rest_s += known.seconds - known.latency_s
-        found[key] = MeshTransferTime(
+        merged[key] = MeshTransferTime(
             source,
             target,
             _phase(pipeline, writers[value], transfer.ref.micro_batch),
@@ -129,22 +129,23 @@ def _crossings(
             tuple(readers[value]),
             target in results[value],
         )
-    return tuple(found.values())
+    return tuple(merged.values())
 
 
 def _shortened(touches: Sequence[_Touch], pipeline: Pipeline) -> list[_Touch]:
-    """A stage program that runs once and touches the arrays of all micro-batches is told once."""
+    """The touches, with one entry for a stage program that runs once per step and touches the
+    arrays of all micro-batches."""
     by_stage_program: dict[int, list[int | None]] = defaultdict(list)
     for number, micro_batch in touches:
         by_stage_program[number].append(micro_batch)
     everything = set(range(pipeline.num_micro_batches))
     short: list[_Touch] = []
-    for number, own in sorted(by_stage_program.items()):
-        is_once = pipeline.stage_programs[number].phase not in PER_MICRO_BATCH
-        if is_once and None not in own and set(own) == everything:
+    for number, touched in sorted(by_stage_program.items()):
+        is_per_step = pipeline.stage_programs[number].phase not in PER_MICRO_BATCH
+        if is_per_step and None not in touched and set(touched) == everything:
             short.append((number, EACH))
         else:
-            short += ((number, m) for m in sorted(own, key=lambda m: -2 if m is None else m))
+            short += ((number, m) for m in sorted(touched, key=lambda m: -2 if m is None else m))
     return short
 
 
@@ -158,8 +159,8 @@ def _phase(pipeline: Pipeline, writers: Sequence[_Touch], micro_batch: int | Non
 def pipeline_of_times(
     times: PipelineTimes, stage_mesh: Sequence[int], num_micro_batches: int
 ) -> tuple[Pipeline, list[float], list[TransferTime]]:
-    """A pipeline with as many stage programs and one array per crossing; the seconds of its stage
-    programs, and of its transfers."""
+    """A pipeline with these stage programs and one array per transfer; the seconds of its stage
+    programs and of its transfers."""
     reads: list[dict[Ref, None]] = [{} for _ in times.stage_programs]
     writes: list[dict[Ref, None]] = [{} for _ in times.stage_programs]
     phases = [Phase(stage_program.phase) for stage_program in times.stage_programs]
@@ -170,27 +171,27 @@ def pipeline_of_times(
         return [Ref(value, micro_batch)]
 
     targets: dict[int, set[int]] = defaultdict(set)
-    for crossing in times.crossings:
-        targets[crossing.value].add(crossing.target)
+    for transfer in times.crossings:
+        targets[transfer.value].add(transfer.target)
     inputs: dict[Place, None] = {}
     outputs: dict[Place, None] = {}
-    for crossing in times.crossings:
-        value = crossing.value
-        for touches, side in ((crossing.writers, writes), (crossing.readers, reads)):
+    for transfer in times.crossings:
+        value = transfer.value
+        for touches, side in ((transfer.writers, writes), (transfer.readers, reads)):
             for number, micro_batch in touches:
                 side[number].update(dict.fromkeys(refs(value, number, micro_batch)))
-        if not crossing.writers and crossing.source not in targets[value]:
-            inputs[Place(value, crossing.source)] = None
-        if crossing.is_result:
-            outputs[Place(value, crossing.target)] = None
+        if not transfer.writers and transfer.source not in targets[value]:
+            inputs[Place(value, transfer.source)] = None
+        if transfer.is_result:
+            outputs[Place(value, transfer.target)] = None
     pipeline = Pipeline(
         num_micro_batches,
         tuple(stage_mesh),
         tuple(
             StageProgram(
-                stage_program.stage, phase, tuple(own_reads), tuple(own_writes), stage_program.part
+                stage_program.stage, phase, tuple(read), tuple(written), stage_program.part
             )
-            for stage_program, phase, own_reads, own_writes in zip(
+            for stage_program, phase, read, written in zip(
                 times.stage_programs, phases, reads, writes, strict=True
             )
         ),

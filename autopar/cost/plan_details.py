@@ -1,8 +1,8 @@
-"""What a plan says of itself: from a sharded graph to `PlanDetails`.
+"""Details of a plan for its readers: from a sharded `Graph` to `PlanDetails`.
 
-Sums over operators are those of `cost_report`. Compute is an operator's own. What is moved is
-charged to the operator that reads it, the reduction of partial sums to the product that leaves
-them, and state on its way back to where it is kept to the operator that made it.
+Sums over operators equal those of `cost_report`. A movement is charged to the operator that reads
+the value, except that a reduction of partial sums is charged to the product that leaves them, and
+state that returns to its stored layout to the operator that made it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from autopar.cost.halo import halo_steps
 from autopar.cost.memory import MemoryProfile
 from autopar.cost.memory_use import memory_use
 from autopar.cost.module_names import with_module_names
-from autopar.cost.parallelism_labels import Factors, NodeLayouts, ParallelismLabels, op_name
+from autopar.cost.parallelism_labels import Factors, ParallelismLabels, op_name
 from autopar.cost.report import Move, moves, node_compute_s, parallelism
 from autopar.cost.roles import Roles, find_roles
 from autopar.ir.details import (
@@ -30,9 +31,9 @@ from autopar.ir.details import (
 )
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, NodeLayouts, to_partition_spec
 
-_NO_FIGURES = (0, 0.0, 0.0)  # count, bytes, seconds
+_NO_COSTS: Any = {"count": 0, "num_bytes": 0.0, "seconds": 0.0}
 _PRODUCTS = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
 
@@ -44,14 +45,14 @@ def plan_details(
     memory: MemoryProfile,
     sources: Sequence[str],
     recomputed: Collection[int] = (),
-    alike: Sequence[int] | None = None,
+    node_class: Sequence[int] | None = None,
 ) -> PlanDetails:
-    """`factors`: on each axis, of every node. `sources`: the user's line of every equation, by the
-    number that nodes have; `recomputed`: equations that are computed a second time. `alike`: a
-    class for every node; nodes of one class are sharded alike."""
-    roles = find_roles(graph, recomputed, alike)
+    """`factors`: of every node, on each axis. `sources`: the user's line of every equation,
+    numbered as in `Node.equation`; `recomputed`: equations that repeat others. `node_class`: a
+    class for every node; nodes of one class have equal shardings."""
+    roles = find_roles(graph, recomputed, node_class)
     graph = with_module_names(graph, roles)
-    words = ParallelismLabels(graph, mesh, layouts, factors, roles, recomputed)
+    labels = ParallelismLabels(graph, mesh, layouts, factors, roles, recomputed)
     charges = _Charges(graph, mesh, layouts, roles)
     rows = []
     seconds = [0.0] * len(graph.nodes)
@@ -61,26 +62,26 @@ def plan_details(
         moved_s, moved_bytes = charges.of_node.get(index, (0.0, 0.0))
         if node.kind is not NodeKind.OP and not moved_s:
             continue
-        key = (roles.alike[index], node.touched_bytes, node.traffic)
+        key = (roles.node_class[index], node.touched_bytes, node.traffic)
         if key not in known:
-            known[key] = _figures(graph, mesh, node, layouts[index])
-        compute_s, own_flops, array, spec, runs = known[key]
-        flops += own_flops
+            known[key] = _op_costs(graph, mesh, node, layouts[index])
+        compute_s, op_flops, array, spec, runs = known[key]
+        flops += op_flops
         seconds[index] = compute_s + moved_s
         rows.append(
             OpRow(
-                node.name,
-                node.module,
-                node.region,
-                array,
-                spec,
-                words.of_node(index),
-                "" if node.equation is None else sources[node.equation],
-                runs,
-                rounded(own_flops),
-                rounded(compute_s),
-                rounded(moved_s),
-                rounded(moved_bytes),
+                name=node.name,
+                module=node.module,
+                region=node.region,
+                array=array,
+                spec=spec,
+                words=labels.of_node(index),
+                source="" if node.equation is None else sources[node.equation],
+                runs=runs,
+                flops=rounded(op_flops),
+                compute_s=rounded(compute_s),
+                communication_s=rounded(moved_s),
+                communication_bytes=rounded(moved_bytes),
             )
         )
     return PlanDetails(
@@ -89,25 +90,25 @@ def plan_details(
         ops=op_table(rows),
         collectives=charges.collectives(),
         memory=memory_use(graph, memory, roles, seconds, rounded),
-        parallelism=words.parallelism(),
+        parallelism=labels.parallelism(),
     )
 
 
-def _figures(
-    graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts
+def _op_costs(
+    graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLayouts
 ) -> tuple[float, float, str, str, float]:
-    """Seconds and flops of an op, its first result and the spec of it as text, and its runs."""
+    """(seconds, flops, first result as text, its spec as text, runs) of an op."""
     result = graph.values[node.results[0]]
     return (
-        node_compute_s(graph, mesh, node, own),
-        node.weight * node.flops / parallelism(node, own, mesh),
+        node_compute_s(graph, mesh, node, layouts),
+        node.weight * node.flops / parallelism(layouts, mesh),
         f"{result.dtype}[{','.join(map(str, result.shape))}]",
-        spec_text(own[1][0], len(result.shape), mesh.axis_names),
+        spec_text(layouts[1][0], len(result.shape), mesh.axis_names),
         rounded(node.weight),
     )
 
 
-def whole_on_one_device(graph: Graph, num_axes: int) -> tuple[list[NodeLayouts], list[Factors]]:
+def single_device_layouts(graph: Graph, num_axes: int) -> tuple[list[NodeLayouts], list[Factors]]:
     """Layouts and factors of a graph on a mesh of a single device."""
     one = ((WHOLE,) * num_axes,)
     layouts = [(one * len(n.operands), one * len(n.results)) for n in graph.nodes]
@@ -116,7 +117,7 @@ def whole_on_one_device(graph: Graph, num_axes: int) -> tuple[list[NodeLayouts],
 
 @lru_cache(maxsize=65536)
 def rounded(value: float) -> float:
-    """To four digits, which is more than a prediction is worth."""
+    """The value to four digits, more than a prediction is worth."""
     return float(f"{value:.3e}") if value else 0.0
 
 
@@ -135,7 +136,7 @@ def spec_text(layout: Layout, ndim: int, axis_names: tuple[str, ...]) -> str:
 
 
 class _Charges:
-    """Collectives, and which operator pays for each."""
+    """The collectives, and the operator that each is charged to."""
 
     def __init__(
         self,
@@ -150,11 +151,11 @@ class _Charges:
             for value in node.operands:
                 self.first_reader.setdefault(value, index)
         self.of_node: dict[int, tuple[float, float]] = {}
-        # what tells collectives apart, without figures -> count, bytes, seconds
-        self.found: dict[CollectiveCost, list[float]] = {}
+        # collective without its costs -> count, bytes, seconds
+        self.costs: dict[CollectiveCost, list[float]] = {}
         for index, node in enumerate(graph.nodes):
             if node.rule.halos:
-                self._windows(index, node, layouts[index])
+                self._windows(index, node, layouts[index][0])
         for move in moves(graph, mesh, layouts):
             if move.seconds:
                 self._move(move)
@@ -162,7 +163,7 @@ class _Charges:
     def collectives(self) -> tuple[CollectiveCost, ...]:
         return tuple(
             replace(what, count=int(count), num_bytes=rounded(sent), seconds=rounded(seconds))
-            for what, (count, sent, seconds) in self.found.items()
+            for what, (count, sent, seconds) in self.costs.items()
         )
 
     def _charge(self, index: int, num_bytes: float, seconds: float) -> None:
@@ -170,32 +171,32 @@ class _Charges:
         self.of_node[index] = (before_s + seconds, before_bytes + num_bytes)
 
     def _add(self, what: CollectiveCost, count: float, num_bytes: float, seconds: float) -> None:
-        own = self.found.setdefault(what, [0.0, 0.0, 0.0])
-        own[0] += count
-        own[1] += num_bytes
-        own[2] += seconds
+        total = self.costs.setdefault(what, [0.0, 0.0, 0.0])
+        total[0] += count
+        total[1] += num_bytes
+        total[2] += seconds
 
-    def _windows(self, index: int, node: Node, own: NodeLayouts) -> None:
+    def _windows(self, index: int, node: Node, operands: Sequence[Layout]) -> None:
         graph, mesh = self.graph, self.mesh
-        for axes, seconds, num_bytes, shifts in halo_steps(node, graph.values, mesh, own[0]):
+        for axes, seconds, num_bytes, shifts in halo_steps(node, graph.values, mesh, operands):
             weight = node.weight
             self._charge(index, weight * num_bytes, weight * seconds)
             value = node.operands[node.rule.halos[0].operand]
-            spec = self._spec(own[0][node.rule.halos[0].operand], value)
+            spec = self._spec(operands[node.rule.halos[0].operand], value)
             producer = self._name(self._maker(graph.producer[value][0]))
             names = tuple(mesh.axis_names[a] for a in axes)
             what = CollectiveCost(
-                "shift",
-                names,
-                WINDOWS,
-                node.module,
-                node.region,
-                self.roles.text(graph, value),
-                producer,
-                op_name(node),
-                spec,
-                spec,
-                *_NO_FIGURES,
+                kind="shift",
+                axes=names,
+                cause=WINDOWS,
+                module=node.module,
+                region=node.region,
+                value=self.roles.text(graph, value),
+                producer=producer,
+                consumer=op_name(node),
+                before=spec,
+                after=spec,
+                **_NO_COSTS,
             )
             self._add(what, weight * shifts, weight * num_bytes, weight * seconds)
 
@@ -204,48 +205,49 @@ class _Charges:
         maker, reader = self._maker(move.producer), self._reader(move.consumer)
         consumer = graph.nodes[move.consumer]
         if move.to_state or graph.nodes[reader].kind is not NodeKind.OP:
-            owner = maker  # state, a result: nothing of the program reads it
+            owner = maker  # state or a result: nothing in the program reads it
         elif consumer.kind is NodeKind.FINISH and graph.nodes[maker].kind is NodeKind.OP:
             owner = maker
         else:
             owner = reader
         node = graph.nodes[owner]
         reads = graph.values[graph.nodes[move.consumer].results[0]].path if move.to_state else None
-        ends = (self._name(maker), reads or self._name(reader))
+
         for step, before, after, seconds in move.steps:
             partial = any(before[a] == PARTIAL for a in step.axes)
             cause = PARTIAL_SUMS if partial else STATE if move.to_state else OTHER_LAYOUT
             names = tuple(self.mesh.axis_names[a] for a in step.axes)
             what = CollectiveCost(
-                step.kind,
-                names,
-                cause,
-                node.module,
-                node.region,
-                self.roles.text(graph, move.value),
-                *ends,
-                self._spec(before, move.value),
-                self._spec(after, move.value),
-                *_NO_FIGURES,
+                kind=step.kind,
+                axes=names,
+                cause=cause,
+                module=node.module,
+                region=node.region,
+                value=self.roles.text(graph, move.value),
+                producer=self._name(maker),
+                consumer=reads or self._name(reader),
+                before=self._spec(before, move.value),
+                after=self._spec(after, move.value),
+                **_NO_COSTS,
             )
             weight = move.weight
             self._add(what, weight, weight * step.sent_bytes, weight * seconds)
             self._charge(owner, weight * step.sent_bytes, weight * seconds)
 
     def _maker(self, index: int) -> int:
-        """The op behind a node: itself, or what a step between ops takes its value from."""
+        """The op that makes a node's value: itself, or the op before a node between ops."""
         seen = set()
         while index not in seen:
             node = self.graph.nodes[index]
             if node.kind in (NodeKind.OP, NodeKind.INPUT) or not node.operands:
                 break
             seen.add(index)
-            # Of a loop's carry, what the body gives; of all others the only operand.
+            # The body's result for a loop's carry; the only operand for others.
             index = self.graph.producer[node.operands[-1]][0]
         return index
 
     def _reader(self, index: int) -> int:
-        """The first op that reads what a step between ops hands on."""
+        """The first op that reads a node's value: itself, or the op after a node between ops."""
         seen = set()
         while index not in seen:
             node = self.graph.nodes[index]

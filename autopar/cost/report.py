@@ -1,6 +1,6 @@
-"""What a solved graph costs, piece by piece: per module and per collective.
+"""Costs of a solved graph by module and collective: from a `Graph` and layouts to a `CostReport`.
 
-These are the figures the user reads; the solver's objective is their sum.
+Users read these costs; the solver's objective is their sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ModuleCost
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, num_shards
-
-NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, NodeLayouts, num_shards
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class CostReport:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective: its kind, the axes it runs on, bytes that each device sends."""
+    """One collective: its kind, its mesh axes, and the bytes that each device sends."""
 
     kind: str
     axes: tuple[int, ...]
@@ -40,7 +38,7 @@ class Step:
 
 
 def edge_weight(producer: Node, consumer: Node) -> float:
-    """How often a value is resharded: where loops meet their surroundings it is done outside."""
+    """How often a value is resharded: at a loop's border, as often as the outside runs."""
     if consumer.name == "scan_slice":
         return producer.weight if producer.name != "scan_stack" else consumer.weight
     if producer.name == "scan_stack":
@@ -69,8 +67,8 @@ def describe_step(mesh: LogicalMesh, before: Layout, after: Layout, num_bytes: f
 
 
 class Move(NamedTuple):
-    """A value that one node makes in a layout and another reads in another, or state that returns
-    to where it is kept (`to_state`). `weight` is how often, `seconds` what it takes each time."""
+    """A value that a node reads in another layout than it is made in, or state that returns to its
+    stored layout (`to_state`). `weight`: how often; `seconds`: each time."""
 
     producer: int
     consumer: int
@@ -84,7 +82,7 @@ class Move(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """A collective on the way from one layout to another; slices, which cost nothing, are none."""
+    """A collective on the way from one layout to another; free slices do not count."""
 
     step: Step
     before: Layout
@@ -93,23 +91,23 @@ class TimedStep(NamedTuple):
 
 
 def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> Iterator[Move]:
-    """Everything that is moved between devices, but for the rows of split windows."""
-    ways: dict[tuple, tuple[float, tuple[TimedStep, ...]]] = {}
+    """All movement between devices, except the rows of split windows."""
+    paths: dict[tuple, tuple[float, tuple[TimedStep, ...]]] = {}
     for u, v, value, source, target, deferred in _edges(graph, layouts):
         if source == target:
             continue
         info = graph.values[value]
         key = (info.shape, info.num_bytes, deferred, source, target)
-        if key not in ways:
+        if key not in paths:
             share = DEFERRED_ALPHA_SHARE if deferred and mesh.device is not None else 1.0
-            ways[key] = _way(mesh, info.shape, float(info.num_bytes), share, source, target)
-        seconds, steps = ways[key]
+            paths[key] = _path(mesh, info.shape, float(info.num_bytes), share, source, target)
+        seconds, steps = paths[key]
         to_state = graph.nodes[v].kind is NodeKind.INPUT
         weight = 1.0 if to_state else edge_weight(graph.nodes[u], graph.nodes[v])
         yield Move(u, v, value, source, target, to_state, weight, seconds, steps)
 
 
-def _way(
+def _path(
     mesh: LogicalMesh,
     shape: tuple[int, ...],
     num_bytes: float,
@@ -133,10 +131,11 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     sent: dict[tuple[str, str], float] = defaultdict(float)
     kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for node, own in zip(graph.nodes, layouts, strict=True):
+    for node, node_layouts in zip(graph.nodes, layouts, strict=True):
         key = (node.module, node.region)
-        compute[key] += node_compute_s(graph, mesh, node, own)
-        for axes, shift_s, sent_bytes, shifts in halo_steps(node, graph.values, mesh, own[0]):
+        compute[key] += node_compute_s(graph, mesh, node, node_layouts)
+        halos = halo_steps(node, graph.values, mesh, node_layouts[0])
+        for axes, shift_s, sent_bytes, shifts in halos:
             seconds[key] += node.weight * shift_s
             sent[key] += node.weight * sent_bytes
             names = ",".join(mesh.axis_names[a] for a in axes)
@@ -173,8 +172,8 @@ def cost_report(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts])
 
 
 def _owners(graph: Graph) -> list[int]:
-    """The node whose module pays for what each node reads: the node itself, but for a step that
-    stands between equations (a shared use, a loop's carry) the first equation that reads it."""
+    """The node whose module pays for the operands of each node: the node itself, or the first
+    equation behind a node between equations (a shared use, a loop's carry)."""
     first_reader: dict[int, int] = {}
     for index, node in enumerate(graph.nodes):
         for value in node.operands:
@@ -189,13 +188,13 @@ def _owners(graph: Graph) -> list[int]:
     return owners
 
 
-def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts) -> float:
+def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, layouts: NodeLayouts) -> float:
     """Seconds of all runs of a node in a step; 0 on a mesh that prices no compute."""
     if mesh.device is None or node.kind is not NodeKind.OP:
         return 0.0
     values = (*node.operands, *node.results)
-    all_layouts = (*own[0], *own[1])
-    ways = parallelism(node, own, mesh)
+    all_layouts = (*layouts[0], *layouts[1])
+    ways = parallelism(layouts, mesh)
     if mesh.profile is not None:
         return node.weight * measured_op_s(node, graph.values, mesh, all_layouts, ways)
     moved = sum(
@@ -206,11 +205,11 @@ def node_compute_s(graph: Graph, mesh: LogicalMesh, node: Node, own: NodeLayouts
     return node.weight * compute_s(mesh.device, node.flops / ways, moved, dtype)
 
 
-def parallelism(node: Node, own: NodeLayouts, mesh: LogicalMesh) -> int:
-    """Over how many devices a node's work is divided: axes that split an operand or a result."""
+def parallelism(layouts: NodeLayouts, mesh: LogicalMesh) -> int:
+    """The number of devices that divide a node's work: over axes that split any of its arrays."""
     ways = 1
     for axis, size in enumerate(mesh.shape):
-        if any(layout[axis] >= 0 for layout in (*own[0], *own[1])):
+        if any(layout[axis] >= 0 for layout in (*layouts[0], *layouts[1])):
             ways *= size
     return ways
 

@@ -1,6 +1,6 @@
-"""The cost of taking a tensor from one layout to another, by its cheapest sequence of steps.
+"""Cost of resharding: from a mesh and a tensor to a `ReshardTable` of cheapest step sequences.
 
-Steps, each on one mesh axis (or on all axes of one dimension, or all partial axes, together):
+Steps, each on one mesh axis (or together on all axes of one dimension, or all partial axes):
 
     slice            whole → split            free
     all-gather       split → whole
@@ -10,9 +10,9 @@ Steps, each on one mesh axis (or on all axes of one dimension, or all partial ax
 
 A mesh may forbid reduce-scatters or all-to-alls; the other steps still lead everywhere.
 
-Where two axes split one dimension the later axis is the minor one, so only it can be taken off
-or put on by a step of its own. Closing the table under composition (Floyd–Warshall) gives the
-cheapest sequence for every pair and makes the triangle inequality hold by construction.
+If two axes split one dimension, the later axis is the minor one, and only that one can be added or
+removed by itself. Closing the table under composition (Floyd–Warshall) gives the cheapest sequence
+for every pair, so the triangle inequality holds by construction.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def reshard_table(
             j = index.get(target)
             if j is not None and seconds < cost[i, j]:
                 cost[i, j] = seconds
-    # Rounding must not pass for an improvement, nor may a real one be missed: either way `path`
-    # could go in circles. So the tolerance is far below the cheapest step.
+    # Rounding must not count as an improvement, nor may a real one be missed: either way `path`
+    # could loop. So the tolerance is far below the cheapest step.
     positive = cost[np.isfinite(cost) & (cost > 0)]
     tolerance = 1e-9 * float(positive.min()) if positive.size else 0.0
     for k in range(count):
@@ -90,7 +90,7 @@ def _steps(
     local = num_bytes / num_shards(layout, mesh.shape)
     may_scatter = "reduce-scatter" not in mesh.forbidden
     may_exchange = "all-to-all" not in mesh.forbidden
-    found: list[tuple[Layout, float]] = []
+    steps: list[tuple[Layout, float]] = []
 
     def moved(axes: tuple[int, ...], entry: int) -> Layout:
         return tuple(entry if a in axes else e for a, e in enumerate(layout))
@@ -99,16 +99,16 @@ def _steps(
         return not any(e == dim for e in layout[axis + 1 :])
 
     def finish(axes: tuple[int, ...], dims: Sequence[int]) -> None:
-        found.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
+        steps.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
         if may_scatter:
             seconds = reduce_scatter_s(mesh, axes, local, share)
-            found.extend((moved(axes, d), seconds) for d in dims)
+            steps.extend((moved(axes, d), seconds) for d in dims)
 
     def gather(axes: tuple[int, ...], whole_bytes: float, dims: Sequence[int]) -> None:
-        found.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
+        steps.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
         if may_exchange:
             seconds = all_to_all_s(mesh, axes, whole_bytes, share)
-            found.extend((moved(axes, d), seconds) for d in dims)
+            steps.extend((moved(axes, d), seconds) for d in dims)
 
     for axis, entry in enumerate(layout):
         axes, size = (axis,), mesh.shape[axis]
@@ -116,7 +116,7 @@ def _steps(
         if size == 1:
             continue
         if entry == WHOLE:
-            found += [(moved(axes, d), 0.0) for d in free_dims]
+            steps += [(moved(axes, d), 0.0) for d in free_dims]
         elif entry == PARTIAL:
             finish(axes, free_dims)
         elif is_minor(axis, entry):
@@ -129,4 +129,4 @@ def _steps(
             finish(axes, range(ndim))
         else:
             gather(axes, local * mesh.num_devices, [d for d in range(ndim) if d != entry])
-    return found
+    return steps

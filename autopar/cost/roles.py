@@ -1,7 +1,7 @@
-"""What values and dimensions of a graph are for: from `Graph` to `Roles`.
+"""Roles of values and dimensions in a graph: from `Graph` to `Roles`.
 
-A dimension keeps its identity from value to value as long as rules give it one factor, so that all
-dimensions of a graph fall into classes (a union-find). What a class is for is told where it meets a
+A dimension keeps its identity from value to value as long as rules give it one factor, so all
+dimensions of a graph fall into classes (a union-find). The role of a class shows where it meets a
 parameter or the batch:
 
     batch     the first dimension of a batch input
@@ -9,25 +9,26 @@ parameter or the batch:
     feature   a dimension that a product sums over with a parameter, or gets from one
     sequence  any other
 
-A *parameter* is an input, not of the batch, that ops outside of the update read, and that has
-gradients or is used by a product (averages that a layer keeps are not). Its *readers* are
-the forward ops behind its casts and transposes; its *gradients* are what the update of it reads,
-back to the product that made it.
+A *parameter* is an input outside the batch that ops outside the update read and that has gradients
+or is used by a product (running averages are none). Its *readers* are the forward ops behind its
+casts and transposes; its *gradients* are the values between the product that makes them and its
+update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from autopar import _jax
 from autopar.ir.graph import Graph, Node, NodeKind
+from autopar.tracer.regions import UPDATE
 
 BATCH, EXPERTS, FEATURE, OTHER = "batch", "expert", "feature", "sequence"
-INNER, OUTER = "in", "out"  # features of a parameter: those a product sums over, those it makes
+INNER, OUTER = "in", "out"  # features of a parameter that a product sums over, or makes
 
-UPDATE = "update"
-# What takes a value to its use, or a gradient to the update, without making anything new of it.
+# Ops that only carry a value to its use, or a gradient to the update.
 _CARRYING = {
     "broadcast_in_dim", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims",
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "scan_slice", "scan_stack",
@@ -36,12 +37,13 @@ _CARRYING = {
 _ADDING = {"add", "add_any"}
 _FLOATS = ("float", "bfloat", "complex")
 
-Dims = tuple[int | None, ...]  # of a value, which dimension of its parameter each is
+Dims = tuple[int | None, ...]  # per dimension of a value, the dimension of its parameter
+ParameterDims = tuple[int, Dims]  # (parameter, dimensions) of a value made from it
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A node that reads a parameter, as which operand, and the parameter's dimensions there."""
+    """A node that reads a parameter, the operand's position, and the parameter's dimensions."""
 
     node: int
     operand: int
@@ -54,7 +56,7 @@ class Roles:
 
     parameters:  inputs that are parameters.
     readers:     parameter -> the forward ops that use it, products first.
-    made_of:     value -> (parameter, dimensions): the parameter itself, its uses and casts.
+    made_of:     value -> (parameter, dimensions): the parameter itself, its USE nodes and casts.
     gradient_of: value -> (parameter, dimensions).
     update_of:   node of the update -> the parameter whose new value it helps to make.
     moments:     parameter -> state of its size that its update reads beside it.
@@ -63,78 +65,78 @@ class Roles:
 
     parameters: frozenset[int]
     readers: dict[int, list[Reader]]
-    made_of: dict[int, tuple[int, Dims]]
-    gradient_of: dict[int, tuple[int, Dims]]
+    made_of: dict[int, ParameterDims]
+    gradient_of: dict[int, ParameterDims]
     update_of: dict[int, int]
     moments: dict[int, tuple[int, ...]]
     classes: dict[int, dict[int, str]]
     factors: dict[int, dict[int, int]] = field(repr=False)  # class of nodes -> factor -> dimension
     kinds: _Kinds = field(repr=False)
-    alike: Sequence[int] = field(repr=False)  # node -> its class
+    node_class: Sequence[int] = field(repr=False)  # node -> its class
 
     def text(self, graph: Graph, value: int) -> str:
-        """What a user knows a value by: the path of an input, or what it has to do with a
-        parameter; else its array type."""
+        """The user's name for a value: the path of an input, or its relation to a parameter; else
+        its array type."""
         info = graph.values[value]
         if info.path is not None:
             return info.path
-        if own := self.made_of.get(value):
-            whole = graph.values[own[0]]
+        if origin := self.made_of.get(value):
+            whole = graph.values[origin[0]]
             return f"{whole.path} as {info.dtype}" if whole.dtype != info.dtype else f"{whole.path}"
-        if own := self.gradient_of.get(value):
-            return f"gradient of {graph.values[own[0]].path}"
+        if origin := self.gradient_of.get(value):
+            return f"gradient of {graph.values[origin[0]].path}"
         return f"{info.dtype}[{','.join(map(str, info.shape))}]"
 
     def kind(self, node: int, factor: int) -> str:
-        """What the dimensions that have this factor are for."""
-        return self.kinds.of(self.factors[self.alike[node]].get(factor))
+        """The role of the dimensions with this factor."""
+        return self.kinds.of(self.factors[self.node_class[node]].get(factor))
 
 
 def find_roles(
-    graph: Graph, recomputed: Collection[int] = (), alike: Sequence[int] | None = None
+    graph: Graph, recomputed: Collection[int] = (), node_class: Sequence[int] | None = None
 ) -> Roles:
-    """`recomputed`: equations that are computed a second time, in the backward pass. `alike`: a
-    class for every node, equal ones for nodes that are the same part of equal layers."""
-    alike = range(len(graph.nodes)) if alike is None else alike
+    """`recomputed`: equations that are computed a second time, in the backward pass. `node_class`:
+    a class for every node, equal ones for nodes that are the same part of equal layers."""
+    node_class = range(len(graph.nodes)) if node_class is None else node_class
     forward = [_is_forward(node, recomputed) for node in graph.nodes]
     made_of = _made_of_parameters(graph)
     readers = _readers(graph, made_of, forward)
     has_gradients = any(node.region == "backward" for node in graph.nodes)
-    gradient_of: dict[int, tuple[int, Dims]] = {}
+    gradient_of: dict[int, ParameterDims] = {}
     update_of: dict[int, int] = {}
     moments = {}
     for i, o in graph.state:
         value, new = graph.inputs[i], graph.outputs[o]
         if value not in readers or new is None:
             continue
-        gradients: dict[int, tuple[int, Dims]] = {}
+        gradients: dict[int, ParameterDims] = {}
         updates: dict[int, int] = {}
-        found = _update(graph, value, new, updates, gradients)
+        value_moments = _walk_update(graph, value, new, updates, gradients)
         if not gradients and has_gradients and not _is_used(graph, readers[value][0]):
-            del readers[value]  # averages that the forward pass keeps
+            del readers[value]  # running averages of the forward pass
             continue
         gradient_of |= gradients
         update_of |= updates
-        moments[value] = found
+        moments[value] = value_moments
     parameters = frozenset(readers)
-    made_of = {v: own for v, own in made_of.items() if own[0] in parameters}
+    made_of = {v: origin for v, origin in made_of.items() if origin[0] in parameters}
     kinds = _Kinds()
-    factors = _classes_of_dimensions(graph, kinds, alike)
+    factors = _classes_of_dimensions(graph, kinds, node_class)
     for index, node in enumerate(graph.nodes):
         if forward[index] and node.is_heavy:
-            _mark_product(node, factors[alike[index]], made_of, kinds)
-    classes = {p: _parameter_classes(graph, own[0]) for p, own in readers.items()}
+            _mark_product(node, factors[node_class[index]], made_of, kinds)
+    classes = {p: _parameter_classes(graph, ranked[0]) for p, ranked in readers.items()}
     return Roles(
-        parameters,
-        readers,
-        made_of,
-        gradient_of,
-        update_of,
-        moments,
-        classes,
-        factors,
-        kinds,
-        alike,
+        parameters=parameters,
+        readers=readers,
+        made_of=made_of,
+        gradient_of=gradient_of,
+        update_of=update_of,
+        moments=moments,
+        classes=classes,
+        factors=factors,
+        kinds=kinds,
+        node_class=node_class,
     )
 
 
@@ -150,9 +152,9 @@ def _is_forward(node: Node, recomputed: Collection[int]) -> bool:
 # -- parameters and gradients
 
 
-def _made_of_parameters(graph: Graph) -> dict[int, tuple[int, Dims]]:
+def _made_of_parameters(graph: Graph) -> dict[int, ParameterDims]:
     batch = {graph.inputs[i] for i in graph.batch}
-    made: dict[int, tuple[int, Dims]] = {}
+    made: dict[int, ParameterDims] = {}
     for value in graph.inputs:
         info = graph.values[value]
         if value not in batch and info.shape and info.dtype.startswith(_FLOATS):
@@ -161,9 +163,9 @@ def _made_of_parameters(graph: Graph) -> dict[int, tuple[int, Dims]]:
         carries = node.kind is NodeKind.USE or (
             node.kind is NodeKind.OP and node.name in _CARRYING and node.region != UPDATE
         )
-        if carries and len(node.operands) == 1 and (own := made.get(node.operands[0])):
-            dims = _carried(node.rule.operands[0], own[1], node.rule.results[0])
-            made[node.results[0]] = (own[0], dims)
+        if carries and len(node.operands) == 1 and (origin := made.get(node.operands[0])):
+            dims = _carried(node.rule.operands[0], origin[1], node.rule.results[0])
+            made[node.results[0]] = (origin[0], dims)
     return made
 
 
@@ -174,39 +176,40 @@ def _carried(source: Iterable[tuple[int, ...]], dims: Dims, target: Iterable) ->
 
 
 def _readers(
-    graph: Graph, made_of: dict[int, tuple[int, Dims]], forward: list[bool]
+    graph: Graph, made_of: dict[int, ParameterDims], forward: list[bool]
 ) -> dict[int, list[Reader]]:
-    found: dict[int, list[tuple[tuple, Reader]]] = {}
+    readers: dict[int, list[tuple[tuple, Reader]]] = {}
     others: dict[int, list[tuple[tuple, Reader]]] = {}
     for index, node in enumerate(graph.nodes):
         if node.kind is not NodeKind.OP or node.region == UPDATE or node.results[0] in made_of:
             continue
         for position, value in enumerate(node.operands):
-            own = made_of.get(value)
-            if own is not None:
+            origin = made_of.get(value)
+            if origin is not None:
                 rank = (not node.is_heavy, node.name != "gather", index)
-                into = found if forward[index] and node.region == "forward" else others
-                reader = (rank, Reader(index, position, own[1]))
-                into.setdefault(own[0], []).append(reader)
-    for value, own in others.items():
-        found.setdefault(value, own)
-    return {p: [reader for _, reader in sorted(own, key=_rank)] for p, own in found.items()}
+                into = readers if forward[index] and node.region == "forward" else others
+                reader = (rank, Reader(index, position, origin[1]))
+                into.setdefault(origin[0], []).append(reader)
+    for value, ranked in others.items():
+        readers.setdefault(value, ranked)
+    return {p: [r for _, r in sorted(ranked, key=_rank)] for p, ranked in readers.items()}
 
 
 def _rank(entry: tuple[tuple, Reader]) -> tuple:
     return entry[0]
 
 
-def _update(
+def _walk_update(
     graph: Graph,
     parameter: int,
     new: int,
     update_of: dict[int, int],
-    gradient_of: dict[int, tuple[int, Dims]],
+    gradient_of: dict[int, ParameterDims],
 ) -> tuple[int, ...]:
-    """Walk back from a parameter's new value; its moments are returned."""
+    """Walks back from a parameter's new value, filling `update_of` and `gradient_of`; returns its
+    moments."""
     info = graph.values[parameter]
-    size = _size(info.shape)
+    size = prod(info.shape)
     same = tuple(range(len(info.shape)))
     pending: list[tuple[int, Dims, bool]] = [(new, same, False)]
     seen = {parameter}
@@ -235,21 +238,14 @@ def _update(
                 continue
         stacks = node.name in ("scan_slice", "scan_stack")
         for operand, factors in zip(node.operands, node.rule.operands, strict=True):
-            if stacks or _size(graph.values[operand].shape) == size:
-                own = _carried(node.rule.results[position], dims, factors)
-                pending.append((operand, own, is_gradient))
+            if stacks or prod(graph.values[operand].shape) == size:
+                operand_dims = _carried(node.rule.results[position], dims, factors)
+                pending.append((operand, operand_dims, is_gradient))
     return tuple(moments)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
 def _parameter_classes(graph: Graph, reader: Reader) -> dict[int, str]:
-    """What a parameter's dimensions are to the op that uses it."""
+    """{dimension of a parameter: its role in the op that uses it}."""
     node = graph.nodes[reader.node]
     rule = node.rule
     made = {f for dims in rule.results for factors in dims for f in factors}
@@ -260,29 +256,29 @@ def _parameter_classes(graph: Graph, reader: Reader) -> dict[int, str]:
         for factors in dims
         for f in factors
     }
-    found = {}
+    classes = {}
     for dim, factors in zip(reader.dims, rule.operands[reader.operand], strict=True):
         for f in factors:
             if dim is None:
                 continue
             if f not in made:
-                found[dim] = INNER
+                classes[dim] = INNER
             elif f not in others or not node.is_heavy:
-                found[dim] = OUTER
+                classes[dim] = OUTER
             else:
-                found[dim] = EXPERTS
-    return found
+                classes[dim] = EXPERTS
+    return classes
 
 
 # -- dimensions
 
 
 class _Kinds:
-    """Classes of dimensions and what they are for."""
+    """Classes of dimensions and their roles."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
-        self.whole: list[int | None] = []  # the class of which it is the minor part
+        self.whole: list[int | None] = []  # the class whose minor part it is
         self.marks: list[str] = []
 
     def new(self, whole: int | None = None, mark: str = "") -> int:
@@ -320,7 +316,7 @@ class _Kinds:
             seen.add(one)
             one, minor = self.whole[one], True
         mark = self.marks[one] if one is not None else ""
-        if minor and mark == BATCH:  # tokens of a batch that was flattened
+        if minor and mark == BATCH:  # tokens of a flattened batch
             return OTHER
         return mark or OTHER
 
@@ -333,26 +329,26 @@ def _stronger(one: str, two: str) -> str:
 
 
 def _classes_of_dimensions(
-    graph: Graph, kinds: _Kinds, alike: Sequence[int]
+    graph: Graph, kinds: _Kinds, node_class: Sequence[int]
 ) -> dict[int, dict[int, int]]:
-    """For every class of nodes, the class of dimensions that each factor stands for. Of equal nodes
-    only the first is looked at: what it reads was made before it, or by one that is equal."""
+    """{class of nodes: {factor: class of dimensions}}. The first node of a class suffices: its
+    operands were made before it, or by a node of equal class."""
     batch = {graph.inputs[i] for i in graph.batch}
-    # What a stage gets from others is a stack over micro-batches; its rows come after that.
+    # Values that a stage gets from others are stacks over micro-batches, with rows second.
     stacks = {n.operands[0] for n in graph.nodes if n.name == "scan_slice"}
     dims_of: dict[tuple[int, int], list[int | None]] = {}  # class of nodes, result -> dimensions
-    found: dict[int, dict[int, int]] = {}
+    factors_of: dict[int, dict[int, int]] = {}
     producer = graph.producer
     for index, node in enumerate(graph.nodes):
-        if alike[index] in found:
+        if node_class[index] in factors_of:
             continue
         factors: dict[int, int] = {}
         for value, dims in zip(node.operands, node.rule.operands, strict=True):
             maker, position = producer[value]
-            own = dims_of.get((alike[maker], position))
-            if own is None:  # what comes round a loop
+            value_dims = dims_of.get((node_class[maker], position))
+            if value_dims is None:  # carried around a loop
                 continue
-            for one, parts in zip(own, dims, strict=True):
+            for one, parts in zip(value_dims, dims, strict=True):
                 if one is None:
                     continue
                 for f, is_minor in _parts(parts):
@@ -371,9 +367,9 @@ def _classes_of_dimensions(
                 rows = made[1 if value in stacks else 0 :][:1]
                 if rows and rows[0] is not None:
                     kinds.mark(rows[0], BATCH)
-            dims_of[alike[index], position] = made
-        found[alike[index]] = factors
-    return found
+            dims_of[node_class[index], position] = made
+        factors_of[node_class[index]] = factors
+    return factors_of
 
 
 def _parts(factors: tuple[int, ...]) -> Iterator[tuple[int, bool]]:
@@ -383,17 +379,17 @@ def _parts(factors: tuple[int, ...]) -> Iterator[tuple[int, bool]]:
 
 
 def _mark_product(
-    node: Node, factors: dict[int, int], made_of: dict[int, tuple[int, Dims]], kinds: _Kinds
+    node: Node, factors: dict[int, int], made_of: dict[int, ParameterDims], kinds: _Kinds
 ) -> None:
-    own = [value in made_of for value in node.operands]
-    if len(own) != 2 or own[0] == own[1]:
+    is_parameter = [value in made_of for value in node.operands]
+    if len(is_parameter) != 2 or is_parameter[0] == is_parameter[1]:
         return
-    rule = node.rule
-    mine, theirs = (
+    rule, position = node.rule, is_parameter.index(True)
+    parameter, activation = (
         {f for parts in dims for f in parts}
-        for dims in (rule.operands[own.index(True)], rule.operands[own.index(False)])
+        for dims in (rule.operands[position], rule.operands[1 - position])
     )
     made = {f for parts in rule.results[0] for f in parts}
-    for f in mine:
+    for f in parameter:
         if f in factors:
-            kinds.mark(factors[f], EXPERTS if f in theirs and f in made else FEATURE)
+            kinds.mark(factors[f], EXPERTS if f in activation and f in made else FEATURE)

@@ -1,20 +1,20 @@
-"""Simulates a step: from lists of instructions and seconds to when each of them runs.
+"""Simulation of a pipelined step: from `PipelinePrograms` and seconds to a `SimulationResult`.
 
-Every mesh goes through its list in order. A run starts when the mesh is free and what it reads has
-arrived. Sending and receiving take none of a mesh's time: a transfer begins when its `Send` and its
-`Recv` have both been reached and its way is free, and goes on while both meshes compute. So a
-schedule that receives right before use waits for every transfer, and one that receives ahead hides
-them behind what runs after the `Recv`. So it is on GPUs, where room for what comes is made in the
-order of the receiver's programs.
+Every mesh works through its instructions in order. A run starts when the mesh is free and its
+operands have arrived. Sending and receiving take none of a mesh's time: a transfer begins when its
+`Send` and its `Recv` have both been reached and its links are free, and proceeds while both meshes
+compute. So a schedule that receives right before use waits for every transfer, and one that
+receives ahead hides transfers behind the runs after the `Recv`. GPUs behave so, since buffers for
+arriving data are allocated in the order of the receiver's programs.
 
-Ways are shared: two meshes in one host have links of their own, each way; what leaves a host, or
-comes into it, goes over that host's network. A way carries one transfer at a time, those first that
-were ready first: two that shared it at half the rate would both be there when the second is. What
-the target's devices gather among themselves is part of the transfer.
+Links are shared. Two meshes in one host have their own link in each direction; data that leaves or
+enters a host goes over that host's network. A link carries one transfer at a time, in the order in
+which they became ready: sharing it at half the rate would delay the first and not help the second.
+The gather among the target's devices is part of the transfer.
 
-In exact arithmetic the end of a step grows with every duration as long as no two pairs of meshes
-share a network (then it is the longest path through the lists). With a shared one it may not: who
-is late lets another pass.
+In exact arithmetic the end of a step is monotone in every duration as long as no two pairs of
+meshes share a network (then it is the longest path through the lists). With a shared network it
+need not be: a late transfer lets another one pass.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from autopar.ir.timeline import Event, Timeline
 _RUN, _SEND, _RECV = range(3)
 _UNKNOWN = -1.0
 
-Routes = Callable[[int, int], Sequence[Hashable]]  # from mesh, to mesh -> the ways it takes
+Routes = Callable[[int, int], Sequence[Hashable]]  # from mesh, to mesh -> the links between them
 
 
 class TransferTime(NamedTuple):
-    """Of one transfer of a pipeline. `latency_s` is the part of its seconds that is paid once for
-    all that one `Send` sends."""
+    """The time of one transfer. `latency_s`: the part of `seconds` that is paid once for everything
+    in one `Send`."""
 
     num_bytes: float
     seconds: float
@@ -53,8 +53,8 @@ class TransferTime(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An instruction: the seconds of a run, or the number of a transfer. `waits` are transfers
-    that must have arrived."""
+    """An instruction: `value` is the seconds of a run or the number of a send; `waits` are the
+    sends that must have arrived."""
 
     code: int
     value: float
@@ -62,23 +62,23 @@ class _Step(NamedTuple):
 
 
 class SimulatedSend(NamedTuple):
-    """All that one `Send` sends."""
+    """Everything that one `Send` sends."""
 
     source: int  # stages
     target: int
     micro_batch: int | None
     num_bytes: float
     seconds: float
-    ways: tuple[int, ...]
+    links: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
-    """What is simulated: a list per mesh, and what the lists send."""
+class SimulationInput:
+    """A list of instructions per mesh, and the sends in them."""
 
     meshes: tuple[tuple[_Step, ...], ...]
     sent: tuple[SimulatedSend, ...]
-    num_ways: int
+    num_links: int
 
     @property
     def num_events(self) -> int:
@@ -86,55 +86,55 @@ class SimulatedRun:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """When: the start of every run of a mesh, in order; of everything sent the start and the end on
-    its way; and when the last mesh is done."""
+class SimulationResult:
+    """The start of every run of each mesh, in order; the start and end of every send; and the end
+    of the step."""
 
     run_starts_s: tuple[tuple[float, ...], ...]
     sent_s: tuple[tuple[float, float], ...]
     step_s: float
 
 
-def own_links(source: int, target: int) -> Sequence[Hashable]:
-    """Every pair of meshes has a link of its own, each way."""
+def separate_links(source: int, target: int) -> Sequence[Hashable]:
+    """Every pair of meshes has a link of its own, each link."""
     return ((source, target),)
 
 
 def host_routes(hosts: Sequence[frozenset[int]]) -> Routes:
-    """The ways between meshes on these hosts: links of their own in a host, else the networks of
-    all hosts that it leaves and of all that it enters."""
+    """The links between meshes on these hosts: their own link within a host, else the networks of
+    all hosts on both sides."""
 
-    def ways(source: int, target: int) -> Sequence[Hashable]:
+    def links(source: int, target: int) -> Sequence[Hashable]:
         if len(hosts[source] | hosts[target]) == 1:
             return ((source, target),)
         out = [("out", host) for host in sorted(hosts[source])]
         return (*out, *(("in", host) for host in sorted(hosts[target])))
 
-    return ways
+    return links
 
 
-def program_work(
+def simulation_input(
     pipeline: Pipeline,
     programs: PipelinePrograms,
     stage_program_s: Sequence[float],
     transfers: Sequence[TransferTime],
-    routes: Routes = own_links,
-) -> SimulatedRun:
-    """The lists as work. `stage_program_s` and `transfers` are by their numbers in the pipeline."""
+    routes: Routes = separate_links,
+) -> SimulationInput:
+    """The programs with their times. `stage_program_s`, `transfers`: by number in the pipeline."""
     numbers: dict[tuple[int, int, int], int] = {}
     sent: list[SimulatedSend] = []
-    ways: dict[Hashable, int] = {}
-    known_ways: dict[tuple[int, int], tuple[int, ...]] = {}
+    links: dict[Hashable, int] = {}
+    known_links: dict[tuple[int, int], tuple[int, ...]] = {}
     for mesh, program in enumerate(programs.meshes):
         for send in program.instructions:
             if not isinstance(send, Send):
                 continue
             pair = mesh, send.to_mesh
-            if pair not in known_ways:
+            if pair not in known_links:
                 found = () if mesh == send.to_mesh else routes(*pair)
-                known_ways[pair] = tuple(ways.setdefault(way, len(ways)) for way in found)
-            own = [transfers[number] for number in send.transfers]
-            latency_s = max(one.latency_s for one in own)
+                known_links[pair] = tuple(links.setdefault(link, len(links)) for link in found)
+            times = [transfers[number] for number in send.transfers]
+            latency_s = max(time.latency_s for time in times)
             first = pipeline.transfers[send.transfers[0]]
             numbers[mesh, send.to_mesh, send.tag] = len(sent)
             sent.append(
@@ -142,9 +142,9 @@ def program_work(
                     first.source,
                     first.target,
                     send.micro_batch,
-                    sum(one.num_bytes for one in own),
-                    latency_s + sum(one.seconds - one.latency_s for one in own),
-                    known_ways[pair],
+                    sum(time.num_bytes for time in times),
+                    latency_s + sum(time.seconds - time.latency_s for time in times),
+                    known_links[pair],
                 )
             )
     lists = []
@@ -164,25 +164,24 @@ def program_work(
                 coming.update(dict.fromkeys(instruction.buffers, number))
                 steps.append(_Step(_RECV, number, ()))
         lists.append(tuple(steps))
-    return SimulatedRun(tuple(lists), tuple(sent), len(ways))
+    return SimulationInput(tuple(lists), tuple(sent), len(links))
 
 
 def _waits(coming: dict[int, int], reads: Sequence[int]) -> tuple[int, ...]:
-    """The transfers that bring what is read and was not waited for before."""
-    found = {coming.pop(buffer): None for buffer in reads if buffer in coming}
-    return tuple(found)
+    """The sends that bring the buffers read here for the first time."""
+    return tuple({coming.pop(buffer): None for buffer in reads if buffer in coming})
 
 
-def simulate(work: SimulatedRun) -> Simulated:
-    """Each mesh is taken as far as it gets without what has not arrived; of the transfers that can
-    begin, the one that was ready first comes next, and lets its receiver go on."""
+def simulate(work: SimulationInput) -> SimulationResult:
+    """Advances each mesh until it waits for a transfer; of the transfers that can begin, the one
+    that became ready first is next, and lets its receiver proceed."""
     lists, num_sent = work.meshes, len(work.sent)
     seconds = [one.seconds for one in work.sent]
-    ways = [one.ways for one in work.sent]
+    links = [one.links for one in work.sent]
     one_side_s = [_UNKNOWN] * num_sent  # when the first of `Send` and `Recv` was reached
     arrival_s = [_UNKNOWN] * num_sent
     begin_s = [_UNKNOWN] * num_sent
-    way_free_s = [0.0] * work.num_ways
+    link_free_s = [0.0] * work.num_links
     position, now_s = [0] * len(lists), [0.0] * len(lists)
     starts: list[list[float]] = [[] for _ in lists]
     stopped: dict[int, int] = {}  # by the transfer that a mesh needs to go on
@@ -217,17 +216,17 @@ def simulate(work: SimulatedRun) -> Simulated:
         advance(mesh)
     while ready:
         start, number = heappop(ready)
-        for way in ways[number]:
-            if way_free_s[way] > start:
-                start = way_free_s[way]
+        for link in links[number]:
+            if link_free_s[link] > start:
+                start = link_free_s[link]
         end = start + seconds[number]
-        for way in ways[number]:
-            way_free_s[way] = end
+        for link in links[number]:
+            link_free_s[link] = end
         begin_s[number], arrival_s[number] = start, end
         if number in stopped:
             advance(stopped.pop(number))
     assert all(at == len(own) for at, own in zip(position, lists, strict=True)), "lists that wait"
-    return Simulated(
+    return SimulationResult(
         tuple(map(tuple, starts)),
         tuple(zip(begin_s, arrival_s, strict=True)),
         max((*now_s, *arrival_s), default=0.0),
@@ -237,17 +236,17 @@ def simulate(work: SimulatedRun) -> Simulated:
 def timeline(
     pipeline: Pipeline,
     programs: PipelinePrograms,
-    work: SimulatedRun,
-    found: Simulated,
+    work: SimulationInput,
+    result: SimulationResult,
     bytes_of: Callable[[int, Ref], int] | None = None,
 ) -> Timeline:
-    """The same as events; with `bytes_of` (see `ir.live`) also the bytes that lie in buffers."""
+    """The result as events; with `bytes_of` (see `ir.live`) also the bytes in buffers."""
     names = stage_program_names(pipeline)
     live = None if bytes_of is None else bytes_over_time(pipeline, programs, bytes_of)
     events: list[Event] = []
     memory: list[tuple[tuple[float, float], ...]] = []
     for mesh, program in enumerate(programs.meshes):
-        starts = iter(found.run_starts_s[mesh])
+        starts = iter(result.run_starts_s[mesh])
         steps = iter(work.meshes[mesh])
         line: list[tuple[float, float]] = []
         now = 0.0
@@ -260,52 +259,52 @@ def timeline(
                     now = start + step.value
                     events.append(
                         Event(
-                            mesh,
-                            "run",
-                            names[instruction.stage_program],
-                            stage_program.stage,
-                            instruction.micro_batch,
-                            start,
-                            now,
-                            stage_program.phase.value,
+                            mesh=mesh,
+                            kind="run",
+                            name=names[instruction.stage_program],
+                            stage=stage_program.stage,
+                            micro_batch=instruction.micro_batch,
+                            start_s=start,
+                            end_s=now,
+                            phase=stage_program.phase.value,
                         )
                     )
                 else:
-                    events.append(_transfer_event(mesh, instruction, work, found, int(step.value)))
+                    events.append(_transfer_event(mesh, instruction, work, result, int(step.value)))
             if live is not None:
                 at = events[-1].start_s if isinstance(instruction, Run) else now
                 line.append((at, float(live[mesh][place])))
         if live is not None:
             memory.append(_without_repeats(line))
     events.sort(key=lambda event: event.start_s)
-    return Timeline(tuple(events), found.step_s, len(programs.meshes), tuple(memory))
+    return Timeline(tuple(events), result.step_s, len(programs.meshes), tuple(memory))
 
 
 def _transfer_event(
-    mesh: int, instruction: Send | Recv, work: SimulatedRun, found: Simulated, number: int
+    mesh: int,
+    instruction: Send | Recv,
+    work: SimulationInput,
+    result: SimulationResult,
+    number: int,
 ) -> Event:
-    sent, (start, end) = work.sent[number], found.sent_s[number]
+    sent, (start, end) = work.sent[number], result.sent_s[number]
     is_send = isinstance(instruction, Send)
     return Event(
-        mesh,
-        "send" if is_send else "recv",
-        f"stage{sent.source} to stage{sent.target}",
-        sent.source if is_send else sent.target,
-        sent.micro_batch,
-        start,
-        end,
-        "",
-        sent.num_bytes,
+        mesh=mesh,
+        kind="send" if is_send else "recv",
+        name=f"stage{sent.source} to stage{sent.target}",
+        stage=sent.source if is_send else sent.target,
+        micro_batch=sent.micro_batch,
+        start_s=start,
+        end_s=end,
+        num_bytes=sent.num_bytes,
     )
 
 
 def _without_repeats(line: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Of several values at one time the last; and none that changes nothing."""
-    latest: dict[float, float] = {}
-    for at, value in line:
-        latest[at] = value
-    found: list[tuple[float, float]] = []
-    for at, value in latest.items():
-        if not found or found[-1][1] != value:
-            found.append((at, value))
-    return tuple(found)
+    """The points without repeated values; of several values at one time, the last."""
+    changes: list[tuple[float, float]] = []
+    for at, value in dict(line).items():
+        if not changes or changes[-1][1] != value:
+            changes.append((at, value))
+    return tuple(changes)

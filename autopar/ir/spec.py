@@ -21,6 +21,7 @@ WHOLE = -1
 PARTIAL = -2
 
 Layout = tuple[int, ...]
+NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]  # of a node: operands, results
 
 
 def is_partial(layout: Layout) -> bool:

@@ -1,10 +1,10 @@
-"""The program with its sharding written on it: a function that `jax.jit` compiles.
+"""From a `Program` and its `ProgramSharding` to a function that `jax.jit` compiles.
 
-Every equation is bound again as it was traced, under the user's own names and source lines, with
-public `with_sharding_constraint`s on operands that change layout and on every result. Custom
-calls, callbacks and custom partitioning therefore keep working, and the partitioner is left no
-freedom to wander: with constraints on products and gathers alone, XLA's propagation chose the rest,
-and an early experiment with a GPT took 3.7 times as long.
+Every equation is bound again as it was traced, under the user's names and source lines, with public
+`with_sharding_constraint`s on operands that change layout and on every result. So custom calls,
+callbacks and custom partitioning keep working, and the partitioner has no freedom left: with
+constraints on products and gathers alone, XLA's propagation chose the rest, and an early experiment
+with a GPT took 3.7 times as long.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
+from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding, Refetch
 from autopar.ir.spec import PARTIAL, WHOLE, Layout, to_partition_spec
 from autopar.lower.philox import PLATFORMS as PHILOX_PLATFORMS
 from autopar.lower.philox import philox_bits
-from autopar.lower.unreduced import AnyMesh, bind_in_lanes, empty_lanes, lane_axes, with_lanes
+from autopar.lower.unreduced import (
+    AnyMesh,
+    bind_unreduced,
+    partial_axes,
+    unreduced_layout,
+    unreduced_zeros,
+)
 
 
 def annotated_function(
-    program: Any, sharding: ProgramSharding, mesh: AnyMesh, platform: str | None = None
+    program: Program, sharding: ProgramSharding, mesh: AnyMesh, platform: str | None = None
 ) -> Callable[..., list[Any]]:
     """A flat function of the program's inputs, constrained as planned. A mesh without devices needs
-    the name of their platform."""
+    a platform."""
     writer = Writer(mesh, platform)
 
     def run(*inputs: Any) -> list[Any]:
@@ -52,21 +60,21 @@ class Writer:
             return value
         key = (layout, ndim)
         if key not in self.shardings:
-            spec = to_partition_spec(with_lanes(layout), ndim, self.mesh.axis_names)
+            spec = to_partition_spec(unreduced_layout(layout), ndim, self.mesh.axis_names)
             self.shardings[key] = NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(value, self.shardings[key])
 
     def take_through(self, value: Any, axes: tuple[int, ...], chain: Chain) -> Any:
-        """Constrain a value to one layout after the other; `axes` are those it has lanes for.
-        Lanes that a layout has no more are summed."""
+        """Constrain a value to one layout after the other; it has lanes for `axes`. Lanes that a
+        layout no longer has are summed."""
         for layout in chain:
-            left = lane_axes(layout)
-            summed = tuple(i for i, axis in enumerate(axes) if axis not in left)
+            remaining = partial_axes(layout)
+            summed = tuple(i for i, axis in enumerate(axes) if axis not in remaining)
             value = self.constrain(value.sum(summed) if summed else value, layout)
-            axes = left
+            axes = remaining
         return value
 
-    def run(self, program: Any, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, program: Program, sharding: ProgramSharding, inputs: Sequence[Any]) -> list[Any]:
         env: dict[int, Any] = dict(program.captured)
         lanes: dict[int, tuple[int, ...]] = {}  # values that are partial sums
         for value, array, layout in zip(program.inputs, inputs, sharding.inputs, strict=True):
@@ -77,30 +85,30 @@ class Writer:
     def enter(
         self, array: Any, layout: Layout | None, chain: Chain = ()
     ) -> tuple[Any, tuple[int, ...]]:
-        """(an array that lies as said, taken through a chain of layouts; the lanes it has then)."""
-        array, lanes = self.constrain(array, layout), lane_axes(layout)
+        """(an array of this layout taken through a chain of layouts, its lanes after that)."""
+        array, lanes = self.constrain(array, layout), partial_axes(layout)
         if not chain:
             return array, lanes
-        return self.take_through(array, lanes, chain), lane_axes(chain[-1])
+        return self.take_through(array, lanes, chain), partial_axes(chain[-1])
 
     def start_sum(self, array: Any, layout: Layout | None) -> Any:
-        """The first value of a sum: as it is, or zeros with lanes."""
-        return self.constrain(empty_lanes(array, layout, self.mesh), layout)
+        """The first value of a sum: the array itself, or zeros with lanes."""
+        return self.constrain(unreduced_zeros(array, layout, self.mesh), layout)
 
     def run_equations(
         self,
-        equations: Sequence[Any],
+        equations: Sequence[Equation],
         shardings: Sequence[EquationSharding],
-        avals: Sequence[Any],
+        avals: Sequence[ShapedArray],
         env: dict[int, Any],
         lanes: dict[int, tuple[int, ...]],
     ) -> Callable[[Any, Chain], Any]:
-        """Bind equations on the values in `env`, which gets their results; `lanes` are those of
-        partial sums. The function that is returned reads an operand, through a chain."""
-        moved: dict[tuple[int, Chain], Any] = {}  # values already taken to another layout
-        fetched: dict[tuple[int, Chain, int], Any] = {}  # and those taken there once more
+        """Bind equations on the values in `env`, adding their results to it and the lanes of
+        partial sums to `lanes`. Returns a function that reads an operand through a chain."""
+        moved: dict[tuple[int, Chain], Any] = {}  # values in other layouts
+        refetched: dict[tuple[int, Chain, int], Any] = {}  # values resharded again
 
-        def read(operand: Any, chain: Chain) -> Any:
+        def read(operand: Operand, chain: Chain) -> Any:
             if not isinstance(operand, int):
                 return operand.value
             if not chain:
@@ -109,46 +117,54 @@ class Writer:
                 key = (operand, chain[:end])
                 if key not in moved:
                     before = moved[operand, chain[: end - 1]] if end > 1 else env[operand]
-                    axes = lane_axes(chain[end - 2]) if end > 1 else lanes.get(operand, ())
+                    axes = partial_axes(chain[end - 2]) if end > 1 else lanes.get(operand, ())
                     moved[key] = self.take_through(before, axes, chain[end - 1 : end])
             return moved[operand, chain]
 
-        def fetch_again(operand: int, chain: Chain, again: Refetch) -> Any:
-            """Reshard anew, behind a barrier: else XLA would merge it with the earlier one, and
-            keep that in memory from then on."""
-            shared = chain[: again.num_shared]
-            key = (operand, chain, again.num_shared)
-            if key not in fetched:
-                array, _ = jax.lax.optimization_barrier((read(operand, shared), env[again.after]))
-                for layout in chain[again.num_shared :]:
+        def refetch(operand: Operand, chain: Chain, how: Refetch) -> Any:
+            """Reshard again behind a barrier: otherwise XLA would merge it with the earlier
+            resharding, and keep that in memory in between."""
+            assert isinstance(operand, int)
+            shared = chain[: how.num_shared]
+            key = (operand, chain, how.num_shared)
+            if key not in refetched:
+                array, _ = jax.lax.optimization_barrier((read(operand, shared), env[how.after]))
+                for layout in chain[how.num_shared :]:
                     array = self.constrain(array, layout)
-                fetched[key] = array
-            return fetched[key]
+                refetched[key] = array
+            return refetched[key]
 
-        for equation, own in zip(equations, shardings, strict=True):
+        for equation, sharding in zip(equations, shardings, strict=True):
             context = _jax.equation_context(
                 equation.source_info, equation.name_stack, equation.context
             )
             with context:
                 operands = [
-                    read(o, c) for o, c in zip(equation.operands, own.operands, strict=True)
+                    read(o, c) for o, c in zip(equation.operands, sharding.operands, strict=True)
                 ]
-                for again in own.refetched:
-                    operand = equation.operands[again.operand]
-                    chain = own.operands[again.operand]
-                    operands[again.operand] = fetch_again(operand, chain, again)
-                if own.local and self.runs_on_parts(equation):
-                    types = [avals[r] for r in equation.results]
-                    results = self.on_parts(equation, own, operands, types)
-                else:
-                    results = self.bind(equation, own, operands)
-                for value, array, chain in zip(equation.results, results, own.results, strict=True):
-                    made = own.lanes.axes if own.lanes else lane_axes(chain[0] if chain else None)
-                    env[value] = self.take_through(array, made, chain)
-                    lanes[value] = lane_axes(chain[-1]) if chain else made
+                for how in sharding.refetched:
+                    operand = equation.operands[how.operand]
+                    chain = sharding.operands[how.operand]
+                    operands[how.operand] = refetch(operand, chain, how)
+                results = self.bind(equation, sharding, operands, avals)
+                for value, array, chain in zip(
+                    equation.results, results, sharding.results, strict=True
+                ):
+                    axes = partial_axes(chain[0] if chain else None)
+                    axes = sharding.lanes.axes if sharding.lanes else axes
+                    env[value] = self.take_through(array, axes, chain)
+                    lanes[value] = partial_axes(chain[-1]) if chain else axes
         return read
 
-    def bind(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+    def bind(
+        self,
+        equation: Equation,
+        own: EquationSharding,
+        operands: list[Any],
+        avals: Sequence[ShapedArray],
+    ) -> list[Any]:
+        if own.local and self.runs_on_shards(equation):
+            return self.on_shards(equation, own, operands, [avals[r] for r in equation.results])
         if equation.name == "scan":
             return self.scan(equation, own, operands)
         if equation.name == "while":
@@ -156,38 +172,42 @@ class Writer:
         if equation.name == "cond":
             return self.cond(equation, own, operands)
         if own.lanes is not None:
-            return bind_in_lanes(equation, own.lanes, operands, self.mesh)
+            return bind_unreduced(equation, own.lanes, operands, self.mesh)
         return _jax.bind_kernel(equation.primitive, equation.params, operands)
 
-    def runs_on_parts(self, equation: Any) -> bool:
-        """Elsewhere than on CPUs and GPUs, XLA's random generator is not the one we know."""
+    def runs_on_shards(self, equation: Equation) -> bool:
+        """XLA's random generator is known on CPUs and GPUs only."""
         return equation.name != "random_bits" or self.platform in PHILOX_PLATFORMS
 
-    def on_parts(
-        self, equation: Any, own: EquationSharding, operands: list[Any], avals: list[Any]
+    def on_shards(
+        self,
+        equation: Equation,
+        own: EquationSharding,
+        operands: list[Any],
+        avals: list[ShapedArray],
     ) -> list[Any]:
-        """Bind an operator that XLA cannot split once on each device, to that one's parts. What
-        is partial along an axis is added up at once."""
+        """Bind an operator that XLA cannot split on each device, to its shards. Results that are
+        partial sums along an axis are reduced at once."""
         operand_layouts, result_layouts = own.local
         names = self.mesh.axis_names
         complete = [tuple(max(entry, WHOLE) for entry in layout) for layout in result_layouts]
-        moving = [o for o, operand in enumerate(equation.operands) if isinstance(operand, int)]
+        values = [o for o, operand in enumerate(equation.operands) if isinstance(operand, int)]
 
         if equation.name == "random_bits":
             return [self.random_bits(operands[0], equation.params, complete[0])]
 
-        def run(*parts: Any) -> list[Any]:
-            every = list(operands)
-            for position, part in zip(moving, parts, strict=True):
-                every[position] = part
+        def run(*shards: Any) -> list[Any]:
+            local = list(operands)
+            for position, shard in zip(values, shards, strict=True):
+                local[position] = shard
             shapes = [
-                _part_shape(aval.shape, layout, self.mesh.axis_sizes)
+                _shard_shape(aval.shape, layout, self.mesh.axis_sizes)
                 for aval, layout in zip(avals, complete, strict=True)
             ]
             params = _jax.params_on_parts(
-                equation.name, equation.params, [jax.numpy.shape(part) for part in every], shapes
+                equation.name, equation.params, [jax.numpy.shape(shard) for shard in local], shapes
             )
-            results = _jax.bind_kernel(equation.primitive, params, every)
+            results = _jax.bind_kernel(equation.primitive, params, local)
             for number, layout in enumerate(result_layouts):
                 axes = tuple(n for n, e in zip(names, layout, strict=True) if e == PARTIAL)
                 if axes:
@@ -200,8 +220,8 @@ class Writer:
                 for layout, array in zip(layouts, arrays, strict=True)
             ]
 
-        moved = [operands[position] for position in moving]
-        in_specs = specs([operand_layouts[position] for position in moving], moved)
+        arrays = [operands[position] for position in values]
+        in_specs = specs([operand_layouts[position] for position in values], arrays)
         bound = jax.shard_map(
             run,
             mesh=self.mesh,
@@ -209,21 +229,21 @@ class Writer:
             out_specs=specs(complete, avals),
             check_vma=False,
         )
-        return list(bound(*moved))
+        return list(bound(*arrays))
 
     def random_bits(self, key: Any, params: dict[str, Any], layout: Layout) -> Any:
-        """The bits of an rbg key, on each device those of its part."""
+        """The bits of an rbg key, on each device those of its shard."""
         shape, bit_width = params["shape"], params["bit_width"]
         sizes = dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
-        part = _part_shape(shape, layout, self.mesh.axis_sizes)
+        shard = _shard_shape(shape, layout, self.mesh.axis_sizes)
 
         def run(words: Any) -> Any:
             starts: list[Any] = [0] * len(shape)
             for name, dim in zip(self.mesh.axis_names, layout, strict=True):
                 if dim >= 0:
                     starts[dim] = starts[dim] * sizes[name] + jax.lax.axis_index(name)
-            starts = [start * size for start, size in zip(starts, part, strict=True)]
-            return philox_bits(words, shape, starts, part, bit_width)
+            starts = [start * size for start, size in zip(starts, shard, strict=True)]
+            return philox_bits(words, shape, starts, shard, bit_width)
 
         return jax.shard_map(
             run,
@@ -233,13 +253,13 @@ class Writer:
             check_vma=False,
         )(jax.random.key_data(key))
 
-    def scan(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+    def scan(self, equation: Equation, own: EquationSharding, operands: list[Any]) -> list[Any]:
         (body,), (sharding,) = equation.bodies, own.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         consts = operands[:num_consts]
         entering = sharding.inputs[num_consts : num_consts + num_carry]
         init = [
-            self.constrain(empty_lanes(array, layout, self.mesh), layout)
+            self.constrain(unreduced_zeros(array, layout, self.mesh), layout)
             for array, layout in zip(operands[num_consts:], entering, strict=False)
         ]
         xs = operands[num_consts + num_carry :]
@@ -257,13 +277,15 @@ class Writer:
             unroll=equation.params["unroll"],
         )
         stacks = [
-            # A stack of arrays with lanes has its lanes first again.
-            jnp.moveaxis(y, 0, len(lane_axes(chain[0] if chain else None)))
+            # The lanes of a stack of arrays come first again.
+            jnp.moveaxis(y, 0, len(partial_axes(chain[0] if chain else None)))
             for y, chain in zip(ys, own.results[num_carry:], strict=True)
         ]
         return [*carry, *stacks]
 
-    def while_loop(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+    def while_loop(
+        self, equation: Equation, own: EquationSharding, operands: list[Any]
+    ) -> list[Any]:
         (condition, body), (cond_sharding, body_sharding) = equation.bodies, own.bodies
         cond_consts = equation.params["cond_nconsts"]
         num_consts = cond_consts + equation.params["body_nconsts"]
@@ -280,14 +302,14 @@ class Writer:
                 new = [_where(running, n, old) for n, old in zip(new, carry, strict=True)]
             return new
 
-        # Under `jax.vmap` each loop of the batch has its own condition: all run until the last
-        # one ends, and those that have ended keep what they have.
+        # Under `jax.vmap` each loop of the batch has its own condition: all run until the last one
+        # ends, and finished ones keep their values.
         (goes,) = condition.outputs
         is_batched = isinstance(goes, int) and bool(condition.avals[goes].shape)
         init = operands[num_consts:]
         return list(jax.lax.while_loop(lambda carry: jax.numpy.any(goes_on(carry)), trip, init))
 
-    def cond(self, equation: Any, own: EquationSharding, operands: list[Any]) -> list[Any]:
+    def cond(self, equation: Equation, own: EquationSharding, operands: list[Any]) -> list[Any]:
         branches = [
             lambda *args, b=branch, s=sharding: self.run(b, s, args)
             for branch, sharding in zip(equation.bodies, own.bodies, strict=True)
@@ -295,12 +317,14 @@ class Writer:
         return list(jax.lax.switch(operands[0], branches, *operands[1:]))
 
 
-def _part_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    part = list(shape)
+def _shard_shape(
+    shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
+) -> tuple[int, ...]:
+    shard = list(shape)
     for entry, size in zip(layout, mesh_shape, strict=True):
         if entry >= 0:
-            part[entry] //= size
-    return tuple(part)
+            shard[entry] //= size
+    return tuple(shard)
 
 
 def _where(which: Any, new: Any, old: Any) -> Any:

@@ -1,21 +1,21 @@
-"""From strategies of graph nodes to layouts on the program: which operand goes where, and when.
+"""From layouts of graph nodes to layouts on the program: `ProgramSharding`.
 
-The program and the graph number values alike, so this walk follows the program and looks up each
-equation's node. The layout of a value is the one its producer was given; an operand that is needed
-otherwise gets a chain of layouts to pass through, the cheapest sequence of collectives. What a loop
-only reads is taken to its layout in front of the loop.
+Program and graph use the same numbers for values, so this walk follows the program and looks up
+each equation's node. A value has the layout that its producer was given; an operand that is needed
+in another one gets a chain of layouts to pass through, the cheapest sequence of collectives. A
+value that a loop only reads is resharded in front of the loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.ir.graph import OUTPUT, Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.program_sharding import (
     Chain,
     EquationSharding,
@@ -23,27 +23,22 @@ from autopar.ir.program_sharding import (
     Refetch,
     UnreducedAxes,
 )
-from autopar.ir.spec import PARTIAL, WHOLE, Layout, is_slice, num_shards
-
-BACKWARD = "backward"  # the region of the graph's nodes
-NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, NodeLayouts, is_slice, num_shards
+from autopar.lower.unreduced import partial_axes
+from autopar.tracer.regions import BACKWARD
 
 
 def assign_layouts(
-    program: Any,
+    program: Program,
     graph: Graph,
     layouts: Sequence[NodeLayouts],
     mesh: LogicalMesh,
     *,
     refetch: bool = False,
 ) -> ProgramSharding:
-    """`layouts[n]` are (operand layouts, result layouts) of node n. With `refetch`, the backward
-    pass gathers again what the forward pass gathered."""
+    """`layouts[n]`: (operand layouts, result layouts) of node n. With `refetch`, the backward pass
+    repeats the gathers of the forward pass."""
     return _Assigner(graph, layouts, mesh, refetch).top(program)
-
-
-def _partial_axes(layout: Layout) -> tuple[int, ...]:
-    return tuple(a for a, entry in enumerate(layout) if entry == PARTIAL)
 
 
 class _Assigner:
@@ -55,7 +50,7 @@ class _Assigner:
         self.mesh = mesh
         self.refetch = refetch
         self.made_backward: dict[int, None] = {}  # values of the program or body, in order
-        self.current: dict[int, Layout] = {}  # program value -> layout it lies in now
+        self.current: dict[int, Layout] = {}  # program value -> its layout
         self.nodes_of_equation: dict[int, list[int]] = {}
         for index, node in enumerate(graph.nodes):
             if node.equation is not None and node.kind is NodeKind.OP:
@@ -65,17 +60,17 @@ class _Assigner:
     # -- layouts
 
     def result_layout(self, value: int) -> Layout:
-        """The layout that the graph gives a value where it is made."""
+        """The layout in which the graph makes a value."""
         node, position = self.graph.producer[value]
         return self.layouts[node][1][position]
 
     def place(self, values: Sequence[int]) -> None:
-        """Values that are made here lie as their producer in the graph says."""
+        """Give values made here the layouts of their producers in the graph."""
         for value in values:
             self.current[value] = self.result_layout(value)
 
-    def chain(self, operand: Any, target: Layout, via: int | None = None) -> Chain:
-        """Layouts to take an operand through, to its target; `via` is the graph value that the
+    def chain(self, operand: Operand, target: Layout, via: int | None = None) -> Chain:
+        """The layouts that take an operand to its target; `via` is the graph value that the
         consumer reads, which may be a shared use of an input."""
         if not isinstance(operand, int):
             return ()
@@ -91,7 +86,7 @@ class _Assigner:
         return tuple(s for s in steps if self.is_explicit(operand, s))
 
     def is_explicit(self, value: int, layout: Layout) -> bool:
-        """Partial sums are left to the compiler, but for those that a loop adds up."""
+        """Partial sums are left to the compiler, except those that a loop adds up."""
         return PARTIAL not in layout or value in self.graph.unfinished
 
     def path(self, value: int, source: Layout, target: Layout) -> list[Layout]:
@@ -102,14 +97,14 @@ class _Assigner:
         table = reshard_table(self.mesh, info.shape, float(info.num_bytes), partial)
         steps = table.path(source, target)
         shards = [num_shards(s, self.mesh.shape) for s in (source, *steps)]
-        # Slices alone, or gathers alone, are one step to the compiler.
+        # The compiler does slices alone, or gathers alone, in one step.
         only_slices = all(b > a for a, b in pairwise(shards))
         only_gathers = all(b < a for a, b in pairwise(shards))
         return [target] if only_slices or only_gathers else steps
 
     # -- programs
 
-    def top(self, program: Any) -> ProgramSharding:
+    def top(self, program: Program) -> ProgramSharding:
         self.place(program.inputs)
         inputs = tuple(self.current[v] for v in program.inputs)
         equations = self.equations(program)
@@ -129,11 +124,11 @@ class _Assigner:
             outputs.append(self.chain(out, state.get(index, complete)))
         return ProgramSharding(inputs, equations, tuple(outputs))
 
-    def equations(self, program: Any) -> tuple[EquationSharding, ...]:
+    def equations(self, program: Program) -> tuple[EquationSharding, ...]:
         self.place([value for value, _ in program.captured])
         return tuple(self.equation(e) for e in program.equations)
 
-    def equation(self, equation: Any) -> EquationSharding:
+    def equation(self, equation: Equation) -> EquationSharding:
         index = self.num_equations
         self.num_equations += 1
         if equation.name == "scan":
@@ -160,33 +155,38 @@ class _Assigner:
             via, layout = next(needed)
             chains.append(self.chain(operand, layout, via))
             if self.refetch and backward:
-                refetched += self.fetched_again(equation, position, via, chains[-1])
+                refetched += self.refetch_operand(equation, position, via, chains[-1])
         self.place(equation.results)
         if backward:
             self.made_backward.update(dict.fromkeys(equation.results))
         return EquationSharding(
             tuple(chains),
             tuple(map(self.result_chain, equation.results)),
-            local=self.parts(equation, nodes[0]),
+            local=self.shard_layouts(equation, nodes[0]),
             refetched=tuple(refetched),
             lanes=self.lanes(equation, nodes),
         )
 
-    def parts(self, equation: Any, node: int) -> tuple[tuple[Layout, ...], ...]:
-        """The layouts of an operator that is bound to parts, where it is split at all."""
+    def shard_layouts(self, equation: Equation, node: int) -> tuple[tuple[Layout, ...], ...]:
+        """The layouts of an operator that is bound to shards, if it is split at all."""
         operands, results = self.layouts[node]
         if not self.graph.nodes[node].rule.local or all(
             max(layout, default=WHOLE) < 0 for layout in (*operands, *results)
         ):
             return ()
-        left, whole = iter(operands), (WHOLE,) * len(self.mesh.shape)
-        every = tuple(next(left) if isinstance(o, int) else whole for o in equation.operands)
-        return every, results
+        remaining, whole = iter(operands), (WHOLE,) * len(self.mesh.shape)
+        operands = tuple(
+            next(remaining) if isinstance(o, int) else whole for o in equation.operands
+        )
+        return operands, results
 
-    def fetched_again(self, equation: Any, position: int, via: int, chain: Chain) -> list[Refetch]:
-        """Whether an operand that the backward pass has from the forward pass, or from the
-        parameters, is brought here anew: if something is sent for it."""
+    def refetch_operand(
+        self, equation: Equation, position: int, via: int, chain: Chain
+    ) -> list[Refetch]:
+        """How the backward pass fetches an operand from the forward pass, or a parameter, again:
+        not at all if nothing is sent for it."""
         operand = equation.operands[position]
+        assert isinstance(operand, int)
         if self.graph.nodes[self.graph.producer[via][0]].region == BACKWARD:
             return []
         shared = self.result_layout(via)
@@ -201,39 +201,39 @@ class _Assigner:
         after = (beside or [next(reversed(self.made_backward), None)])[-1]
         return [] if after is None else [Refetch(position, num_shared, after)]
 
-    def lanes(self, equation: Any, nodes: Sequence[int]) -> UnreducedAxes | None:
-        """Partial sums that a loop adds up are data: see `UnreducedAxes`."""
-        axes = self.lane_axes(equation.results[0])
+    def lanes(self, equation: Equation, nodes: Sequence[int]) -> UnreducedAxes | None:
+        """The axes of partial sums that a loop adds up: see `UnreducedAxes`."""
+        axes = self.unreduced_axes(equation.results[0])
         if not axes:
             return None
         layouts = iter(layout for node in nodes for layout in self.layouts[node][0])
         operands = [next(layouts) if isinstance(o, int) else None for o in equation.operands]
         return UnreducedAxes(axes, tuple(operands))
 
-    def lane_axes(self, value: int) -> tuple[int, ...]:
-        """Mesh axes along which a value is kept as partial sums."""
-        return _partial_axes(self.current[value]) if value in self.graph.unfinished else ()
+    def unreduced_axes(self, value: int) -> tuple[int, ...]:
+        """Mesh axes along which a value stays a partial sum."""
+        return partial_axes(self.current[value]) if value in self.graph.unfinished else ()
 
     def result_chain(self, value: int) -> Chain:
-        """Layouts a result is taken through when it is made. Where partial sums are finished the
-        steps are spelled out: from the last one alone the partitioner may conclude that the op
-        should rather be computed otherwise. It may even compute it wrongly: a product with one
-        axis on its batch and the other on what it contracts, asked for a result that has the
-        second axis on the batch and the first elsewhere (JAX 0.10.2 and 0.12)."""
+        """Layouts that a new result is taken through. If partial sums are reduced, every step is
+        spelled out: given only the last one, the partitioner may compute the op in another way. It
+        may even compute it wrongly: a product with one axis on its batch and the other on a
+        contracted dimension, with a result that has the second axis on the batch and the first
+        elsewhere (JAX 0.10.2 and 0.12)."""
         target = self.current[value]
         node = self.graph.nodes[self.graph.producer[value][0]]
         if node.kind is NodeKind.FINISH:
             raw = self.result_layout(node.operands[0])
-            lanes = self.lane_axes(value)
-            steps = tuple(s for s in self.path(value, raw, target) if _partial_axes(s) == lanes)
+            lanes = self.unreduced_axes(value)
+            steps = tuple(s for s in self.path(value, raw, target) if partial_axes(s) == lanes)
             if steps:
                 return steps
         return (target,) if self.is_explicit(value, target) else ()
 
     # -- loops
 
-    def pass_into_loop(self, operand: Any, value: int) -> Chain:
-        """An operand that a loop only reads: it enters in the layout it has inside."""
+    def pass_into_loop(self, operand: Operand, value: int) -> Chain:
+        """The chain of an operand that a loop only reads: it enters in its layout inside."""
         if not isinstance(operand, int) or not self.graph.values[value].shape:
             self.current[value] = (WHOLE,) * len(self.mesh.shape)
             return ()
@@ -241,20 +241,20 @@ class _Assigner:
         node = self.graph.nodes[self.graph.producer[value][0]]
         return self.chain(operand, self.current[value], node.operands[0])
 
-    def body(self, program: Any, targets: Sequence[Layout | None]) -> ProgramSharding:
-        """A body whose inputs have their layouts already, and whose outputs go to the targets, or
-        stay where they are."""
+    def body(self, program: Program, targets: Sequence[Layout | None]) -> ProgramSharding:
+        """A body whose inputs have layouts already and whose outputs go to the targets (None: stay
+        as they are)."""
         inputs = tuple(self.current[v] for v in program.inputs)
-        around, self.made_backward = self.made_backward, {}
+        outer, self.made_backward = self.made_backward, {}
         equations = self.equations(program)
-        self.made_backward = around
+        self.made_backward = outer
         outputs = [
             () if target is None else self.chain(out, target)
             for out, target in zip(program.outputs, targets, strict=True)
         ]
         return ProgramSharding(inputs, equations, tuple(outputs))
 
-    def scan(self, equation: Any) -> EquationSharding:
+    def scan(self, equation: Equation) -> EquationSharding:
         (body,) = equation.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         first_x = num_consts + num_carry
@@ -266,11 +266,11 @@ class _Assigner:
                 chains.append(self.pass_into_loop(operand, value))
                 continue
             self.place([value])
-            if self.lane_axes(value):  # starts at zero, whatever the layout
+            if self.unreduced_axes(value):  # starts at zero, whatever the layout
                 chains.append(())
             elif position < first_x or not isinstance(operand, int):
                 chains.append(self.chain(operand, self.current[value]))
-            else:  # the stack is laid out outside; the body takes slices of it
+            else:  # the stack has a layout outside; the body takes slices of it
                 node = self.graph.producer[value][0]
                 stacked, via = self.layouts[node][0][0], self.graph.nodes[node].operands[0]
                 chains.append(self.chain(operand, stacked, via))
@@ -289,14 +289,14 @@ class _Assigner:
         return EquationSharding(tuple(chains), tuple(results), (inside,))
 
     def after_loop(self, result: int, carried: Layout) -> Chain:
-        """The layouts of a carry from its loop on; what was added up is finished there."""
+        """The layouts of a carry after its loop, where its sum is reduced."""
         self.current[result] = carried
         if result not in self.graph.producer:
             return (carried,)
         self.place([result])
         return (carried, *self.path(result, carried, self.current[result]))
 
-    def while_loop(self, equation: Any) -> EquationSharding:
+    def while_loop(self, equation: Equation) -> EquationSharding:
         condition, body = equation.bodies
         cond_consts = equation.params["cond_nconsts"]
         body_consts = equation.params["body_nconsts"]
@@ -316,11 +316,11 @@ class _Assigner:
         self.current.update(zip(equation.results, layouts, strict=True))
         return EquationSharding(tuple(chains), tuple((r,) for r in layouts), programs)
 
-    def cond(self, equation: Any) -> EquationSharding:
+    def cond(self, equation: Equation) -> EquationSharding:
         targets = [self.result_layout(r) for r in equation.results]
         programs = []
         for branch in equation.bodies:
-            # Operands enter as they are: only the branch that runs pays for another layout.
+            # Operands enter unchanged: only the branch that runs pays for another layout.
             for operand, value in zip(equation.operands[1:], branch.inputs, strict=True):
                 if isinstance(operand, int):
                     self.current[value] = self.current[operand]

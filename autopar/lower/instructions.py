@@ -1,9 +1,8 @@
-"""Instructions: from a `Pipeline` and a `Schedule` to the list that each mesh runs.
+"""From a `Pipeline` and a `Schedule` to `PipelinePrograms`: the instructions of each mesh.
 
-All stage programs are first put into one order in which they could run one after the other
-(`turns.py`). A buffer is sent right after the last stage program that writes it, and received later
-in that order. So no mesh ever waits for one that waits for it, however fast each goes through its
-own list.
+All runs of stage programs are first put into one order in which they could run one after the other
+(`linearize`). A buffer is sent right after the last run that writes it, and received later in that
+order. So no mesh ever waits for one that waits for it, however fast each works through its list.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from autopar.ir.pipeline import (
     Slot,
 )
 from autopar.ir.schedule import Schedule
-from autopar.lower.linearize import Turn, copied_refs, order_turns
+from autopar.lower.linearize import ScheduledRun, copied_refs, linearize
 
-START = -1  # the place in the order before the first turn
+START = -1  # the position before the first run
 
 
 def emit_programs(pipeline: Pipeline, schedule: Schedule) -> PipelinePrograms:
-    """The lists of all meshes. Copies that nothing reads are not made. An AssertionError means
-    that the pipeline was sliced wrongly, or that the schedule is not for it."""
+    """The instructions of all meshes, without copies that nothing reads. An AssertionError means
+    that the pipeline was sliced wrongly, or that the schedule is for another one."""
     assert schedule.stage_mesh == pipeline.stage_mesh, "the schedule is for other meshes"
     assert schedule.num_micro_batches == pipeline.num_micro_batches, "for other micro-batches"
-    turns = order_turns(pipeline, schedule)
-    drafts = _drafts(pipeline, turns, _moves(pipeline, turns, schedule.eager))
+    runs = linearize(pipeline, schedule)
+    drafts = _drafts(pipeline, runs, _moves(pipeline, runs, schedule.eager))
     last_uses = [_last_uses(draft) for draft in drafts]
-    kept = [_kept(pipeline, draft, mesh) for mesh, draft in enumerate(drafts)]
+    live_out = [_live_out(pipeline, draft, mesh) for mesh, draft in enumerate(drafts)]
     return PipelinePrograms(
         tuple(
-            _finished(pipeline, draft, mesh, last_uses[mesh], kept[mesh])
+            _with_frees(pipeline, draft, mesh, last_uses[mesh], live_out[mesh])
             for mesh, draft in enumerate(drafts)
         ),
-        _donated(pipeline, drafts, last_uses, kept),
+        _donated(pipeline, drafts, last_uses, live_out),
     )
 
 
@@ -57,27 +56,26 @@ def _slot(place: Place) -> Slot:
 
 
 class _Move(NamedTuple):
-    """A copy of one buffer: sent right after the turn `sent_after`, received right before the turn
-    `received` or else after it. `hops` counts the copies of which it is a copy."""
+    """A copy of one buffer: sent right after the run `sent_after`, received right before or after
+    the run `received`. `hops`: the number of earlier copies on its way."""
 
     transfer: int
     source: Slot
     target: Slot
     sent_after: int
     received: int
-    before_turn: bool
+    before_run: bool
     hops: int
 
 
-def _moves(pipeline: Pipeline, turns: Sequence[Turn], eager: bool) -> list[_Move]:
-    """A copy is received right before its first use; but after the clock in which it was sent if
-    the schedule is eager and it belongs to a micro-batch's turn, or if it is sent on from
-    there."""
+def _moves(pipeline: Pipeline, runs: Sequence[ScheduledRun], eager: bool) -> list[_Move]:
+    """A copy is received right before its first use. It is received after the clock in which it was
+    sent if the schedule is eager and a micro-batch's run wrote it, or if it is sent on."""
     complete = {_slot(place): START for place in pipeline.inputs}
     first_read: dict[Slot, int] = {}
-    for place, turn in enumerate(turns):
-        complete.update(dict.fromkeys(turn.writes, place))
-        for slot in turn.reads:
+    for place, run in enumerate(runs):
+        complete.update(dict.fromkeys(run.writes, place))
+        for slot in run.reads:
             first_read.setdefault(slot, place)
     copies: dict[Slot, tuple[int, Slot]] = {}
     for number, transfer in enumerate(pipeline.transfers):
@@ -106,15 +104,15 @@ def _moves(pipeline: Pipeline, turns: Sequence[Turn], eager: bool) -> list[_Move
             assert source in copies, f"{source} is sent, but nothing writes it"
             previous = move_to(source, hops_left - 1)
             sent_after, hops = previous.received, previous.hops + 1
-        clock_end = START if sent_after == START else turns[sent_after].clock_end
-        read = first_read.get(target, len(turns))
-        assert sent_after < read, f"{target} is read in turn {read}, but sent after {sent_after}"
-        ahead = eager and sent_after != START and turns[sent_after].micro_batch is not None
-        if ahead or target in handed_on or read == len(turns):
-            received, before_turn = clock_end, False
+        clock_end = START if sent_after == START else runs[sent_after].clock_end
+        read = first_read.get(target, len(runs))
+        assert sent_after < read, f"{target} is read in run {read}, but sent after {sent_after}"
+        ahead = eager and sent_after != START and runs[sent_after].micro_batch is not None
+        if ahead or target in handed_on or read == len(runs):
+            received, before_run = clock_end, False
         else:
-            received, before_turn = read, True
-        moves[target] = _Move(number, source, target, sent_after, received, before_turn, hops)
+            received, before_run = read, True
+        moves[target] = _Move(number, source, target, sent_after, received, before_run, hops)
         return moves[target]
 
     return [move_to(target) for target in copies if target in wanted or target in handed_on]
@@ -142,23 +140,25 @@ class _Draft(NamedTuple):
         return tuple(self.numbers[slot] for slot in slots)
 
 
-def _drafts(pipeline: Pipeline, turns: Sequence[Turn], moves: Sequence[_Move]) -> list[_Draft]:
+def _drafts(
+    pipeline: Pipeline, runs: Sequence[ScheduledRun], moves: Sequence[_Move]
+) -> list[_Draft]:
     drafts = [_Draft([], {}) for _ in range(pipeline.num_meshes)]
     draft_of = [drafts[mesh] for mesh in pipeline.stage_mesh]
     for place in pipeline.inputs:
         draft_of[place.stage].new([_slot(place)])
     before, after = _grouped(moves)
-    for now in range(START, len(turns)):
+    for now in range(START, len(runs)):
         for tag, group in before[now]:
             _receive(pipeline, draft_of, tag, group)
         if now != START:
-            turn = turns[now]
-            draft = draft_of[pipeline.stage_programs[turn.stage_program].stage]
-            reads = draft.known(turn.reads)
-            in_place = set(turn.reads)
-            draft.new([slot for slot in turn.writes if slot not in in_place])
-            run = Run(turn.stage_program, turn.micro_batch, reads, draft.known(turn.writes))
-            draft.instructions.append(run)
+            run = runs[now]
+            draft = draft_of[pipeline.stage_programs[run.stage_program].stage]
+            reads = draft.known(run.reads)
+            in_place = set(run.reads)
+            draft.new([slot for slot in run.writes if slot not in in_place])
+            writes = draft.known(run.writes)
+            draft.instructions.append(Run(run.stage_program, run.micro_batch, reads, writes))
         for _, is_recv, tag, group in after[now]:
             (_receive if is_recv else _send)(pipeline, draft_of, tag, group)
     return drafts
@@ -169,12 +169,12 @@ _After = dict[int, list[tuple[int, bool, int, list[_Move]]]]
 
 
 def _grouped(moves: Sequence[_Move]) -> tuple[_Before, _After]:
-    """Moves that are sent and received together, under one tag: (tag, moves) before each turn, and
+    """Moves that are sent and received together, under one tag: (tag, moves) before each run, and
     (hops, whether it is received, tag, moves) after it."""
     groups: dict[tuple, list[_Move]] = defaultdict(list)
     for move in moves:
         stages = move.source.stage, move.target.stage
-        when = move.sent_after, move.hops, move.received, move.before_turn
+        when = move.sent_after, move.hops, move.received, move.before_run
         groups[when, stages, move.source.ref.micro_batch].append(move)
     before: _Before = defaultdict(list)
     after: _After = defaultdict(list)
@@ -182,7 +182,7 @@ def _grouped(moves: Sequence[_Move]) -> tuple[_Before, _After]:
     for tag, group in enumerate(in_order):
         move = group[0]
         after[move.sent_after].append((move.hops, False, tag, group))
-        if move.before_turn:
+        if move.before_run:
             before[move.received].append((tag, group))
         else:
             after[move.received].append((move.hops, True, tag, group))
@@ -207,11 +207,11 @@ def _receive(pipeline: Pipeline, draft_of: list[_Draft], tag: int, group: list[_
     draft.instructions.append(Recv(buffers, transfers, micro_batch, from_mesh, tag))
 
 
-# -- what is freed, and what may be used up
+# -- which buffers are freed, and which are donated
 
 
 def _last_uses(draft: _Draft) -> dict[int, int]:
-    """Per buffer, the instruction after which nothing needs it."""
+    """{buffer: the instruction after which nothing needs it}."""
     last: dict[int, int] = {}
     for position, instruction in enumerate(draft.instructions):
         match instruction:
@@ -222,16 +222,16 @@ def _last_uses(draft: _Draft) -> dict[int, int]:
     return last
 
 
-def _kept(pipeline: Pipeline, draft: _Draft, mesh: int) -> set[int]:
-    """Buffers that are not freed: results, and arguments that stay the caller's."""
+def _live_out(pipeline: Pipeline, draft: _Draft, mesh: int) -> set[int]:
+    """Buffers that are not freed: results, and arguments that were not donated."""
     places = [p for n, p in enumerate(pipeline.inputs) if n not in pipeline.donated]
     places += pipeline.outputs
     slots = [_slot(p) for p in places if pipeline.stage_mesh[p.stage] == mesh]
     return set(draft.known(slots))
 
 
-def _finished(
-    pipeline: Pipeline, draft: _Draft, mesh: int, last_use: dict[int, int], kept: set[int]
+def _with_frees(
+    pipeline: Pipeline, draft: _Draft, mesh: int, last_use: dict[int, int], live_out: set[int]
 ) -> MeshProgram:
     def buffers(places: Sequence[Place]) -> tuple[tuple[int, int], ...]:
         return tuple(
@@ -243,7 +243,7 @@ def _finished(
     inputs = buffers(pipeline.inputs)
     freed_after: dict[int, list[int]] = defaultdict(list)
     for buffer in draft.numbers.values():
-        if buffer not in kept:
+        if buffer not in live_out:
             freed_after[last_use.get(buffer, START)].append(buffer)
     instructions: list[Instruction] = []
     for position in range(START, len(draft.instructions)):
@@ -258,19 +258,18 @@ def _donated(
     pipeline: Pipeline,
     drafts: Sequence[_Draft],
     last_uses: Sequence[dict[int, int]],
-    kept: Sequence[set[int]],
+    live_out: Sequence[set[int]],
 ) -> tuple[tuple[int, ...], ...]:
-    """Per stage program, the positions of its reads that are updated in place, or that none of its
-    runs leaves anyone to read."""
+    """Per stage program, the positions of reads that it updates in place, or that nothing reads
+    after any of its runs."""
     donated = [set(range(len(stage_program.reads))) for stage_program in pipeline.stage_programs]
-    for draft, last_use, its_kept in zip(drafts, last_uses, kept, strict=True):
+    for draft, last_use, needed in zip(drafts, last_uses, live_out, strict=True):
         for position, instruction in enumerate(draft.instructions):
             if isinstance(instruction, Run):
                 in_place = set(instruction.writes)
                 donated[instruction.stage_program] -= {
                     n
                     for n, buffer in enumerate(instruction.reads)
-                    if buffer not in in_place
-                    and (buffer in its_kept or last_use[buffer] != position)
+                    if buffer not in in_place and (buffer in needed or last_use[buffer] != position)
                 }
     return tuple(tuple(sorted(positions)) for positions in donated)

@@ -1,8 +1,7 @@
-"""From a `Pipeline` and a `Schedule` to one order in which all stage programs could run.
+"""From a `Pipeline` and a `Schedule` to one sequential order of all runs: `ScheduledRun`s.
 
-First PREPARE stage programs, then the tasks of the schedule clock by clock, then UPDATE stage
-programs. Stage programs that run once come after those that they wait for, on whatever stage these
-are.
+First come PREPARE stage programs, then the tasks of the schedule clock by clock, then UPDATE stage
+programs. Stage programs that run once per step come after those that they wait for, on any stage.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from autopar.ir.pipeline import EACH, PER_MICRO_BATCH, Phase, Pipeline, Ref, Slo
 from autopar.ir.schedule import Schedule
 
 
-class Turn(NamedTuple):
-    """A run of a stage program. `clock_end` is the place in the order of the last turn in its
-    clock."""
+class ScheduledRun(NamedTuple):
+    """A run of a stage program; `clock_end` is the position of the last run in its clock."""
 
     stage_program: int
     micro_batch: int | None
@@ -26,7 +24,7 @@ class Turn(NamedTuple):
     clock_end: int
 
 
-def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
+def linearize(pipeline: Pipeline, schedule: Schedule) -> list[ScheduledRun]:
     stage_programs_of: dict[tuple[Phase, int], list[int]] = defaultdict(list)
     for p in sorted(
         range(len(pipeline.stage_programs)), key=lambda p: pipeline.stage_programs[p].part
@@ -34,7 +32,7 @@ def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
         stage_programs_of[
             pipeline.stage_programs[p].phase, pipeline.stage_programs[p].stage
         ].append(p)
-    # The gradients of weights follow the rest where they have no tasks of their own.
+    # The gradients of weights follow the backward pass unless they have their own tasks.
     has_weights = any(t and t.phase is Phase.WEIGHTS for clock in schedule.clocks for t in clock)
     followed_by = {} if has_weights else {Phase.BACKWARD: Phase.WEIGHTS}
     clocks: list[Sequence[tuple[int, int | None]]] = []
@@ -52,34 +50,34 @@ def order_turns(pipeline: Pipeline, schedule: Schedule) -> list[Turn]:
             ]
         )
     clocks += [[(p, None)] for p in _by_need(pipeline, Phase.UPDATE)]
-    turns: list[Turn] = []
+    runs: list[ScheduledRun] = []
     for clock in clocks:
-        clock_end = len(turns) + len(clock) - 1
-        turns += [_turn(pipeline, p, micro_batch, clock_end) for p, micro_batch in clock]
-    left_out = set(range(len(pipeline.stage_programs))) - {turn.stage_program for turn in turns}
+        clock_end = len(runs) + len(clock) - 1
+        runs += [_run(pipeline, p, micro_batch, clock_end) for p, micro_batch in clock]
+    left_out = set(range(len(pipeline.stage_programs))) - {run.stage_program for run in runs}
     assert not left_out, (
         f"schedule {schedule.name!r} does not run stage programs {sorted(left_out)}"
     )
-    return turns
+    return runs
 
 
 def copied_refs(pipeline: Pipeline, ref: Ref) -> list[Ref]:
-    """What a transfer of that ref copies: one buffer, or one for every micro-batch."""
+    """The buffers that a transfer of this ref copies: one, or one for every micro-batch."""
     if ref.micro_batch != EACH:
         return [ref]
     return [ref.of(micro_batch) for micro_batch in range(pipeline.num_micro_batches)]
 
 
-def _turn(pipeline: Pipeline, p: int, micro_batch: int | None, clock_end: int) -> Turn:
+def _run(pipeline: Pipeline, p: int, micro_batch: int | None, clock_end: int) -> ScheduledRun:
     stage_program = pipeline.stage_programs[p]
     reads = slots_of(stage_program.stage, stage_program.reads, micro_batch)
     writes = slots_of(stage_program.stage, stage_program.writes, micro_batch)
-    return Turn(p, micro_batch, reads, writes, clock_end)
+    return ScheduledRun(p, micro_batch, reads, writes, clock_end)
 
 
 def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
-    """Stage programs of a phase that is run once, each after those that it waits for: the lower
-    parts of its stage, and the stage programs of other stages that write what is sent to it."""
+    """The stage programs of a phase that runs once per step, each after those that it waits for:
+    the lower parts of its stage, and stage programs of other stages that write what it receives."""
     stage_programs = pipeline.stage_programs
     left = [p for p, stage_program in enumerate(stage_programs) if stage_program.phase is phase]
     left.sort(key=lambda p: (stage_programs[p].part, stage_programs[p].stage))
@@ -94,8 +92,8 @@ def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
             writers[Slot(stage_programs[p].stage, ref)].append(p)
     awaited: dict[int, set[int]] = {}
     for p in left:
-        own = [q for q in left if stage_programs[q].stage == stage_programs[p].stage]
-        awaited[p] = {q for q in own if stage_programs[q].part < stage_programs[p].part}
+        same_stage = [q for q in left if stage_programs[q].stage == stage_programs[p].stage]
+        awaited[p] = {q for q in same_stage if stage_programs[q].part < stage_programs[p].part}
         for ref in stage_programs[p].reads:
             slot = sources.get(Slot(stage_programs[p].stage, ref))
             for _ in range(pipeline.num_stages):
@@ -103,7 +101,7 @@ def _by_need(pipeline: Pipeline, phase: Phase) -> Iterator[int]:
                     awaited[p].update(writers[slot])
                     slot = sources.get(slot)
     while left:
-        found = next((p for p in left if awaited[p].isdisjoint(left)), None)
-        assert found is not None, f"{phase} stage programs {left} wait for each other"
-        left.remove(found)
-        yield found
+        ready = next((p for p in left if awaited[p].isdisjoint(left)), None)
+        assert ready is not None, f"{phase} stage programs {left} wait for each other"
+        left.remove(ready)
+        yield ready

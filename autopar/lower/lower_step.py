@@ -26,7 +26,7 @@ from autopar.lower.instructions import emit_programs
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import cut_into_stage_programs, stage_program_function
-from autopar.lower.unreduced import AnyMesh, lane_axes, with_lanes
+from autopar.lower.unreduced import AnyMesh, partial_axes, unreduced_layout
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) 
     for (stage, value), layout in staged.layouts.items():
         mesh, aval = meshes[stage], sliced.program.avals[value]
         layout = (-1,) * len(mesh.axis_names) if layout is None else layout
-        lanes = [mesh.axis_sizes[axis] for axis in lane_axes(layout)]
+        lanes = [mesh.axis_sizes[axis] for axis in partial_axes(layout)]
         shape = (*lanes, *getattr(aval, "shape", ()))
-        spec = to_partition_spec(with_lanes(layout), len(shape), mesh.axis_names)
+        spec = to_partition_spec(unreduced_layout(layout), len(shape), mesh.axis_names)
         buffers[stage, value] = _buffer(shape, aval, NamedSharding(mesh, spec))
     functions = [
         stage_program_function(body, meshes[body.stage_program.stage], platform)

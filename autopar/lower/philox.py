@@ -1,9 +1,9 @@
-"""Part of an array of random bits of `rbg` keys: from a key and the part's place to its bits.
+"""A shard of the random bits of an `rbg` key: from the key and the shard's position to its bits.
 
-XLA draws the bits of such keys by one `rng_bit_generator`, which it cannot split: every device
+XLA draws the bits of such keys with one `rng_bit_generator`, which it cannot split: every device
 would draw the whole array and keep its slice. On CPUs and GPUs the generator is Philox-4x32-10, a
-hash of a 128-bit counter: four words of 32 bits for each count, in the order of the array. Any part
-can thus be had by itself, and is the same bit for bit.
+hash of a 128-bit counter: four words of 32 bits for each count, in the order of the array. So any
+shard can be drawn by itself, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LOW_HALF = 0xFFFF
 def philox_bits(
     words: Any, shape: Sequence[int], starts: Sequence[Any], part: Sequence[int], bit_width: int
 ) -> Any:
-    """The part, of the given shape and beginning at `starts`, of the bits of a key (four words) in
-    an array of `shape`."""
+    """The bits of a key (four words) in an array of `shape`: its shard of shape `part` that begins
+    at `starts`."""
     per_count = 2 if bit_width == 64 else 4
     if part and shape[-1] % per_count == 0 and part[-1] % per_count == 0:
         counts = [*shape[:-1], shape[-1] // per_count]
-        own = [*part[:-1], part[-1] // per_count]
+        part_counts = [*part[:-1], part[-1] // per_count]
         first = [*starts[:-1], starts[-1] // per_count] if starts else []
-        drawn = _hashed(words, _position(counts, first, own))
+        drawn = _hashed(words, _position(counts, first, part_counts))
         stacked = jnp.stack(_elements(drawn, bit_width), axis=-1)
         return stacked.reshape(tuple(part))
-    # Rows begin within the words of a count: hash for each element, and take its own word.
+    # Rows begin within the words of a count: hash for each element, and select its word.
     low, high = _position(shape, starts, part)
     shift = per_count.bit_length() - 1
     count = (low >> shift) | (high << (32 - shift)), high >> shift
@@ -44,7 +44,7 @@ def philox_bits(
 
 
 def _position(shape: Sequence[int], starts: Sequence[Any], part: Sequence[int]) -> tuple[Any, Any]:
-    """The place of every element of a part in the whole array, as two words, the low one first."""
+    """The position of every element of a shard in the whole array, as (low word, high word)."""
     low, high = (jnp.zeros(tuple(part), jnp.uint32) for _ in range(2))
     for dim, size in enumerate(shape):
         at = lax.broadcasted_iota(jnp.uint32, tuple(part), dim)
@@ -56,7 +56,7 @@ def _position(shape: Sequence[int], starts: Sequence[Any], part: Sequence[int]) 
 
 
 def _hashed(words: Any, count: tuple[Any, Any]) -> list[Any]:
-    """Four words for each count. The key is the upper half of the counter too."""
+    """Four words for each count. The key is also the upper half of the counter."""
     key = [words[0], words[1]]
     low = words[2] + count[0]
     carry = (low < count[0]).astype(jnp.uint32)
@@ -76,7 +76,7 @@ def _hashed(words: Any, count: tuple[Any, Any]) -> list[Any]:
 
 
 def _multiplied(a: Any, b: int) -> tuple[Any, Any]:
-    """The 64 bits of a product of words, in two words, the high one first."""
+    """The 64 bits of a product of words, as (high word, low word)."""
     b_high, b_low = jnp.uint32(b >> 16), jnp.uint32(b & _LOW_HALF)
     a_high, a_low = a >> 16, a & _LOW_HALF
     cross, other = a_low * b_high, a_high * b_low

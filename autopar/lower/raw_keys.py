@@ -1,6 +1,6 @@
-"""Programs on plain numbers: random keys go in and come out as their data.
+"""Programs on plain numbers: from a function on arrays to one whose random keys are their data.
 
-Transports, channels and checkpoints then know numbers only.
+Transports, channels and checkpoints then need to handle numbers only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar import _jax
 
 @lru_cache(maxsize=64)
 def _data_of(dtype: Any) -> jax.ShapeDtypeStruct:
-    """The data of one key."""
+    """The type of one key's data."""
     impl = _jax.key_implementation(dtype)
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
 def raw_type(buffer: Any) -> jax.ShapeDtypeStruct:
-    """The type of what holds a buffer, with its sharding if it has one."""
+    """The type of a buffer's data, with its sharding if it has one."""
     sharding = getattr(buffer, "sharding", None)
     if not _jax.is_extended_dtype(buffer.dtype):
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=sharding)
@@ -35,7 +35,7 @@ def raw_type(buffer: Any) -> jax.ShapeDtypeStruct:
 def on_raw_keys(
     function: Callable[..., Sequence[Any]], reads: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """The same function, where `reads` are the types it takes."""
+    """The function on raw data; `reads` are the types of its arguments."""
     impls = [
         _jax.key_implementation(read.dtype) if _jax.is_extended_dtype(read.dtype) else None
         for read in reads

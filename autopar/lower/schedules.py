@@ -1,10 +1,10 @@
-"""Schedules: from a name, stages and micro-batches to a table of clocks × meshes (`Schedule`).
+"""Schedules: from a name, stages and micro-batches to a `Schedule`, a table of clocks × meshes.
 
 One list scheduler makes all of them. In every clock each mesh takes the first task in its order of
-preference that is ready: whatever it waits for ran in an earlier clock, and no more micro-batches
-are in flight than the schedule allows. Schedules differ in the preference and in that bound alone.
-Each phase of a stage takes the micro-batches in order, so that sums over them are the same in all
-schedules.
+preference that is ready: the tasks that it waits for ran in earlier clocks, and no more
+micro-batches are in flight than the schedule allows. Schedules differ only in the preference and in
+that bound. Each phase of a stage takes the micro-batches in order, so sums over them are the same
+in all schedules.
 
 With b stages on as many meshes, m micro-batches, and every task one clock:
 
@@ -17,14 +17,13 @@ With b stages on as many meshes, m micro-batches, and every task one clock:
 | inference   | F       | 1                    | m + b − 1 |
 
 1f1b_eager fills the time of transfers with more forward passes (Zhuang et al., 2022). zero_bubble
-fills the time of waiting with gradients of weights (Qi et al., 2023); there a micro-batch is in
-flight until these are done, and each stage keeps to the bound of 1f1b.
+fills waiting time with gradients of weights (Qi et al., 2023); there a micro-batch is in flight
+until these are done, and each stage keeps to the bound of 1f1b.
 
 interleaved_1f1b puts v stages on each of M meshes, stage k on mesh k mod M (Narayanan et al.,
-2021), and has each mesh run its tasks in a fixed order: micro-batches go in groups of M or more,
-and a mesh runs its first stage for the whole group, then its next one. That takes 2(v·m + M − 1)
-clocks, each 1/v as long, if there are M micro-batches or more. With one stage on each mesh it is
-1f1b.
+2021), and each mesh runs its tasks in a fixed order: micro-batches go in groups of M or more, and a
+mesh runs its first stage for the whole group, then its next one. That takes 2(v·m + M − 1) clocks,
+each 1/v as long, with M or more micro-batches. With one stage on each mesh it is 1f1b.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def make_schedule(
     stage_mesh: Sequence[int] | None = None,
     num_meshes: int | None = None,
 ) -> Schedule:
-    """The schedule of that name. Every stage has its own mesh unless `stage_mesh` gives the mesh
-    of each, or `num_meshes` their number: then stage k is on mesh k mod `num_meshes`."""
+    """The schedule of that name. Every stage has its own mesh unless `stage_mesh` gives the mesh of
+    each, or `num_meshes` their number; then stage k is on mesh k mod `num_meshes`."""
     _check_name(name)
     for argument, given in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
         if given < 1:
@@ -82,8 +81,8 @@ def in_flight_bound(
     *,
     num_meshes: int | None = None,
 ) -> int:
-    """How many micro-batches a stage keeps at most, without making the schedule. `num_meshes`
-    matters to interleaved_1f1b alone, of which the order of one mesh is looked through."""
+    """The maximum number of micro-batches in flight on a stage, without making the schedule. Only
+    interleaved_1f1b depends on `num_meshes`; the order of tasks on one mesh gives its bound."""
     _check_name(name)
     num_meshes = num_meshes or num_stages
     if name == "gpipe":
@@ -94,30 +93,30 @@ def in_flight_bound(
         return min(num_micro_batches, 2 * (num_stages - stage) - 1)
     if _is_interleaved(name, num_stages, num_meshes):
         line = _interleaved_line(stage % num_meshes, num_stages, num_meshes, num_micro_batches)
-        return _most_kept(line, num_stages, BACKWARD)[stage]
+        return _max_in_flight(line, num_stages, BACKWARD)[stage]
     return min(num_micro_batches, num_stages - stage)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most micro-batches that it keeps at a time: from the clock of their forward
-    pass to that of their last phase, both included."""
+    """Per stage, the maximum number of micro-batches in flight: from the clock of their forward
+    pass to that of their last phase, inclusive."""
     tasks = (task for clock in schedule.clocks for task in clock if task)
-    return _most_kept(tasks, len(schedule.stage_mesh), _phases(schedule.name)[-1])
+    return _max_in_flight(tasks, len(schedule.stage_mesh), _phases(schedule.name)[-1])
 
 
-def _most_kept(tasks: Iterable[Task], num_stages: int, last_phase: Phase) -> tuple[int, ...]:
-    kept = [0] * num_stages
-    most = list(kept)
+def _max_in_flight(tasks: Iterable[Task], num_stages: int, last_phase: Phase) -> tuple[int, ...]:
+    in_flight = [0] * num_stages
+    maximum = list(in_flight)
     for task in tasks:
-        kept[task.stage] += task.phase is FORWARD
-        most[task.stage] = max(most[task.stage], kept[task.stage])
-        kept[task.stage] -= task.phase is last_phase
-    return tuple(most)
+        in_flight[task.stage] += task.phase is FORWARD
+        maximum[task.stage] = max(maximum[task.stage], in_flight[task.stage])
+        in_flight[task.stage] -= task.phase is last_phase
+    return tuple(maximum)
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raises AssertionError, with the clock and the task, unless everything is run once, on its
-    mesh, after all that it waits for."""
+    """Raises AssertionError, with the clock and the task, unless every task runs once, on its mesh,
+    after the tasks that it waits for."""
     phases = _phases(schedule.name)
     num_stages, num_meshes = len(schedule.stage_mesh), max(schedule.stage_mesh) + 1
     before_update = {
@@ -145,7 +144,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def _phases(name: str) -> tuple[Phase, ...]:
-    """The phases of every micro-batch, in order; after the last nothing of it is kept."""
+    """The phases of every micro-batch, in order; after the last it is no longer in flight."""
     return tuple(phase for phase in PER_MICRO_BATCH if phase in _PREFERENCE[name])
 
 
@@ -159,7 +158,7 @@ def _is_interleaved(name: str, num_stages: int, num_meshes: int) -> bool:
 def _check_name(name: str) -> None:
     if name not in SCHEDULES:
         known = ", ".join(map(repr, SCHEDULES))
-        raise ArgumentError(f"schedule is {shortened(name)}; it can be one of {known}.")
+        raise ArgumentError(f"unknown schedule {shortened(name)}; choose from {known}.")
 
 
 def _meshes(
@@ -218,11 +217,11 @@ def _scheduled(
         in_flight_bound(name, num_stages, num_micro_batches, stage, num_meshes=num_meshes)
         for stage in range(num_stages)
     ]
-    kept = [0] * num_stages
+    num_in_flight = [0] * num_stages
     done: set[Task] = set()
 
     def is_ready(task: Task) -> bool:
-        if task.phase is FORWARD and kept[task.stage] >= bounds[task.stage]:
+        if task.phase is FORWARD and num_in_flight[task.stage] >= bounds[task.stage]:
             return False
         return all(other in done for other in _waits_for(task, num_stages))
 
@@ -231,15 +230,15 @@ def _scheduled(
         clock = tuple(_take_first(choices, is_ready) for choices in waiting)
         assert any(clock), f"schedule {name!r} is stuck after {len(clocks)} clocks"
         for task in filter(None, clock):
-            kept[task.stage] += (task.phase is FORWARD) - (task.phase is phases[-1])
+            num_in_flight[task.stage] += (task.phase is FORWARD) - (task.phase is phases[-1])
         done.update(filter(None, clock))
         clocks.append(clock)
     return clocks
 
 
 def _take_first(choices: list[list[Line]], is_ready: Callable[[Task], bool]) -> Task | None:
-    """Takes the task to run off its line: from the lines that are preferred, the one of the
-    earliest micro-batch."""
+    """Removes and returns the task to run: the one with the earliest micro-batch in the most
+    preferred lines that have a ready task."""
     for lines in choices:
         ready = [line for line in lines if line and is_ready(line[0])]
         if ready:
@@ -258,9 +257,9 @@ def _lines_of(
 
 
 def _interleaved_line(mesh: int, num_stages: int, num_meshes: int, num_micro_batches: int) -> Line:
-    """All tasks of a mesh: as many forward passes as keep it at work until the first micro-batch
-    comes back, then backward and forward passes by turns. Groups are of num_meshes micro-batches;
-    what remains is shared out among them, since a smaller group would be waited for."""
+    """All tasks of a mesh: enough forward passes to keep it busy until the first micro-batch comes
+    back, then alternating backward and forward passes. Groups have num_meshes micro-batches; the
+    remainder is distributed among them, since others would wait for a smaller group."""
     num_groups = max(1, num_micro_batches // num_meshes)
     cuts = [k * num_micro_batches // num_groups for k in range(num_groups + 1)]
     stages = range(mesh, num_stages, num_meshes)
@@ -276,12 +275,12 @@ def _interleaved_line(mesh: int, num_stages: int, num_meshes: int, num_micro_bat
     forward, backward = in_groups(FORWARD, stages), in_groups(BACKWARD, stages[::-1])
     group_size = max(end - start for start, end in pairwise(cuts))
     ahead = 2 * (num_meshes - mesh - 1) + (len(stages) - 1) * group_size
-    by_turns = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
-    return deque([*forward[:ahead], *by_turns, *backward[len(forward[ahead:]) :]])
+    alternating = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
+    return deque([*forward[:ahead], *alternating, *backward[len(forward[ahead:]) :]])
 
 
 def _updates(stage_mesh: tuple[int, ...]) -> list[tuple[Task | None, ...]]:
-    """As many clocks as a mesh has stages; the last one is full."""
+    """The clocks of the update, as many as a mesh has stages at most; the last one is full."""
     num_meshes = max(stage_mesh) + 1
     of_mesh = [[s for s, r in enumerate(stage_mesh) if r == mesh] for mesh in range(num_meshes)]
     length = max(map(len, of_mesh))

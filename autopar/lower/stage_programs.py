@@ -1,11 +1,11 @@
-"""From the steps of all stages and their shardings to stage programs: what each mesh runs.
+"""From the steps of all stages and their shardings to `StagePrograms`: what each mesh runs.
 
-A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue is the stage
-program that prepares the loop: it brings what the loop only reads to the layout it has there, cuts
-the batch into micro-batches and sets sums to zero. The loop's body becomes a forward and a backward
-stage program (and one for the gradients of weights, where a schedule wants them apart), its
-epilogue the update. What one stage program makes and another reads lies in a buffer, in the layout
-that its maker gave it.
+A stage's step (`rewrite.stage_slices`) is cut along its equations. Its prologue becomes the stage
+program that prepares the loop: it brings the values that the loop only reads to their layout there,
+splits the batch into micro-batches and sets sums to zero. The loop's body becomes a forward and a
+backward stage program (and one for the gradients of weights, if a schedule separates them), its
+epilogue the update. Values that one stage program makes and another reads are in buffers, in the
+layout that their maker gave them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.pipeline import EACH, Phase, Pipeline, Place, Ref, StageProgram, Transfer
-from autopar.ir.program import values_in
+from autopar.ir.program import Equation, Operand, values_in
 from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import Layout
 from autopar.lower.annotate import Writer
 from autopar.lower.unreduced import AnyMesh
+from autopar.rewrite.stage_slices import StageSlice
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How buffers become a value of a stage program's program: rows of all micro-batches are
-    stacked; then it is taken through a chain of layouts."""
+    """How buffers become a value in a stage program: rows of all micro-batches are stacked, and the
+    value is taken through a chain of layouts."""
 
     refs: tuple[Ref, ...]
     value: int
@@ -39,11 +41,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a value becomes buffers: taken through a chain, then cut into micro-batches, or replaced
-    by zeros that have lanes for its partial sums."""
+    """How a value becomes buffers: taken through a chain, then split into micro-batches, or
+    replaced by zeros with lanes for its partial sums."""
 
     refs: tuple[Ref, ...]
-    operand: Any
+    operand: Operand
     chain: Chain
     layout: Layout | None
     is_stack: bool = False
@@ -52,22 +54,21 @@ class Exit:
 
 @dataclass(frozen=True)
 class StageProgramBody:
-    """A stage program with what it computes: equations of its stage's program, with their
-    shardings."""
+    """A stage program with its equations and their shardings."""
 
     stage_program: StageProgram
     entries: tuple[Entry, ...]
     exits: tuple[Exit, ...]
-    equations: tuple[Any, ...]
+    equations: tuple[Equation, ...]
     shardings: tuple[EquationSharding, ...]
     captured: tuple[tuple[int, Any], ...]
-    avals: list[Any]
+    avals: list[ShapedArray]
 
 
 @dataclass(frozen=True)
 class StagePrograms:
-    """All of a pipeline. `layouts`: (stage, value of a ref) -> the layout of its buffers, in which
-    `PARTIAL` means lanes; None for scalars and whatever is whole."""
+    """All stage programs of a pipeline. `layouts`: (stage, value of a ref) -> the layout of its
+    buffers, in which `PARTIAL` means lanes; None for scalars and whole arrays."""
 
     pipeline: Pipeline
     programs: tuple[StageProgramBody, ...]
@@ -75,7 +76,7 @@ class StagePrograms:
 
 
 def cut_into_stage_programs(
-    stages: Sequence[Any],
+    stages: Sequence[StageSlice],
     shardings: Sequence[ProgramSharding],
     num_micro_batches: int,
     *,
@@ -83,7 +84,7 @@ def cut_into_stage_programs(
     split_weights: bool = False,
     donated: Iterable[int] = (),
 ) -> StagePrograms:
-    """`stages`: a `StageSlice` each. `donated`: positions of the step's inputs."""
+    """`donated`: positions of the step's inputs."""
     cutters = [
         _StageCutter(number, stage, sharding, num_micro_batches, split_weights)
         for number, (stage, sharding) in enumerate(zip(stages, shardings, strict=True))
@@ -104,7 +105,7 @@ def cut_into_stage_programs(
         program = stage.step.program
         for position, value in zip(stage.inputs, program.inputs, strict=False):
             inputs[position] = Place(value, number)
-        for position, value in zip(stage.outputs, program.outputs, strict=False):
+        for position, value in zip(stage.outputs, program.output_values, strict=False):
             outputs[position] = Place(value, number)
     programs = tuple(p for cutter in cutters for p in cutter.stage_programs)
     pipeline = Pipeline(
@@ -127,7 +128,7 @@ def cut_into_stage_programs(
 def stage_program_function(
     stage_program: StageProgramBody, mesh: AnyMesh, platform: str | None = None
 ) -> Callable[..., list[Any]]:
-    """A flat function of the stage program's reads that gives its writes, for `jax.jit`."""
+    """A flat function from the stage program's reads to its writes, for `jax.jit`."""
     writer = Writer(mesh, platform)
 
     def run(*arrays: Any) -> list[Any]:
@@ -160,17 +161,23 @@ def stage_program_function(
 
 class _StageCutter:
     def __init__(
-        self, number: int, stage: Any, sharding: ProgramSharding, num: int, split_weights: bool
+        self,
+        number: int,
+        stage: StageSlice,
+        sharding: ProgramSharding,
+        num: int,
+        split_weights: bool,
     ) -> None:
         self.number, self.stage, self.num = number, stage, num
         self.split_weights = split_weights
         self.program = stage.step.program
         self.sharding = sharding
+        assert stage.step.loop is not None
         self.position = stage.step.loop
         self.loop = self.program.equations[self.position]
-        self.own_loop = sharding.equations[self.position]
+        self.loop_sharding = sharding.equations[self.position]
         (self.body,) = self.loop.bodies
-        (self.inside,) = self.own_loop.bodies
+        (self.inside,) = self.loop_sharding.bodies
         self.num_consts, self.num_carry = _jax.scan_sizes(self.loop.params)
         self.num_arrivals = len(stage.arrivals)
         self.num_departures = len(stage.departures)
@@ -184,34 +191,34 @@ class _StageCutter:
     # -- layouts
 
     def value_layouts(self) -> dict[int, Layout | None]:
-        """The layout in which each value lies when it is made."""
-        found: dict[int, Layout | None] = {}
-        found.update(zip(self.program.inputs, self.sharding.inputs, strict=True))
-        self.note_equations(found, self.program.equations, self.sharding.equations)
-        found.update(zip(self.body.inputs, self.inside.inputs, strict=True))
-        self.note_equations(found, self.body.equations, self.inside.equations)
-        return found
+        """The layout in which each value is made."""
+        layouts: dict[int, Layout | None] = {}
+        layouts.update(zip(self.program.inputs, self.sharding.inputs, strict=True))
+        self.note_equations(layouts, self.program.equations, self.sharding.equations)
+        layouts.update(zip(self.body.inputs, self.inside.inputs, strict=True))
+        self.note_equations(layouts, self.body.equations, self.inside.equations)
+        return layouts
 
     @staticmethod
     def note_equations(
-        found: dict[int, Layout | None],
-        equations: Sequence[Any],
+        layouts: dict[int, Layout | None],
+        equations: Sequence[Equation],
         shardings: Sequence[EquationSharding],
     ) -> None:
-        for equation, own in zip(equations, shardings, strict=True):
-            for value, chain in zip(equation.results, own.results, strict=True):
-                found[value] = chain[-1] if chain else None
+        for equation, sharding in zip(equations, shardings, strict=True):
+            for value, chain in zip(equation.results, sharding.results, strict=True):
+                layouts[value] = chain[-1] if chain else None
 
     def buffer(self, value: int, layout: Layout | None) -> Layout | None:
-        """Note the layout of a buffer."""
+        """The layout of a buffer; this one if it has none yet."""
         if value not in self.buffers:
             self.buffers[value] = layout
         return self.buffers[value]
 
-    # -- what the loop's inputs are outside of it
+    # -- the loop's inputs
 
     def find_body_refs(self) -> dict[int, Ref]:
-        """Input of the body -> the buffer it is read from."""
+        """{input of the body: the buffer it is read from}."""
         refs: dict[int, Ref] = {}
         for position, (operand, value) in enumerate(
             zip(self.loop.operands, self.body.inputs, strict=True)
@@ -219,8 +226,8 @@ class _StageCutter:
             if position < self.num_consts:
                 if not isinstance(operand, int) or operand in dict(self.program.captured):
                     continue
-                as_it_is = not self.own_loop.operands[position]
-                refs[value] = Ref(operand if as_it_is else value, None)
+                is_resharded = bool(self.loop_sharding.operands[position])
+                refs[value] = Ref(value if is_resharded else operand, None)
             elif position < self.num_consts + self.num_carry:
                 refs[value] = Ref(value, None)
             else:
@@ -228,26 +235,26 @@ class _StageCutter:
         return refs
 
     def body_constants(self) -> dict[int, Any]:
-        """Inputs of the body that are known while tracing, and arrays that it captured."""
+        """Inputs of the body that are constants, and arrays that it captured."""
         captured = dict(self.program.captured)
-        found = dict(self.body.captured)
+        constants = dict(self.body.captured)
         for operand, value in zip(self.loop.operands, self.body.inputs, strict=True):
             if value not in self.body_refs:
-                found[value] = captured[operand] if isinstance(operand, int) else operand.value
-        return found
+                constants[value] = captured[operand] if isinstance(operand, int) else operand.value
+        return constants
 
     # -- prologue
 
     def prologue_parts(self) -> dict[int, int]:
-        """Values that the prologue makes here -> their part."""
-        found: dict[int, int] = {}
+        """{value that this stage's prologue makes: its part}."""
+        parts: dict[int, int] = {}
         for index in range(self.position):
             equation = self.program.equations[index]
-            found.update((r, self.stage.parts[index]) for r in equation.results)
-        return found
+            parts.update((r, self.stage.parts[index]) for r in equation.results)
+        return parts
 
     def cut(self, made_in: dict[int, int]) -> None:
-        """`made_in`: values that some stage's prologue makes -> their part."""
+        """`made_in`: value that some stage's prologue makes -> its part."""
         self.outer_needs = self.outside_needs()
         self.note_given()
         self.cut_prologue(made_in)
@@ -255,21 +262,21 @@ class _StageCutter:
         self.cut_epilogue()
 
     def note_given(self) -> None:
-        """Buffers of arguments and of what is received. What is received only to be a result lies
-        as the result does."""
+        """Note the layouts of arguments and of values received. A received value that is only
+        returned has the result's layout."""
         arrivals = {v for v, _ in self.stage.arrivals}
         given = self.program.inputs[: len(self.program.inputs) - self.num_arrivals]
         for value in (*given, *arrivals):
             self.buffer(value, self.layout[value])
         received = {v for v, _ in self.stage.received}
         for position in range(len(self.stage.outputs)):
-            value, chain = self.program.outputs[position], self.sharding.outputs[position]
+            value, chain = self.program.output_values[position], self.sharding.outputs[position]
             if value in received and chain:
                 self.buffers[value] = chain[-1]
 
     def outside_needs(self) -> set[int]:
-        """Values outside the loop that are read from buffers: by the loop as they are, by the
-        epilogue, by other stages, or as results."""
+        """Values outside the loop that are read from buffers: by the loop without resharding, by
+        the epilogue, by other stages, or as results."""
         needs = {ref.value for ref in self.body_refs.values()}
         for index in range(self.position + 1, len(self.program.equations)):
             needs.update(self.program.equations[index].inputs)
@@ -310,14 +317,14 @@ class _StageCutter:
         return Exit((Ref(value, None),), value, (), layout)
 
     def loop_exits(self) -> list[Exit]:
-        """What prepares the loop: parameters in the layout they have in it, the batch in
-        micro-batches, sums at zero (not those that the body writes without reading them)."""
+        """The exits that prepare the loop: parameters in their layout there, the batch in
+        micro-batches, sums at zero (except those that the body overwrites)."""
         exits = []
         read = {v for e in self.body.equations for v in e.inputs}
         read.update(self.body.output_values)
         operands = self.loop.operands[: len(self.loop.operands) - self.num_arrivals]
         for position, operand in enumerate(operands):
-            value, chain = self.body.inputs[position], self.own_loop.operands[position]
+            value, chain = self.body.inputs[position], self.loop_sharding.operands[position]
             ref = self.body_refs.get(value)
             if ref is None or ref.value != value:
                 continue
@@ -351,18 +358,18 @@ class _StageCutter:
         self,
         phase: Phase,
         part: int,
-        equations: Sequence[Any],
+        equations: Sequence[Equation],
         shardings: Sequence[EquationSharding],
         exits: Sequence[Exit],
         entries: Sequence[Entry],
         constants: dict[int, Any],
         refs: dict[int, Ref] | None = None,
     ) -> None:
-        """A stage program of these equations; what they read and do not make comes from buffers."""
+        """Add a stage program of these equations; buffers hold the values that they do not make."""
         made = {r for e in equations for r in e.results} | {e.value for e in entries}
         read = [v for e in equations for v in e.inputs]
         read += values_in(e.operand for e in exits)
-        own = list(entries)
+        all_entries = list(entries)
         captured: dict[int, Any] = {}
         for value in dict.fromkeys(read):
             if value in made:
@@ -372,11 +379,11 @@ class _StageCutter:
                 continue
             ref = (refs or {}).get(value, Ref(value, None if refs is None else EACH))
             layout = self.buffer(ref.value, self.layout.get(value))
-            own.append(Entry((ref,), value, layout))
+            all_entries.append(Entry((ref,), value, layout))
         stage_program = StageProgram(
             self.number,
             phase,
-            tuple(ref for entry in own for ref in entry.refs),
+            tuple(ref for entry in all_entries for ref in entry.refs),
             tuple(ref for exit_ in exits for ref in exit_.refs),
             part,
         )
@@ -384,7 +391,7 @@ class _StageCutter:
         self.stage_programs.append(
             StageProgramBody(
                 stage_program,
-                tuple(own),
+                tuple(all_entries),
                 tuple(exits),
                 tuple(equations),
                 stripped,
@@ -409,8 +416,8 @@ class _StageCutter:
             {r for i in indices for r in self.body.equations[i].results} for _, indices in groups
         ]
         reads: list[set[int]] = [
-            {v for i in indices for v in self.body.equations[i].inputs} - own
-            for (_, indices), own in zip(groups, made, strict=True)
+            {v for i in indices for v in self.body.equations[i].inputs} - results
+            for (_, indices), results in zip(groups, made, strict=True)
         ]
         outs = self.body.outputs
         num_rows = len(outs) - self.num_departures
@@ -423,8 +430,8 @@ class _StageCutter:
             for position in range(self.num_carry):
                 out = outs[position]
                 last = at == len(groups) - 1
-                mine = out in fresh if isinstance(out, int) and out in self.made_in_body else last
-                if mine:
+                is_made = isinstance(out, int) and out in self.made_in_body
+                if out in fresh if is_made else last:
                     exits.append(self.carry_exit(position))
             for position in range(self.num_carry, num_rows):
                 out = outs[position]
@@ -439,29 +446,29 @@ class _StageCutter:
                 self.add(phase, 0, equations, shardings, exits, (), constants, self.body_refs)
 
     def before_departures(self, backward: Sequence[int], departures: set[int]) -> list[int]:
-        """The backward equations that what is sent depends on."""
-        found = self.above(departures, backward)
-        return [i for i in backward if i in found]
+        """The backward equations that the departures depend on."""
+        needed = self.above(departures, backward)
+        return [i for i in backward if i in needed]
 
     def above(self, values: Iterable[int], equations: Iterable[int]) -> set[int]:
-        """Those of the body's equations that the values are made by, directly or not."""
+        """The equations of the body that the values depend on."""
         maker = {r: i for i in equations for r in self.body.equations[i].results}
         left = [maker[v] for v in values if v in maker]
-        found: set[int] = set()
+        needed: set[int] = set()
         while left:
             index = left.pop()
-            if index not in found:
-                found.add(index)
-                operands = self.body.equations[index].inputs
-                left += (maker[v] for v in operands if v in maker)
-        return found
+            if index not in needed:
+                needed.add(index)
+                inputs = self.body.equations[index].inputs
+                left += (maker[v] for v in inputs if v in maker)
+        return needed
 
     def rest(self, backward: Sequence[int], taken: Sequence[int]) -> list[int]:
         """The other backward equations, with the cheap forward ones that they repeat."""
         forward = set(self.stage.forward)
-        own = [i for i in backward if i not in set(taken) and i not in forward]
-        read = [v for i in own for v in self.body.equations[i].inputs]
-        return sorted({*own, *self.above(read, [i for i in backward if i in forward])})
+        others = [i for i in backward if i not in set(taken) and i not in forward]
+        read = [v for i in others for v in self.body.equations[i].inputs]
+        return sorted({*others, *self.above(read, [i for i in backward if i in forward])})
 
     def micro_exit(self, value: int) -> Exit:
         layout = self.buffer(value, self.layout[value])
@@ -476,7 +483,7 @@ class _StageCutter:
         )
 
     def row_exit(self, position: int) -> Exit:
-        """Rows of a result, of this micro-batch."""
+        """This micro-batch's rows of a result."""
         out, chain = self.body.outputs[position], self.inside.outputs[position]
         layout = chain[-1] if chain else self.layout.get(out) if isinstance(out, int) else None
         value = self.row_value(position)
@@ -484,7 +491,7 @@ class _StageCutter:
         return Exit((Ref(value, EACH),), out, chain, layout)
 
     def row_value(self, position: int) -> int:
-        """A number for the rows of a result: what the body makes may lie elsewhere too."""
+        """A value for the rows of a result: the body's value may have another layout."""
         if position not in self.row_values:
             out, avals = self.body.outputs[position], self.program.avals
             avals.append(avals[out] if isinstance(out, int) else out.aval)
@@ -494,7 +501,7 @@ class _StageCutter:
     # -- epilogue
 
     def cut_epilogue(self) -> None:
-        """Results of the loop are finished in the first part that reads them."""
+        """Cuts the update into parts; the first that reads a result of the loop finishes it."""
         outside = range(self.position + 1, len(self.program.equations))
         num_outputs = len(self.program.outputs) - self.num_departures
         results = set(values_in(self.program.outputs[:num_outputs]))
@@ -523,7 +530,7 @@ class _StageCutter:
             self.add_outer(Phase.UPDATE, part, indices, exits, entries)
 
     def finished(self, position: int) -> Entry:
-        value, chain = self.loop.results[position], self.own_loop.results[position]
+        value, chain = self.loop.results[position], self.loop_sharding.results[position]
         if position < self.num_carry:
             carry = self.body.inputs[self.num_consts + position]
             return Entry((Ref(carry, None),), value, self.buffers[carry], chain)
@@ -532,7 +539,7 @@ class _StageCutter:
         return Entry(refs, value, None, chain, is_stack=True)
 
     def output_exit(self, value: int) -> Exit:
-        """Results of the step leave it in the layout that the plan gives them."""
+        """The exit of a value; a result of the step leaves in the layout that the plan gives it."""
         outputs = self.program.outputs
         num_own = len(self.stage.outputs)
         for position in range(num_own):

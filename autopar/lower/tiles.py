@@ -1,11 +1,11 @@
 """Cross-mesh resharding: from two layouts on two meshes to a `TilePlan`.
 
-Both layouts cut the array into a grid, and what crosses are the intersections of the two grids'
-cells. The target's cells are first cut once more among the devices that hold the same one, so that
-each element crosses once. Where several source devices hold a tile, the least busy one sends it,
-the largest tiles first; if that leaves one device busier than it need be, the source's cells are
-cut among their holders as well. Of all ways to cut, the one whose busiest device moves the fewest
-bytes is taken, then the one with the fewest tiles.
+Both layouts cut the array into a grid, and the intersections of the two grids' cells are sent. The
+target's cells are first cut among the devices that hold the same one, so that each element is sent
+once. If several source devices hold a tile, the least busy one sends it, largest tiles first; if
+that leaves a device busier than necessary, the source's cells are cut among their holders as well.
+Of all cuts, the one whose busiest device moves the fewest bytes wins, then the one with the fewest
+tiles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Grid:
-    """An array in cells: how many along each dimension, and which devices hold each."""
+    """An array in cells: their number along each dimension, and the devices that hold each."""
 
     parts: tuple[int, ...]
     holders: dict[Shape, list[int]]
@@ -52,7 +52,7 @@ def plan_tiles(
     target_layout: Layout,
     target_mesh: Shape,
 ) -> TilePlan:
-    """The way from one layout to another; both must divide the shape evenly."""
+    """The tiles that take one layout to another; both must divide the shape evenly."""
     assert fits(source_layout, shape, source_mesh), (shape, source_layout, source_mesh)
     assert fits(target_layout, shape, target_mesh), (shape, target_layout, target_mesh)
     uncut = (WHOLE,) * len(source_mesh)
@@ -60,38 +60,38 @@ def plan_tiles(
     targets = {cut: _grid(shape, target_layout, target_mesh, cut) for cut in landings}
 
     def best(source_cuts: list[Layout]) -> tuple[int, int, Layout, list[Tile]]:
-        found = []
+        candidates = []
         for source_cut in source_cuts:
             source = _grid(shape, source_layout, source_mesh, source_cut)
             for landing, target in targets.items():
                 tiles = _tiles(shape, source, target)
-                found.append((_busiest(tiles), len(tiles), landing, tiles))
-        return min(found, key=lambda one: one[:2])
+                candidates.append((_busiest(tiles), len(tiles), landing, tiles))
+        return min(candidates, key=lambda candidate: candidate[:2])
 
     busiest, _, landing, tiles = best([uncut])
-    least = prod(shape) / min(prod(source_mesh), max(len(t.holders) for t in targets.values()))
-    if busiest > least:
-        again = best(list(_cuts(shape, source_layout, source_mesh)))
-        if again[0] < busiest:
-            _, _, landing, tiles = again
+    min_load = prod(shape) / min(prod(source_mesh), max(len(t.holders) for t in targets.values()))
+    if busiest > min_load:
+        with_cuts = best(list(_cuts(shape, source_layout, source_mesh)))
+        if with_cuts[0] < busiest:
+            _, _, landing, tiles = with_cuts
     return TilePlan(
-        shape,
-        itemsize,
-        source_mesh,
-        source_layout,
-        target_mesh,
-        target_layout,
-        landing,
-        tuple(tiles),
-        tuple(_gathers(shape, target_layout, target_mesh, landing, targets[landing])),
+        shape=shape,
+        itemsize=itemsize,
+        source_mesh=source_mesh,
+        source_layout=source_layout,
+        target_mesh=target_mesh,
+        target_layout=target_layout,
+        landing=landing,
+        tiles=tuple(tiles),
+        gathers=tuple(_gathers(shape, target_layout, target_mesh, landing, targets[landing])),
     )
 
 
 def plan_transfers(
     pipeline: Pipeline, buffers: Mapping[tuple[int, int], jax.ShapeDtypeStruct]
 ) -> dict[int, TilePlan]:
-    """Plans of a pipeline's transfers between meshes, by number. `buffers`: (stage, value) -> type
-    and `NamedSharding`."""
+    """{number of a transfer between meshes: its plan}. `buffers`: (stage, value) -> type and
+    `NamedSharding`."""
     plans = {}
     for number, transfer in enumerate(pipeline.transfers):
         source, target = (
@@ -112,22 +112,23 @@ def _place(buffer: jax.ShapeDtypeStruct) -> tuple[Layout, Shape]:
 
 
 def _cuts(shape: Shape, layout: Layout, mesh_shape: Shape) -> Iterator[Layout]:
-    """Per axis that the layout does not use, a dimension to cut shards along, or `WHOLE`: all
-    choices that divide shards evenly and use as many devices as can be."""
+    """Dimensions to cut shards along, one per axis that the layout does not use, or `WHOLE`: all
+    choices that divide shards evenly and use the maximum number of devices."""
     shared = [entry == WHOLE and size > 1 for entry, size in zip(layout, mesh_shape, strict=True)]
     choices = [(*range(len(shape)), WHOLE) if free else (WHOLE,) for free in shared]
-    found: list[tuple[int, Layout]] = []
+    cuts: list[tuple[int, Layout]] = []
     for cut in product(*choices):
-        both = _parts(layout, mesh_shape, cut, len(shape))
-        if all(size % n == 0 for size, n in zip(shape, both, strict=True)):
-            found.append((prod(both), cut))
-    most = max(parts for parts, _ in found)
-    return (cut for parts, cut in found if parts == most)
+        parts = _parts(layout, mesh_shape, cut, len(shape))
+        if all(size % n == 0 for size, n in zip(shape, parts, strict=True)):
+            cuts.append((prod(parts), cut))
+    max_parts = max(num_parts for num_parts, _ in cuts)
+    return (cut for num_parts, cut in cuts if num_parts == max_parts)
 
 
 def _parts(layout: Layout, mesh_shape: Shape, cut: Layout, ndim: int) -> list[int]:
-    own = grid_parts(layout, mesh_shape, ndim)
-    return [a * b for a, b in zip(own, grid_parts(cut, mesh_shape, ndim), strict=True)]
+    """The number of cells along each dimension, by the layout and the cut together."""
+    major, minor = (grid_parts(x, mesh_shape, ndim) for x in (layout, cut))
+    return [a * b for a, b in zip(major, minor, strict=True)]
 
 
 def _grid(shape: Shape, layout: Layout, mesh_shape: Shape, cut: Layout) -> _Grid:
@@ -144,17 +145,15 @@ def _grid(shape: Shape, layout: Layout, mesh_shape: Shape, cut: Layout) -> _Grid
 
 def _tiles(shape: Shape, source: _Grid, target: _Grid) -> list[Tile]:
     """The intersections of two grids, each with a sender and the first of its receivers."""
-    stage_programs = []
+    overlaps = []
     for overlap in product(*map(_overlaps, shape, source.parts, target.parts)):
         box = tuple((start, stop) for start, stop, _, _ in overlap)
         senders = source.holders[tuple(index for _, _, index, _ in overlap)]
         receivers = target.holders[tuple(index for _, _, _, index in overlap)]
-        stage_programs.append((box, senders, receivers[0]))
+        overlaps.append((box, senders, receivers[0]))
     loads: dict[int, int] = {}
     tiles = []
-    for box, senders, receiver in sorted(
-        stage_programs, key=lambda stage_program: -num_elements(stage_program[0])
-    ):
+    for box, senders, receiver in sorted(overlaps, key=lambda overlap: -num_elements(overlap[0])):
         sender = min(senders, key=lambda device: (loads.get(device, 0), device))
         loads[sender] = loads.get(sender, 0) + num_elements(box)
         tiles.append(Tile(sender, receiver, box))
@@ -162,7 +161,7 @@ def _tiles(shape: Shape, source: _Grid, target: _Grid) -> list[Tile]:
 
 
 def _overlaps(size: int, parts: int, other_parts: int) -> list[tuple[int, int, int, int]]:
-    """Along one dimension: (start, stop, part, other part) of each stretch that no cut divides."""
+    """(start, stop, part, other part) of each interval between cuts along one dimension."""
     length, other_length = size // parts, size // other_parts
     if size == 0:
         return []
@@ -184,7 +183,7 @@ def _busiest(tiles: list[Tile]) -> int:
 def _gathers(
     shape: Shape, layout: Layout, mesh_shape: Shape, landing: Layout, grid: _Grid
 ) -> Iterator[Gather]:
-    """One for every shard that several devices hold."""
+    """A gather for every shard that several devices hold."""
     parts: dict[Box, list[tuple[int, Box]]] = {}
     devices: dict[Box, list[int]] = {}
     for cell, holders in grid.holders.items():

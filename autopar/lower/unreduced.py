@@ -1,10 +1,10 @@
-"""Partial sums as data: an array with one addend per rank, in leading dimensions called lanes.
+"""Partial sums as data: arrays with one addend per rank, in leading dimensions called *lanes*.
 
-A loop's carry cannot be a partial sum to XLA, which would reduce it in every trip. So where a plan
-keeps partial sums through a loop, the reductions that make them run lane by lane: the dimension
-they sum over is cut into as many parts as the mesh axis has ranks, the parts become a leading
-dimension that the axis splits, and each rank reduces its own part. Summing over that dimension,
-after the loop, is the one reduction that is left.
+XLA cannot carry a partial sum through a loop: it would reduce it in every trip. So if a plan keeps
+partial sums through a loop, the reductions that make them run lane by lane: the dimension that they
+sum over is cut into as many shards as the mesh axis has ranks, the shards become a leading
+dimension that the axis splits, and each rank reduces its own shard. The sum over that dimension,
+after the loop, is the only reduction left.
 """
 
 from __future__ import annotations
@@ -18,42 +18,43 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autopar import _jax
+from autopar.ir.program import Equation
 from autopar.ir.program_sharding import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def lane_axes(layout: Layout | None) -> tuple[int, ...]:
-    """The mesh axes that an array of this layout has lanes for, which are its first dimensions."""
+def partial_axes(layout: Layout | None) -> tuple[int, ...]:
+    """The mesh axes along which a layout is partial; its array has a leading lane for each."""
     if layout is None:
         return ()
     return tuple(axis for axis, entry in enumerate(layout) if entry == PARTIAL)
 
 
-def with_lanes(layout: Layout) -> Layout:
-    """The layout of the array with its lanes as dimensions."""
-    axes = lane_axes(layout)
+def unreduced_layout(layout: Layout) -> Layout:
+    """The layout of the array with its lanes as leading dimensions."""
+    axes = partial_axes(layout)
     return tuple(
         axes.index(axis) if entry == PARTIAL else entry + len(axes) if entry >= 0 else entry
         for axis, entry in enumerate(layout)
     )
 
 
-def empty_lanes(array: Any, layout: Layout | None, mesh: AnyMesh) -> Any:
-    """Zeros with lanes in the place of a loop's first carry, which is zero; without lanes it is
-    left as it is."""
-    axes = lane_axes(layout)
+def unreduced_zeros(array: Any, layout: Layout | None, mesh: AnyMesh) -> Any:
+    """Zeros with lanes for a loop's initial carry, which is zero; the carry itself if its layout
+    has no lanes."""
+    axes = partial_axes(layout)
     if not axes:
         return array
     sizes = [mesh.axis_sizes[axis] for axis in axes]
     return jnp.zeros((*sizes, *jnp.shape(array)), jnp.result_type(array))
 
 
-def bind_in_lanes(
-    equation: Any, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
+def bind_unreduced(
+    equation: Equation, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
 ) -> list[Any]:
-    """Bind an equation once per lane; its results have lanes."""
+    """Bind an equation lane by lane; its results have lanes."""
     if equation.name == "conv_general_dilated":
         return _bind_on_each_rank(equation, lanes, operands, mesh)
     arrays = [
@@ -73,16 +74,15 @@ def bind_in_lanes(
 
 
 def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: AnyMesh) -> Any:
-    """Cut the dimensions that lane axes split into lanes, each a leading dimension. Lanes that are
-    there already stay."""
-    there = len(lane_axes(layout))
+    """Cut the dimensions that lane axes split into lanes, each a leading dimension. Existing lanes
+    stay."""
     cut_axes = [axis for axis in axes if layout[axis] >= 0]
     if not cut_axes:
         return array
-    assert not there, "an operand has lanes along one axis and is cut along another"
+    assert not partial_axes(layout), "an operand has lanes along one axis and is cut along another"
     shape: list[int] = []
     lane_at: dict[int, int] = {}
-    merged: list[int] = []  # the dimensions that are left, after those of lanes
+    merged: list[int] = []  # the dimensions after those of lanes
     for dim, size in enumerate(array.shape):
         splitting = [axis for axis, entry in enumerate(layout) if entry == dim]
         sizes = [mesh.axis_sizes[axis] for axis in splitting]
@@ -91,8 +91,8 @@ def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: AnyMesh) -> An
                 lane_at[axis] = len(shape)
             shape.append(ranks)
         shape.append(size // prod(sizes))
-        kept = [n for axis, n in zip(splitting, sizes, strict=True) if axis not in cut_axes]
-        merged.append(prod(kept) * shape[-1])
+        uncut = [n for axis, n in zip(splitting, sizes, strict=True) if axis not in cut_axes]
+        merged.append(prod(uncut) * shape[-1])
     first = [lane_at[axis] for axis in cut_axes]
     order = [*first, *(i for i in range(len(shape)) if i not in first)]
     lanes = jnp.transpose(array.reshape(shape), order)
@@ -111,10 +111,10 @@ def _cut(array: Any, layout: Layout, axes: tuple[int, ...], mesh: AnyMesh) -> An
 
 
 def _bind_on_each_rank(
-    equation: Any, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
+    equation: Equation, lanes: UnreducedAxes, operands: Sequence[Any], mesh: AnyMesh
 ) -> list[Any]:
-    """A convolution over lanes would be a grouped one, which XLA gathers. So each rank of the lane
-    axes is given its part by `shard_map`; other axes are left to the partitioner."""
+    """Bind a convolution on each rank of the lane axes by `shard_map`, leaving other axes to the
+    partitioner: a convolution over lanes would be a grouped one, which XLA gathers."""
     names = [mesh.axis_names[axis] for axis in lanes.axes]
     specs = []
     for array, layout in zip(operands, lanes.operands, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autopar.cost.memory import MemoryProfile, memory_profile
-from autopar.cost.plan_details import plan_details, whole_on_one_device
+from autopar.cost.plan_details import plan_details, single_device_layouts
 from autopar.cost.report import CostReport, cost_report
 from autopar.errors import PlanError
 from autopar.ir.details import PlanDetails
@@ -183,7 +183,7 @@ def one_device_decision(
     step: TracedStep, graph: Graph, mesh: LogicalMesh, seconds: Mapping[str, float]
 ) -> MeshDecision:
     """Nothing to search and nothing to annotate, but costs and memory are still of interest."""
-    layouts, factors = whole_on_one_device(graph, len(mesh.shape))
+    layouts, factors = single_device_layouts(graph, len(mesh.shape))
     memory = memory_profile(graph, mesh, layouts)
     lines = equation_lines(step.program)
     report = cost_report(graph, mesh, layouts)

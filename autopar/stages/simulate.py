@@ -33,7 +33,7 @@ from autopar.lower.instructions import emit_programs
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
-from autopar.lower.unreduced import lane_axes, with_lanes
+from autopar.lower.unreduced import partial_axes, unreduced_layout
 from autopar.rewrite.stage_slices import SlicedStep
 from autopar.stages.stage_plans import SolvedStage
 
@@ -163,8 +163,8 @@ def _laid_out(
     layout = stage_programs.layouts[stage, value]
     if layout is None:
         layout = (WHOLE,) * len(mesh_shape)
-    lanes = [mesh_shape[axis] for axis in lane_axes(layout)]
-    return (*lanes, *shape), with_lanes(layout)
+    lanes = [mesh_shape[axis] for axis in partial_axes(layout)]
+    return (*lanes, *shape), unreduced_layout(layout)
 
 
 def mesh_hosts(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
 from autopar.cost.simulator import (
-    Simulated,
-    SimulatedRun,
+    SimulationResult,
+    SimulationInput,
     TransferTime,
     host_routes,
-    program_work,
+    simulation_input,
     simulate,
     timeline,
 )
@@ -81,7 +81,7 @@ def test_lists_and_times_of_a_pipeline_agree(name: str, seed: int):
     lines = []
     for own, own_s, own_transfers in ((pipeline, stage_program_s, transfers), short):
         programs = emit_programs(own, schedule)
-        work = program_work(own, programs, own_s, own_transfers, routes)
+        work = simulation_input(own, programs, own_s, own_transfers, routes)
         lines.append(timeline(own, programs, work, simulate(work)))
     assert lines[0] == lines[1]
 
@@ -170,7 +170,7 @@ def test_no_step_is_shorter_than_its_longest_path(name: str, seed: int):
     rng = random.Random(seed)
     pipeline, programs, stage_program_s, transfers = random_work(name, rng)
     routes = host_routes(random_hosts(pipeline, rng))
-    work = program_work(pipeline, programs, stage_program_s, transfers, routes)
+    work = simulation_input(pipeline, programs, stage_program_s, transfers, routes)
     found = simulate(work)
     assert found.step_s >= longest_path(work)
     for mesh, program in enumerate(programs.meshes):
@@ -181,13 +181,13 @@ def test_no_step_is_shorter_than_its_longest_path(name: str, seed: int):
         ends = [a + s for a, s in zip(found.run_starts_s[mesh], runs, strict=True)]
         later = [*found.run_starts_s[mesh], found.step_s][1:]
         assert all(end <= start for end, start in zip(ends, later, strict=True))
-    for way in range(work.num_ways):
-        own = sorted(t for t, s in zip(found.sent_s, work.sent, strict=True) if way in s.ways)
+    for link in range(work.num_links):
+        own = sorted(t for t, s in zip(found.sent_s, work.sent, strict=True) if link in s.links)
         assert all(one[1] <= two[0] for one, two in pairwise(own))
     check_order(work, found)
 
 
-def longest_path(work: SimulatedRun) -> float:
+def longest_path(work: SimulationInput) -> float:
     """By repeated relaxation, as if every transfer had a way of its own."""
     arrival = [0.0] * len(work.sent)
     end = 0.0
@@ -208,7 +208,7 @@ def longest_path(work: SimulatedRun) -> float:
     return end
 
 
-def check_order(work: SimulatedRun, found: Simulated) -> None:
+def check_order(work: SimulationInput, found: SimulationResult) -> None:
     """Nothing starts before what it waits for."""
     for mesh, steps in enumerate(work.meshes):
         starts = iter(found.run_starts_s[mesh])
@@ -227,7 +227,7 @@ def check_order(work: SimulatedRun, found: Simulated) -> None:
 def test_events_are_the_instructions(name: str, seed: int):
     rng = random.Random(seed)
     pipeline, programs, stage_program_s, transfers = random_work(name, rng)
-    work = program_work(pipeline, programs, stage_program_s, transfers)
+    work = simulation_input(pipeline, programs, stage_program_s, transfers)
     line = timeline(pipeline, programs, work, simulate(work), bytes_of=lambda stage, ref: 1)
     assert len(line.events) == work.num_events
     runs = [event for event in line.events if event.kind == "run"]

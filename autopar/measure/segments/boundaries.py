@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.spec import Layout
-from autopar.measure.segments.combine import NodeLayouts
+from autopar.ir.spec import Layout, NodeLayouts
 from autopar.measure.segments.cut import CutStep
 from autopar.measure.segments.files import MeshSpace
 

@@ -26,7 +26,7 @@ from autopar.cost.report import cost_report
 from autopar.ir.blocks import Blocks
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import WHOLE, Layout, all_layouts, spec_to_text, to_partition_spec
+from autopar.ir.spec import WHOLE, NodeLayouts, all_layouts, spec_to_text, to_partition_spec
 from autopar.measure.segments.cut import SegmentPart
 from autopar.measure.segments.files import Combination, SegmentSpace
 from autopar.sharding.blocks import find_blocks, is_entry
@@ -37,9 +37,6 @@ TOP = 12
 _FAR = 10.0  # what costs so many times the best of all is left out
 _BOUNDARIES = 3  # the cheapest, and the whole one, in which other decisions are looked for
 _Factors = tuple[tuple[int, ...], ...]
-NodeLayouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
-
-
 def part_problem(part: SegmentPart, mesh: LogicalMesh) -> ShardingProblem:
     """The segment as a sharding problem. What other parts read is complete: partial sums do not
     leave a segment."""

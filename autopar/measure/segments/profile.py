@@ -23,9 +23,10 @@ import jax
 from autopar.errors import ProfileError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.profile import Timing
+from autopar.ir.spec import NodeLayouts
 from autopar.measure.segments.analyse import PreparedStep
 from autopar.measure.segments.boundaries import Reshard, reshards
-from autopar.measure.segments.combine import NodeLayouts, layouts_of, part_problem
+from autopar.measure.segments.combine import layouts_of, part_problem
 from autopar.measure.segments.files import (
     Analysis,
     CombinationTime,

@@ -22,10 +22,9 @@ from autopar import _jax
 from autopar.cost.reshard import reshard_table
 from autopar.errors import CompileError
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import WHOLE, Layout, to_partition_spec
+from autopar.ir.spec import WHOLE, Layout, NodeLayouts, to_partition_spec
 from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
-from autopar.measure.segments.combine import NodeLayouts
 from autopar.measure.segments.cut import SegmentPart
 from autopar.runtime.threads import must_run_alone, run_alone
 

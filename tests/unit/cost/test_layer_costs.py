@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.cost.layer_costs import Bytes, peak_by_layer, spread
+from autopar.cost.layer_costs import Bytes, peak_by_layer, spread_shared
 
 
 def test_what_is_shared_is_spread_by_what_layers_have() -> None:
-    assert spread(np.array([4.0, 1.0, 3.0])) == pytest.approx([2.0, 6.0])
-    assert spread(np.array([4.0, 0.0, 0.0])) == pytest.approx([2.0, 2.0])
+    assert spread_shared(np.array([4.0, 1.0, 3.0])) == pytest.approx([2.0, 6.0])
+    assert spread_shared(np.array([4.0, 0.0, 0.0])) == pytest.approx([2.0, 2.0])
 
 
 def test_peak_of_each_layer() -> None:

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.cost.collectives import all_gather_s, all_reduce_s, shift_s
 from autopar.cost.curves import Curve, RateTable
-from autopar.cost.measured import MeasuredCosts, least_work_s
+from autopar.cost.measured import MeasuredCosts, min_work_s
 from autopar.cost.report import node_compute_s
 from autopar.errors import ProfileError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
@@ -41,7 +41,7 @@ def test_samples_are_met() -> None:
     for kind in COLLECTIVES:
         took = COSTS.collective_s(kind, 4, 2, 4, 4**10)
         assert took == pytest.approx(collective_s(kind, 4, 4**10)), kind
-    assert COSTS.crossing_s(True, 4, 4**10) == pytest.approx(1e-5 + 4**10 / 100e9)
+    assert COSTS.transfer_s(True, 4, 4**10) == pytest.approx(1e-5 + 4**10 / 100e9)
 
 
 @pytest.mark.parametrize("shape", [(1, 500, 3000, 900), (1, 9000, 9000, 2048)])
@@ -150,8 +150,8 @@ def test_a_mesh_takes_a_profile_by_path_too(tmp_path) -> None:
 
 def test_the_least_time_of_work_is_by_the_best_rate() -> None:
     best = max(p.flops / p.time.seconds for p in PROFILE.products)
-    assert least_work_s(CLUSTER, 1e15) == pytest.approx(1e15 / best)
-    assert least_work_s(ClusterSpec(1, 8, "h200-sxm"), 1e15) == pytest.approx(1e15 / (0.8 * 989e12))
+    assert min_work_s(CLUSTER, 1e15) == pytest.approx(1e15 / best)
+    assert min_work_s(ClusterSpec(1, 8, "h200-sxm"), 1e15) == pytest.approx(1e15 / (0.8 * 989e12))
 
 
 def test_placement_of_axes() -> None:

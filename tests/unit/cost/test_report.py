@@ -193,10 +193,9 @@ def test_describe_step_names_the_collective_and_what_is_sent(before, after, step
 
 def test_parallelism_counts_axes_that_split_anything() -> None:
     mesh = LogicalMesh((2, 4))
-    node = mlp_graph().nodes[0]
-    assert parallelism(node, (((WHOLE, WHOLE),), ((WHOLE, WHOLE),)), mesh) == 1
-    assert parallelism(node, (((0, WHOLE),), ((PARTIAL, WHOLE),)), mesh) == 2
-    assert parallelism(node, (((0, 1),), ((0, WHOLE),)), mesh) == 8
+    assert parallelism((((WHOLE, WHOLE),), ((WHOLE, WHOLE),)), mesh) == 1
+    assert parallelism((((0, WHOLE),), ((PARTIAL, WHOLE),)), mesh) == 2
+    assert parallelism((((0, 1),), ((0, WHOLE),)), mesh) == 8
 
 
 def test_edge_weight_is_how_often_the_value_moves() -> None:

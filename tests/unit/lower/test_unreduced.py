@@ -12,7 +12,7 @@ import pytest
 from autopar import _jax
 from autopar.ir.program_sharding import UnreducedAxes
 from autopar.ir.spec import PARTIAL, WHOLE
-from autopar.lower.unreduced import bind_in_lanes, empty_lanes, with_lanes
+from autopar.lower.unreduced import bind_unreduced, unreduced_layout, unreduced_zeros
 from autopar.tracer.trace_step import trace_step
 
 RNG = np.random.default_rng(0)
@@ -34,7 +34,7 @@ def last_equation(fn: Any, *args: Any) -> Any:
 def check(fn: Any, args: Any, lanes: UnreducedAxes, on: Any, sizes: tuple[int, ...]) -> None:
     """The lanes have the sizes of their axes and sum up to the whole."""
     equation = last_equation(fn, *args)
-    (got,) = jax.jit(lambda *a: bind_in_lanes(equation, lanes, a, on))(*args)
+    (got,) = jax.jit(lambda *a: bind_unreduced(equation, lanes, a, on))(*args)
     want = fn(*args)
     assert got.shape == (*sizes, *want.shape)
     np.testing.assert_allclose(got.sum(tuple(range(len(sizes)))), want, rtol=1e-4, atol=1e-4)
@@ -63,7 +63,7 @@ def test_products_over_two_dimensions(axes: tuple[int, ...], layout: tuple[int, 
 
 def test_each_rank_reduces_its_own_rows() -> None:
     equation = last_equation(lambda x: jnp.sum(x, axis=0), x := array(8, 3))
-    (got,) = bind_in_lanes(equation, UnreducedAxes((0,), ((0,),)), [x], mesh(4))
+    (got,) = bind_unreduced(equation, UnreducedAxes((0,), ((0,),)), [x], mesh(4))
     np.testing.assert_allclose(got, x.reshape(4, 2, 3).sum(1), rtol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_operands_with_lanes_are_taken_as_they_are() -> None:
     equation = last_equation(lambda a, b: a + b, array(3), array(3))
     a, b = array(4, 3), array(4, 3)
     partial = (PARTIAL,)
-    (got,) = bind_in_lanes(equation, UnreducedAxes((0,), (partial, partial)), [a, b], mesh(4))
+    (got,) = bind_unreduced(equation, UnreducedAxes((0,), (partial, partial)), [a, b], mesh(4))
     np.testing.assert_allclose(got, a + b)
 
 
@@ -90,7 +90,7 @@ def test_gradient_of_a_filter_gathers_nothing(axes: tuple[int, ...]) -> None:
     check(fn, (images, grads), lanes, on, (2, 2)[: len(axes)])
     equation = last_equation(fn, images, grads)
     spec = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec(("x", "y")[: len(axes)]))
-    program = jax.jit(lambda *a: bind_in_lanes(equation, lanes, a, on), in_shardings=(spec, spec))
+    program = jax.jit(lambda *a: bind_unreduced(equation, lanes, a, on), in_shardings=(spec, spec))
     text = program.lower(images, grads).compile().as_text()
     assert text is not None and "all-gather" not in text and "all-reduce" not in text
 
@@ -105,16 +105,16 @@ def test_scatter_into_zeros() -> None:
 
     equation = last_equation(fn, zeros, ids, rows)
     lanes = UnreducedAxes((0,), ((WHOLE,), (0,), (0,)))
-    (got,) = bind_in_lanes(equation, lanes, [zeros, ids[:, None], rows], mesh(4))
+    (got,) = bind_unreduced(equation, lanes, [zeros, ids[:, None], rows], mesh(4))
     np.testing.assert_allclose(got.sum(0), fn(zeros, ids, rows), rtol=1e-5)
 
 
 def test_layouts_and_zeros_with_lanes() -> None:
-    assert with_lanes((PARTIAL, 1)) == (0, 2)
-    assert with_lanes((0, PARTIAL)) == (1, 0)
-    assert with_lanes((PARTIAL, PARTIAL)) == (0, 1)
-    assert with_lanes((WHOLE, 1)) == (WHOLE, 1)
-    assert empty_lanes(jnp.zeros((3,)), (WHOLE, PARTIAL), mesh(2, 4)).shape == (4, 3)
-    assert empty_lanes(0.0, (PARTIAL, PARTIAL), mesh(2, 4)).shape == (2, 4)
+    assert unreduced_layout((PARTIAL, 1)) == (0, 2)
+    assert unreduced_layout((0, PARTIAL)) == (1, 0)
+    assert unreduced_layout((PARTIAL, PARTIAL)) == (0, 1)
+    assert unreduced_layout((WHOLE, 1)) == (WHOLE, 1)
+    assert unreduced_zeros(jnp.zeros((3,)), (WHOLE, PARTIAL), mesh(2, 4)).shape == (4, 3)
+    assert unreduced_zeros(0.0, (PARTIAL, PARTIAL), mesh(2, 4)).shape == (2, 4)
     kept = jnp.ones((3,))
-    assert empty_lanes(kept, (WHOLE, 0), mesh(2, 4)) is kept
+    assert unreduced_zeros(kept, (WHOLE, 0), mesh(2, 4)) is kept
