@@ -84,6 +84,12 @@ def test_package_keeps_the_import_rule():
     assert not violations, "\n".join(violations)
 
 
+def test_the_architecture_page_has_the_order():
+    page = (PACKAGE_DIR.parent / "docs" / "architecture.md").read_text()
+    told = page.split("A room imports only from rooms before it:")[1].split("```")[1]
+    assert told.split() == ["text", *(room for room in ORDER if not room.startswith("__"))]
+
+
 def test_no_files_import_each_other():
     assert circles(import_graph(read_folder(PACKAGE_DIR.parent, "autopar"))) == []
 
