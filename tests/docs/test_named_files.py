@@ -138,6 +138,19 @@ def test_classes_that_the_design_pages_name_are_there(page: str) -> None:
     assert not missing
 
 
+def test_features_of_the_tour_are_in_files_of_their_name() -> None:
+    """A path of the row has the feature's name, or the first word of it."""
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    rows = re.findall(r"^\| ([\w -]+) \| (.+) \|$", tour.split("## Where a feature is")[1], re.M)[
+        1:
+    ]
+    assert len(rows) == 20
+    for feature, places in rows:
+        paths = " ".join(re.findall(r"`(autopar/[\w./]+)`", places))
+        words = re.sub(r"[ -]", "_", feature.lower()), feature.lower().split()[0]
+        assert any(word in paths for word in words), feature
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_pages_say_of_plans_is_there(page: Path) -> None:
     known = {*dir(ParallelPlan), *(field.name for field in dataclasses.fields(ParallelPlan))}
