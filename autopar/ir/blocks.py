@@ -1,12 +1,11 @@
-"""Parallel blocks and segments of a step: plain data, found by `sharding.blocks`.
+"""Parallel blocks and segments of a step, as `sharding.blocks` finds them.
 
 A *block* is an entry operator (a product, a convolution, a gather, …) and the operators that follow
-from it: whatever strategy the entry takes, each of the others has one that needs nothing resharded
-inside the block. The only communication inside is the sum over what a strategy leaves partial. So a
-block is one decision, that of its entry, and the step is a sequence of blocks.
+it: for every strategy of the entry, each of the others has one that needs no resharding inside the
+block. The only communication inside a block reduces partial sums. So a block is one decision, that
+of its entry, and the step is a sequence of blocks.
 
-A *segment* is a stretch of blocks; stretches that are equal and follow each other, as layers do,
-are occurrences of one segment.
+A *segment* is a run of blocks; equal runs in a row, such as layers, are occurrences of one segment.
 
 Nodes are positions in `Graph.nodes`, classes those of the folded graph.
 """
@@ -22,7 +21,7 @@ from autopar.ir.late_methods import late_method
 
 @dataclass(frozen=True)
 class BlockStrategy:
-    """What a block takes if its entry takes one of its strategies.
+    """The strategies of a block's operators for one strategy of its entry.
 
     index:    of the entry's strategy, among those of its class.
     words:    `x: data, y: tensor, column`; empty until someone fills it in.
@@ -38,8 +37,8 @@ class BlockStrategy:
 class Block:
     """One decision: its occurrences have equal operators in equal places, of equal classes.
 
-    alike:         a number that blocks share which are equal but for their classes (equal layers
-                   that are not folded).
+    alike:         a number shared by blocks that are equal except for their classes (equal
+                   layers that are not folded).
     entry:         node of the entry operator, in the first occurrence.
     owner:         class of the entry.
     nodes:         of the first occurrence, the entry first; those of other occurrences correspond
@@ -50,10 +49,10 @@ class Block:
     strategies:    those of the entry that all its nodes can follow.
     chosen:        the entry's strategy in the plan, as an index among those of its class; None
                    before there is a plan.
-    words, spec:   of what was chosen: `x: data, y: tensor, column`, and how the entry's result
-                   lies.
-    num_astray:    nodes of the first occurrence that do not follow in the plan: there it pays to
-                   reshard inside the block, or to sum up into parts.
+    words, spec:   of the chosen strategy: `x: data, y: tensor, column`, and the spec of the
+                   entry's result.
+    num_astray:    nodes of the first occurrence that do not follow the entry in the plan: there
+                   resharding inside the block, or a reduce-scatter, pays.
     compute_s, communication_s, communication_bytes: of all occurrences in one step, on each
                    device, as the plan has it.
     """
@@ -97,9 +96,9 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Segment:
-    """blocks:  of the first occurrence, as positions in `Blocks.blocks`, in order. Those of other
-             occurrences are alike; they are the same where layers are folded.
-    starts:  positions in `Blocks.sequence` at which its occurrences begin.
+    """blocks:  of the first occurrence, as positions in `Blocks.blocks`, in order. Other
+             occurrences have equal blocks, or the same where layers are folded.
+    starts:  positions in `Blocks.sequence` at which the occurrences begin.
     """
 
     name: str
@@ -149,7 +148,7 @@ class Blocks:
 
 
 def check_blocks(blocks: Blocks) -> None:
-    """Every node is in one block, every block in one segment. For our own bugs."""
+    """Every node is in one block, every block in one segment."""
     nodes = sorted(n for own in blocks.sequence for n in own.nodes)
     assert nodes == list(range(blocks.num_nodes)), "nodes in no block, or in two"
     covered = []

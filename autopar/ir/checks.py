@@ -1,8 +1,8 @@
-"""The checker of pipeline programs.
+"""The checker of pipeline programs: Pipeline, PipelinePrograms → AssertionError, or nothing.
 
-`check_programs` runs all lists side by side on the names of buffers instead of arrays, without
-knowing how they were made. What it finds is a bug of ours: it raises AssertionError, with the
-mesh, the position and the instruction.
+`check_programs` runs the instruction lists of all meshes side by side, on names of buffers instead
+of arrays, without knowing how the lists were made. An error is a bug of ours; it names the mesh,
+the position and the instruction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from autopar.ir.pipeline import (
 def check_programs(pipeline: Pipeline, programs: PipelinePrograms) -> None:
     """Every stage program runs as often as it must, on the buffers that it names; each buffer is
     written before it is read, freed once and not used afterwards; each `Send` has its `Recv`; no
-    mesh waits for ever; and in the end there are the results and the caller's arguments, and
-    nothing else."""
+    mesh waits for ever; at the end only the results and the caller's arguments are left."""
     assert len(programs.meshes) == pipeline.num_meshes, "there must be one list per mesh"
     assert len(programs.donated) == len(pipeline.stage_programs), (
         "donated must have an entry per stage program"
@@ -52,19 +51,19 @@ def check_programs(pipeline: Pipeline, programs: PipelinePrograms) -> None:
         mesh.check_end()
     assert not post, f"sent, but never received: {post}"
     for p in range(len(pipeline.stage_programs)):
-        for turn in _turns(pipeline, p):
-            assert done[turn], f"stage program {p} is never run for micro-batch {turn[1]}"
+        for key in _required_runs(pipeline, p):
+            assert done[key], f"stage program {p} is never run for micro-batch {key[1]}"
 
 
-def _turns(pipeline: Pipeline, p: int) -> list[tuple[int, int | None]]:
+def _required_runs(pipeline: Pipeline, p: int) -> list[tuple[int, int | None]]:
     if pipeline.stage_programs[p].phase in PER_MICRO_BATCH:
         return [(p, micro_batch) for micro_batch in range(pipeline.num_micro_batches)]
     return [(p, None)]
 
 
 class _Mesh:
-    """A mesh in the middle of its list. `done` are the runs of all meshes so far, and `post` what
-    was sent and not yet received: by tag, the sender and the instruction."""
+    """A mesh at some position in its list. `done`: the runs of all meshes so far. `post`: messages
+    sent and not yet received, by tag, with sender and instruction."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class _Mesh:
         self.position = 0
         self.slots: dict[int, Slot] = {}  # of every buffer so far
         self.written: set[Slot] = set()
-        self.gone: dict[int, str] = {}  # of those that may not be used any more, why
+        self.gone: dict[int, str] = {}  # why a buffer may not be used any more
         self.sent: set[int] = set()
         for n, buffer in self.program.inputs:
             self._write(buffer, self._slot_of(pipeline.inputs[n]))
@@ -88,7 +87,7 @@ class _Mesh:
         self.results = {b for _, b in self.program.outputs}
 
     def advance(self) -> bool:
-        """Runs as far as it can; whether it could at all."""
+        """Runs as far as possible; returns whether it advanced."""
         start = self.position
         while self.position < len(self.program.instructions):
             match self.program.instructions[self.position]:
@@ -111,16 +110,16 @@ class _Mesh:
         for n, buffer in self.program.outputs:
             slot = self._slot_of(self.pipeline.outputs[n])
             if self.slots.get(buffer) != slot or buffer in self.gone:
-                self._fail(f"result {n} is not in buffer {buffer}: {self._told(buffer)}")
+                self._fail(f"result {n} is not in buffer {buffer}: {self._describe(buffer)}")
         left = self.slots.keys() - self.gone.keys() - self.callers - self.results
-        # What a stage program may use up needs to be let go all the same.
+        # Donated buffers must be freed too.
         left |= {buffer for buffer, why in self.gone.items() if why != "freed"}
         if left:
-            self._fail("never freed: " + ", ".join(map(self._told, sorted(left))))
+            self._fail("never freed: " + ", ".join(map(self._describe, sorted(left))))
 
     def _run(self, run: Run) -> None:
         stage_program = self.pipeline.stage_programs[run.stage_program]
-        self._check_turn(run)
+        self._check_order(run)
         in_place = set(stage_program.reads) & set(stage_program.writes)
         if len(run.reads) != len(stage_program.reads) or len(run.writes) != len(
             stage_program.writes
@@ -134,33 +133,31 @@ class _Mesh:
             self._read(buffer, slots[n])
             if n not in donated:
                 if ref in in_place:
-                    self._fail(f"{self._told(buffer)} is updated in place, but not used up")
+                    self._fail(f"{self._describe(buffer)} is updated in place, but not used up")
                 continue
             if buffer in self.callers:
-                self._fail(f"{self._told(buffer)} is used up, but the caller's")
+                self._fail(f"{self._describe(buffer)} is used up, but the caller's")
             if ref not in in_place:
                 self.gone[buffer] = "used up"
             elif buffer in self.sent:
-                self._fail(f"{self._told(buffer)} was sent before it was complete")
+                self._fail(f"{self._describe(buffer)} was sent before it was complete")
         slots = slots_of(stage_program.stage, stage_program.writes, run.micro_batch)
         for buffer, ref, slot in zip(run.writes, stage_program.writes, slots, strict=True):
             if ref not in in_place:
                 self._write(buffer, slot)
             elif self.slots.get(buffer) != slot:
-                self._fail(f"{slot} is to be updated in place, not in {self._told(buffer)}")
+                self._fail(f"{slot} is to be updated in place, not in {self._describe(buffer)}")
 
-    def _check_turn(self, run: Run) -> None:
-        """Whether it is this stage program's turn: once for each micro-batch, on its mesh, after
-        all stage programs of its stage that come before."""
-        stage_program, turn = (
-            self.pipeline.stage_programs[run.stage_program],
-            (run.stage_program, run.micro_batch),
-        )
+    def _check_order(self, run: Run) -> None:
+        """A stage program runs once per micro-batch, on its mesh, after the stage programs of its
+        stage that precede it."""
+        stage_program = self.pipeline.stage_programs[run.stage_program]
+        key = (run.stage_program, run.micro_batch)
         if self.pipeline.stage_mesh[stage_program.stage] != self.mesh:
             self._fail("the stage is on another mesh")
-        if turn not in _turns(self.pipeline, run.stage_program):
+        if key not in _required_runs(self.pipeline, run.stage_program):
             self._fail(f"there is no micro-batch {run.micro_batch} of a {stage_program.phase}")
-        if self.done[turn]:
+        if self.done[key]:
             self._fail("runs a second time")
         for p, other in enumerate(self.pipeline.stage_programs):
             if other.stage != stage_program.stage or p == run.stage_program:
@@ -168,13 +165,13 @@ class _Mesh:
             if other.phase is stage_program.phase:
                 before = [(p, run.micro_batch)] if other.part < stage_program.part else []
             elif other.phase is Phase.PREPARE or stage_program.phase is Phase.UPDATE:
-                before = _turns(self.pipeline, p)
+                before = _required_runs(self.pipeline, p)
             else:
                 before = []
             for awaited in before:
                 if not self.done[awaited]:
                     self._fail(f"runs before stage program {p} for micro-batch {awaited[1]}")
-        self.done[turn] += 1
+        self.done[key] += 1
 
     def _send(self, send: Send) -> None:
         if not len(send.buffers) == len(send.transfers) > 0:
@@ -202,20 +199,20 @@ class _Mesh:
     def _free(self, free: Free) -> None:
         for buffer in free.buffers:
             if buffer not in self.slots or self.gone.get(buffer) == "freed":
-                self._fail(f"cannot free {self._told(buffer)}")
+                self._fail(f"cannot free {self._describe(buffer)}")
             if buffer in self.callers or buffer in self.results:
-                self._fail(f"{self._told(buffer)} is the caller's, or a result")
+                self._fail(f"{self._describe(buffer)} is the caller's, or a result")
             self.gone[buffer] = "freed"
 
     # -- buffers
 
     def _read(self, buffer: int, slot: Slot) -> None:
         if self.slots.get(buffer) != slot or buffer in self.gone:
-            self._fail(f"needs {slot}, but has {self._told(buffer)}")
+            self._fail(f"needs {slot}, but has {self._describe(buffer)}")
 
     def _write(self, buffer: int, slot: Slot) -> None:
         if buffer in self.slots or not 0 <= buffer < self.program.num_buffers:
-            self._fail(f"cannot write {slot} to {self._told(buffer)}")
+            self._fail(f"cannot write {slot} to {self._describe(buffer)}")
         if slot in self.written:
             self._fail(f"{slot} is written a second time")
         self.written.add(slot)
@@ -229,7 +226,7 @@ class _Mesh:
     def _slot_of(self, place: Place) -> Slot:
         return Slot(place.stage, Ref(place.value, None))
 
-    def _told(self, buffer: int) -> str:
+    def _describe(self, buffer: int) -> str:
         held = self.slots.get(buffer, "empty")
         return f"buffer {buffer} ({held}{', ' + self.gone[buffer] if buffer in self.gone else ''})"
 

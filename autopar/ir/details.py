@@ -1,8 +1,8 @@
-"""What a plan says of itself: operators, collectives with their causes, memory over time.
+"""The details of a plan: operators, collectives with their causes, memory over time.
 
-These figures are kept with the plan, in its file too, so that whatever shows a plan (`inspect/`)
-needs neither the program nor the solver. All are predictions, per device and step unless said
-otherwise, of one mesh: every stage of a pipeline has its own.
+They are part of the plan and of its file, so that `inspect/` needs neither the program nor the
+solver. All figures are predictions for one mesh (every stage of a pipeline has its own), per device
+and step unless said otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Memory is told by what it is held for, in this order.
+# What memory is used for, in the order of reports.
 MEMORY_CATEGORIES = (
     "parameters",
     "optimizer state",
@@ -31,19 +31,24 @@ EXPERT = "expert"
 SEQUENCE = "sequence"
 ZERO = "ZeRO"
 REPLICATED = "replicated"
-ADDENDS = "partial sums"  # of an operator that adds what is not yet summed over the axis
+ADDENDS = "partial sums"  # of an operator on values that are not yet reduced over the axis
 
 # Why a collective is there.
-PARTIAL_SUMS = "partial sums"  # a reduction dimension was split, so addends are summed
-OTHER_LAYOUT = "other layout"  # made in one layout, read in another
-STATE = "state"  # updated state returns to the layout in which it is kept
-WINDOWS = "windows"  # rows of neighbours that a convolution or pooling reads
+PARTIAL_SUMS = "partial sums"  # a reduction dimension was split, so partial sums are reduced
+OTHER_LAYOUT = "other layout"  # produced in one layout, read in another
+STATE = "state"  # updated state returns to its layout
+WINDOWS = "windows"  # a convolution or pooling reads rows of neighbours
 
 
 class OpRow(NamedTuple):
-    """One operator. `name` is JAX's, `array` its first result as text (`bfloat16[8,1024]`), `spec`
-    that result's layout as text, `words` how each axis is used (`x: data, y: tensor, column`),
-    `source` the user's line. `flops` are those of one device."""
+    """One operator.
+
+    name:   the primitive's.
+    array:  its first result as text, such as `bfloat16[8,1024]`; `spec`: that result's layout.
+    words:  how each axis is used: `x: data, y: tensor, column`.
+    source: the user's line.
+    flops:  of one device.
+    """
 
     name: str
     module: str
@@ -61,8 +66,8 @@ class OpRow(NamedTuple):
 
 @dataclass(frozen=True)
 class OpTable:
-    """Operators in program order, as columns; text is a number into `strings`. `runs` is how
-    often an operator runs in a step; its other figures are of all these runs together."""
+    """Operators in program order, as columns; texts are indices into `strings`. An operator runs
+    `runs` times in a step; its other figures are of all these runs together."""
 
     strings: tuple[str, ...] = ()
     name: tuple[int, ...] = ()
@@ -113,19 +118,19 @@ def op_table(rows: list[OpRow]) -> OpTable:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Collectives of one kind, with one cause and between the same two operators. Equal ones of
-    equal layers are one each: `module` tells them apart. `num_bytes` are those that a device
-    sends in all `count` of them, `seconds` what they take."""
+    """Collectives of one kind, with one cause and between the same two operators. Equal layers
+    have one each, told apart by `module`. `num_bytes`: sent by a device in all `count` of them;
+    `seconds`: of all of them."""
 
     kind: str  # "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "shift"
     axes: tuple[str, ...]
     cause: str  # one of the above
     module: str
     region: str
-    value: str  # what is moved: its path, or its array type
-    producer: str  # what makes it, as `dot_general of Block_0/Dense_0`, or an input's path
-    consumer: str  # what reads it
-    before: str  # spec as text; "partial along x" is said so
+    value: str  # the path or the array type of what is moved
+    producer: str  # `dot_general of Block_0/Dense_0`, or an input's path
+    consumer: str
+    before: str  # spec as text, with "partial along x"
     after: str
     count: int
     num_bytes: float
@@ -134,7 +139,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class HeldArray:
-    """Something that is in memory when most is. `what` is a path, or an operator and its array."""
+    """An array in memory at the peak. `what` is a path, or an operator and its array."""
 
     what: str
     module: str
@@ -147,7 +152,7 @@ class MemoryUse:
     """Bytes over the program's time, by category in the order of `MEMORY_CATEGORIES`.
 
     seconds:   predicted time of each point since the program began, at most a few hundred points;
-               of a stage of a pipeline, in one pass over its program with a single micro-batch.
+               for a stage of a pipeline, in one pass over its program with one micro-batch.
     held:      bytes at each point, by category.
     at_peak:   bytes by category at the peak.
     peak_s:    when the peak is.
@@ -163,8 +168,8 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a parameter is used and kept: (axis, word) for every axis of its mesh. `reason` says
-    which operator and dimension it is told from, in a few words."""
+    """How a parameter is used and stored: (axis, word) for every axis of its mesh. `reason`: the
+    operator and dimension that show it."""
 
     path: str
     module: str

@@ -17,12 +17,12 @@ from math import prod
 class NodeKind(Enum):
     INPUT = "input"  # an argument of the step, or a constant it captured
     OP = "op"  # an equation
-    USE = "use"  # a second layout of a value, for all its readers; an output as it was asked for
+    USE = "use"  # a second layout of a value, for all its readers; an output in its requested spec
     FINISH = "finish"  # where the partial sums of the node before are reduced
     MERGE = "merge"  # a loop carry, or the join of branches: all operands and the result agree
 
 
-OUTPUT = "output"  # the name of USE nodes that stand at outputs
+OUTPUT = "output"  # the name of USE nodes at outputs
 
 
 HEAVY = ("dot_general", "conv_general_dilated")
@@ -30,8 +30,8 @@ HEAVY = ("dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True)
 class Halo:
-    """A dimension of an operand that is read by windows: a part of it needs so many rows before
-    and after its own, which neighbours send."""
+    """A dimension of an operand that is read by windows: a shard needs `rows` before and after its
+    own, which neighbours send."""
 
     operand: int
     dim: int
@@ -47,10 +47,10 @@ class Rule:
     reduction:         factors that no result has: splitting one leaves partial sums.
     fixed:             factors that may not be split (replication or a permutation needed).
     linear:            partial sums may flow through (the op is a plain sum of its operands).
-    local:             XLA does not know how to split it: bound on each device to that one's parts.
+    local:             XLA cannot split it: each device applies it to its own shards.
     halos:             dimensions that are read by windows; splitting one costs a shift of rows.
-    only_with:         (factor, the factors that all other axes must then be on, −1 for none): what
-                       XLA computes wrongly otherwise.
+    only_with:         (factor, factors that all other axes must then be on; −1 for none): XLA
+                       computes other combinations wrongly.
     """
 
     operands: tuple[tuple[tuple[int, ...], ...], ...]
@@ -67,8 +67,8 @@ class Rule:
 @dataclass(frozen=True)
 class Value:
     """A tensor of the program. `deferred` values (gradients on their way to the optimizer,
-    parameters on their way to their first use) are off the critical path, so that the latency of
-    their collectives is shared."""
+    parameters on their way to their first use) are off the critical path: their collectives share
+    latency."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -79,12 +79,12 @@ class Value:
 
 @dataclass(frozen=True)
 class OpSize:
-    """What tells how long a product, a convolution or an attention kernel takes. Each size is the
-    product of some dimensions, as (operand or result, dimension); results count after operands.
+    """The sizes that determine the time of a product, a convolution or an attention kernel. Each
+    is a product of dimensions, as (operand or result, dimension); results count after operands.
 
     product:                                  batch, m, n, k
-    forward, input-gradient, kernel-gradient: images, positions of a result, in and out channels,
-                                              positions of a window: of a convolution
+    forward, input-gradient, kernel-gradient: of a convolution: images, positions of the result,
+                                              in and out channels, positions of the window
     attention, attention-gradient:            heads of all sequences, queries, keys, head size
     """
 
@@ -93,15 +93,19 @@ class OpSize:
     is_causal: bool = False
 
 
-# So many instructions on elements take as long as moving one byte.
+# Instructions on elements that take as long as moving one byte.
 INSTRUCTIONS_PER_BYTE = 20.0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A node's part of compiled kernels that are bound by memory, at full size. `num_bytes` that it
-    moves are per operand, then per result; `stream` is the kind of access (of `profile.STREAMS`),
-    `num_kernels` how many kernels it begins, `instructions` those of all elements."""
+    """A node's share of the memory-bound kernels that XLA compiles, unsharded.
+
+    num_bytes:    moved, per operand, then per result.
+    stream:       the kind of access, of `profile.STREAMS`.
+    num_kernels:  kernels that begin with this node.
+    instructions: on all elements.
+    """
 
     num_bytes: tuple[float, ...]
     stream: str = "elementwise"
@@ -129,14 +133,14 @@ class Node:
 
     @property
     def is_heavy(self) -> bool:
-        """Matrix products and convolutions: the work that must not be done twice."""
+        """Matrix products and convolutions, which must not be computed redundantly."""
         return self.name in HEAVY
 
 
 @dataclass(frozen=True)
 class Life:
-    """A value that is in memory, from one time to another, both included; `count` times, where it
-    is kept of several micro-batches."""
+    """A value in memory from `start` to `end`, both included; `count` copies, one for each
+    micro-batch that keeps it."""
 
     value: int
     start: int
@@ -146,9 +150,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Values in memory over time. A node runs at `times[node]`, and a copy of an operand that it
-    needs in another layout lives from then until `node_ends[node]`. `in_memory`: values that are
-    written at all, or are views of such; every other is fused into its readers."""
+    """Values in memory over time. A node runs at `times[node]`; a resharded copy of its operand
+    lives from then until `node_ends[node]`. `in_memory`: values that are written to memory, and
+    views of them; all others are fused into their readers."""
 
     lives: tuple[Life, ...] = ()
     times: tuple[int, ...] = ()
@@ -156,14 +160,14 @@ class Liveness:
     in_memory: frozenset[int] = frozenset()
 
     def with_nodes_at_end(self, count: int) -> Liveness:
-        """The same with nodes that run after all others."""
+        """With `count` more nodes, which run after all others."""
         last = (len(self.times),) * count
         return replace(self, times=self.times + last, node_ends=self.node_ends + last)
 
 
 @dataclass(frozen=True)
 class Unruled:
-    """An equation that is not split, or not as its rule would have it, and why."""
+    """An equation that is not split, or not as its rule allows, and why."""
 
     name: str
     source: str
@@ -186,7 +190,7 @@ class Graph:
 
 
 def check_graph(graph: Graph) -> None:
-    """Every value is produced once, before use, and rules match shapes. For our own bugs."""
+    """Every value is produced once, before use, and rules match shapes."""
     for index, node in enumerate(graph.nodes):
         rule = node.rule
         assert len(rule.operands) == len(node.operands), (index, node)

@@ -1,10 +1,10 @@
-"""What a plan does, as one text: plans of a program with the same digest run the same.
+"""The identity of a plan: plans of one program with equal digests run the same.
 
     ParallelPlan → digest
 
-Figures, names and how the plan was found are left out. Layouts are told by which part of an array
-is on which device, so that a plan on a mesh of 2 × 4 that never uses its axes apart is the same as
-one on a mesh of 8.
+Predictions, names and the way the plan was found do not count. Layouts count by the part of an
+array on each device, so a plan on a 2 × 4 mesh that never uses its axes separately equals one on a
+mesh of 8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _equation(equation: EquationSharding, shape: Sequence[int]) -> Iterator[Any]
     yield [_chain(chain, shape) for chain in equation.results]
     yield [_chain(chain, shape) for chain in equation.local]
     yield equation.refetched
-    if equation.lanes is not None:  # whose axes are told apart
+    if equation.lanes is not None:  # lanes depend on the axes
         yield tuple(shape), equation.lanes
     for body in equation.bodies:
         yield from _program(body, shape)
@@ -61,8 +61,8 @@ def _chain(chain: Sequence[Layout], shape: Sequence[int]) -> list[Any]:
 
 
 def placement(layout: Layout, shape: Sequence[int]) -> tuple[Any, ...]:
-    """(dimension, (stride, size) …) of every dimension that is split, and of partial sums: over
-    which devices it goes. Axes that lie one within the other are one."""
+    """(dimension, (stride, size) …) of every split dimension, and of partial sums: the devices that
+    it is split over. Adjacent axes are merged."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.insert(0, stride)

@@ -1,7 +1,7 @@
-"""Methods of plans that need rooms above: `plan.explain()` is text, and a plan is data.
+"""Methods of plans that need packages above `ir`: `plan.explain()` is text, a plan is data.
 
-`ParallelPlan` and `Blocks` name these methods; `autopar.inspect.plan_methods` has their bodies, and
-is imported when the first of them is called. Nothing else in autopar looks upwards.
+`ParallelPlan` and `Blocks` declare these methods; `autopar.inspect.plan_methods` has their bodies
+and is imported on the first call. Nothing else in autopar imports upwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """From lists of instructions to the buffers and bytes that are live over time.
 
-Bytes are of buffers between stage programs. What a stage program needs inside comes on top while it
-runs.
+Bytes are of buffers between stage programs, without the temporaries of a running stage program.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from autopar.ir.pipeline import (
 
 
 def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
-    """What each buffer of a mesh holds."""
+    """The slot that each buffer of a mesh holds."""
     slots = {}
     for position, buffer in program.inputs:
         place = pipeline.inputs[position]
@@ -44,16 +43,16 @@ def buffer_slots(pipeline: Pipeline, program: MeshProgram) -> dict[int, Slot]:
 
 
 def live_buffers(programs: PipelinePrograms) -> tuple[tuple[int, ...], ...]:
-    """Per mesh, how many buffers are live while each instruction is run, those that it reads and
-    those that it writes among them; while a `Free` is run, those that it leaves."""
+    """Per mesh, the number of live buffers during each instruction, its reads and writes included;
+    after it, for a `Free`."""
     return tuple(sizes_over_time(program, lambda _: 1) for program in programs.meshes)
 
 
 def bytes_over_time(
     pipeline: Pipeline, programs: PipelinePrograms, bytes_of: Callable[[int, Ref], int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The same in bytes; those of a buffer are `bytes_of(stage, ref)`. What is updated in place
-    counts once, but what else a stage program may use up counts beside what it writes."""
+    """The same in bytes, where a buffer has `bytes_of(stage, ref)`. A buffer that is updated in
+    place counts once; other donated buffers count beside the buffers written."""
     found = []
     for program in programs.meshes:
         size = {b: bytes_of(*slot) for b, slot in buffer_slots(pipeline, program).items()}
@@ -64,7 +63,7 @@ def bytes_over_time(
 def live_bytes(
     pipeline: Pipeline, programs: PipelinePrograms, bytes_of: Callable[[int, Ref], int]
 ) -> tuple[int, ...]:
-    """Per mesh, the most bytes that are live at a time, from before the first instruction on."""
+    """Per mesh, the peak of live bytes, the inputs before the first instruction included."""
     peaks = []
     for program, line in zip(
         programs.meshes, bytes_over_time(pipeline, programs, bytes_of), strict=True
@@ -76,7 +75,7 @@ def live_bytes(
 
 
 def sizes_over_time(program: MeshProgram, size_of: Callable[[int], int]) -> tuple[int, ...]:
-    """What is live while each instruction of a mesh is run, by the sizes of its buffers."""
+    """The total size of live buffers during each instruction of a mesh."""
     live = {buffer for _, buffer in program.inputs}
     total = sum(map(size_of, live))
     sizes = []

@@ -1,10 +1,10 @@
-"""Clusters, devices and logical meshes: what the machine is, as data.
+"""Clusters, devices and logical meshes: the machine, as data.
 
 A `ClusterSpec` is hosts × devices with two kinds of link. A `LogicalMesh` arranges devices in a
-grid of named axes and prices each axis: α seconds per collective, β seconds per byte. Axes of a
-mesh made from a cluster know how many of their ranks share a host; a group that leaves its host
-is priced at the slow link, which the groups of one host share. With a `MachineProfile` the cluster
-and its meshes carry what was measured; presets then price only what was not.
+grid of named axes and prices each axis: α seconds per collective, β seconds per byte. A group of
+ranks that spans hosts is priced at the slow link, which the groups of one host share. A
+`MachineProfile` adds measured times to a cluster and its meshes; presets then price only what was
+not measured.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ AVOIDABLE = frozenset(("reduce-scatter", "all-to-all"))  # collectives that othe
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What one device can do. Peak rates are the vendor's.
+    """The abilities of one device. Peak rates are the vendor's.
 
     name:                 as plans call it.
     flops_16bit:          of bfloat16 and float16 products, per second.
     flops_32bit:          of float32 products as JAX computes them by default (TF32 where the device
                           has it).
-    memory_bytes:         what the device has.
+    memory_bytes:         of the device.
     memory_bandwidth:     bytes per second.
     intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
     host_bandwidth:       of a host's whole network, bytes per second each way.
-    intra_host_alpha_s, inter_host_alpha_s: seconds that any collective takes, inside of a host and
-                          between hosts.
+    intra_host_alpha_s, inter_host_alpha_s: latency of a collective, inside a host and between
+                          hosts.
     efficiency:           the share of the peak that large matrix products reach in practice.
     """
 
@@ -51,9 +51,9 @@ class DeviceSpec:
     efficiency: float = 0.7
 
 
-# Rates, memory and its bandwidth are those of the vendors' data sheets, products without sparsity.
-# Links are the data sheet's less what protocols take (about a tenth; more on PCIe); what is between
-# hosts is that of a usual machine with this device, as the comment says.
+# Rates, memory and its bandwidth are from the vendors' data sheets, without sparsity. Links are the
+# data sheet's less protocol overhead (about a tenth; more on PCIe); networks are those of a common
+# machine with this device, named in the comment.
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
@@ -91,7 +91,7 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 
 
-# What of a device's name, as its vendor writes it, tells which preset it is; the first that fits.
+# The preset of a device by a part of the vendor's name; the first match counts.
 _PRESETS_BY_NAME = (
     ("B200", "b200-sxm"),
     ("H200", "h200-sxm"),
@@ -122,12 +122,12 @@ def known_preset(platform: str, kind: str) -> str | None:
 
 
 def preset_of(platform: str, kind: str) -> str:
-    """The same, with a warning and the figures of an H100 for a device that is not known."""
+    """The same; an unknown device gives a warning and the preset of an H100."""
     preset = known_preset(platform, kind)
     if preset is not None:
         return preset
     warnings.warn(
-        f"autopar knows no figures of the device {kind!r} and prices it as an H100; shardings stay "
+        f"autopar has no preset for the device {kind!r} and prices it as an H100; shardings stay "
         "correct, estimates may be off.",
         stacklevel=3,
     )
@@ -177,17 +177,17 @@ _STORED_PROFILE = Stored(ProfileSummary, write=_summary, read=restored_profile)
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """`num_hosts` hosts of `devices_per_host` equal devices. Any figure of the preset can be
-    replaced: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`.
+    """`num_hosts` hosts of `devices_per_host` equal devices. Arguments override figures of the
+    preset: `ClusterSpec(2, 8, device="h100-sxm", host_bandwidth=100e9)`.
 
     device:  a preset's name (`autopar devices` lists them) or a `DeviceSpec`; by default the
              profile's device, or else "h100-sxm".
     memory_bytes:         of one device, in place of the preset's.
     intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
     host_bandwidth:       of a host's whole network, bytes per second each way.
-    profile: what was measured on such devices, by `autopar profile`: the path of its file, the name
-             of a table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster
-             of a plan file has its summary, unless the table comes with autopar.
+    profile: measured on such devices by `autopar profile`: the path of its file, the name of a
+             table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster of a
+             plan file has only its summary, unless the table comes with autopar.
     """
 
     num_hosts: int
@@ -227,7 +227,7 @@ class ClusterSpec:
 
     @property
     def measured(self) -> MachineProfile | None:
-        """The profile, if it is here and not its summary alone."""
+        """The profile; None if there is none, or only its summary."""
         return self.profile if isinstance(self.profile, MachineProfile) else None
 
     @property
@@ -243,7 +243,7 @@ class ClusterSpec:
 
     @property
     def spec(self) -> DeviceSpec:
-        """The device with this cluster's own figures put in, and the memory that was measured."""
+        """The device with this cluster's overrides and the measured memory."""
         own = {
             name: getattr(self, name)
             for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth")
@@ -257,8 +257,8 @@ class ClusterSpec:
     def link(
         self, group_size: int, stride: int, num_devices: int | None = None
     ) -> tuple[float, float]:
-        """(α, β) of rings over `group_size` devices `stride` apart in host-major order, all side
-        by side on the first `num_devices` (all, if None)."""
+        """(α, β) of rings over `group_size` devices `stride` apart in host-major order, all at once
+        on the first `num_devices` (all, if None)."""
         device = self.spec
         if self._fits_hosts(group_size, stride, num_devices):
             return device.intra_host_alpha_s, 1 / device.intra_host_bandwidth
@@ -272,20 +272,20 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class LogicalMesh:
-    """Devices in a grid; the solver's whole picture of the machine.
+    """Devices in a grid: all that the solver knows of the machine.
 
     shape:        devices along each axis.
     axis_names:   one name per axis, used in every `PartitionSpec`.
     alpha, beta:  seconds per collective and per byte along each axis (any unit, if both agree).
     memory_bytes: of one device, or None for no limit.
-    device:       compute figures; None prices communication alone, and then large products may
-                  not be computed redundantly.
+    device:       prices compute; None prices only communication, and forbids computing large
+                  products redundantly.
     joint_link:   (α, β) of one ring through all devices; the worst axis if None.
     forbidden:    collectives that may not be used: "reduce-scatter", "all-to-all".
-    profile:      what was measured on such devices; it prices all that it has samples of.
-    num_on_host:  devices of one host; 0 if all are on one.
-    away_beta:    seconds per byte that one device sends to other hosts by itself, not in a ring;
-                  0 if that is priced as a ring is.
+    profile:      measured on such devices; it prices everything that it has samples of.
+    num_on_host:  devices of one host; 0 if all are on one host.
+    away_beta:    seconds per byte that one device sends to other hosts directly, not in a ring; 0
+                  to price that like a ring.
     """
 
     shape: tuple[int, ...]
@@ -347,7 +347,7 @@ class LogicalMesh:
         return max(self.alpha[a] for a in axes), max(self.beta[a] for a in axes)
 
     def placement(self, axes: tuple[int, ...]) -> tuple[int, int, int]:
-        """Of the groups of a collective: how many ranks, how far apart, how many on one host."""
+        """(ranks, stride, ranks on one host) of the groups of a collective over the axes."""
         ranks = prod(self.shape[a] for a in axes)
         split = [a for a in axes if self.shape[a] > 1] or list(axes)
         stride = prod(self.shape[max(split) + 1 :])

@@ -49,41 +49,41 @@ NOT_IN_FILES = {"key": None}
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output by its path, with where it lies."""
+    """An input or output by its path, with its layout."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     layout: Layout  # on the mesh of the first of its stages
     role: str = ""  # "state", "batch" or ""
-    stages: tuple[int, ...] = (0,)  # first the one it belongs to, then those that get a copy
+    stages: tuple[int, ...] = (0,)  # its own stage, then stages that get a copy
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """What one of the user's modules costs in one step, on each device."""
+    """The costs of one of the user's modules, per step and device."""
 
     module: str
     region: str
     compute_s: float
     communication_s: float
     communication_bytes: float
-    collectives: tuple[tuple[str, int], ...] = ()  # (kind and axes, how many)
+    collectives: tuple[tuple[str, int], ...] = ()  # (kind and axes, count)
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A contiguous part of the step on its own submesh. Intra-operator plans have one.
+    """A contiguous part of the step on its own submesh. Plans without a pipeline have one.
 
     layers:     a half-open range.
     submesh:    hosts, devices per host.
     cost:       seconds: of the whole step without a pipeline; else of one micro-batch, with its
-                share of what is done once per step.
-    plan:       how the stage's own step is sharded; None without a pipeline.
+                share of the work done once per step.
+    plan:       the sharding of the stage; None without a pipeline.
     devices:    positions of its devices among all, host-major.
-    mesh:       number of its submesh: stages of an interleaved schedule share some.
-    forward_s, backward_s, once_s: what `cost` is made of; `transfer_s` is what it waits for.
-    remat:      the backward pass computes its layers again.
+    mesh:       number of its submesh; stages of an interleaved schedule share submeshes.
+    forward_s, backward_s, once_s: the parts of `cost`; `transfer_s`: waiting for transfers.
+    remat:      the backward pass recomputes its layers.
     """
 
     layers: tuple[int, int]
@@ -102,7 +102,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a plan was made for."""
+    """The program and the JAX release that a plan was made for."""
 
     program: str  # hash of every equation with its shapes
     jax_version: str
@@ -110,8 +110,8 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """How the sharding was found and how good it is known to be. `unbounded`: what objective and
-    peak bytes would have been without a memory budget, where the budget made a difference."""
+    """The solver's result and its proven bound. `unbounded`: objective and peak bytes without the
+    memory budget, where the budget made a difference."""
 
     objective: float
     lower_bound: float
@@ -123,29 +123,30 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Everything that is decided about a step, as data. `autopar.plan` and `step.plan` make it.
+    """Everything decided about a step, as data. `autopar.plan` and `step.plan` return it.
 
     name, method:         the step's name, and the method as text.
-    mesh_shape, axis_names, device: the mesh, of a plan without a pipeline, and its devices.
-    cluster:              what it was planned for.
+    mesh_shape, axis_names, device: the mesh of a plan without a pipeline, and its devices.
+    cluster:              that the step was planned for.
     inputs, outputs:      all arguments and results, with path, shape, role and layout.
-    named:                values that `autopar.constrain` named.
+    named:                values that `autopar.constrain` named; a name may occur often.
     stages:               of a pipeline, each with its layers, submesh and own plan; else one.
-    num_micro_batches:    into how many the batch is cut.
-    remat:                layers that are computed again in the backward pass.
+    num_micro_batches:    parts of the batch.
+    remat:                layers that the backward pass recomputes.
     layers, layering, schedule, times: of a pipeline: its layers, how they were found, the schedule,
-                          and predicted times of its programs and transfers.
+                          and predicted times of its stage programs and transfers.
     estimated_step_s:     predicted seconds of a step.
-    estimated_peak_bytes: predicted bytes on the fullest device, at the peak.
-    memory_budget_bytes:  what was kept to.
-    communication_bytes:  what a device sends in a step.
+    estimated_peak_bytes: predicted peak bytes on the fullest device.
+    memory_budget_bytes:  the budget per device; infinite if there was none.
+    communication_bytes:  sent by a device in a step.
     modules, details:     the user's modules with their costs; every operator, collective and
                           parameter.
-    solver, search:       what the sharding solver and the stage search did, with bounds.
-    pinned, unpinned_step_s: what `with_pins` asked for, and the step before.
-    warnings:             what the user should know.
-    program, fingerprint: how the program is annotated, and what identifies it.
-    in_tree, out_tree, origin: pytrees, and what the plan can be solved again from; not in files.
+    solver, search:       results of the sharding solver and the stage search, with bounds.
+    pinned, unpinned_step_s: the pins of `with_pins` as (pattern, spec as text), and the predicted
+                          step without them.
+    warnings:             for the user.
+    program, fingerprint: the annotated program, and its identity.
+    in_tree, out_tree, origin: pytrees, and the problem that the plan solves; not in files.
     """
 
     name: str
@@ -165,27 +166,25 @@ class ParallelPlan:
     solver: SolverReport
     fingerprint: Fingerprint
     warnings: tuple[str, ...] = ()
-    named: tuple[Tensor, ...] = ()  # what `autopar.constrain` named; a name may occur often
-    memory_budget_bytes: float = inf  # per device, of the step; infinite if none was kept to
-    remat: tuple[str, ...] = ()  # layers whose forward pass is computed again in the backward pass
-    layers: tuple[str, ...] = ()  # names of a pipeline's layers
+    named: tuple[Tensor, ...] = ()
+    memory_budget_bytes: float = inf
+    remat: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
     layering: Layering | None = field(default=None, metadata={"stored": STORED_LAYERING})
     schedule: str = ""  # of a pipeline; none if each stage computes its own results
-    search: SearchReport | None = None  # what the stage search considered, if there was one
-    cluster: ClusterSpec | None = None  # what it was planned for
-    details: PlanDetails | None = (
-        None  # of a plan on one mesh; those of a pipeline's are its stages'
-    )
-    times: PipelineTimes | None = None  # of a pipeline
-    pinned: tuple[tuple[str, str], ...] = ()  # what `with_pins` asked for: pattern, spec as text
-    unpinned_step_s: float | None = None  # the predicted step before `with_pins`
+    search: SearchReport | None = None
+    cluster: ClusterSpec | None = None
+    details: PlanDetails | None = None  # of a plan on one mesh; a pipeline's stages have their own
+    times: PipelineTimes | None = None
+    pinned: tuple[tuple[str, str], ...] = ()
+    unpinned_step_s: float | None = None
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
     out_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
-    # What the plan can be solved again from: an object of `autopar.sharding`, if known.
+    # The problem that the plan solves, if known: an `Origin` of `sharding` or `stages`.
     origin: Any = field(default=None, compare=False, repr=False, metadata=NOT_IN_FILES)
 
     @property
@@ -195,7 +194,7 @@ class ParallelPlan:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether it has stages on meshes of their own."""
+        """Whether its stages have meshes of their own."""
         return self.stages[0].plan is not None
 
     @property
@@ -220,8 +219,8 @@ class ParallelPlan:
 
     @property
     def input_specs(self) -> Any:
-        """`PartitionSpec`s in the pytree of the function's arguments. A plan read from a file
-        knows paths, not pytrees: there it is a dict from path to spec."""
+        """`PartitionSpec`s in the pytree of the function's arguments. A plan read from a file has
+        no pytrees: then it is a dict from path to spec."""
         return self._tree(self.inputs, self.in_tree, self.spec_of)
 
     @property
@@ -249,22 +248,22 @@ class ParallelPlan:
         return build(args, [leaf_of(tensor) for tensor in tensors])
 
     def explain(self, path: str | None = None, *, depth: int | None = None) -> str:
-        """The plan in words, in the names of the user's own modules, down to `depth` levels of
-        them. With a path (of an input, an output or a named value): why that is sharded so."""
+        """The plan in words, by the user's modules, down to `depth` levels. With a path of an
+        input, an output or a named value: why it is sharded as it is."""
         return late_method("explain")(self, path, depth)
 
     def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
-        """Write the plan as one HTML page that needs no network; `measured` is drawn beside the
-        predicted timeline."""
+        """Write the plan as one HTML page that needs no network, with the `measured` timeline
+        beside the predicted one."""
         late_method("report")(self, target, measured)
 
     def timeline(self) -> Timeline:
-        """When what is predicted to run in a step, on each mesh."""
+        """The predicted timeline of a step, on each mesh."""
         return late_method("timeline")(self)
 
     def blocks(self, stage: int = 0) -> Blocks:
-        """The step as parallel blocks, with the strategies of their entry operators, what was
-        chosen and what it costs: `print(plan.blocks())`. Of a pipeline, one stage's."""
+        """The step as parallel blocks, with the strategies of their entry operators, the chosen
+        one and its costs: `print(plan.blocks())`. Of a pipeline, those of one stage."""
         return late_method("blocks")(self, stage)
 
     def strategies(self) -> str:
@@ -307,7 +306,7 @@ class ParallelPlan:
 
 def check_plan(plan: ParallelPlan, where: str = "plan") -> None:
     """`PlanError` unless layouts have one entry per mesh axis and fit their arrays, counts agree,
-    and figures can be."""
+    and numbers are in range."""
     _check_values(plan, where)
     if plan.is_pipeline:
         _check_pipeline(plan, where)

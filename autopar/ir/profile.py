@@ -1,11 +1,11 @@
-"""What was measured on a machine, as data: the file that `autopar profile` writes.
+"""Measurements of a machine, as data: file of `autopar profile` ↔ `MachineProfile`.
 
-A `MachineProfile` says on what hardware and with which versions it was made, and holds samples:
-each one the shape of some work and the seconds it took, with the spread of the repetitions. How
-times between samples are found is told in `autopar.cost.measured`.
+A `MachineProfile` names its hardware and versions and holds samples: the shape of some work and the
+seconds it took, with the spread of the repetitions. `autopar.cost.measured` interpolates between
+samples.
 
-The file is JSON. It is validated when it is read; a file that is cut short, of another format or
-with figures that cannot be is a `ProfileError` that says what is wrong with it.
+The file is JSON and is checked when it is read: `ProfileError` says what is wrong with one that is
+cut short, of another format or has impossible values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from autopar.errors import ArgumentError, ProfileError, near_names
 from autopar.ir.codec import decode, encode
@@ -25,8 +25,8 @@ from autopar.ir.files import write_whole
 FORMAT = 1
 _KIND = "autopar machine profile"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# What is done to memory: read and write in order, the same with arithmetic of a few operands, sums
-# along the last and along the first dimension, a transposition, rows chosen by numbers.
+# Kinds of memory access: in order, in order with arithmetic on a few operands, sums along the last
+# and the first dimension, a transposition, indexed rows.
 STREAMS = ("copy", "elementwise", "reduce-last", "reduce-first", "transpose", "gather", "scatter")
 CONVOLUTIONS = ("forward", "input-gradient", "kernel-gradient")
 NOISY = 0.10  # a spread above this is flagged
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class ProductTime:
-    """`batch` matrix products of m × k by k × n, in `dtype`, one after another as one operator."""
+    """A batched matrix product: `batch` times m × k by k × n, in `dtype`."""
 
     dtype: str
     batch: int
@@ -84,7 +84,7 @@ class ConvolutionTime:
 
 @dataclass(frozen=True)
 class StreamTime:
-    """Work bound by memory: `num_bytes` is all that is read and written."""
+    """Memory-bound work: `num_bytes` are read and written."""
 
     kind: str  # of STREAMS
     dtype: str
@@ -94,8 +94,8 @@ class StreamTime:
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Attention of `heads` heads over `length` positions each way, as one kernel or as XLA writes
-    it; `backward` is the gradient alone."""
+    """Attention of `heads` heads with `length` queries and keys, as cuDNN's kernel or as XLA
+    compiles it; `backward` is the gradient alone."""
 
     implementation: str  # "xla" or "cudnn"
     dtype: str
@@ -110,8 +110,8 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective of groups of `ranks` devices `stride` apart, all groups at once. `num_bytes` is
-    of the tensor as one device would have it if the group did not split it."""
+    """A collective of groups of `ranks` devices `stride` apart, all groups at once. `num_bytes`: of
+    the tensor on one device before the group splits it."""
 
     kind: str  # of COLLECTIVES
     ranks: int
@@ -136,8 +136,8 @@ PARTS = ("products", "convolutions", "streams", "attentions", "collectives", "cr
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """Which profile a plan was priced by: all that a plan file holds of it. `parts`: what it has
-    samples of; all else was priced by the device's figures."""
+    """The profile that priced a plan, as plan files store it. `parts`: the kinds of work that it
+    has samples of; the device's preset priced the others."""
 
     name: str
     digest: str
@@ -167,16 +167,16 @@ class ProfileSummary:
 class MachineProfile:
     """All samples of one machine.
 
-    platform, device_kind:       as JAX tells them ("gpu", "NVIDIA H200").
-    num_hosts, devices_per_host: what was there when it was measured.
+    platform, device_kind:       JAX's ("gpu", "NVIDIA H200").
+    num_hosts, devices_per_host: of the machine.
     versions:                    jax, jaxlib, and of a GPU its driver, CUDA and cuDNN.
-    launch_s:                    what one more kernel costs inside of a program.
-    dispatch_s:                  what one more program costs.
-    usable_memory_bytes:         what a program can have of one device's memory.
-    seconds:                     how long measuring took; date: when it was done.
+    launch_s:                    of one more kernel inside a program.
+    dispatch_s:                  of one more program.
+    usable_memory_bytes:         of one device, for a program.
+    seconds, date:               how long measuring took, and when it was done.
     products, convolutions, streams, attentions, collectives, crossings: the samples of each part.
-    notes:                       what was skipped, or varied much.
-    name:                        of a table that comes with autopar.
+    notes:                       samples that were skipped or noisy.
+    name:                        the file's, without its folder.
     """
 
     platform: str
@@ -196,7 +196,6 @@ class MachineProfile:
     collectives: tuple[CollectiveTime, ...] = ()
     crossings: tuple[CrossingSample, ...] = ()
     notes: tuple[str, ...] = ()
-    # The file's, without its folder.
     name: str = field(default="", compare=False, metadata={"key": None})
 
     @cached_property
@@ -230,7 +229,7 @@ class MachineProfile:
 SHIPPED = Path(__file__).parent / "profiles"
 
 
-def find_profile(given: Any) -> MachineProfile:
+def find_profile(given: object) -> MachineProfile:
     """A profile by the path of its file, or by the name of one that comes with autopar."""
     if isinstance(given, MachineProfile):
         return given
@@ -251,7 +250,7 @@ def find_profile(given: Any) -> MachineProfile:
 
 
 def restored_profile(summary: ProfileSummary) -> MachineProfile | ProfileSummary:
-    """The profile that a plan file speaks of, if it comes with autopar and is still the same."""
+    """The profile of a plan file's summary, if it comes with autopar and is unchanged."""
     name = summary.name.removesuffix(".json")
     if name in shipped_profiles() and (own := find_profile(name)).digest == summary.digest:
         return own
@@ -264,7 +263,7 @@ def shipped_profiles() -> list[str]:
 
 @lru_cache(maxsize=16)
 def _read(path: Path, changed: float) -> MachineProfile:
-    """One object per file as long as it stays the same, so that what is made of it is kept."""
+    """One object per file while it is unchanged, so that caches of its curves stay valid."""
     del changed
     return parse_profile(path.read_text(encoding="utf-8"), path.name)
 
@@ -312,7 +311,7 @@ def parse_profile(text: str, name: str) -> MachineProfile:
 
 
 def check_profile(profile: MachineProfile) -> None:
-    """Raises `ProfileError` for figures that cannot be."""
+    """Raises `ProfileError` for impossible values."""
 
     def refuse(what: str) -> NoReturn:
         raise ProfileError(f"profile {profile.name}: {what}. Measure again with `autopar profile`.")

@@ -18,10 +18,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of clocks × meshes; None where a mesh waits. What a task waits for is in an earlier
-    clock. The last clocks are updates, as many as a mesh has stages, except in inference. `eager`:
-    what a stage needs from another is received as soon as it is there, ahead of its use, so that
-    transfers overlap with other micro-batches' work."""
+    """A table of clocks × meshes; None where a mesh waits. A task depends only on earlier clocks.
+    The last clocks are updates, as many as a mesh has stages, except in inference. `eager`: a stage
+    receives data as soon as it is sent, ahead of its use, so that transfers overlap with the work
+    on other micro-batches."""
 
     name: str
     num_micro_batches: int

@@ -1,6 +1,6 @@
 """The envelope of plan and checkpoint files: frozen data ↔ text with format, version, checksum.
 
-    {"format": NAME, "version": N, KEY: the data, "sha256": of the data}
+{"format": NAME, "version": N, KEY: the data, "sha256": of the data}
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SealedFormat:
             remedy = "Update autopar to the release that wrote it." if is_newer else self.remedy
             return f"{self.key} format {version!r}, this autopar reads {self.version}. {remedy}"
         if self.key not in document or document.get("sha256") != digest(document[self.key]):
-            return f"is damaged: the checksum does not match. {self.remedy}"
+            return f"is damaged or altered: the checksum does not match. {self.remedy}"
         return ""
 
     def malformed(self, where: str, problem: Exception | str) -> AutoparError:

@@ -1,9 +1,9 @@
-"""What the stage search reads and gives: layers' figures per submesh, and the stages chosen.
+"""Input and output of the stage search: costs of layers per submesh, and the chosen stages.
 
 A *variant* is one way to run layers: on a submesh, arranged as a logical mesh, sharded at some
-price of memory, with or without recomputation. Its figures are per layer, and those of a range of
-layers are their sums (of `working_bytes`, the largest), so that every range on every submesh is
-priced by a few tables.
+price of memory, with or without recomputation. Its costs are per layer; those of a range of layers
+are their sums (of `working_bytes`, the maximum), so that a few tables price every range on every
+submesh.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Submesh = tuple[int, int]  # hosts, devices per host
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Figures of every layer under one variant; arrays are indexed by layer, bytes are per device.
+    """Costs of every layer under one variant; arrays are indexed by layer, bytes are per device.
 
     latency_s:       forward and backward pass of one micro-batch.
     forward_s:       the forward pass' share of it.
-    once_s:          what is done once per step: update, reduction of gradients.
+    once_s:          work done once per step: update, reduction of gradients.
     held_bytes:      held all the time: parameters, optimizer state, sums of gradients.
-    in_flight_bytes: kept of each micro-batch between its forward and backward pass.
-    working_bytes:   held besides while the layer itself is run.
+    in_flight_bytes: kept per micro-batch between its forward and backward pass.
+    working_bytes:   held additionally while the layer runs.
     """
 
     submesh: Submesh
@@ -52,7 +52,7 @@ class StageChoice:
     latency_s: float
     once_s: float
     peak_bytes: float
-    transfer_s: float  # what it waits for to come from the stages before and after, per micro-batch
+    transfer_s: float  # waiting for transfers from neighbouring stages, per micro-batch
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,14 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan that was compiled, and run if there were devices, to be ranked
-    (`ShardingOptions(rerank=…)`).
+    """A plan that reranking (`ShardingOptions(rerank=…)`) compiled, and ran if there were devices.
 
-    what:         the plan in a few words.
+    what:         a summary of the plan.
     measured_s:   of a step with made-up inputs; None if it did not run.
-    memory_bytes: XLA's figure of the peak on one device; 0 if not known.
+    memory_bytes: XLA's peak on one device; 0 if unknown.
     failure:      why it did not run, or does not fit.
-    is_known:     it was timed earlier, and not again.
-    compiled_s:   if it was only compiled: predicted, with the communication that XLA made of it.
+    is_known:     its time comes from the database.
+    compiled_s:   of a plan that was only compiled: predicted with XLA's communication.
     """
 
     what: str
@@ -89,15 +88,15 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What a stage search considered: `plan.search`."""
+    """The candidates and results of a stage search: `plan.search`."""
 
     num_layers: int
     num_candidates: int  # (range of layers, variant) pairs that were priced
-    num_pruned: int  # of them or of bounds on the slowest stage, those never looked at
-    num_bounds: int  # values of the slowest stage's time that were tried
+    num_pruned: int  # pairs, and bounds on the slowest stage, that were skipped
+    num_bounds: int  # bounds on the slowest stage's time that were tried
     seconds: dict[str, float] = field(default_factory=dict)
     best: tuple[PipelineChoice, ...] = ()  # the best few by the tables, the best first
-    checked: tuple[tuple[float, float], ...] = ()  # step by tables and as solved, of those solved
-    intra_only_s: float | None = None  # predicted step time without a pipeline; None if none fits
+    checked: tuple[tuple[float, float], ...] = ()  # of those solved: step by tables, and as solved
+    intra_only_s: float | None = None  # predicted step without a pipeline; None if none fits
     notes: tuple[str, ...] = ()
-    tried: tuple[TriedPlan, ...] = ()  # those that were run, the best predicted first
+    tried: tuple[TriedPlan, ...] = ()  # by reranking, the best predicted first

@@ -1,4 +1,4 @@
-"""What `autopar sweep` found: predictions of one step for several sizes, as data."""
+"""The results of `autopar sweep`: predictions of one step for several sizes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One plan of a sweep; figures are predictions, 0 where there is no plan.
+    """One plan of a sweep; figures are predictions, 0 without a plan.
 
-    values:  what was varied, by name: `(("devices", 16),)`. Budgets are bytes.
-    problem: why there is no plan, or it cannot be used; empty if it fits.
-    plan:    in a few words: stages, mesh, micro-batches.
-    cost:    of a million tokens, or of a million samples where there are no tokens, in the currency
-             of the price; 0 without a price.
-    seconds: what planning took.
+    values:  the varied settings by name, such as `(("devices", 16),)`. Budgets are bytes.
+    problem: why there is no usable plan; empty if it fits.
+    plan:    a summary: stages, mesh, micro-batches.
+    cost:    of a million tokens, or samples where there are no tokens, in the currency of the
+             price; 0 without a price.
+    seconds: of planning.
     """
 
     values: tuple[tuple[str, int | float | str], ...]
@@ -46,8 +46,8 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """`command`: what made it; `varied`: names of what differs, the first along the plots' axis;
-    `unit`: "tokens" or "samples", whichever throughput and cost are told in."""
+    """`command`: the command line; `varied`: names of the varied settings, the first along the
+    plots' axis; `unit`: "tokens" or "samples", of throughput and cost."""
 
     command: str
     device: str

@@ -1,8 +1,8 @@
-"""How an array gets from one mesh to another, as data: a `TilePlan`, and what it amounts to.
+"""How an array moves from one mesh to another, as data: `TilePlan`.
 
-Devices are numbered by their position in their own mesh, row by row. *Tiles* cross from a device of
-the source mesh to one of the target mesh. Where several target devices want the same shard, each
-receives a part of it, and a *gather* among them completes it: what all of them need crosses once.
+Devices are numbered by their position in their own mesh, row by row. *Tiles* go from a device of
+the source mesh to one of the target mesh. Where several target devices need the same shard, each
+receives a part of it, and a *gather* among them completes it, so that it crosses the link once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]  # a half-open range of indices per dimension
 
 @dataclass(frozen=True)
 class Tile:
-    """What one source device sends to one target device. The box is in the whole array."""
+    """What one source device sends to one target device; `box` is a box of the whole array."""
 
     source: int
     target: int
@@ -27,7 +27,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Gather:
-    """Devices of the target mesh that all want the shard `box`, and who has received which part."""
+    """Devices of the target mesh that all need the shard `box`, and which part each received."""
 
     devices: tuple[int, ...]
     parts: tuple[tuple[int, Box], ...]
@@ -36,12 +36,12 @@ class Gather:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """An array's way from a layout on one mesh to a layout on another.
+    """The transfer of an array from a layout on one mesh to a layout on another.
 
-    landing: along which dimension shards are cut among the target devices that share them, per axis
-             of the target mesh. Such cuts are minor to those of the target layout. `WHOLE` for axes
-             that split the array themselves, and for those along which nothing can be cut: there
-             the first device receives and the others get copies.
+    landing: per axis of the target mesh, the dimension along which devices that share a shard
+             divide it. These cuts are minor to those of the target layout. `WHOLE` for axes that
+             split the array themselves, and for axes along which nothing can be cut: there the
+             first device receives the shard and the others copy it.
     """
 
     shape: tuple[int, ...]
@@ -56,12 +56,12 @@ class TilePlan:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that cross from mesh to mesh."""
+        """Bytes sent from mesh to mesh."""
         return self.itemsize * sum(num_elements(tile.box) for tile in self.tiles)
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Bytes that must cross: the target mesh needs every element at least once."""
+        """Bytes that must be sent: the target mesh needs every element at least once."""
         return self.itemsize * prod(self.shape)
 
     @property
@@ -89,7 +89,7 @@ def num_elements(box: Box) -> int:
 
 
 def grid_index(layout: Layout, mesh_shape: Sequence[int], ndim: int, device: int) -> list[int]:
-    """Which part a device holds along each dimension, among those that the layout makes of it."""
+    """The index of a device's part along each dimension of a layout."""
     index = [0] * ndim
     for entry, size, position in zip(
         layout, mesh_shape, _position(mesh_shape, device), strict=True
@@ -109,7 +109,7 @@ def grid_parts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> list[int
 
 
 def shard_box(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], device: int) -> Box:
-    """What a device holds of an array."""
+    """The box of an array that a device holds."""
     parts = grid_parts(layout, mesh_shape, len(shape))
     index = grid_index(layout, mesh_shape, len(shape), device)
     return tuple(
@@ -118,7 +118,7 @@ def shard_box(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], d
 
 
 def within(box: Box, outer: Box) -> Box:
-    """A box's place in the outer one."""
+    """A box relative to the start of an outer box."""
     return tuple((a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
 
 
@@ -127,8 +127,8 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def check_tile_plan(plan: TilePlan) -> None:
-    """Raise if a tile is sent by a device that does not hold it, or if an element of a shard that a
-    target device wants is written never or twice."""
+    """AssertionError if a device sends a tile that it does not hold, or if an element of a target
+    device's shard is never written, or written twice."""
     received: dict[int, list[Box]] = {}
     for tile in plan.tiles:
         own = shard_box(plan.shape, plan.source_layout, plan.source_mesh, tile.source)

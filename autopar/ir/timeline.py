@@ -1,7 +1,7 @@
-"""When what runs: predicted by the simulator, or measured while a step ran.
+"""What runs when in a step: predicted by the simulator, or measured.
 
-A `Timeline` is what reports and traces draw. `PipelineTimes` is what the simulator needs of a
-pipeline, kept with the plan so that its timeline can be drawn from a plan file alone.
+Reports and traces draw a `Timeline`. `PipelineTimes` is the simulator's input for a pipeline, kept
+in the plan so that a plan file alone gives its timeline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Event:
     """One instruction on one mesh. `kind` is "run", "send", "recv", "update" …; `phase` that of a
-    run ("forward", "backward", "weights", "update" or ""). Seconds count from the step's start."""
+    run ("forward", "backward", "weights", "update" or ""). Times are since the step's start."""
 
     mesh: int
     kind: str
@@ -27,7 +27,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`memory`: per mesh, (seconds, bytes on one device from then on); empty if not known."""
+    """`memory`: per mesh, (seconds, bytes on one device from then on); empty if unknown."""
 
     events: tuple[Event, ...]
     step_s: float
@@ -35,7 +35,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds in which each mesh computes."""
+        """Seconds that each mesh computes."""
         busy = [0.0] * self.num_meshes
         for event in self.events:
             if event.kind == "run":
@@ -44,15 +44,14 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which meshes do not compute, on average."""
+        """The average share of the step in which meshes do not compute."""
         whole_s = self.step_s * self.num_meshes
         return 1.0 - sum(self.busy_s()) / whole_s if whole_s else 0.0
 
 
 @dataclass(frozen=True)
 class StageProgramTime:
-    """A stage program of a pipeline and what one run of it takes; `phase` is the value of a
-    `Phase`."""
+    """The seconds of one run of a stage program; `phase` is the value of a `Phase`."""
 
     stage: int
     phase: str
@@ -62,18 +61,16 @@ class StageProgramTime:
 
 @dataclass(frozen=True)
 class MeshTransferTime:
-    """Arrays that go from stage to stage together, for each micro-batch (`phase` "forward",
-    "backward" …, that of the stage program which makes them) or once in a step (""): bytes of all
-    arrays together, and seconds on the link, of which `latency_s` is paid once for all that is sent
-    at a time.
+    """Arrays that are sent from stage to stage together, for each micro-batch (`phase` is that of
+    the stage program that produces them) or once per step (""): their bytes, and seconds on the
+    link, of which `latency_s` is paid once for everything sent at a time.
 
     value:       equal for arrays that go to several stages, or on from one to the next.
-    micro_batch: None for what there is once, −1 for one of each, or a micro-batch's number.
-    writers, readers: the stage programs (numbers in `PipelineTimes.stage_programs`) that write it
-    anywhere and read
-                 it anywhere, and the micro-batch's array that they touch, as above (−1 for a stage
-                 program that runs once: all of them).
-    is_result:   it is a result of the step on the stage that it goes to.
+    micro_batch: None for an array that exists once, −1 for one per micro-batch, or a number.
+    writers, readers: (stage program as an index into `PipelineTimes.stage_programs`, micro-batch
+                 as above) that write and read it, on any stage; −1 of a stage program that runs
+                 once means all micro-batches.
+    is_result:   it is a result of the step on the target stage.
     """
 
     source: int
@@ -91,14 +88,14 @@ class MeshTransferTime:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """Seconds per stage (of one micro-batch; `update_s` once per step, what is prepared included),
-    starting a stage program included, and of what crosses between stages. `weights_s`: gradients of
-    weights where they are stage programs of their own, else empty.
+    """Seconds per stage and of transfers between stages. Stages count one micro-batch, `update_s`
+    one step with its preparation; launching stage programs is included. `weights_s`: gradients of
+    weights where they are separate stage programs, else empty.
 
-    stage programs:     every stage program by itself, from which the step can be simulated.
-    held_bytes: per stage, on one device: held all the time.
-    kept_bytes: per stage, on one device: kept of each micro-batch until its last phase.
-    working_bytes: per stage, on one device: held besides while a stage program runs.
+    stage_programs: each stage program, for the simulator.
+    held_bytes:     per stage, on one device: held all the time.
+    kept_bytes:     per stage, on one device: kept per micro-batch until its last phase.
+    working_bytes:  per stage, on one device: held additionally while a stage program runs.
     """
 
     forward_s: tuple[float, ...]
