@@ -317,7 +317,7 @@ def plan(
     fn: Callable[..., Any],
     *args: Any,
     cluster: ClusterSpec,
-    method: ParallelMethod | None = None,
+    method: ParallelMethod | ParallelPlan | None = None,
     static_argnums: int | Sequence[int] = (),
     batch_argnums: int | Sequence[int] = (1,),
     **kwargs: Any,

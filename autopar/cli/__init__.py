@@ -1,9 +1,9 @@
-"""The commands of `autopar`: from what was written on the command line to an exit code.
+"""The commands of `autopar`: from the command line to an exit code.
 
-What may be written is in `arguments`; the other modules have a command each, imported when it runs.
+`arguments` defines the command line. Every command has a module, imported when it runs.
 
-Exit codes: 0 it worked; 1 it does not fit, or the check that was asked for failed; 2 wrong input,
-or a package that is missing.
+Exit codes: 0 success; 1 the plan does not fit, or a check failed; 2 invalid input or a missing
+package.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Namespace) -> int:
-    """Runs a command; what autopar raises is told without a traceback, what the user's own code
-    raised with that code's."""
+    """Run a command. Errors of autopar are printed without a traceback, errors of the user's code
+    with that code's."""
     try:
         try:
             code = _run(arguments)
@@ -42,7 +42,7 @@ def run(arguments: Namespace) -> int:
             traceback.print_exception(_without_our_frames(cause))
         print(f"autopar: {error}", file=sys.stderr)
         return NOT_FITTING if isinstance(error, MemoryBudgetError) else WRONG_INPUT
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 
@@ -83,7 +83,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _is_users(error: BaseException) -> bool:
-    """Whether code of the user's was running; a file that is missing has no traceback to show."""
+    """Whether the user's code was running; a missing file has no traceback to show."""
     return not isinstance(error, ModuleNotFoundError) or bool(_frames(error))
 
 

@@ -1,4 +1,4 @@
-"""What may be written on the command line of `autopar`."""
+"""The command line of `autopar`: its commands, options and help."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ from typing import Any
 
 from autopar import __version__
 
-STARTED = time.perf_counter()  # near enough to the start of the process
+STARTED = time.perf_counter()  # close to the start of the process
 
 METHODS = ("auto", "shard", "data", "zero2", "zero3", "pipeline")
+PROFILE_PARTS = (
+    "overheads", "memory", "products", "convolutions", "streams", "attentions", "collectives",
+    "crossings",
+)  # fmt: skip
 SCHEDULES = ("gpipe", "1f1b", "1f1b_eager", "interleaved_1f1b", "zero_bubble", "inference")
 
 _FACTORY = """\
-FACTORY is FILE.py:FUNCTION or MODULE:FUNCTION. The function is called with the options of --set and
-returns (step, args) or (step, args, kwargs); arguments may be jax.ShapeDtypeStructs. The file runs
-as any Python program does: nothing keeps it from reading or changing your files.
+FACTORY is FILE.py:FUNCTION or MODULE:FUNCTION. The function takes the options given by --set and
+returns (step, args) or (step, args, kwargs); arguments may be jax.ShapeDtypeStructs. The file is
+run as ordinary Python, without a sandbox.
 
-CLUSTER is HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb (`autopar devices` lists them), or the path
-of a TOML file with the tables [cluster], [device] and [links]; see docs/simulation.md.
+CLUSTER is HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb (`autopar devices` lists devices), or the
+path of a TOML file with the tables [cluster], [device] and [links]; see docs/simulation.md.
 """
 
 _PROFILE = """\
-Without --model, the machine is measured: products, convolutions, what memory and links can do. The
-file that comes of it serves plans: `autopar plan --profile FILE`, ClusterSpec(profile="FILE").
-With --model, parts of a user's step are measured; FACTORY is as for `autopar plan`.
+Without --model, measures the machine: matrix products, convolutions, memory and links. Plans use
+the resulting file: `autopar plan --profile FILE`, ClusterSpec(profile="FILE").
+With --model, measures segments or strategies of a train step; FACTORY is as for `autopar plan`.
 See docs/profiling.md.
 """
 _BENCH = """\
-The parts: cpu is measured on 8 virtual CPU devices; h100 is compiled for 8, 16 and 64 H100s, which
-need not be there (pip install 'autopar[verify]'), and judged from XLA's programs; h200 and serving
-are measured on one GPU, if there is one; scaling is predicted. Without --only, cpu, h100 and h200
-run. Results are kept in the folder, and the same command goes on where it was stopped. See
-docs/benchmarks.md.
+Parts: cpu is measured on 8 virtual CPU devices; h100 is compiled for 8, 16 and 64 H100s, without
+having any (pip install 'autopar[verify]'), and judged by XLA's programs; h200 and serving are
+measured on one GPU, if there is one; scaling is predicted. Default: cpu, h100 and h200. Results are
+kept in the folder, and an interrupted run continues there. See docs/benchmarks.md.
 """
 _DOCTOR = """\
-Exit codes: 0 if autopar can plan and run here, 1 if something that it needs is missing or broken.
-Devices, Ray and solvers are asked by processes of their own, which are given up after --time-limit.
-See docs/doctor.md.
+Exit codes: 0 if autopar can plan and run here, 1 if something required is missing or broken.
+Devices, Ray and solvers are checked in separate processes, each with a time limit. See
+docs/doctor.md.
 """
 _EPILOGS = {
     "bench": _BENCH,
@@ -55,16 +58,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_demo(commands.add_parser("demo", help="train a small GPT, sharded and on one device"))
-    _add_plan(_command(commands, "plan", "plan a step for a cluster that need not exist"))
-    _add_sweep(_command(commands, "sweep", "plan for several sizes: how many devices are enough?"))
-    _add_profile(_command(commands, "profile", "measure this machine, or a model's parts on it"))
-    _add_bench(_command(commands, "bench", "compare plans with those of experts, from a clone"))
-    _add_report(_command(commands, "report", "write the page of a saved plan"))
-    _add_explain(_command(commands, "explain", "show a saved plan"))
-    _add_diff(_command(commands, "diff", "show what differs between two saved plans"))
-    _add_doctor(_command(commands, "doctor", "say what is installed, what is wrong, what to do"))
-    _command(commands, "devices", "list the devices that are known, with their figures")
+    _add_demo(
+        commands.add_parser("demo", help="train a small GPT on one device and on all, and compare")
+    )
+    _add_plan(_command(commands, "plan", "plan a train step for a cluster that need not exist"))
+    _add_sweep(_command(commands, "sweep", "plan for several cluster and batch sizes, and compare"))
+    _add_profile(_command(commands, "profile", "measure this machine, or a model's segments on it"))
+    _add_bench(
+        _command(
+            commands, "bench", "compare plans with expert plans (needs a clone of the repository)"
+        )
+    )
+    _add_report(_command(commands, "report", "write the HTML report of a saved plan"))
+    _add_explain(_command(commands, "explain", "describe a saved plan"))
+    _add_diff(_command(commands, "diff", "compare two saved plans"))
+    _add_doctor(_command(commands, "doctor", "check the installation, and suggest fixes"))
+    _command(commands, "devices", "list known devices and their specifications")
     return parser
 
 
@@ -80,149 +89,180 @@ def _command(commands, name: str, text: str) -> argparse.ArgumentParser:
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--steps", type=_positive, default=30, help="training steps (default 30)")
-    demo.add_argument("--batch-size", type=_positive, default=16, help="sequences per step")
+    demo.add_argument(
+        "--batch-size", type=_positive, default=16, help="sequences per step (default 16)"
+    )
     demo.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="auto: the GPUs found, else 8 virtual CPU devices",
+        help="auto: GPUs if there are any, else 8 virtual CPU devices",
     )
     demo.add_argument(
         "--cluster",
         choices=("local", "ray"),
         default="local",
-        help="ray: as a pipeline on a Ray cluster, started here if there is none",
+        help="ray: a pipeline on a Ray cluster, which is started here if none runs",
     )
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     _add_step(plan)
     _add_micro_batches(plan)
-    plan.add_argument("--batch", type=_positive, help="the same as --set batch=…")
-    plan.add_argument("--budget", metavar="BYTES", help="memory per device to keep to, as 28GB")
-    plan.add_argument("--save", metavar="FILE.json", help="write the plan")
-    plan.add_argument("--report", metavar="FILE.html", help="write the plan's page")
-    plan.add_argument("--depth", type=_positive, help="levels of the model's names that are shown")
+    plan.add_argument("--batch", type=_positive, help="short for --set batch=…")
+    plan.add_argument("--budget", metavar="BYTES", help="memory budget per device, such as 28GB")
+    plan.add_argument("--save", metavar="FILE.json", help="save the plan")
+    plan.add_argument("--report", metavar="FILE.html", help="write the plan's HTML report")
+    plan.add_argument("--depth", type=_positive, help="levels of modules to show")
     plan.add_argument(
         "--why",
         action="append",
         default=[],
         metavar="PATH",
-        help="of an array, such as \"state.params['Dense_0']['kernel']\": why is it sharded so?",
+        help="explain the sharding of an array, such as \"state.params['Dense_0']['kernel']\"",
     )
-    plan.add_argument("--quiet", action="store_true", help="the summary alone, not all of the plan")
+    plan.add_argument("--quiet", action="store_true", help="print only the summary")
     plan.add_argument(
         "--verify",
         action="store_true",
-        help="compile every stage for the target GPU, without one (pip install autopar[verify])",
+        help="compile every stage for the target GPU, without having one (needs autopar[verify])",
     )
     plan.add_argument(
         "--target",
         metavar="GPU",
-        help="of --verify: a name such as a100-40gb, or a description's path; default: the device",
+        help="with --verify: such as a100-40gb, or a description file; default: the device",
     )
 
 
 def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     _add_step(sweep)
-    varied = sweep.add_argument_group("what varies: lists such as 8,16,32, of one or two of these")
+    varied = sweep.add_argument_group("varied: lists such as 8,16,32, for one or two of these")
     varied.add_argument("--devices", metavar="LIST", help="numbers of devices")
-    varied.add_argument("--batch", metavar="LIST", help="the factory's option `batch`")
-    varied.add_argument("--micro-batches", metavar="LIST", help="numbers, or auto")
-    varied.add_argument("--budget", metavar="LIST", help="memory per device, as 20GB,40GB")
+    varied.add_argument("--batch", metavar="LIST", help="values of the factory's option `batch`")
+    varied.add_argument("--micro-batches", metavar="LIST", help="numbers of micro-batches, or auto")
+    varied.add_argument(
+        "--budget", metavar="LIST", help="memory budgets per device, such as 20GB,40GB"
+    )
     sweep.add_argument(
-        "--price-per-hour", type=_price, metavar="PRICE", help="of one device, in any currency"
+        "--price-per-hour",
+        type=_price,
+        metavar="PRICE",
+        help="price of one device, in any currency",
     )
     sweep.add_argument("--html", metavar="FILE.html", help="write a page with plots")
-    sweep.add_argument("--json", metavar="FILE.json", help="write all points")
+    sweep.add_argument("--json", metavar="FILE.json", help="write all results")
     sweep.add_argument("--jobs", type=_positive, default=2, help="processes (default 2)")
 
 
 def _add_profile(profile: argparse.ArgumentParser) -> None:
     profile.add_argument(
-        "--show", metavar="FILE", help="show a profile that was measured, or h200, cpu"
+        "--show",
+        metavar="FILE",
+        help="show a measured profile: a file, or a built-in one such as h200",
     )
     machine = profile.add_argument_group("the machine")
     machine.add_argument(
-        "--output", "-o", metavar="FILE", help="of the profile; default: after the device's name"
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="the profile to write; default: named after the device",
     )
-    machine.add_argument("--quick", action="store_true", help="few samples, about a minute")
+    machine.add_argument("--quick", action="store_true", help="few samples, takes about a minute")
     machine.add_argument(
         "--only",
         metavar="LIST",
-        help="of overheads,memory,products,convolutions,streams,attentions,collectives,crossings",
+        help=f"some of {','.join(PROFILE_PARTS)}",
     )
     machine.add_argument(
-        "--time", type=_seconds, metavar="SECONDS", help="stop after that long with what there is"
+        "--time",
+        type=_seconds,
+        metavar="SECONDS",
+        help="stop after this time and keep what was measured",
     )
-    machine.add_argument(
-        "--restart", action="store_true", help="forget what an earlier run left unfinished"
-    )
+    machine.add_argument("--restart", action="store_true", help="discard an unfinished earlier run")
     machine.add_argument("--cluster", choices=("local", "ray"), default="local")
-    machine.add_argument("--address", help="of a running Ray cluster; default: one is started here")
-    machine.add_argument("--hosts", type=_positive, metavar="N", help="of --cluster ray")
+    machine.add_argument("--address", help="of a running Ray cluster; default: start one here")
+    machine.add_argument("--hosts", type=_positive, metavar="N", help="hosts, with --cluster ray")
     machine.add_argument(
-        "--devices", type=_positive, metavar="N", help="the first N; with --cluster ray, per host"
+        "--devices",
+        type=_positive,
+        metavar="N",
+        help="use the first N devices; with --cluster ray, per host",
     )
     machine.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="auto: the GPUs found, else 8 virtual CPU devices",
+        help="auto: GPUs if there are any, else 8 virtual CPU devices",
     )
     model = profile.add_argument_group("a model's segments, or its strategies")
     model.add_argument("--model", metavar="FACTORY", help="my_train.py:make_step")
     _add_set(model)
-    model.add_argument("--mesh", metavar="SHAPE", help="such as 8 or 2x4; default: all devices")
-    model.add_argument("--profile", metavar="FILE", help="a measured machine, for predictions")
-    model.add_argument("--json", metavar="FILE", help="write all figures")
-    segments = profile.add_argument_group("segments: analysed, timed, and searched")
-    segments.add_argument(
-        "--passes", metavar="LIST", help="of analysis,profile,search; default: all three"
+    model.add_argument(
+        "--mesh", metavar="SHAPE", help="mesh such as 8 or 2x4; default: all devices"
     )
-    segments.add_argument("--folder", metavar="DIR", help="of the passes' files")
-    segments.add_argument("--top", type=_positive, metavar="K", help="combinations per segment")
-    segments.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile")
+    model.add_argument("--profile", metavar="FILE", help="a machine profile, for predictions")
+    model.add_argument("--json", metavar="FILE", help="write all results")
+    segments = profile.add_argument_group("segments of the step: analyse, time and search")
     segments.add_argument(
-        "--check", type=_positive, metavar="K", help="run the K best plans, keep the fastest"
+        "--passes", metavar="LIST", help="some of analysis,profile,search; default: all"
     )
-    strategies = profile.add_argument_group("strategies: all of them run, and compared")
-    strategies.add_argument("--enumerate", action="store_true", help="time whole steps")
-    strategies.add_argument("--limit", type=_positive, metavar="N", help="so many at most")
+    segments.add_argument("--folder", metavar="DIR", help="folder for the passes' files")
+    segments.add_argument(
+        "--top", type=_positive, metavar="K", help="strategy combinations per segment"
+    )
+    segments.add_argument("--jobs", type=_positive, metavar="N", help="compiling processes")
+    segments.add_argument(
+        "--check",
+        type=_positive,
+        metavar="K",
+        help="time the K best plans as whole steps, keep the fastest",
+    )
+    strategies = profile.add_argument_group("strategies of the whole step: time and compare")
+    strategies.add_argument(
+        "--enumerate", action="store_true", help="time whole steps with different strategies"
+    )
+    strategies.add_argument(
+        "--limit", type=_positive, metavar="N", help="at most N plans (default 24)"
+    )
     timed = profile.add_argument_group("the database of timed plans")
-    timed.add_argument("--database", action="store_true", help="list what was timed")
-    timed.add_argument("--forget", action="store_true", help="clear it")
+    timed.add_argument("--database", action="store_true", help="list timed plans")
+    timed.add_argument("--forget", action="store_true", help="clear the database")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("--only", metavar="LIST", help="of cpu,h100,h200,scaling,serving")
+    bench.add_argument("--only", metavar="LIST", help="some of cpu,h100,h200,scaling,serving")
     bench.add_argument("--models", metavar="LIST", help="such as gpt,moe-10b; default: all")
-    bench.add_argument("--devices", metavar="LIST", help="of h100: such as 8,64; default: all")
-    bench.add_argument("--plans", metavar="A;B", help="of h100: autopar, FSDP and other families")
-    bench.add_argument("--layers", type=_positive, metavar="N", help="shallower models, for all")
-    bench.add_argument("--quick", action="store_true", help="few rows, two layers: some minutes")
+    bench.add_argument("--devices", metavar="LIST", help="for h100: such as 8,64; default: all")
+    bench.add_argument("--plans", metavar="A;B", help="for h100: autopar, FSDP and other families")
+    bench.add_argument("--layers", type=_positive, metavar="N", help="use models of N layers")
+    bench.add_argument(
+        "--quick", action="store_true", help="few rows, two layers; takes some minutes"
+    )
     bench.add_argument("--jobs", type=_positive, default=2, help="processes (default 2)")
     bench.add_argument("--time-limit", type=_seconds, default=3600.0, metavar="SECONDS")
     bench.add_argument(
         "--folder",
         default="autopar-bench",
         metavar="DIR",
-        help="of results; default autopar-bench",
+        help="folder for results (default autopar-bench)",
     )
-    bench.add_argument("--list", action="store_true", help="show the rows, run nothing")
+    bench.add_argument("--list", action="store_true", help="list the rows without running them")
     bench.add_argument("--show", metavar="FILE", help="show the tables of a results file")
-    bench.add_argument("--merge-into", metavar="FILE", help="put the results into this file too")
-    bench.add_argument("--rewrite", metavar="TEXT.md", help="put the tables between its markers")
+    bench.add_argument("--merge-into", metavar="FILE", help="merge the results into this file")
+    bench.add_argument(
+        "--rewrite", metavar="TEXT.md", help="update the tables between the markers of this file"
+    )
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
-    doctor.add_argument("--json", action="store_true", help="print it as JSON, for bug reports")
+    doctor.add_argument("--json", action="store_true", help="print JSON, for bug reports")
     doctor.add_argument(
         "--time-limit",
         type=_seconds,
         default=120.0,
         metavar="SECONDS",
-        help="for each thing that is asked (default 120)",
+        help="for each check (default 120)",
     )
 
 
@@ -233,25 +273,34 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         default=None,
-        help=f"{', '.join(METHODS)}, or MODULE:OBJECT; default: auto, or what the step has",
-    )
-    parser.add_argument("--stages", type=_positive, help="of --method pipeline: so many, equal")
-    parser.add_argument("--layers", type=_positive, help="of --method pipeline: so many")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of --method pipeline")
-    parser.add_argument(
-        "--remat", choices=("auto", "none", "all"), help="layers that are computed again"
+        help=f"{', '.join(METHODS)}, or MODULE:OBJECT; default: the step's method, else auto",
     )
     parser.add_argument(
-        "--batch-argnums", type=_positions, metavar="LIST", help="arguments with a batch dimension"
+        "--stages", type=_positive, help="with --method pipeline: number of equal stages"
+    )
+    parser.add_argument("--layers", type=_positive, help="with --method pipeline: number of layers")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="with --method pipeline")
+    parser.add_argument("--remat", choices=("auto", "none", "all"), help="recomputation of layers")
+    parser.add_argument(
+        "--batch-argnums",
+        type=_positions,
+        metavar="LIST",
+        help="positions of arguments with a batch dimension",
     )
     parser.add_argument(
         "--profile",
         metavar="FILE",
-        help="costs as measured by `autopar profile`: its file, or a name such as h200",
+        help="measured costs: a file by `autopar profile`, or a built-in profile such as h200",
     )
-    parser.add_argument("--memory", metavar="BYTES", help="of one device, as 32GB")
-    parser.add_argument("--intra-bandwidth", metavar="RATE", help="of a device's link: 300GB/s")
-    parser.add_argument("--inter-bandwidth", metavar="RATE", help="of a host's network: 100Gb/s")
+    parser.add_argument("--memory", metavar="BYTES", help="memory of a device, such as 32GB")
+    parser.add_argument(
+        "--intra-bandwidth",
+        metavar="RATE",
+        help="of a device's link inside a host, such as 300GB/s",
+    )
+    parser.add_argument(
+        "--inter-bandwidth", metavar="RATE", help="of a host's network, such as 100Gb/s"
+    )
 
 
 def _add_set(parser: Any) -> None:
@@ -260,28 +309,30 @@ def _add_set(parser: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the factory; the value is JSON, or else a text",
+        help="an option of the factory; VALUE is JSON or plain text",
     )
 
 
 def _add_micro_batches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--micro-batches", type=_count_or_auto, metavar="N", help="into how many the batch is cut"
+        "--micro-batches", type=_count_or_auto, metavar="N", help="number of micro-batches, or auto"
     )
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("plan", metavar="PLAN.json")
     report.add_argument(
-        "--output", "-o", metavar="FILE.html", help="default: beside the plan, with .html"
+        "--output", "-o", metavar="FILE.html", help="default: the plan's path with .html"
     )
-    report.add_argument("--measured", metavar="TRACE.json", help="a run's trace, by autopar.trace")
+    report.add_argument(
+        "--measured", metavar="TRACE.json", help="trace of a run, recorded by autopar.trace"
+    )
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("plan", metavar="PLAN.json")
-    explain.add_argument("path", nargs="?", help="of a value: why is it sharded so?")
-    explain.add_argument("--depth", type=_positive, help="levels of the model's names")
+    explain.add_argument("path", nargs="?", help="of an array, to explain its sharding")
+    explain.add_argument("--depth", type=_positive, help="levels of modules to show")
 
 
 def _add_diff(diff: argparse.ArgumentParser) -> None:
@@ -302,7 +353,7 @@ def _count_or_auto(text: str) -> int | str:
 def _positions(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text} is no list of positions such as 1 or 1,2")
+        raise argparse.ArgumentTypeError(f"{text} is not a list of positions such as 1 or 1,2")
     return tuple(map(int, parts))
 
 

@@ -1,6 +1,6 @@
-"""`autopar bench`: the suite of benchmarks in a clone of autopar, from its arguments to tables.
+"""`autopar bench`: from its options to tables, by the benchmark suite of a clone of autopar.
 
-The suite is no part of the installed package: it is found beside it, or in the current folder.
+The suite is not part of the installed package. It is found next to it, or in the current folder.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OK, INCOMPLETE = 0, 1
 _SUITE = "benchmarks.suite.command"  # no part of the package
 _PLACE = Path(*_SUITE.split(".")).with_suffix(".py")
 _HOW = (
-    "bench: the suite is not part of the installed package, it runs from a clone of autopar. Get "
-    "one with `git clone` of the repository, install it with `pip install -e "
-    "'.[examples,verify]'` and run `autopar bench` in that folder."
+    "bench: the benchmark suite is not part of the installed package; it runs from a clone. Use "
+    "`git clone` on the repository, install it with `pip install -e '.[examples,verify]'`, and run "
+    "`autopar bench` in that folder."
 )
 
 
@@ -27,7 +27,7 @@ def run_bench(arguments: Namespace) -> int:
     command = find_suite()
     if arguments.show:
         document = command.read_results(Path(arguments.show))
-        return _told(command, document, arguments)
+        return _show(command, document, arguments)
     options = command.Options(
         only=_list(arguments.only),
         models=_list(arguments.models),
@@ -44,10 +44,10 @@ def run_bench(arguments: Namespace) -> int:
         return OK
     document = command.run_bench(options, lambda line: print(line, flush=True))
     print()
-    return _told(command, document, arguments)
+    return _show(command, document, arguments)
 
 
-def _told(command: Any, document: dict[str, Any], arguments: Namespace) -> int:
+def _show(command: Any, document: dict[str, Any], arguments: Namespace) -> int:
     print(command.show(document))
     if arguments.merge_into:
         command.merge(document, Path(arguments.merge_into))
@@ -57,7 +57,7 @@ def _told(command: Any, document: dict[str, Any], arguments: Namespace) -> int:
 
 
 def find_suite() -> Any:
-    """The module that runs the suite, of the clone that autopar is in or that one stands in."""
+    """The suite's module, from the clone that contains autopar or the current folder."""
     for root in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (root / _PLACE).is_file():
             if str(root) not in sys.path:
@@ -66,8 +66,8 @@ def find_suite() -> Any:
                 return import_module(_SUITE)
             except ModuleNotFoundError as error:
                 raise ArgumentError(
-                    f"bench: the package {error.name} is not installed, which the suite's models "
-                    "need. Install it with: pip install -e '.[examples,verify]'."
+                    f"bench: the suite's models need the package {error.name}, which is not "
+                    "installed. Install it with: pip install -e '.[examples,verify]'."
                 ) from error
     raise ArgumentError(_HOW)
 

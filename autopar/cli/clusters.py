@@ -1,4 +1,4 @@
-"""Clusters that are described in text: from `50x4:v100-32gb` or a TOML file to a `ClusterTarget`.
+"""Clusters described by text: from `50x4:v100-32gb` or a TOML file to a `ClusterTarget`.
 
     [cluster]
     hosts = 50
@@ -18,13 +18,13 @@
     intra_host_latency = "5 us"
     inter_host_latency = "15 us"
 
-What is not given is the preset's; without a preset all figures of [device] and both bandwidths are
-needed, unless a profile says which device it is. A profile's path is relative to the file.
-`inter_host_bandwidth` is that of a host's whole network, `intra_host_bandwidth` of one device's
-link, each way.
+Missing values come from the preset. Without a preset, all values of [device] and both bandwidths
+are required, unless a profile names the device. A profile's path is relative to the file.
+`inter_host_bandwidth` is that of a whole host, `intra_host_bandwidth` of one device's link, per
+direction.
 
-Links may be in relative units instead, `alpha = [1, 1]` and `beta = [1, 0.01]`: between hosts
-first, then inside of one. Then communication alone is priced, on one mesh of hosts × devices.
+Links may be in relative units instead, `alpha = [1, 1]` and `beta = [1, 0.01]`: between hosts, then
+inside a host. Then only communication is priced, on one mesh of hosts × devices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_DEVICES = 65_536
 
 _KNOWN = ", ".join(sorted(DEVICES))
 _SHAPE = re.compile(r"\s*([0-9]+)\s*[x×]\s*([0-9]+)\s*(?::\s*(\S+)\s*)?")
-# Field of a file -> field of `DeviceSpec`, what it is measured in.
+# Field of a file -> field of `DeviceSpec`, kind of quantity.
 _DEVICE_FIELDS = {
     "flops_16bit": ("flops_16bit", "speed"),
     "flops_32bit": ("flops_32bit", "speed"),
@@ -76,8 +76,8 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class ClusterTarget:
-    """What is planned for. `mesh`: the whole cluster as one mesh with links in relative units; then
-    the cluster's own links are not used, and costs are in these units, not in seconds."""
+    """The cluster to plan for. `mesh`: the whole cluster as one mesh with links in relative units,
+    which replace the cluster's; costs are then in these units, not seconds."""
 
     cluster: ClusterSpec
     mesh: LogicalMesh | None = None
@@ -85,8 +85,8 @@ class ClusterTarget:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Flags that replace figures of the device, as text with units; `profile` is a file's path, or
-    the name of a table that comes with autopar."""
+    """Options that replace values of the device, as text with units. `profile`: a file's path, or
+    the name of a built-in profile."""
 
     memory: str | None = None
     intra_bandwidth: str | None = None
@@ -95,7 +95,7 @@ class Overrides:
 
 
 def parse_target(text: str, overrides: Overrides | None = None) -> ClusterTarget:
-    """`HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (of the profile's device, or h100-sxm), or the path
+    """From `HOSTSxDEVICES:DEVICE`, `HOSTSxDEVICES` (the profile's device, or h100-sxm), or the path
     of a TOML file."""
     profile = None if overrides is None else overrides.profile
     match = _SHAPE.fullmatch(text)
@@ -105,9 +105,9 @@ def parse_target(text: str, overrides: Overrides | None = None) -> ClusterTarget
         device = match[3] or ""
         if device and device not in DEVICES:
             raise ArgumentError(
-                f"--cluster {text}: there is no device {device!r}{near_names(device, DEVICES)}. "
-                f"Choose one of {_KNOWN} (`autopar devices` has their figures), or describe yours "
-                "in a TOML file and give its path."
+                f"--cluster {text}: unknown device {device!r}{near_names(device, DEVICES)}; choose "
+                f"from {_KNOWN} (`autopar devices` shows them), or describe yours in a TOML file "
+                "and give its path."
             )
         target = ClusterTarget(ClusterSpec(hosts, per_host, device, profile=profile))
     elif text.endswith(".toml") or Path(text).is_file():
@@ -126,25 +126,25 @@ def _overridden(target: ClusterTarget, overrides: Overrides) -> ClusterTarget:
         "intra_host_bandwidth": ("--intra-bandwidth", overrides.intra_bandwidth, "bandwidth"),
         "host_bandwidth": ("--inter-bandwidth", overrides.inter_bandwidth, "bandwidth"),
     }
-    own = {
+    values = {
         field: parse_quantity(text, kind, flag)
         for field, (flag, text, kind) in given.items()
         if text is not None
     }
-    cluster = replace(target.cluster, **own)
+    cluster = replace(target.cluster, **values)
     mesh = target.mesh
     if mesh is not None:
-        if set(own) - {"memory_bytes"}:
+        if set(values) - {"memory_bytes"}:
             raise ArgumentError(
-                "--intra-bandwidth and --inter-bandwidth: the file's links are in relative units "
-                "(alpha, beta). Change these there, or give bandwidths in the file."
+                "--intra-bandwidth, --inter-bandwidth: the file's links are in relative units "
+                "(alpha, beta). Change them in the file, or replace them by bandwidths."
             )
         mesh = replace(mesh, memory_bytes=cluster.spec.memory_bytes)
     return ClusterTarget(cluster, mesh)
 
 
 def with_devices(target: ClusterTarget, num_devices: int) -> ClusterTarget:
-    """The same devices and links, so many of them: whole hosts, or a part of one."""
+    """The same cluster with another number of devices: whole hosts, or part of one."""
     cluster = target.cluster
     per_host = cluster.devices_per_host
     where = f"--devices {num_devices}"
@@ -152,7 +152,7 @@ def with_devices(target: ClusterTarget, num_devices: int) -> ClusterTarget:
         raise ArgumentError(f"{where}: a cluster with links in relative units has a fixed size.")
     if num_devices > per_host and num_devices % per_host:
         raise ArgumentError(
-            f"{where}: hosts have {per_host} devices, so more than one host need a multiple of it."
+            f"{where}: hosts have {per_host} devices; more than one host needs a multiple of that."
         )
     hosts = max(1, num_devices // per_host)
     _check_size(hosts, min(num_devices, per_host), where)
@@ -165,12 +165,12 @@ def with_devices(target: ClusterTarget, num_devices: int) -> ClusterTarget:
 
 
 def _read_toml(path: Path, profile: str | None) -> ClusterTarget:
-    """`profile`: that of the command line, which goes before the file's."""
+    """`profile`: of the command line, which overrides the file's."""
     where = f"--cluster {path}"
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArgumentError(f"{where}: cannot be read: {error.strerror or error}.") from error
+        raise ArgumentError(f"{where}: cannot read the file: {error.strerror or error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{where}: not TOML: {error}.") from error
     _check_names(body, _FIELDS, str(path))
@@ -189,8 +189,8 @@ def _read_toml(path: Path, profile: str | None) -> ClusterTarget:
     measured = find_profile(profile) if profile else _profile(own, path)
     if measured is not None and is_relative:
         raise ArgumentError(
-            f"{path}: [links] has relative units (alpha, beta), and a profile has seconds. Give "
-            "either."
+            f"{path}: [links] is in relative units (alpha, beta), a profile in seconds. Give only "
+            "one of them."
         )
     device = _device(body.get("device", {}), links, path, is_relative, measured)
     cluster = ClusterSpec(hosts, per_host, device, profile=measured)
@@ -201,8 +201,8 @@ def _check_names(body: Mapping[str, Any], known: Any, where: str) -> None:
     for name in body:
         if name not in known:
             raise ArgumentError(
-                f"{where}: there is no {name!r}{near_names(name, known)}. "
-                f"There are {', '.join(known)}."
+                f"{where}: unknown name {name!r}{near_names(name, known)}; choose from "
+                f"{', '.join(known)}."
             )
 
 
@@ -221,7 +221,7 @@ def _profile(body: Mapping[str, Any], path: Path) -> MachineProfile | None:
     if not isinstance(given, str) or not given:
         raise ArgumentError(
             f"{path}: [cluster] profile = {shortened(given)}: needs the path of a file that "
-            "`autopar profile` wrote, or the name of a table that comes with autopar."
+            "`autopar profile` wrote, or the name of a built-in profile."
         )
     beside = path.parent / given
     return find_profile(str(beside) if beside.is_file() else given)
@@ -234,51 +234,49 @@ def _device(
     is_relative: bool,
     profile: MachineProfile | None,
 ) -> DeviceSpec:
-    figures: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, own, fields in (
         ("device", body, _DEVICE_FIELDS),
         ("links", links, _LINK_FIELDS),
     ):
         for name, (field, kind) in fields.items():
             if name in own:
-                figures[field] = parse_quantity(own[name], kind, f"{path}: [{section}] {name}")
+                values[field] = parse_quantity(own[name], kind, f"{path}: [{section}] {name}")
     if "efficiency" in body:
         given = body["efficiency"]
         if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given <= 1:
             raise ArgumentError(
-                f"{path}: [device] efficiency = {shortened(given)}: needs a share of the peak rate "
-                "that products reach, above 0 and at most 1."
+                f"{path}: [device] efficiency = {shortened(given)}: needs the share of the peak "
+                "rate that matrix products reach, above 0 and at most 1."
             )
-        figures["efficiency"] = float(given)
+        values["efficiency"] = float(given)
     for name in ("name", "preset"):
         if name in body and not (isinstance(body[name], str) and body[name]):
-            raise ArgumentError(f"{path}: [device] {name} = {shortened(body[name])}: needs a text.")
+            raise ArgumentError(f"{path}: [device] {name} = {shortened(body[name])}: needs text.")
     measured = None if profile is None else known_preset(profile.platform, profile.device_kind)
     if measured is not None and not any(name in body for name in ("preset", "name")):
-        return replace(device_spec(measured), **figures)
+        return replace(device_spec(measured), **values)
     if "preset" in body:
         if body["preset"] not in DEVICES:
             raise ArgumentError(
-                f"{path}: [device] preset = {body['preset']!r}: there is none of that name"
-                f"{near_names(body['preset'], DEVICES)}. Choose one of {_KNOWN}."
+                f"{path}: [device] preset = {body['preset']!r}: unknown device"
+                f"{near_names(body['preset'], DEVICES)}; choose from {_KNOWN}."
             )
         base = device_spec(body["preset"])
-        return replace(base, **figures, name=body.get("name", base.name))
-    if is_relative:  # compute and bandwidths are not looked at
+        return replace(base, **values, name=body.get("name", base.name))
+    if is_relative:  # compute and bandwidths are not used
         if "memory" not in body:
-            raise ArgumentError(
-                f"{path}: [device] memory is missing; needs a text such as '32 GB'."
-            )
-        base = replace(device_spec("h100-sxm"), **figures)
+            raise ArgumentError(f"{path}: [device] memory is missing; needs text such as '32 GB'.")
+        base = replace(device_spec("h100-sxm"), **values)
         return replace(base, name=body.get("name", "device"))
     for section, own, needed in (("device", body, _NEEDED), ("links", links, _NEEDED_LINKS)):
         missing = [name for name in needed if name not in own]
         if missing:
             raise ArgumentError(
-                f"{path}: [{section}] {', '.join(missing)} missing. Give them, or a preset whose "
-                "figures are used: preset = 'h100-sxm' in [device]."
+                f"{path}: [{section}] {', '.join(missing)} missing. Give them, or a preset that "
+                "has them: preset = 'h100-sxm' in [device]."
             )
-    return DeviceSpec(name=body.get("name", "device"), **figures)
+    return DeviceSpec(name=body.get("name", "device"), **values)
 
 
 def _relative_mesh(cluster: ClusterSpec, links: Mapping[str, Any], path: Path) -> LogicalMesh:
@@ -288,14 +286,15 @@ def _relative_mesh(cluster: ClusterSpec, links: Mapping[str, Any], path: Path) -
         if not isinstance(given, list) or len(given) != 2 or not all(map(_is_cost, given)):
             said = "is missing" if given is None else f"= {shortened(given)}"
             raise ArgumentError(
-                f"{path}: [links] {name} {said}; needs two numbers ≥ 0, between hosts and inside "
-                "of one, such as [1, 0.01]. Links with units are intra_host_bandwidth and so on."
+                f"{path}: [links] {name} {said}; needs two numbers ≥ 0, between hosts and inside a "
+                "host, such as [1, 0.01]. For links with units, use intra_host_bandwidth etc."
             )
         both[name] = tuple(float(value) for value in given)
     mixed = [name for name in links if name not in both]
     if mixed:
         raise ArgumentError(
-            f"{path}: [links] has relative units (alpha, beta) and {', '.join(mixed)}. Give either."
+            f"{path}: [links] mixes relative units (alpha, beta) with {', '.join(mixed)}. Give "
+            "only one of them."
         )
     shape = (cluster.num_hosts, cluster.devices_per_host)
     return LogicalMesh(

@@ -1,7 +1,7 @@
-"""`autopar demo`: a small GPT trained by an unmodified step, sharded and on one device.
+"""`autopar demo`: trains a small GPT with an unmodified step, on one device and on all.
 
-Everything is real: the model is Flax, the optimizer optax, the text is what the script finds (its
-own source), and the losses of both runs are compared step by step.
+The model is Flax, the optimizer optax, the text autopar's source. The losses of both runs are
+compared step by step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from autopar.errors import AutoparError
 
 _MISSING = (
-    "autopar demo trains a Flax model with optax and one of them is not installed: {}. "
-    "Install them with: pip install 'autopar[examples]'"
+    "autopar demo needs Flax and optax: {}. Install them with: pip install 'autopar[examples]'"
 )
 TOLERANCE = 2e-3
 
@@ -46,8 +45,8 @@ def run_demo(
 
 
 def _on_ray(steps: int, batch_size: int, out: TextIO) -> bool:
-    """The same as two stages on a Ray cluster that is started here: two hosts of two devices each,
-    virtual ones where there are no GPUs; or on as many GPUs as there are."""
+    """Train on a Ray cluster that is started here: two stages on two hosts of two devices, virtual
+    ones without GPUs, or all GPUs of this host."""
     import autopar
 
     method = None
@@ -57,7 +56,7 @@ def _on_ray(steps: int, batch_size: int, out: TextIO) -> bool:
         print("training a small GPT as two stages on a Ray cluster\n", file=out)
     except autopar.ClusterError:
         autopar.init(cluster="ray")
-        print("training a small GPT on the GPUs of this host, by Ray\n", file=out)
+        print("training a small GPT on the GPUs of this host, with Ray\n", file=out)
     try:
         state, train_step = _make_model()
         batches = list(_batches(steps, batch_size, seq_len=64))
@@ -98,7 +97,7 @@ def _train(
     import jax
     import jax.numpy as jnp
 
-    state = jax.tree.map(jnp.copy, state)  # the sharded step donates what it is given
+    state = jax.tree.map(jnp.copy, state)  # the sharded step donates its state
     losses = []
     started = time.perf_counter()
     for index, batch in enumerate(batches):
@@ -120,7 +119,7 @@ def _progress(label: str, done: int, total: int, loss: float, seconds: float, ou
 
 
 def _batches(steps: int, batch_size: int, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of this package's own source as bytes."""
+    """Windows of this package's source, as bytes."""
     folder = Path(__file__).parent
     text = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     data = np.frombuffer(text, dtype=np.uint8).astype(np.int32)

@@ -1,7 +1,7 @@
-"""`autopar doctor`: from what is installed to what is wrong with it, and what to do about it.
+"""`autopar doctor`: checks the installation and prints `Section`s of facts and `Problem`s.
 
-Versions are read from the packages' metadata. Everything that runs somebody else's code (JAX, the
-drivers, Ray) is a probe in a process of its own with a time limit: see `doctor_probes`.
+Versions come from the packages' metadata. Checks that run JAX, drivers, solvers or Ray are probes
+in processes of their own, with a time limit: see `doctor_probes`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from autopar._requirements import (
     is_tested,
     untested_text,
 )
+from autopar.inspect.lines import counted
 from autopar.ir.text import format_bytes
 
 OK, BROKEN = 0, 1
@@ -53,7 +54,7 @@ _OPTIONAL = (
 )
 _CUDA_PACKAGES = re.compile(r"jax-cuda|nvidia-(nccl|cudnn|cuda-runtime|cuda-nvcc)")
 _OLDEST_DRIVER_OF_CUDA_13 = "580"
-# A probe takes no more of a GPU's memory than it needs, tells nobody of itself, and logs little.
+# A probe allocates little GPU memory, sends no usage statistics, and logs little.
 _PROBE_VARIABLES = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -69,9 +70,9 @@ _HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class Problem:
-    """what:        is wrong.
-    remedy:      what to do about it.
-    is_required: without it autopar can neither plan nor run.
+    """what:        the problem.
+    remedy:      how to fix it.
+    is_required: whether autopar cannot plan or run because of it.
     """
 
     what: str
@@ -90,7 +91,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """What a probe found, or the error that kept it from finding anything."""
+    """A probe's result, or its error."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -116,7 +117,7 @@ def run_doctor(arguments: Namespace) -> int:
 
 
 def examine(probe: Probe) -> list[Section]:
-    """All there is to know. JAX comes first, since nothing can be asked of one that is broken."""
+    """All sections. JAX is checked first: other probes need it."""
     internals = probe("internals")
     packages, by_jax = _packages(internals), ("devices", "compiler", "step")
     wanted = ["highs", "pulp"]
@@ -188,7 +189,7 @@ def _check_jax(section: Section, internals: ProbeOutcome, version: str) -> None:
 
 def _internals(internals: ProbeOutcome) -> Section:
     states = internals.found.get("internals", [])
-    section = Section("internals of JAX", {s["path"]: s["fault"] or "there" for s in states})
+    section = Section("JAX internals", {s["path"]: s["fault"] or "found" for s in states})
     missing = [s for s in states if s["fault"]]
     version = internals.found.get("version", "")
     for use in dict.fromkeys(s["use"] for s in missing):
@@ -196,7 +197,7 @@ def _internals(internals: ProbeOutcome) -> Section:
         section.problems.append(
             Problem(
                 f"JAX {version} has no {paths}, which autopar needs for {use}.",
-                f"pip install '{REQUIRED['jax']}'; if it is in that range, please report it",
+                f"pip install '{REQUIRED['jax']}'; if it already matches, please report it",
                 is_required=use == STEPS,
             )
         )
@@ -211,7 +212,7 @@ def _devices(outcome: ProbeOutcome | None) -> Section:
         section.problems.append(
             Problem(
                 f"JAX finds no devices. {outcome.error}",
-                "JAX_PLATFORMS=cpu does without accelerators; for GPUs, look at `nvidia-smi`",
+                "set JAX_PLATFORMS=cpu to run without accelerators; for GPUs, check `nvidia-smi`",
                 is_required=True,
             )
         )
@@ -226,16 +227,16 @@ def _devices(outcome: ProbeOutcome | None) -> Section:
 
 def _solvers(highs: ProbeOutcome, pulp: ProbeOutcome) -> Section:
     section = Section("solvers")
-    section.facts["HiGHS"] = highs.error or f"{highs.found['version']}, solves"
-    if highs.error and _version("highspy"):  # the other case is told among the packages
+    section.facts["HiGHS"] = highs.error or f"{highs.found['version']}, works"
+    if highs.error and _version("highspy"):  # if it is missing, the packages section says so
         section.problems.append(
             Problem(
-                f"HiGHS, the solver of all plans, does not work. {highs.error}",
+                f"The solver HiGHS does not work. {highs.error}",
                 f"pip install --force-reinstall '{REQUIRED['highspy']}'",
                 is_required=True,
             )
         )
-    section.facts["by PuLP"] = pulp.error or ", ".join(pulp.found["solvers"]) or "none"
+    section.facts["PuLP"] = pulp.error or ", ".join(pulp.found["solvers"]) or "none"
     if pulp.error and _version("pulp"):
         section.problems.append(
             Problem(
@@ -251,7 +252,7 @@ def _ray(outcome: ProbeOutcome | None) -> Section:
     section = Section("Ray")
     version = _version("ray")
     if outcome is None:
-        section.facts["version"] = "not installed; for clusters: pip install 'autopar[ray]'"
+        section.facts["version"] = "not installed (for clusters: pip install 'autopar[ray]')"
         return section
     section.facts["version"] = version
     if is_older(version, OLDEST_RAY):
@@ -264,12 +265,12 @@ def _ray(outcome: ProbeOutcome | None) -> Section:
         section.problems.append(Problem(f"Ray does not work. {outcome.error}", remedy))
         return section
     nodes, refused = outcome.found["nodes"], outcome.found["refused"]
-    section.facts["cluster"] = refused or "; ".join(nodes) or "none runs here"
+    section.facts["cluster"] = refused or "; ".join(nodes) or "none running"
     if refused and "RAY_ADDRESS" in os.environ:
         section.problems.append(
             Problem(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} cannot be joined. {refused}",
-                "start it (ray start --head), or unset RAY_ADDRESS",
+                f"Cannot join Ray at RAY_ADDRESS={os.environ['RAY_ADDRESS']}. {refused}",
+                "start the cluster (ray start --head), or unset RAY_ADDRESS",
             )
         )
     return section
@@ -286,10 +287,12 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
         if name in versions:
             major, minor = parts
             number = int(versions[name])
-            label = {"cuda": "CUDA", "cudnn": "cuDNN", "driver": "CUDA of the driver"}[name]
+            label = {"cuda": "CUDA", "cudnn": "cuDNN", "driver": "CUDA supported by the driver"}[
+                name
+            ]
             section.facts[label] = f"{number // major}.{number % major // minor}"
     if shutil.which("nvidia-smi") and not driver:
-        remedy = "start or reinstall NVIDIA's driver, until `nvidia-smi` lists the GPUs"
+        remedy = "start or reinstall NVIDIA's driver until `nvidia-smi` lists the GPUs"
         section.problems.append(Problem(f"NVIDIA's driver does not work. {gpus}", remedy))
     if driver and not devices.error:
         _check_plugin(section, driver, devices)
@@ -301,11 +304,11 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
             section.problems.append(Problem(f"CuPy does not work. {cupy.error}", remedy))
     elif driver and _version("ray"):
         remedy = f"pip install 'autopar[{_extra(driver)}]'"
-        what = "CuPy is not installed: transfers between workers are slower without it."
+        what = "CuPy is not installed; transfers between workers are slower without it."
         section.problems.append(Problem(what, remedy))
     compiler = found.get("compiler")
     if compiler is None:
-        compiles = "not installed; to verify plans: pip install 'autopar[verify]'"
+        compiles = "not installed (to verify plans: pip install 'autopar[verify]')"
     else:
         compiles = compiler.error or "compiles for an H100"
         if compiler.error:
@@ -320,45 +323,46 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
 
 
 def _check_plugin(section: Section, driver: str, devices: ProbeOutcome) -> None:
-    """That JAX uses the GPUs which the driver knows."""
+    """Add a problem if JAX does not use the driver's GPUs."""
     if any(device["platform"] == "gpu" for device in devices.found.get("devices", ())):
         return
     extra = _extra(driver)
     if not _plugins():
         section.problems.append(
             Problem(
-                "There are GPUs, and JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'"
+                "This machine has GPUs, but JAX has no CUDA plugin.",
+                f"pip install 'autopar[{extra}]'",
             )
         )
     elif wrong := [f"{n} {_version(n)}" for n in _plugins() if _version(n) != _version("jaxlib")]:
         section.problems.append(
             Problem(
-                f"{', '.join(wrong)} does not fit jaxlib {_version('jaxlib')}: JAX leaves it out.",
+                f"{', '.join(wrong)} does not match jaxlib {_version('jaxlib')}: JAX ignores it.",
                 f"pip install --upgrade 'autopar[{extra}]'",
             )
         )
     else:
         section.problems.append(
             Problem(
-                "There are GPUs, and JAX does not use them.",
-                "unset JAX_PLATFORMS and CUDA_VISIBLE_DEVICES; then see what "
-                "`JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'` says",
+                "This machine has GPUs, but JAX does not use them.",
+                "unset JAX_PLATFORMS and CUDA_VISIBLE_DEVICES, then look at the error of "
+                "`JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'`",
             )
         )
 
 
 def _step(outcome: ProbeOutcome | None, is_broken: bool) -> Section:
-    section = Section("a train step")
+    section = Section("train step")
     if outcome is None:
         return section
-    section.facts["planned, run, compared"] = (
-        outcome.error or f"equals jax.jit on {outcome.found['devices']} device(s)"
+    section.facts["planned and run"] = (
+        outcome.error or f"matches jax.jit on {counted(outcome.found['devices'], 'device')}"
     )
-    if outcome.error and not is_broken:  # else it is what follows from another problem
+    if outcome.error and not is_broken:  # otherwise another problem explains it
         section.problems.append(
             Problem(
                 f"A small train step cannot be planned and run. {outcome.error}",
-                "please report it, with this whole output",
+                "please report it with this output",
                 is_required=True,
             )
         )
@@ -369,7 +373,7 @@ def _step(outcome: ProbeOutcome | None, is_broken: bool) -> Section:
 
 
 def _version(package: str) -> str:
-    """Of an installed distribution, as its metadata has it; empty if there is none."""
+    """The version of an installed distribution; empty if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -390,14 +394,14 @@ def _cupy() -> list[str]:
 
 
 def _gpus() -> tuple[str, str]:
-    """What NVIDIA's driver tells of its GPUs, and its version; empty if there is none."""
+    """The GPUs that NVIDIA's driver lists, as text, and its version, which may be empty."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return "no NVIDIA driver here", ""
+        return "no NVIDIA driver", ""
     fields = "--query-gpu=name,memory.total,driver_version"
     found = _run([command, fields, "--format=csv,noheader"], dict(os.environ), 20.0)
     if found is None or found[0] != 0 or not found[1].strip():
-        reason = "does not answer" if found is None else " ".join(found[1].split()) or "finds none"
+        reason = "timed out" if found is None else " ".join(found[1].split()) or "finds none"
         return f"nvidia-smi: {reason}", ""
     kinds = Counter(tuple(x.strip() for x in line.split(",")) for line in found[1].splitlines())
     lines = [f"{count} × {', '.join(kind[:2])}" for kind, count in kinds.items()]
@@ -417,25 +421,23 @@ def _host_memory_bytes() -> int:
 
 
 def run_probe(name: str, time_limit_s: float) -> ProbeOutcome:
-    """What `doctor_probes` finds, in a process that is given up after the time limit."""
+    """The outcome of a probe, in a process with a time limit."""
     with tempfile.TemporaryDirectory(prefix="autopar-doctor-", ignore_cleanup_errors=True) as made:
         file = Path(made) / "found.json"
-        # -P: what lies in the current folder is not imported instead of a package.
+        # -P: modules in the current folder do not shadow packages.
         command = [sys.executable, "-P", "-m", "autopar.cli.doctor_probes", name, str(file)]
         ended = _run(command, _environment(name), time_limit_s)
         if ended is None:
-            return ProbeOutcome(error=f"It did not answer within {time_limit_s:g} s.")
+            return ProbeOutcome(error=f"No answer within {time_limit_s:g} s.")
         if not file.is_file():
-            said = " | ".join(ended[1].splitlines()[-_LOG_LINES:])
-            return ProbeOutcome(
-                error=f"The process that asked ended with status {ended[0]}. {said}"
-            )
+            log = " | ".join(ended[1].splitlines()[-_LOG_LINES:])
+            return ProbeOutcome(error=f"The check ended with status {ended[0]}. {log}")
         found = json.loads(file.read_text(encoding="utf-8"))
     return ProbeOutcome(error=found["error"]) if "error" in found else ProbeOutcome(found)
 
 
 def _environment(name: str) -> dict[str, str]:
-    """As this process's, with this very autopar; without GPUs, with eight CPU devices."""
+    """This process's environment with this autopar; for steps, with eight CPU devices."""
     path = os.environ.get("PYTHONPATH")
     package = str(Path(__file__).parents[2])
     variables = {
@@ -453,8 +455,8 @@ def _environment(name: str) -> dict[str, str]:
 def _run(
     command: list[str], environment: dict[str, str], time_limit_s: float
 ) -> tuple[int, str] | None:
-    """Exit status and output of a command; None if it takes too long. What it started is killed
-    with it. One that cannot be killed, since its driver hangs, is left to itself."""
+    """Exit status and output of a command; None if it takes too long. Its process group is killed.
+    A process that cannot be killed, because its driver hangs, is left behind."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             command,
@@ -483,7 +485,7 @@ def _text(sections: list[Section], problems: list[Problem], can_run: bool) -> st
         lines += [section.title]
         width = max(map(len, section.facts), default=0)
         lines += [f"  {name.ljust(width)}  {value}" for name, value in section.facts.items()]
-        lines += ["  not known"] * (not section.facts) + [""]
+        lines += ["  unknown"] * (not section.facts) + [""]
     if problems:
         lines += ["problems"]
         for number, problem in enumerate(problems, 1):

@@ -3,7 +3,7 @@
 `python -m autopar.cli.doctor_probes NAME FILE` writes what the probe finds; an error is
 `{"error": …}`.
 
-A driver that hangs, or a library that crashes, takes its own process down and nothing else.
+A driver that hangs, or a library that crashes, affects only its probe.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ERROR_WIDTH = 500
 
 
 def internals() -> dict[str, Any]:
-    """JAX's version as it says itself, and the state of every internal that autopar uses."""
+    """JAX's version, and the state of every internal that autopar uses."""
     import jax
 
     return {"version": jax.__version__, "internals": [asdict(s) for s in internal_states()]}
 
 
 def devices() -> dict[str, Any]:
-    """The devices that JAX finds, and the versions of CUDA's libraries that it has loaded."""
+    """The devices that JAX finds, and the versions of the CUDA libraries it loaded."""
     import jax
 
     found = [
@@ -47,13 +47,13 @@ def devices() -> dict[str, Any]:
         from autopar import _jax
 
         versions = _jax.installed_versions(found[0]["platform"])
-    except AutoparError:  # the probe of the internals tells
+    except AutoparError:  # the probe of the internals reports it
         versions = {}
     return {"devices": found, "versions": versions}
 
 
 def highs() -> dict[str, Any]:
-    """A small integer programme, solved: the fewest items x + y with 3 x + 2 y ≥ 7."""
+    """Solve a small integer program: minimize x + y with 3 x + 2 y ≥ 7."""
     import highspy
 
     solver = highspy.Highs()
@@ -63,7 +63,7 @@ def highs() -> dict[str, Any]:
     solver.minimize(x + y)
     found = solver.getInfo().objective_function_value
     if found != 3:
-        return {"error": f"HiGHS found {found} items where 3 are the fewest"}
+        return {"error": f"HiGHS returned {found} where the optimum is 3"}
     return {"version": solver.version()}
 
 
@@ -74,8 +74,8 @@ def pulp() -> dict[str, Any]:
 
 
 def ray() -> dict[str, Any]:
-    """The nodes of the Ray cluster that RAY_ADDRESS names, or else of one that runs here, if any;
-    and what keeps this Python from joining it."""
+    """The nodes of the Ray cluster at RAY_ADDRESS, or else of one that runs here, and why it
+    cannot be joined, if so."""
     from autopar.runtime.ray.nodes import connect, import_ray, read_nodes
 
     import_ray()
@@ -95,7 +95,7 @@ def cupy() -> dict[str, Any]:
 
 
 def compiler() -> dict[str, Any]:
-    """A product, compiled for an H100 that need not be there, as `autopar.verify` compiles."""
+    """Compile a matrix product for an H100, without having one, as `autopar.verify` does."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -109,7 +109,7 @@ def compiler() -> dict[str, Any]:
 
 
 def step() -> dict[str, Any]:
-    """A train step, planned for eight H100s and run on all devices here, against `jax.jit`."""
+    """Plan a train step for eight H100s, run it on all devices here, and compare with `jax.jit`."""
     import jax
     import jax.numpy as jnp
 

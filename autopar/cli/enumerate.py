@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 
-from autopar.cli.devices import parse_mesh
+from autopar.cli.devices import first_devices, parse_mesh
 from autopar.cli.factories import load_step, parse_options
 from autopar.cli.plan import check_target
 from autopar.errors import ArgumentError
+from autopar.inspect.lines import counted
 from autopar.ir.files import write_whole
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import find_profile
@@ -43,15 +44,13 @@ def run_enumerate(arguments: Namespace) -> int:
     user = load_step(arguments.model, parse_options(arguments.set))
     if user.kwargs:
         raise ArgumentError(
-            f"autopar profile --model {arguments.model} --enumerate: the step is called with "
-            f"keyword arguments ({', '.join(user.kwargs)}). Return them as positional ones."
+            f"autopar profile --model {arguments.model} --enumerate: the step takes keyword "
+            f"arguments ({', '.join(user.kwargs)}). Return them as positional arguments."
         )
     if arguments.json is not None:
         check_target(arguments.json, "--json")
     shape = parse_mesh(arguments.mesh)
-    devices = jax.devices()[: arguments.devices]
-    if arguments.devices is not None and len(devices) < arguments.devices:
-        raise ArgumentError(f"--devices {arguments.devices}: there are {len(devices)} here.")
+    devices = first_devices(arguments.devices)
     cluster = cluster_of_devices(devices)
     if arguments.profile is not None:
         measured = find_profile(arguments.profile)
@@ -65,12 +64,12 @@ def run_enumerate(arguments: Namespace) -> int:
         mesh_shapes=None if shape is None else [shape],
         cluster=cluster,
     )
-    priced = "of measured costs" if arguments.profile is not None else "of the symbolic model"
+    costs = "measured costs" if arguments.profile is not None else "the analytic cost model"
     meshes = dict.fromkeys(_shape(planned.plan.mesh_shape) for planned in plans)
     print(
         f"{plans[0].plan.name}: {len(plans)} plans on {len(devices)} × {devices[0].device_kind}, "
-        f"meshes {', '.join(meshes)}; each is compiled and run with made-up inputs, "
-        f"predictions are {priced}."
+        f"meshes {', '.join(meshes)}. Each is compiled and timed with synthetic inputs; "
+        f"predictions use {costs}."
     )
     numbers = {id(planned): number for number, planned in enumerate(plans, 1)}
 
@@ -86,12 +85,12 @@ def run_enumerate(arguments: Namespace) -> int:
     print()
     print("\n".join(comparison(found)))
     if arguments.json is not None:
-        print(f"\nfigures: {arguments.json}")
+        print(f"\nresults: {arguments.json}")
     return OK if any(one.step_s is not None for one in found) else NOT_FITTING
 
 
 def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedPlan]) -> None:
-    """What there is so far, whole at any time."""
+    """The results so far."""
     text = json.dumps(
         {
             "model": model,
@@ -108,7 +107,7 @@ def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedP
 def _line(plan: ParallelPlan, timing: StepTiming) -> str:
     text = f"mesh {_shape(plan.mesh_shape)}, predicted {format_seconds(plan.estimated_step_s)}, "
     if timing.step is None:
-        return text + f"did not run: {timing.failure}"
+        return text + f"failed: {timing.failure}"
     step = timing.step
     text += f"measured {format_seconds(step.seconds)} ± {step.spread:.0%}"
     return text + f", compiled in {format_seconds(timing.compile_s)}"
@@ -126,16 +125,16 @@ def _predicted(one: TimedPlan) -> float:
 
 
 def comparison(found: Sequence[TimedPlan]) -> list[str]:
-    """The plans in words, their figures side by side, and where predictions mislead."""
+    """The plans in words, their times side by side, and where predictions mislead."""
     ran = [one for one in found if one.step_s is not None]
     lines = strategy_lines(found)
     if not ran:
-        return [*lines, "", "No plan ran: all were out of memory."]
-    return [*lines, "", *figure_lines(found, ran), "", *verdict_lines(found, ran)]
+        return [*lines, "", "No plan ran: all ran out of memory."]
+    return [*lines, "", *time_lines(found, ran), "", *verdict_lines(found, ran)]
 
 
 def strategy_lines(found: Sequence[TimedPlan]) -> list[str]:
-    """How the first plan of each mesh splits its operators, and in what others differ from it."""
+    """How the first plan of each mesh splits its operators, and how others differ from it."""
     lines = []
     first: dict[tuple[int, ...], tuple[int, TimedPlan]] = {}
     for number, one in enumerate(found, 1):
@@ -151,15 +150,15 @@ def strategy_lines(found: Sequence[TimedPlan]) -> list[str]:
         like, other = first[shape]
         own, base = dict(one.strategies), dict(other.strategies)
         changed = [f"{name}: {words}" for name, words in own.items() if base.get(name) != words]
-        what = "; ".join(changed) or "other operators are split otherwise"
-        lines.append(f"plan {number} is plan {like}, but {what}")
+        what = "; ".join(changed) or "with other operators split differently"
+        lines.append(f"plan {number}: like plan {like}, but {what}")
     return lines
 
 
-def figure_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
+def time_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
     header = (
         "plan", "mesh", "sent", "comm.", "compute", "step", "rank",
-        "comm.", "compute", "step", "spread", "rank", "memory", "its prediction",
+        "comm.", "compute", "step", "spread", "rank", "memory", "predicted",
     )  # fmt: skip
     predicted_rank = dict(zip(map(id, ran), ranks([_predicted(one) for one in ran]), strict=True))
     measured_rank = dict(zip(map(id, ran), ranks([one.step_s or 0 for one in ran]), strict=True))
@@ -197,7 +196,7 @@ def figure_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[s
 
 
 def correlations(found: Sequence[TimedPlan]) -> dict[str, float | None]:
-    """Of predictions with what was measured, over the plans that ran; None if nothing varies."""
+    """Rank correlations of predicted with measured values; None if nothing varies."""
     ran = [one for one in found if one.step_s is not None]
     steps = [one.step_s or 0.0 for one in ran]
     pairs = {
@@ -216,12 +215,12 @@ def correlations(found: Sequence[TimedPlan]) -> dict[str, float | None]:
             [one.timing.memory_bytes for one in ran],
         ),
     }
-    found_ = {name: rank_correlation(*own) for name, own in pairs.items()}
-    return {name: None if math.isnan(value) else value for name, value in found_.items()}
+    values = {name: rank_correlation(*pair) for name, pair in pairs.items()}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
-    """How well predictions rank plans, what following them costs, and where they are most off."""
+    """How well predictions rank plans, what following them costs, and where they mislead most."""
     texts = [
         f"{name} {'-' if value is None else f'{value:.2f}'}"
         for name, value in correlations(found).items()
@@ -233,18 +232,18 @@ def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[
     factor = (promised.step_s or 0.0) / (fastest.step_s or 1.0)
     text = f"best predicted: plan {numbers[id(promised)]}, {format_seconds(promised.step_s or 0.0)}"
     if promised is fastest:
-        lines.append(text + ", which is the fastest")
+        lines.append(text + ", also the fastest")
     else:
         lines.append(
             f"{text}; fastest: plan {numbers[id(fastest)]}, "
-            f"{format_seconds(fastest.step_s or 0.0)}; the first takes {factor:.2f}× as long"
+            f"{format_seconds(fastest.step_s or 0.0)}; following the prediction costs {factor:.2f}×"
         )
     ratios = {id(one): (one.step_s or 0.0) / _predicted(one) for one in ran if _predicted(one)}
     if len(ratios) < 2:
         return lines
     middle = statistics.median(ratios.values())
     lines.append(
-        f"a step takes {middle:.3g}× its prediction (median); off from that, most misleading:"
+        f"a step takes {middle:.3g}× its prediction (median); the largest deviations from that:"
     )
     off = sorted(ratios, key=lambda key: -abs(math.log(ratios[key] / middle)))
     by_id = {id(one): one for one in ran}
@@ -253,12 +252,12 @@ def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[
         kind = "slower" if ratio >= 1 else "faster"
         one = by_id[key]
         lines.append(
-            f"  plan {numbers[key]}: {max(ratio, 1 / ratio):.2f}× {kind} than predicted beside the "
-            f"others ({format_seconds(_predicted(one))}, {format_seconds(one.step_s or 0.0)})"
+            f"  plan {numbers[key]}: {max(ratio, 1 / ratio):.2f}× {kind} (predicted "
+            f"{format_seconds(_predicted(one))}, measured {format_seconds(one.step_s or 0.0)})"
         )
     lines.append(
-        "measured communication: the program's collectives, each timed alone, added up; "
-        "computation: the rest of the step, not below 0."
+        "measured communication: the sum of the program's collectives, each timed alone; "
+        "computation: the rest of the step, at least 0."
     )
     return lines
 
@@ -269,13 +268,13 @@ def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[
 def run_database(arguments: Namespace) -> int:
     database = default_database()
     if database.path is None:
-        print("The database is switched off: AUTOPAR_CACHE=off.")
+        print("The database is off (AUTOPAR_CACHE=off).")
         return OK
     if arguments.forget:
-        print(f"{database.path}: {database.forget()} timings forgotten.")
+        print(f"{database.path}: removed {counted(database.forget(), 'timing')}.")
         return OK
     rows = database.rows()
-    print(f"{database.path}: {len(rows)} timings, the latest first.")
+    print(f"{database.path}: {counted(len(rows), 'timing')}, latest first.")
     cells = [
         (
             time.strftime("%Y-%m-%d %H:%M", time.localtime(row.made_s)),
@@ -290,6 +289,6 @@ def run_database(arguments: Namespace) -> int:
         for row in rows
     ]
     if cells:
-        header = ("when", "step", "memory", "program", "devices", "what")
+        header = ("time", "step", "memory", "program", "devices", "plan")
         print("\n".join(table(header, cells)))
     return OK

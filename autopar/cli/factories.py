@@ -1,8 +1,7 @@
-"""The user's own step: from `my_train.py:make_step` or `pkg.mod:make_step` to a `UserStep`.
+"""The user's step: from `my_train.py:make_step` or `pkg.mod:make_step` to a `UserStep`.
 
-The file or module is imported, which runs it as any import does: nothing is kept from it. The
-function that it names is called with the options of `--set` and returns a step and what it is
-called with, arrays or `jax.ShapeDtypeStruct`s:
+The file or module is imported, without a sandbox. Its function is called with the options of
+`--set` and returns a step and its arguments, arrays or `jax.ShapeDtypeStruct`s:
 
     def make_step(batch: int = 32):
         return train_step, (abstract_state, abstract_batch)      # or (step, args, kwargs)
@@ -36,31 +35,31 @@ class UserStep:
 
 
 def load_object(target: str) -> Any:
-    """What `FILE.py:NAME` or `MODULE:NAME` names."""
+    """The object that `FILE.py:NAME` or `MODULE:NAME` names."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise FactoryError(f"{target}: needs {_FORMS}.")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
-        own = [
+        defined = [
             known
             for known in names
             if getattr(vars(module)[known], "__module__", "") == module.__name__
         ]
         raise FactoryError(
             f"{target}: {place} has no {name!r}{near_names(name, names)}. "
-            f"It defines {', '.join(own) or 'nothing'}."
+            f"It defines {', '.join(defined) or 'nothing'}."
         )
     return getattr(module, name)
 
 
 def load_step(target: str, options: Mapping[str, Any]) -> UserStep:
-    """Calls the factory with its options."""
+    """Call the factory with its options."""
     factory = load_object(target)
     if not callable(factory):
         raise FactoryError(
-            f"{target}: is {shortened(factory)}; needs a function that returns {_RETURNS}."
+            f"{target}: this is {shortened(factory)}; needs a function that returns {_RETURNS}."
         )
     check_options(target, factory, options)
     try:
@@ -72,14 +71,14 @@ def load_step(target: str, options: Mapping[str, Any]) -> UserStep:
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """`name=value` texts; a value is JSON (16, 0.5, true, null, [1, 2]) or else a text."""
+    """From `name=value` texts; a value is JSON (16, 0.5, true, null, [1, 2]) or plain text."""
     options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise FactoryError(f"--set {text}: needs NAME=VALUE, such as batch=32.")
         if name in options:
-            raise FactoryError(f"--set {text}: {name} is given twice.")
+            raise FactoryError(f"--set {text}: {name} was set twice.")
         try:
             options[name] = json.loads(value)
         except ValueError:
@@ -88,10 +87,10 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def check_options(target: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Options that the factory does not take, or that it needs."""
+    """Raise for options that the factory does not take, or lacks."""
     try:
         parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # builtins: the call itself says
+    except (TypeError, ValueError):  # builtins: the call reports it
         return
     named = {
         name: p
@@ -148,7 +147,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         near = near_names(path.name, [entry.name for entry in folder.glob("*.py")])
-        raise FactoryError(f"{path}: there is no such file{near}.")
+        raise FactoryError(f"{path}: no such file{near}.")
     path = path.resolve()
     for folder in (str(path.parent), os.getcwd()):
         if folder not in sys.path:
@@ -182,8 +181,8 @@ def _load_module(name: str) -> ModuleType:
         missing = error.name or name
         if name == missing or name.startswith(missing + "."):
             raise FactoryError(
-                f"{name}: there is no module {missing!r} here or among what is installed. For a "
-                f"file, give its path: {name.replace('.', '/')}.py:…"
+                f"{name}: no module {missing!r} in this folder or installed. For a file, give its "
+                f"path: {name.replace('.', '/')}.py:…"
             ) from error
         raise FactoryError(f"{name}: imports {missing!r}, which is not installed.") from error
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""`autopar plan`: a user's step is planned for a described cluster, shown, saved, reported."""
+"""`autopar plan`: plans a user's step for a described cluster; shows, saves and verifies it."""
 
 from __future__ import annotations
 
@@ -49,38 +49,37 @@ def run_plan(arguments: Namespace) -> int:
     code = OK
     if not fits(made):
         budget = format_bytes(made.target.cluster.spec.memory_bytes)
-        print(f"autopar: the plan does not fit: a device has {budget}.", file=sys.stderr)
+        print(f"autopar: the plan does not fit: each device has {budget}.", file=sys.stderr)
         code = NOT_FITTING
     if arguments.verify:
         code = max(code, _verified(made, arguments))
     total = time.perf_counter() - STARTED
-    print(f"planned in {made.seconds:.1f} s; {total:.1f} s from start to finish")
+    print(f"planned in {made.seconds:.1f} s, {total:.1f} s in total")
     return code
 
 
 def _verified(made: MadePlan, arguments: Namespace) -> int:
     batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
-    own = made.step
-    target = arguments.target
-    proof = verify(own.step, *own.args, plan=made.plan, target=target, **batch, **own.kwargs)
+    user, target = made.step, arguments.target
+    report = verify(user.step, *user.args, plan=made.plan, target=target, **batch, **user.kwargs)
     print()
-    print(proof)
-    return OK if proof.fits else NOT_FITTING
+    print(report)
+    return OK if report.fits else NOT_FITTING
 
 
 def check_target(path: str | None, flag: str) -> None:
-    """What is to be written can be, before minutes are spent on it."""
+    """Raise if a file cannot be written, before minutes of planning."""
     if path is None:
         return
     folder = Path(path).parent
     if not folder.is_dir():
         raise ArgumentError(f"{flag} {path}: the folder {str(folder)!r} does not exist.")
     if Path(path).is_dir():
-        raise ArgumentError(f"{flag} {path}: is a folder; give the path of a file.")
+        raise ArgumentError(f"{flag} {path}: this is a folder; give the path of a file.")
 
 
 def fits(made: MadePlan) -> bool:
-    """A plan within a budget was made to fit; of others, the user decides."""
+    """Whether the predicted peak is within the memory of a device."""
     return made.plan.estimated_peak_bytes <= made.target.cluster.spec.memory_bytes
 
 
@@ -105,7 +104,7 @@ def summary(made: MadePlan) -> str:
 
 
 def throughput(plan: ParallelPlan) -> dict[str, float]:
-    """Samples, and tokens where the batch is integers of one length, per predicted second."""
+    """Predicted samples per second, and tokens if the batch has integer arrays of one length."""
     rows, tokens = batch_size(plan)
     if not rows or not plan.estimated_step_s:
         return {}
@@ -116,7 +115,7 @@ def throughput(plan: ParallelPlan) -> dict[str, float]:
 
 
 def batch_size(plan: ParallelPlan) -> tuple[int, int]:
-    """(rows, tokens) of a step's batch; tokens are 0 if it has no integers of two dimensions."""
+    """(rows, tokens) of a batch; 0 tokens without two-dimensional integer arrays."""
     batch = [tensor for tensor in plan.inputs if tensor.role == "batch" and tensor.shape]
     rows = batch[0].shape[0] if batch else 0
     lengths = {

@@ -1,10 +1,10 @@
-"""`autopar profile`: which of its forms was asked for, and on which devices.
+"""`autopar profile`: from its options to one of its forms.
 
-autopar profile                          the machine                 autopar.measure.profile
-autopar profile --show FILE              a file of such a run
-autopar profile --model F                a model's segments
-autopar profile --model F --enumerate    a model's strategies
-autopar profile --database | --forget    what was timed before
+autopar profile                          measures the machine          cli.profile_machine
+autopar profile --show FILE              shows a machine profile
+autopar profile --model F                times a model's segments      cli.segments
+autopar profile --model F --enumerate    times a model's strategies    cli.enumerate
+autopar profile --database | --forget    lists or clears timed plans   cli.enumerate
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ OK = 0
 
 _MACHINE = ("output", "quick", "only", "time", "restart", "address", "hosts", "devices")
 _MODEL = ("set", "mesh", "profile", "json")
-# The options that each form takes.
-_TAKES = {
+# Form -> its options.
+_OPTIONS = {
     "show": ("show",),
     "database": ("database", "forget"),
     "enumerate": ("model", *_MODEL, "enumerate", "limit", "devices"),
@@ -38,7 +38,7 @@ def run_profile(arguments: Namespace) -> int:
             print(show_profile(find_profile(arguments.show)))
             return OK
         case "machine":
-            from autopar.measure.profile.command import run_machine
+            from autopar.cli.profile_machine import run_machine
 
             if arguments.cluster == "local":
                 use_devices(arguments.platform)
@@ -61,7 +61,7 @@ def run_profile(arguments: Namespace) -> int:
 
 
 def form_of(arguments: Namespace) -> str:
-    """The form that the options belong to; options of two forms are an error."""
+    """The form that the options belong to. Options of another form are an error."""
     if arguments.show is not None:
         form = "show"
     elif arguments.database or arguments.forget:
@@ -72,13 +72,13 @@ def form_of(arguments: Namespace) -> str:
         form = "segments"
     else:
         form = "machine"
-    known = {name for names in _TAKES.values() for name in names}
-    for name in sorted(known - set(_TAKES[form])):
+    known = {name for names in _OPTIONS.values() for name in names}
+    for name in sorted(known - set(_OPTIONS[form])):
         if getattr(arguments, name) not in (None, False, []):
-            fitting = [other for other, names in _TAKES.items() if name in names]
+            other = next(other for other, names in _OPTIONS.items() if name in names)
             raise ArgumentError(
-                f"autopar profile --{name}: is an option of {_NAMES[fitting[0]]}, but the others "
-                f"ask for {_NAMES[form]}. Leave one of them out."
+                f"autopar profile --{name}: belongs to {_NAMES[other]}, but the other options "
+                f"belong to {_NAMES[form]}. Leave one of them out."
             )
     if form == "enumerate" and arguments.model is None:
         raise ArgumentError("autopar profile --enumerate: needs --model FACTORY.")

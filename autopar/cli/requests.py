@@ -1,7 +1,6 @@
-"""What is to be planned, as plain data, and the plan that comes of it.
+"""Requests of `autopar plan` and `sweep`: from options to a `PlanRequest` to a `MadePlan`.
 
-A `PlanRequest` has nothing but texts and numbers, so that other processes can be given one;
-`make_plan` goes from it to a `MadePlan`.
+A `PlanRequest` is plain data, so it can be sent to other processes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +22,7 @@ from autopar.ir.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """As written on the command line; `options` are the factory's, `devices` replaces the number
-    that the cluster has."""
+    """As on the command line. `options`: of the factory; `devices`: instead of the cluster's."""
 
     factory: str
     cluster: str
@@ -51,7 +48,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class MadePlan:
-    """`seconds`: of planning; `load_s`: of importing the user's code and calling its factory."""
+    """`seconds`: of planning; `load_s`: of importing and calling the factory."""
 
     plan: ParallelPlan
     target: ClusterTarget
@@ -61,7 +58,7 @@ class MadePlan:
 
 
 def request_of(arguments: Namespace) -> PlanRequest:
-    """What the flags that `plan` and `sweep` share ask for."""
+    """The request of the options that `plan` and `sweep` share."""
     return PlanRequest(
         factory=arguments.factory,
         cluster=arguments.cluster,
@@ -82,53 +79,55 @@ def request_of(arguments: Namespace) -> PlanRequest:
 
 
 def use_no_devices() -> None:
-    """Planning needs no device: JAX is kept from looking for any, unless the user says which, and
-    from complaining of a CUDA plugin that finds no GPU."""
+    """Keep JAX from looking for devices, which planning does not need, unless the user chose some,
+    and from warning about a CUDA plugin without a GPU."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def make_plan(request: PlanRequest, loaded: UserStep | None = None) -> MadePlan:
-    """`loaded`: the step, if the factory was called already."""
+    """`loaded`: the step, if the factory was already called."""
     target = request.target()
     started = time.perf_counter()
     step = load_step(request.factory, dict(request.options)) if loaded is None else loaded
-    fn, own_method = _own(step.step)
-    method = method_of(request, target, own_method)
+    parallelized = step.step if isinstance(step.step, api.ParallelFunction) else None
+    method = method_of(request, target, parallelized and parallelized.method)
     loaded_at = time.perf_counter()
     batch = {} if request.batch_argnums is None else {"batch_argnums": request.batch_argnums}
-    if request.batch_argnums is not None and isinstance(step.step, api.ParallelFunction):
+    if request.batch_argnums is not None and parallelized is not None:
         raise ArgumentError(
-            "--batch-argnums: the factory's step is parallelized already and has its own; give it "
-            "to autopar.parallelize there."
+            "--batch-argnums: the factory's step is already parallelized; pass batch_argnums to "
+            "autopar.parallelize there."
         )
-    plan = api.plan(fn, *step.args, cluster=target.cluster, method=method, **batch, **step.kwargs)
+    plan = api.plan(
+        step.step, *step.args, cluster=target.cluster, method=method, **batch, **step.kwargs
+    )
     done = time.perf_counter()
     return MadePlan(plan, target, step, loaded_at - started, done - loaded_at)
 
 
-def _own(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    return step, step.method if isinstance(step, api.ParallelFunction) else None
-
-
-def method_of(request: PlanRequest, target: ClusterTarget, own: Any = None) -> Any:
-    """The method that the flags ask for; `own` is the step's, if it has one."""
+def method_of(
+    request: PlanRequest,
+    target: ClusterTarget,
+    step_method: methods.ParallelMethod | ParallelPlan | None = None,
+) -> methods.ParallelMethod | ParallelPlan:
+    """The method that the options select; by default that of a parallelized step."""
     name = request.method
     if target.mesh is not None:
         return _on_relative_mesh(request, target)
-    if name is None and own is not None:
+    if name is None and step_method is not None:
         given = [flag for flag, value in _flags(request).items() if value is not None]
         if given:
             raise ArgumentError(
-                f"{', '.join(given)}: the factory's step has its own method, {shortened(own)}. "
-                "Give --method too, to plan by another, or change it there."
+                f"{', '.join(given)}: the factory's step already has a method, "
+                f"{shortened(step_method)}. Override it with --method, or change it in the factory."
             )
-        return own
+        return step_method
     if name is not None and ":" in name:
         method = load_object(name)
         if not isinstance(method, methods.ParallelMethod):
             raise FactoryError(
-                f"--method {name}: is {shortened(method)}; needs a method such as "
+                f"--method {name}: this is {shortened(method)}; needs a method such as "
                 "autopar.ShardParallel(…)."
             )
         _refuse_flags(request, f"--method {name}", ())
@@ -136,11 +135,11 @@ def method_of(request: PlanRequest, target: ClusterTarget, own: Any = None) -> A
     return _named(name or "auto", request)
 
 
-def _named(name: str, request: PlanRequest) -> Any:
+def _named(name: str, request: PlanRequest) -> methods.ParallelMethod:
     if name not in METHODS:
         raise ArgumentError(
-            f"--method {name}: there is none of that name{near_names(name, METHODS)}. Choose one "
-            f"of {', '.join(METHODS)}, or MODULE:OBJECT."
+            f"--method {name}: unknown method{near_names(name, METHODS)}; choose from "
+            f"{', '.join(METHODS)}, or give MODULE:OBJECT."
         )
     plain = {"data": methods.DataParallel, "zero2": methods.Zero2Parallel}
     plain["zero3"] = methods.Zero3Parallel
@@ -156,15 +155,15 @@ def _named(name: str, request: PlanRequest) -> Any:
         _refuse_flags(request, "--method auto", ("--micro-batches", "--budget", "--remat"))
         return methods.AutoParallel("auto" if number is None else number, options=options)
     layers = methods.AutoLayers("auto" if request.layers is None else request.layers)
-    stages: Any = methods.AutoStages()
+    stages: methods.AutoStages | methods.UniformStages = methods.AutoStages()
     if request.stages is not None:
         stages = methods.UniformStages(request.stages)
     if number is None:
         number = "auto"
     if number == "auto" and request.stages is not None:
         raise ArgumentError(
-            f"--stages {request.stages}: needs --micro-batches N as well; numbers of micro-batches "
-            "are searched together with stages."
+            f"--stages {request.stages}: needs --micro-batches N too, because micro-batches are "
+            "only searched together with stages."
         )
     return methods.PipeshardParallel(
         number, layers=layers, stages=stages, schedule=request.schedule or "1f1b", options=options
@@ -174,7 +173,7 @@ def _named(name: str, request: PlanRequest) -> Any:
 def _number(name: str, given: int | str | None) -> int:
     if given == "auto":
         raise ArgumentError(
-            f"--micro-batches auto: --method {name} needs a number; auto and pipeline search it."
+            f"--micro-batches auto: --method {name} needs a number; only auto and pipeline search."
         )
     return 1 if given is None else int(given)
 
@@ -186,11 +185,11 @@ def _options(request: PlanRequest) -> methods.ShardingOptions:
     return methods.ShardingOptions(memory_budget_bytes=budget, remat=request.remat or "auto")
 
 
-def _on_relative_mesh(request: PlanRequest, target: ClusterTarget) -> Any:
+def _on_relative_mesh(request: PlanRequest, target: ClusterTarget) -> methods.ShardParallel:
     if request.method not in (None, "shard"):
         raise ArgumentError(
-            f"--method {request.method}: links in relative units (alpha, beta) price communication "
-            "alone, on one mesh. Use --method shard, or give bandwidths and a device."
+            f"--method {request.method}: links in relative units (alpha, beta) only price "
+            "communication on one mesh. Use --method shard, or give bandwidths and a device."
         )
     _refuse_flags(request, "links in relative units", ("--micro-batches", "--budget", "--remat"))
     assert target.mesh is not None
@@ -212,4 +211,4 @@ def _flags(request: PlanRequest) -> dict[str, Any]:
 def _refuse_flags(request: PlanRequest, where: str, known: tuple[str, ...]) -> None:
     for flag, value in _flags(request).items():
         if value is not None and flag not in known:
-            raise ArgumentError(f"{flag} {value}: {where} has no such option.")
+            raise ArgumentError(f"{flag} {value}: not an option of {where}.")

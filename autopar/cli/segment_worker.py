@@ -36,7 +36,7 @@ def main(lines: TextIO, answers: TextIO) -> None:
             answer: dict[str, Any] = {"combination": task.combination, "segment": task.segment}
             try:
                 program_of_task(step, analysis, task, devices).memory_bytes()
-            except Exception as error:  # whoever times it will meet it and say so
+            except Exception as error:  # the timing reports it
                 answer["error"] = f"{type(error).__name__}: {error}"
             answer["seconds"] = time.perf_counter() - started
             print(json.dumps(answer), file=answers, flush=True)

@@ -20,22 +20,22 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from autopar.api import ParallelFunction
-from autopar.cli.devices import parse_mesh, use_devices
+from autopar.cli.devices import first_devices, parse_mesh, use_devices
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
 from autopar.measure.segments import PASSES, PreparedStep, TimingTask, prepare_step, run_passes
 from autopar.measure.segments.combine import TOP
 from autopar.progress import Progress
 from autopar.session import cluster_of_devices
+from autopar.tracer.trace import step_and_options
 
 OK = 0
-COMPILE_LIMIT_S = 900.0  # of one program, with the start of the process that compiles it
+COMPILE_LIMIT_S = 900.0  # for one program, including the start of its process
 
 
 @dataclass(frozen=True)
 class SegmentRequest:
-    """What a process needs to make the same step: texts and numbers alone."""
+    """What another process needs to build the same step, as JSON values."""
 
     factory: str
     options: dict[str, Any]
@@ -52,12 +52,12 @@ def run_segments(arguments: Namespace) -> int:
     unknown = [name for name in passes if name not in PASSES]
     if unknown:
         raise ArgumentError(
-            f"--passes {arguments.passes}: there is no pass {', '.join(unknown)}; needs some of "
-            f"{','.join(PASSES)}."
+            f"--passes {arguments.passes}: unknown pass {', '.join(unknown)}; choose from "
+            f"{', '.join(PASSES)}."
         )
     folder = Path(arguments.folder or f"{Path(arguments.model.rpartition(':')[0]).stem}-segments")
     if folder.exists() and not folder.is_dir():
-        raise ArgumentError(f"--folder {folder}: is a file; give the path of a folder.")
+        raise ArgumentError(f"--folder {folder}: this is a file; give the path of a folder.")
     request = SegmentRequest(
         factory=arguments.model,
         options=parse_options(arguments.set),
@@ -94,22 +94,16 @@ def default_jobs() -> int:
 
 
 def step_of(request: SegmentRequest, loaded: UserStep | None = None) -> tuple[PreparedStep, Any]:
-    """The step with its segments, and the devices that it is for."""
+    """The prepared step and its devices."""
     use_devices(request.platform)
-    import jax
-
-    own = load_step(request.factory, request.options) if loaded is None else loaded
-    devices = jax.devices()[: request.devices]
-    if request.devices is not None and len(devices) < request.devices:
-        raise ArgumentError(f"--devices {request.devices}: there are {len(devices)} here.")
+    user = load_step(request.factory, request.options) if loaded is None else loaded
+    devices = first_devices(request.devices)
     cluster = cluster_of_devices(devices)
     if request.profile is not None:
         cluster = replace(cluster, profile=request.profile)
-    fn, options = own.step, None
-    if isinstance(fn, ParallelFunction):
-        fn, options = fn.__wrapped__, fn.options  # type: ignore[attr-defined]
+    fn, options = step_and_options("profile", user.step, (), (1,))
     mesh = request.mesh or (len(devices),)
-    return prepare_step(fn, own.args, own.kwargs, cluster, mesh, options), devices
+    return prepare_step(fn, user.args, user.kwargs, cluster, mesh, options), devices
 
 
 # -- compiling
@@ -121,8 +115,8 @@ def compile_in_processes(
     num: int,
     tell: Callable[[dict[str, Any]], Any] = lambda done: None,
 ) -> None:
-    """Every program compiled, `num` at a time. What cannot be compiled there is left to whoever
-    times it, and then says why."""
+    """Compile all programs into the cache, `num` at a time. Failures are left to the timing, which
+    reports them."""
     left: SimpleQueue[TimingTask] = SimpleQueue()
     for task in tasks:
         left.put(task)
@@ -136,7 +130,7 @@ def compile_in_processes(
                     except Empty:
                         return
                     done = worker.compile(task)
-                    if done is None:  # it ended; the others go on
+                    if done is None:  # the process ended; the others continue
                         return
                     tell(done)
                     progress.step()
@@ -149,7 +143,7 @@ def compile_in_processes(
 
 
 class _Worker:
-    """A process of `segment_worker`, spoken to by lines of JSON."""
+    """A process of `segment_worker`, which exchanges lines of JSON."""
 
     def __init__(self, request: SegmentRequest, limit_s: float = COMPILE_LIMIT_S) -> None:
         self.limit_s = limit_s
@@ -192,7 +186,7 @@ class _Worker:
         return True
 
     def compile(self, task: TimingTask) -> dict[str, Any] | None:
-        """What the worker said of it; None if it has ended, or was ended for taking too long."""
+        """The worker's answer; None if it ended, or was killed at the time limit."""
         assert self.process.stdout is not None
         limit = threading.Timer(self.limit_s, self.process.kill)
         limit.start()

@@ -1,4 +1,4 @@
-"""`autopar report`, `explain`, `diff` and `devices`: what is known already, shown."""
+"""`autopar report`, `explain`, `diff` and `devices`: saved plans and known devices, as text."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def report(arguments: Namespace) -> int:
 
 
 def _measured(path: str | None, plan: ParallelPlan) -> Timeline | None:
-    """The last step of a trace that ran on as many meshes as the plan has."""
+    """The last step of a trace that ran on as many meshes as the plan."""
     if path is None:
         return None
     timelines = autopar.read_trace(path)
     num_meshes = len({stage.mesh for stage in plan.stages})
-    alike = [timeline for timeline in timelines if timeline.num_meshes == num_meshes]
-    if not alike:
+    matching = [timeline for timeline in timelines if timeline.num_meshes == num_meshes]
+    if not matching:
+        meshes = "1 mesh" if num_meshes == 1 else f"{num_meshes} meshes"
         raise PlanError(
-            f"--measured {path}: none of its {len(timelines)} steps ran on {num_meshes} mesh(es), "
-            "as this plan has. Give the trace of a run by this plan."
+            f"--measured {path}: the plan has {meshes}, but none of the {len(timelines)} traced "
+            "steps has. Give the trace of a run with this plan."
         )
-    return alike[-1]
+    return matching[-1]
 
 
 def explain(arguments: Namespace) -> int:
@@ -51,7 +52,7 @@ def diff(arguments: Namespace) -> int:
 
 
 def devices(arguments: Namespace) -> int:
-    header = ("device", "16 bit", "32 bit", "memory", "its bandwidth", "link", "host", "reached")
+    header = ("device", "16-bit", "32-bit", "memory", "bandwidth", "link", "network", "efficiency")
     rows = [
         (
             spec.name,
@@ -67,8 +68,8 @@ def devices(arguments: Namespace) -> int:
     ]
     print("\n".join(table(header, rows)))
     print()
-    print("16 bit, 32 bit: peak rates of products; reached: the share of them that is counted on.")
-    print("link: of one device inside a host, each way; host: of a host's whole network.")
+    print("16-bit, 32-bit: peak rates of matrix products; efficiency: the assumed share of them.")
+    print("link: per device and direction, inside a host; network: of a whole host.")
     return 0
 
 

@@ -27,7 +27,7 @@ from autopar.cli.requests import PlanRequest, make_plan, request_of, use_no_devi
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, AutoparError, FactoryError, MemoryBudgetError
 from autopar.inspect.sweep_page import sweep_page
-from autopar.inspect.sweep_text import sweep_text
+from autopar.inspect.sweep_text import sweep_text, where
 from autopar.ir.codec import encode
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.sweep import Sweep, SweepPoint
@@ -55,8 +55,8 @@ def run_sweep(arguments: Namespace) -> int:
     price = arguments.price_per_hour or 0.0
     for point in _planned(requests, price, arguments.jobs):
         points.append(point)
-        said = point.problem or f"step {point.step_s:.4g} s"
-        print(f"[{len(points)}/{len(requests)}] {_words(point)}: {said}", file=sys.stderr)
+        result = point.problem or f"step {point.step_s:.4g} s"
+        print(f"[{len(points)}/{len(requests)}] {where(point)}: {result}", file=sys.stderr)
     unit = "tokens" if any(point.tokens_per_s for point in points) else "samples"
     sweep = Sweep(
         command=_command(arguments),
@@ -71,7 +71,7 @@ def run_sweep(arguments: Namespace) -> int:
         body = {"format": FORMAT, "version": FORMAT_VERSION, **encode(sweep)}
         body["points"] = [{**p, "values": dict(p["values"])} for p in body["points"]]
         Path(arguments.json).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        print(f"points: {arguments.json}")
+        print(f"results: {arguments.json}")
     if arguments.html:
         Path(arguments.html).write_text(sweep_page(sweep), encoding="utf-8")
         print(f"page: {arguments.html}")
@@ -82,7 +82,7 @@ def run_sweep(arguments: Namespace) -> int:
 
 
 def varied_values(arguments: Namespace) -> dict[str, list[Any]]:
-    """Name -> values, of what has several; with one value each, of all that are given."""
+    """Name -> values, for the options that are given."""
     given: dict[str, list[Any]] = {}
     for name, parse in _PARSERS.items():
         text = getattr(arguments, name)
@@ -90,7 +90,7 @@ def varied_values(arguments: Namespace) -> dict[str, list[Any]]:
             flag = "--" + name.replace("_", "-")
             given[name] = [parse(part.strip(), flag) for part in text.split(",")]
             if len(set(given[name])) < len(given[name]):
-                raise ArgumentError(f"{flag} {text}: has a value twice.")
+                raise ArgumentError(f"{flag} {text}: a value occurs twice.")
     if not given:
         raise ArgumentError(
             "sweep: nothing varies. Give a list such as --devices 8,16,32, --batch 256,512, "
@@ -98,7 +98,7 @@ def varied_values(arguments: Namespace) -> dict[str, list[Any]]:
         )
     several = [name for name, values in given.items() if len(values) > 1]
     if len(several) > 2:
-        raise ArgumentError(f"sweep: {', '.join(several)} vary; at most two can. Fix the others.")
+        raise ArgumentError(f"sweep: {', '.join(several)} vary; at most two may. Fix the others.")
     count = prod(map(len, given.values()))
     if count > MOST_POINTS:
         raise ArgumentError(f"sweep: {count} points; at most {MOST_POINTS} are planned at a time.")
@@ -188,7 +188,7 @@ def plan_point(values: Values, request: PlanRequest, price: float) -> SweepPoint
         problem=""
         if fits(made)
         else f"does not fit: needs {format_bytes(plan.estimated_peak_bytes)}",
-        plan=_plan_words(plan),
+        plan=_plan_text(plan),
         num_stages=plan.num_stages,
         num_micro_batches=plan.num_micro_batches,
         step_s=step_s,
@@ -201,18 +201,11 @@ def plan_point(values: Values, request: PlanRequest, price: float) -> SweepPoint
     )
 
 
-def _plan_words(plan: ParallelPlan) -> str:
+def _plan_text(plan: ParallelPlan) -> str:
     shapes = [stage.mesh_shape for stage in plan.stages]
     meshes = ["×".join(map(str, shape)) for shape in dict.fromkeys(shapes)]
-    stages = f"{plan.num_stages} stages on " if plan.num_stages > 1 else "mesh "
-    return stages + " and ".join(meshes[:3]) + (" …" if len(meshes) > 3 else "")
-
-
-def _words(point: SweepPoint) -> str:
-    return ", ".join(
-        f"{name.replace('_', '-')} {format_bytes(float(v)) if name == 'budget' else v}"
-        for name, v in point.values
-    )
+    shown = " and ".join(meshes[:3]) + (" …" if len(meshes) > 3 else "")
+    return f"{plan.num_stages} stages on {shown}" if plan.num_stages > 1 else f"{shown} mesh"
 
 
 def _command(arguments: Namespace) -> str:

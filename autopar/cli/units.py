@@ -1,7 +1,7 @@
-"""Figures with units: from text such as "32 GB" or "25 Gb/s" to numbers in B, B/s, FLOP/s and s.
+"""Quantities with units: from text such as "32 GB" or "25 Gb/s" to numbers in B, B/s, FLOP/s, s.
 
-Bits and bytes are kept apart by case, as vendors write them: 25 Gb/s are 3.125 GB/s. A number
-without a unit is refused, since nobody could tell which was meant.
+Case tells bits from bytes, as vendors write them: 25 Gb/s are 3.125 GB/s. A number without a unit
+is ambiguous, and an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PER_SECOND = {unit + "/s": scale for unit, scale in {**_BYTES, **_BITS}.items()
 _PER_SECOND |= {prefix + "bps": scale / 8 for prefix, scale in _PREFIX.items() if prefix}
 _FLOPS = {prefix + unit: scale for prefix, scale in _PREFIX.items() for unit in ("FLOP/s", "FLOPS")}
 
-# What is measured -> its units with what each is worth, and examples that are accepted.
+# Kind -> its units with their values, and examples for errors.
 _KINDS: dict[str, tuple[dict[str, float], str]] = {
     "memory": (_BYTES, "bytes, such as '32 GB' or '80 GiB'"),
     "bandwidth": (_PER_SECOND, "bytes or bits per second, such as '150 GB/s' or '25 Gb/s'"),
@@ -42,20 +42,18 @@ def parse_quantity(given: Any, kind: str, where: str) -> float:
     match = _TEXT.fullmatch(given) if isinstance(given, str) else None
     if match is None:
         unit = isinstance(given, (int, float)) and not isinstance(given, bool)
-        reason = "a number without a unit" if unit else "no number with a unit"
-        raise ArgumentError(
-            f"{where} = {shortened(given)}: {reason}. Give {accepted}, as a text with its unit."
-        )
+        reason = "a number without a unit" if unit else "not a number with a unit"
+        raise ArgumentError(f"{where} = {shortened(given)}: {reason}. Give {accepted}, as text.")
     number, unit = float(match[1]), match[2]
     if unit is None:
         raise ArgumentError(f"{where} = {given!r}: a number without a unit. Give {accepted}.")
     if unit not in units:
         raise ArgumentError(
-            f"{where} = {given!r}: {unit!r} is no unit of {kind}{_what_it_is(unit)}. "
+            f"{where} = {given!r}: {unit!r} is not a unit of {kind}{_what_it_is(unit)}. "
             f"Give {accepted}."
         )
     if not 0 < number * units[unit] < float("inf"):
-        raise ArgumentError(f"{where} = {given!r}: needs more than zero. Give {accepted}.")
+        raise ArgumentError(f"{where} = {given!r}: must be positive. Give {accepted}.")
     return number * units[unit]
 
 

@@ -58,11 +58,11 @@ def test_flags_replace_figures() -> None:
     [
         ("eight", "needs HOSTSxDEVICES:DEVICE, such as 50x4:v100-32gb, or the path"),
         ("8:h100", "needs HOSTSxDEVICES:DEVICE"),
-        ("1x8:h100-smx", r"no device 'h100-smx' \(did you mean 'h100-sxm'"),
+        ("1x8:h100-smx", r"unknown device 'h100-smx' \(did you mean 'h100-sxm'"),
         ("1x8:v100-32", "did you mean 'v100-32gb'"),
         ("0x8:v100", "needs at least one host with one device"),
         ("100000x8", "800000 devices; plans are made for at most"),
-        ("missing.toml", "cannot be read: No such file"),
+        ("missing.toml", "cannot read the file: No such file"),
     ],
 )
 def test_wrong_clusters(text: str, said: str) -> None:
@@ -101,20 +101,20 @@ def test_links_in_relative_units(tmp_path) -> None:
         ("[cluster]", "[cluster", "not TOML: "),
         ("hosts = 50", "hosts = 0", r"\[cluster\] hosts = 0; needs a whole number ≥ 1"),
         ("hosts = 50", "", r"\[cluster\] hosts is missing"),
-        ("hosts = 50", "host = 50", r"\[cluster\]: there is no 'host' \(did you mean 'hosts'"),
-        ("[device]", "[devices]", r"there is no 'devices' \(did you mean 'device'\?\)"),
+        ("hosts = 50", "host = 50", r"\[cluster\]: unknown name 'host' \(did you mean 'hosts'"),
+        ("[device]", "[devices]", r"unknown name 'devices' \(did you mean 'device'\?\)"),
         ('"32 GB"', "32", r"\[device\] memory = 32: a number without a unit"),
-        ('"32 GB"', '"32 GB/s"', r"\[device\] memory = '32 GB/s': 'GB/s' is no unit of memory"),
+        ('"32 GB"', '"32 GB/s"', r"\[device\] memory = '32 GB/s': 'GB/s' is not a unit of memory"),
         ('"25 Gb/s"', '"25 GB"', r"\[links\] inter_host_bandwidth = '25 GB'"),
         ('"25 Gb/s"', '"25 gb/s"', "did you mean 'GB/s' or 'Gb/s'"),
-        ('"4 us"', '"4 GB"', r"\[links\] intra_host_latency = '4 GB': 'GB' is no unit of time"),
-        ("efficiency = 0.5", "efficiency = 50", r"\[device\] efficiency = 50: needs a share"),
+        ('"4 us"', '"4 GB"', r"\[links\] intra_host_latency = '4 GB': 'GB' is not a unit of time"),
+        ("efficiency = 0.5", "efficiency = 50", r"\[device\] efficiency = 50: needs the share"),
         ('memory = "32 GB"', "", r"\[device\] memory missing. Give them, or a preset"),
         ('intra_host_bandwidth = "130 GB/s"', "", r"\[links\] intra_host_bandwidth missing"),
-        ('name = "chip"', "name = 3", r"\[device\] name = 3: needs a text"),
-        ('name = "chip"', 'preset = "v10"', r"preset = 'v10': there is none of that name \(did"),
+        ('name = "chip"', "name = 3", r"\[device\] name = 3: needs text"),
+        ('name = "chip"', 'preset = "v10"', r"preset = 'v10': unknown device \(did"),
         ("[links]", "[links]\nbeta = [1]", r"\[links\] alpha is missing; needs two numbers"),
-        ("[links]", "[links]\nalpha=[1,1]\nbeta=[1,1]", "has relative units"),
+        ("[links]", "[links]\nalpha=[1,1]\nbeta=[1,1]", "mixes relative units"),
     ],
 )
 def test_wrong_files_name_the_field(tmp_path, old: str, new: str, said: str) -> None:
@@ -128,7 +128,7 @@ def test_more_or_fewer_of_the_same_devices() -> None:
     target = parse_target("1x8:v100")
     assert with_devices(target, 4).cluster == ClusterSpec(1, 4, "v100")
     assert with_devices(target, 32).cluster == ClusterSpec(4, 8, "v100")
-    with pytest.raises(ArgumentError, match="hosts have 8 devices, so more than one host need"):
+    with pytest.raises(ArgumentError, match="hosts have 8 devices; more than one host needs"):
         with_devices(target, 12)
 
 

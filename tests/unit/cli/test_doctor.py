@@ -86,10 +86,10 @@ def test_where_all_is_well(tmp_path: Path) -> None:
     assert facts["packages"]["jax"].startswith(f"{jax.__version__}, tested: ")
     assert set(REQUIRED) < set(facts["packages"])
     assert facts["devices"] == {"cpu": f"{jax.device_count()} × cpu"}
-    assert facts["solvers"]["HiGHS"].endswith(", solves")
-    assert facts["a train step"] == {"planned, run, compared": "equals jax.jit on 8 device(s)"}
+    assert facts["solvers"]["HiGHS"].endswith(", works")
+    assert facts["train step"] == {"planned and run": "matches jax.jit on 8 devices"}
     paths = [path for paths in INTERNALS.values() for path in paths]
-    assert facts["internals of JAX"] == dict.fromkeys(paths, "there")
+    assert facts["JAX internals"] == dict.fromkeys(paths, "found")
 
 
 @pytest.mark.ci
@@ -123,7 +123,7 @@ def test_without_jax(tmp_path: Path) -> None:
     done = run_doctor(tmp_path, setup=HIDDEN.format(names=["jax"]))
     assert done.returncode == 1 and not done.stderr, done.stdout + done.stderr
     assert f"jax is not installed. (required)\n     pip install '{REQUIRED['jax']}'" in done.stdout
-    assert ", solves" in done.stdout
+    assert ", works" in done.stdout
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_what_hangs_is_given_up_with_all_that_it_started(
         f"    pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child))\n"
         "time.sleep(1000)\n"
     )
-    assert run_probe("devices", 2.0) == ProbeOutcome(error="It did not answer within 2 s.")
+    assert run_probe("devices", 2.0) == ProbeOutcome(error="No answer within 2 s.")
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -225,7 +225,7 @@ def test_a_gpu_without_a_plugin(
     (section,) = [s for s in examine(WELL.__getitem__) if s.title == "CUDA"]
     assert section.facts["GPUs"] == f"2 × NVIDIA H200, 143771 MiB; driver {driver}"
     assert section.problems == [
-        Problem("There are GPUs, and JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'")
+        Problem("This machine has GPUs, but JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'")
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_plugin_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with_package(tmp_path, monkeypatch, "jax-cuda13-plugin", "0.1.2")
     with_package(tmp_path, monkeypatch, "cupy-cuda13x", "14.0")
     (problem,) = problems()
-    assert "jax-cuda13-plugin 0.1.2 does not fit jaxlib" in problem.what
+    assert "jax-cuda13-plugin 0.1.2 does not match jaxlib" in problem.what
     assert problem.remedy == "pip install --upgrade 'autopar[cuda13]'" and not problem.is_required
 
 
@@ -245,7 +245,7 @@ def test_a_gpu_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with_package(tmp_path, monkeypatch, "jax-cuda13-plugin", doctor._version("jaxlib"))
     with_package(tmp_path, monkeypatch, "cupy-cuda13x", "14.0")
     (problem,) = problems()
-    assert problem.what == "There are GPUs, and JAX does not use them."
+    assert problem.what == "This machine has GPUs, but JAX does not use them."
     assert "unset JAX_PLATFORMS" in problem.remedy
     versions = {"cuda": "13000", "cudnn": "91400", "driver": "13010"}
     used = ProbeOutcome({"devices": [GPU], "versions": versions})
@@ -254,7 +254,7 @@ def test_a_gpu_that_jax_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not cuda.problems
     assert sections["devices"].facts == {"gpu": "1 × NVIDIA H200, 100.0 GiB each for JAX"}
     assert (cuda.facts["CUDA"], cuda.facts["cuDNN"]) == ("13.0", "9.14")
-    assert cuda.facts["CUDA of the driver"] == "13.1"
+    assert cuda.facts["CUDA supported by the driver"] == "13.1"
     assert cuda.facts["GPU compiler"] == "compiles for an H100"
 
 
@@ -282,14 +282,14 @@ def test_a_ray_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(ray=refused) == []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     (problem,) = problems(ray=refused)
-    assert "RAY_ADDRESS=10.0.0.1:6379 cannot be joined. another Python" in problem.what
+    assert "Cannot join Ray at RAY_ADDRESS=10.0.0.1:6379. another Python" in problem.what
 
 
 @pytest.mark.parametrize(
     ("name", "said", "remedy"),
     [
         ("devices", "JAX finds no devices. broken", "JAX_PLATFORMS=cpu"),
-        ("highs", "HiGHS, the solver of all plans, does not work. broken", "highspy>=1.11"),
+        ("highs", "The solver HiGHS does not work. broken", "highspy>=1.11"),
         ("pulp", "PuLP does not work. broken", REQUIRED["pulp"]),
         ("internals", "cannot be imported. broken", REQUIRED["jax"]),
         ("step", "A small train step cannot be planned and run. broken", "report it"),

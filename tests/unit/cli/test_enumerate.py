@@ -35,7 +35,7 @@ def test_plans_are_run_and_compared(tmp_path, capsys):
     assert main([*line, "--mesh", "8", "--json", str(target)]) == 0
     text = capsys.readouterr().out
     assert "step: 2 plans on 8 × cpu, meshes 8" in text
-    assert "plan 1 of 2: mesh 8, predicted" in text and "plan 2 is plan 1, but " in text
+    assert "plan 1 of 2: mesh 8, predicted" in text and "plan 2: like plan 1, but " in text
     assert "rank correlation, predicted with measured: step" in text
     document = json.loads(target.read_text())
     assert len(document["plans"]) == 2
@@ -48,10 +48,10 @@ def test_plans_are_run_and_compared(tmp_path, capsys):
     [
         (["--mesh", "2x2x2"], "--mesh 2x2x2: needs one or two sizes"),
         (["--mesh", "4x4"], "needs 16 devices; 8 were given"),
-        (["--devices", "9"], "--devices 9: there are 8 here"),
+        (["--devices", "9"], "requested 9 devices, found 8"),
         (["--devices", "1"], "on one device there is one way to run a step"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json"),
-        (["--quick"], "autopar profile --quick: is an option of"),
+        (["--quick"], "autopar profile --quick: belongs to"),
     ],
 )
 def test_bad_input_is_said(tmp_path, capsys, options, message):
@@ -84,8 +84,8 @@ def test_what_misleads_most_is_said():
     lines = comparison(found)
     text = "\n".join(lines)
     assert "a step takes 10× its prediction (median)" in text
-    assert "plan 2: 3.00× slower than predicted beside the others (2.00 s, 60.00 s)" in text
-    assert "best predicted: plan 1, 10.00 s, which is the fastest" in text
+    assert "plan 2: 3.00× slower (predicted 2.00 s, measured 60.00 s)" in text
+    assert "best predicted: plan 1, 10.00 s, also the fastest" in text
     assert "out of memory" in text
     assert correlations(found)["step"] == pytest.approx(1 - 6 * (4 + 1 + 1) / (4 * 15))
     first = next(line for line in lines if line.startswith("  1 "))
@@ -93,7 +93,7 @@ def test_what_misleads_most_is_said():
 
 
 def test_nothing_ran():
-    assert comparison([timed(1.0, None)])[-1] == "No plan ran: all were out of memory."
+    assert comparison([timed(1.0, None)])[-1] == "No plan ran: all ran out of memory."
 
 
 def test_the_database_is_listed_and_cleared(tmp_path, capsys, monkeypatch):
@@ -102,9 +102,9 @@ def test_the_database_is_listed_and_cleared(tmp_path, capsys, monkeypatch):
     database.keep(Key("abc", "b", "8 × cpu", "v"), StepTiming(Timing(0.5), 1.0, 1024.0), "mine")
     assert main(["profile", "--database"]) == 0
     text = capsys.readouterr().out
-    assert "1 timings, the latest first" in text and "500.00 ms ± 0%" in text and "mine" in text
+    assert "1 timing, latest first" in text and "500.00 ms ± 0%" in text and "mine" in text
     assert main(["profile", "--forget"]) == 0
-    assert "1 timings forgotten" in capsys.readouterr().out and database.rows() == []
+    assert "removed 1 timing." in capsys.readouterr().out and database.rows() == []
     monkeypatch.setenv("AUTOPAR_CACHE", "off")
     assert main(["profile", "--database"]) == 0
-    assert "switched off" in capsys.readouterr().out
+    assert "database is off" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def test_options_are_json_or_text() -> None:
     [
         (["batch"], "--set batch: needs NAME=VALUE"),
         (["1=2"], "needs NAME=VALUE"),
-        (["batch=1", "batch=2"], "batch is given twice"),
+        (["batch=1", "batch=2"], "batch was set twice"),
     ],
 )
 def test_wrong_options(given: list[str], said: str) -> None:
@@ -46,9 +46,9 @@ def test_wrong_options(given: list[str], said: str) -> None:
     ("target", "options", "said"),
     [
         ("make_step", {}, "make_step: needs FILE.py:FUNCTION or MODULE:FUNCTION"),
-        ("no_such_file.py:make_step", {}, "no_such_file.py: there is no such file"),
+        ("no_such_file.py:make_step", {}, "no_such_file.py: no such file"),
         (FILE.replace("_tests", "_test") + ":f", {}, "did you mean 'factories_for_tests.py'"),
-        ("no_such_module.sub:f", {}, "there is no module 'no_such_module' here"),
+        ("no_such_module.sub:f", {}, "no module 'no_such_module' in this folder"),
         (f"{FILE}:mak_step", {}, "has no 'mak_step' .did you mean 'make_step'.*It defines"),
         (f"{FILE}:not_a_method", {}, "is 7; needs a function that returns"),
         (f"{FILE}:make_nothing", {}, "returned None; needs .step, args."),

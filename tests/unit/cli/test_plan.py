@@ -35,7 +35,7 @@ def test_a_plan_is_shown_saved_and_reported(tmp_path, capsys) -> None:
     assert plan.cluster == autopar.ClusterSpec(2, 4, "v100-32gb")
     assert plan.inputs[-1].shape == (64, 32)
     assert plan.explain().splitlines()[0] in out
-    assert "cluster: 2 × 4 v100-32gb" in out and "from start to finish" in out
+    assert "cluster: 2 × 4 v100-32gb" in out and "s in total" in out
     assert page.read_text().lower().startswith("<!doctype html>")
     assert run(capsys, "explain", str(saved))[1].rstrip("\n") == plan.explain()
     assert run(capsys, "diff", str(saved), str(saved))[1].endswith("The plans are the same.\n")
@@ -45,7 +45,7 @@ def test_why_is_answered_while_the_program_is_there(capsys) -> None:
     typed = ("plan", STEP, "--cluster", "1x4:h100-sxm", "--method", "shard", "--quiet")
     code, out, _ = run(capsys, *typed, "--why", "params['up']")
     assert code == 0
-    assert "params['up']: input" in out and "layouts it could have" in out
+    assert "params['up']: input" in out and "alternative layouts" in out
     code, _, err = run(capsys, *typed, "--why", "params['upp']")
     assert code == 2 and "params['up']" in err
 
@@ -82,7 +82,7 @@ def test_a_step_may_have_its_own_method(tmp_path, capsys) -> None:
     assert run(capsys, *common)[0] == 0
     assert "DataParallel" in autopar.ParallelPlan.load(saved).method
     code, _, err = run(capsys, *common, "--budget", "1GB")
-    assert code == 2 and "the factory's step has its own method, DataParallel(" in err
+    assert code == 2 and "the factory's step already has a method, DataParallel(" in err
 
 
 def test_links_in_relative_units_price_communication_alone(tmp_path, capsys) -> None:
@@ -100,30 +100,30 @@ def test_links_in_relative_units_price_communication_alone(tmp_path, capsys) -> 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["plan", STEP, "--cluster", "1x8:h10"], 2, "there is no device 'h10'"),
-        (["plan", "nope.py:f", "--cluster", "1x8"], 2, "nope.py: there is no such file"),
+        (["plan", STEP, "--cluster", "1x8:h10"], 2, "unknown device 'h10'"),
+        (["plan", "nope.py:f", "--cluster", "1x8"], 2, "nope.py: no such file"),
         (["plan", STEP, "--cluster", "1x4", "--method", "shrd"], 2, "did you mean 'shard'"),
         (["plan", STEP, "--cluster", "1x4", "--save", "no/where.json"], 2, "'no' does not exist"),
         (["plan", STEP, "--cluster", "1x4", "--budget", "28"], 2, "--budget = '28': a number"),
-        (["plan", STEP, "--cluster", "1x4", "--stages", "2"], 2, "--method auto has no such"),
+        (["plan", STEP, "--cluster", "1x4", "--stages", "2"], 2, "not an option of --method auto"),
         (["plan", STEP, "--cluster", "1x4", "--method", "data", "--micro-batches", "auto"], 2,
          "--method data needs a number"),
         (["plan", STEP, "--cluster", "1x4", "--method", "pipeline", "--stages", "2"], 2,
-         "needs --micro-batches N as well"),
+         "needs --micro-batches N too"),
         (["plan", STEP, "--cluster", "1x4", "--method", f"{FILE}:not_a_method"], 2,
          "is 7; needs a method"),
         (["plan", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1 KB"], 1,
          "no sharding fits"),
         (["plan", STEP, "--cluster", "1x4", "--method", "data", "--memory", "1 KB"], 1,
-         "the plan does not fit: a device has 1000 B"),
+         "the plan does not fit: each device has 1000 B"),
         (["explain", "no.json"], 2, "no.json"),
         (["report", "no.json"], 2, "no.json"),
         (["sweep", STEP, "--cluster", "1x8"], 2, "nothing varies"),
         (["sweep", STEP, "--cluster", "1x8", "--devices", "1,x"], 2, "'x' is not a whole number"),
-        (["sweep", STEP, "--cluster", "1x8", "--devices", "8,12"], 2, "need a multiple of it"),
-        (["sweep", STEP, "--cluster", "1x8", "--devices", "4,4"], 2, "has a value twice"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "8,12"], 2, "needs a multiple of that"),
+        (["sweep", STEP, "--cluster", "1x8", "--devices", "4,4"], 2, "a value occurs twice"),
         (["sweep", STEP, "--cluster", "1x8", "--devices", "1,2", "--batch", "8,16", "--budget",
-          "1GB,2GB"], 2, "at most two can"),
+          "1GB,2GB"], 2, "at most two may"),
         (["sweep", STEP, "--cluster", "1x8", "--set", "hiden=8", "--batch", "8"], 2,
          "did you mean 'hidden'"),
     ],

@@ -52,5 +52,8 @@ def test_a_trace_of_something_else(files: tuple[Path, Path], tmp_path: Path, cap
     one_mesh().save(tmp_path / "one.json")
     assert main(["report", str(tmp_path / "one.json"), "--measured", str(trace)]) == 2
     message = capsys.readouterr().err
-    assert "none of its 3 steps ran on 1 mesh" in message and "Give the trace of a run" in message
+    assert (
+        "the plan has 1 mesh, but none of the 3 traced steps" in message
+        and "Give the trace" in message
+    )
     assert not (tmp_path / "one.html").exists()

@@ -32,10 +32,10 @@ def test_meshes_as_written():
 
 def test_wrong_input_is_named(capsys, tmp_path):
     assert main(["profile", "--model", FACTORY, "--passes", "analysis,guess"]) == 2
-    assert "there is no pass guess" in capsys.readouterr().err
+    assert "unknown pass guess" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["profile", "--model", FACTORY, "--folder", str(tmp_path / "file")]) == 2
-    assert "is a file" in capsys.readouterr().err
+    assert "this is a file" in capsys.readouterr().err
     assert main(["profile", "--model", FACTORY, "--mesh", "16", "--folder", str(tmp_path)]) == 2
     assert "16" in capsys.readouterr().err
     folder = str(tmp_path / "empty")

@@ -25,7 +25,7 @@ def test_the_exit_status_says_whether_it_fits(
     monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main(PLAN) == code
     out = capsys.readouterr().out
-    assert "compiled for NVIDIA H100 80GB HBM3 (h100-80gb) without one" in out
+    assert "compiled for NVIDIA H100 80GB HBM3 (h100-80gb) without a GPU" in out
     assert said in out
 
 
@@ -43,6 +43,6 @@ def test_another_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_plan, "compile_all", lambda jobs, *_: [figures for _ in jobs])
     monkeypatch.setattr(verify_plan, "cuda_version", lambda target: 13)
     assert main([*PLAN, "--target", "a100-80gb"]) == 0
-    assert "(a100-80gb) without one" in capsys.readouterr().out
+    assert "(a100-80gb) without a GPU" in capsys.readouterr().out
     assert main([*PLAN, "--target", "a100-80"]) == 2
     assert "a100-80gb" in capsys.readouterr().err

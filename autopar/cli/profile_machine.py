@@ -1,4 +1,4 @@
-"""`autopar profile` without a model: from its options to a file and text."""
+"""`autopar profile` without a model: from its options to a profile file and text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.devices import first_devices
 from autopar.errors import ArgumentError
 from autopar.measure.profile.profile_machine import PARTS, checked_parts, profile_machine
 from autopar.measure.profile.text import show_profile
@@ -22,7 +23,7 @@ def run_machine(arguments: Namespace) -> int:
     what, name, measure = (_ray if arguments.cluster == "ray" else _local)(arguments)
     output = Path(arguments.output or name)
     if not output.parent.is_dir():
-        raise ArgumentError(f"--output {output}: there is no folder {output.parent}.")
+        raise ArgumentError(f"--output {output}: the folder {output.parent} does not exist.")
     part = part_path(output)
     print(f"measuring {what}: {', '.join(only or PARTS)}; samples go to {part}", flush=True)
     try:
@@ -36,8 +37,8 @@ def run_machine(arguments: Namespace) -> int:
         )
     except KeyboardInterrupt:
         print(
-            f"\ninterrupted: what was measured is in {part}. The same command goes on with the "
-            "rest; --restart forgets it.",
+            f"\ninterrupted: samples are in {part}. The same command continues; --restart discards "
+            "them.",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -45,24 +46,19 @@ def run_machine(arguments: Namespace) -> int:
     print(show_profile(profile))
     print(f"\nwritten: {output}")
     if part.exists():
-        print(f"The same command goes on with the samples that are missing ({part}).")
+        print(f"Some samples are missing; the same command continues ({part}).")
     return OK
 
 
 def _local(arguments: Namespace) -> tuple[str, str, Any]:
-    """What is measured, in words; the file's name if none is given; the function that measures."""
-    import jax
-
+    """A description, the default file name, and the function that measures."""
     for option in ("address", "hosts"):
         if getattr(arguments, option) is not None:
-            raise ArgumentError(f"autopar profile --{option}: is for --cluster ray.")
-    devices = tuple(jax.local_devices())
-    wanted = len(devices) if arguments.devices is None else arguments.devices
-    if wanted > len(devices):
-        raise ArgumentError(f"autopar profile --devices {wanted}: there are {len(devices)} here.")
-    devices, kind = devices[:wanted], devices[0].device_kind
+            raise ArgumentError(f"autopar profile --{option}: needs --cluster ray.")
+    devices = first_devices(arguments.devices)
+    kind = devices[0].device_kind
     measure = partial(profile_machine, devices=devices)
-    return f"{wanted} × {kind}", default_name(kind), measure
+    return f"{len(devices)} × {kind}", default_name(kind), measure
 
 
 def _ray(arguments: Namespace) -> tuple[str, str, Any]:
