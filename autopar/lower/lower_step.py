@@ -85,9 +85,10 @@ def lower_pipeline(
     every = tuple(range(plan.num_devices))
     stage_devices = tuple(stage.devices or every for stage in plan.stages)
     # Stages that share devices may arrange them differently.
+    stage_plans = [stage.plan or plan for stage in plan.stages]
     stage_meshes = [
-        mesh_of(devices, numbers, own.mesh_shape, own.axis_names)
-        for numbers, own in zip(stage_devices, [s.plan or plan for s in plan.stages], strict=True)
+        mesh_of(devices, numbers, stage_plan.mesh_shape, stage_plan.axis_names)
+        for numbers, stage_plan in zip(stage_devices, stage_plans, strict=True)
     ]
     if planned.sliced is None:
         pipeline, functions, buffers = _one_phase(planned, stage_meshes, platform)
@@ -142,15 +143,15 @@ def _all_phases(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) 
 def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -> _Stages:
     """Each stage runs one program, which takes all arguments and makes the stage's results. The
     values are numbered: first the arguments, then the results."""
-    parts = planned.made or (planned,)
+    steps = planned.made or (planned,)
     arguments = range(len(planned.traced.avals))
     outputs = tuple(
         Place(value, tensor.stages[0])
         for value, tensor in enumerate(planned.plan.outputs, start=len(arguments))
     )
     stage_programs, functions, buffers = [], [], {}
-    for stage, (part, mesh) in enumerate(zip(parts, meshes, strict=True)):
-        traced, plan = part.traced, part.plan
+    for stage, (step, mesh) in enumerate(zip(steps, meshes, strict=True)):
+        traced, plan = step.traced, step.plan
         results = [place.value for place in outputs if place.stage == stage]
         avals, tensors = (*traced.avals, *traced.out_avals), (*plan.inputs, *plan.outputs)
         for value, aval, tensor in zip((*arguments, *results), avals, tensors, strict=True):
@@ -160,16 +161,16 @@ def _one_phase(planned: PlannedStep, meshes: Sequence[AnyMesh], platform: str) -
             tuple(Ref(value, None) for value in values) for values in (arguments, results)
         )
         stage_programs.append(StageProgram(stage, Phase.RESULTS, reads, writes))
-        functions.append(_function_on(part, mesh, platform))
+        functions.append(_function_on(step, mesh, platform))
     pipeline = Pipeline(
         num_micro_batches=1,
         stage_mesh=tuple(stage.mesh for stage in planned.plan.stages),
         stage_programs=tuple(stage_programs),
         transfers=(),
-        inputs=tuple(Place(value, stage) for stage in range(len(parts)) for value in arguments),
+        inputs=tuple(Place(value, stage) for stage in range(len(steps)) for value in arguments),
         outputs=outputs,
         donated=frozenset() if planned.made else frozenset(planned.traced.donated),
-        arguments=tuple(arguments) * len(parts),
+        arguments=tuple(arguments) * len(steps),
     )
     return pipeline, functions, buffers
 

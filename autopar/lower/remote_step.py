@@ -114,7 +114,7 @@ def _bound_buffers(
     arguments, results = [], []
     for mesh, program in enumerate(lowered.programs.meshes):
         slots = buffer_slots(pipeline, program)
-        own = {buffer: types[stage, ref.value] for buffer, (stage, ref) in slots.items()}
-        arguments += [BoundBuffer(argument_of[n], mesh, b, own[b]) for n, b in program.inputs]
-        results += [BoundBuffer(n, mesh, b, own[b]) for n, b in program.outputs]
+        type_of = {buffer: types[stage, ref.value] for buffer, (stage, ref) in slots.items()}
+        arguments += [BoundBuffer(argument_of[n], mesh, b, type_of[b]) for n, b in program.inputs]
+        results += [BoundBuffer(n, mesh, b, type_of[b]) for n, b in program.outputs]
     return tuple(arguments), tuple(results)

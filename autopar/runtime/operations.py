@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from autopar.runtime.threads import run_alone
 
-Slots = list[Any]
+Program = Callable[..., Sequence[jax.Array]]
+Slots = list[Any]  # arrays, or None for empty slots
 Operation = Callable[[Slots], None]
 
 
@@ -21,14 +24,14 @@ class RunSlots:
     used_up: tuple[int, ...]
     writes: tuple[int, ...]
 
-    def fill(self, slots: Slots, results: Sequence[Any]) -> None:
+    def fill(self, slots: Slots, results: Sequence[jax.Array]) -> None:
         for slot in self.used_up:
             slots[slot] = None
         for slot, result in zip(self.writes, results, strict=True):
             slots[slot] = result
 
 
-def run_operation(program: Any, run: RunSlots) -> Operation:
+def run_operation(program: Program, run: RunSlots) -> Operation:
     reads = run.reads
 
     def operation(slots: Slots) -> None:
@@ -37,7 +40,7 @@ def run_operation(program: Any, run: RunSlots) -> Operation:
     return operation
 
 
-def run_alone_operation(program: Any, run: RunSlots, devices: Sequence[Any]) -> Operation:
+def run_alone_operation(program: Program, run: RunSlots, devices: Sequence[Any]) -> Operation:
     """A run on virtual CPU devices, alone on each (`threads.py`)."""
 
     def operation(slots: Slots) -> None:
@@ -47,7 +50,9 @@ def run_alone_operation(program: Any, run: RunSlots, devices: Sequence[Any]) -> 
 
 
 def send_operation(
-    send: Callable[[list[Any]], Sequence[Any]], sources: Sequence[int], targets: Sequence[int]
+    send: Callable[[list[jax.Array]], Sequence[jax.Array]],
+    sources: Sequence[int],
+    targets: Sequence[int],
 ) -> Operation:
     def operation(slots: Slots) -> None:
         arrays = send([slots[slot] for slot in sources])

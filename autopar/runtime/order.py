@@ -37,12 +37,12 @@ def interleave(programs: PipelinePrograms) -> list[Ordered]:
     next_at = [0] * len(lists)
     sent: set[tuple[int, int, int]] = set()
     order: list[Ordered] = []
-    while any(at < len(own) for at, own in zip(next_at, lists, strict=True)):
+    while any(at < len(instructions) for at, instructions in zip(next_at, lists, strict=True)):
         progress = sum(next_at)
-        for mesh, own in enumerate(lists):
+        for mesh, instructions in enumerate(lists):
             has_run = False
-            while next_at[mesh] < len(own):
-                instruction = own[next_at[mesh]]
+            while next_at[mesh] < len(instructions):
+                instruction = instructions[next_at[mesh]]
                 if isinstance(instruction, Recv):
                     if (instruction.from_mesh, mesh, instruction.tag) not in sent:
                         break

@@ -119,8 +119,10 @@ class PipelineExecutable(InstructionExecutable):
         sizes = [program.num_buffers for program in programs.meshes]
         self._offsets = [sum(sizes[:mesh]) for mesh in range(len(sizes))]
         self._num_slots = sum(sizes)
-        self._inputs = self._bind(pipeline.inputs, [own.inputs for own in programs.meshes])
-        self._outputs = self._bind(pipeline.outputs, [own.outputs for own in programs.meshes])
+        self._inputs = self._bind(pipeline.inputs, [program.inputs for program in programs.meshes])
+        self._outputs = self._bind(
+            pipeline.outputs, [program.outputs for program in programs.meshes]
+        )
         first_holder = dict(zip(pipeline.argument_of_input[::-1], self._inputs[::-1], strict=True))
         self.input_shardings = [first_holder[position][1] for position in range(len(avals))]
         self.output_shardings = [sharding for _, sharding in self._outputs]
@@ -167,10 +169,10 @@ class PipelineExecutable(InstructionExecutable):
     def _watched(self) -> list[_Watched]:
         """What to wait for after each operation: one result of a run, or all arrays of a `Send`."""
         meshes = self.programs.meshes
-        used_up = [may_be_used_up(own, self.programs.donated) for own in meshes]
+        used_up = [may_be_used_up(program, self.programs.donated) for program in meshes]
         places = [
-            iter([n for n, i in enumerate(own.instructions) if not isinstance(i, Recv)])
-            for own in meshes
+            iter([n for n, i in enumerate(program.instructions) if not isinstance(i, Recv)])
+            for program in meshes
         ]
         watched = []
         for mesh, instruction, received in self._order:
@@ -301,15 +303,15 @@ class PipelineExecutable(InstructionExecutable):
         if isinstance(instruction, Run):
             program = programs[instruction.stage_program]
             donated = self.programs.donated[instruction.stage_program]
-            own = RunSlots(
+            slots = RunSlots(
                 tuple(at + buffer for buffer in instruction.reads),
                 tuple(at + instruction.reads[position] for position in donated),
                 tuple(at + buffer for buffer in instruction.writes),
             )
             mesh = self.meshes[ordered.mesh]
             if must_run_alone(mesh):
-                return run_alone_operation(program, own, list(mesh.devices.flat))
-            return run_operation(program, own)
+                return run_alone_operation(program, slots, list(mesh.devices.flat))
+            return run_operation(program, slots)
         if isinstance(instruction, Send):
             transfers = instruction.transfers
             send = transfer_function(

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from autopar.ir.pipeline import Free, MeshProgram, Run
+from autopar.runtime.remote.mesh import RemoteMesh
 from autopar.runtime.timestamps import InstructionMark, StepDescription
 
 clock = time.perf_counter
@@ -58,7 +59,7 @@ class Waiters:
             begun.acquire(timeout=_BEGIN_LIMIT_S)
 
     def _wait(
-        self, arrays: Sequence[Any], done: Callable[[float], None], begun: threading.Lock
+        self, arrays: Sequence[jax.Array], done: Callable[[float], None], begun: threading.Lock
     ) -> None:
         if len(arrays) == 1:
             wait_for, release = arrays[0].block_until_ready, begun.release
@@ -93,7 +94,7 @@ class MeshLog:
     def began(self, place: int, at_s: float) -> None:
         self._began[place] = at_s
 
-    def ends_with(self, place: int, arrays: Sequence[Any], may_vanish: bool) -> None:
+    def ends_with(self, place: int, arrays: Sequence[jax.Array], may_vanish: bool) -> None:
         def done(at_s: float) -> None:
             self._ended[place] = at_s
 
@@ -145,7 +146,7 @@ class RemoteStep(NamedTuple):
     """How workers know a step: by its meshes and its first tag."""
 
     collector: StepCollector
-    meshes: tuple[Any, ...]
+    meshes: tuple[RemoteMesh, ...]
     first_tag: int
 
 
@@ -177,7 +178,9 @@ class Recorder:
 
     def begin(self, described: StepDescription, remote: RemoteStep | None = None) -> RecordedStep:
         num_events = sum(
-            not isinstance(i, Free) for own in described.programs.meshes for i in own.instructions
+            not isinstance(i, Free)
+            for program in described.programs.meshes
+            for i in program.instructions
         )
         step = RecordedStep(described, clock(), remote=remote, num_events=num_events)
         if remote is None:

@@ -11,11 +11,13 @@ programs in the same order, so every process reaches whatever another one waits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
+
+Results = TypeVar("Results", bound=Sequence[jax.Array])
 
 # device -> the smallest result of the last program on it, which is ready when the program is done.
 _latest: dict[Any, jax.Array] = {}
@@ -25,7 +27,9 @@ def must_run_alone(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def run_alone(program: Any, arguments: Sequence[Any], devices: Sequence[Any]) -> Any:
+def run_alone(
+    program: Callable[..., Results], arguments: Sequence[Any], devices: Sequence[Any]
+) -> Results:
     """Run a program when nothing else is running on its devices."""
     before = {id(result): result for result in map(_latest.get, devices)}
     for result in before.values():

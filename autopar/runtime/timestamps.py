@@ -67,28 +67,34 @@ def measured_timeline(
     }
     before_s = [(free_s or {}).get(mesh, -inf) for mesh in range(len(meshes))]
     arrived_s = {
-        way: _end(mark, before_s[way[0]]) for way, mark in sent.items() if mark is not None
+        message: _end(mark, before_s[message[0]])
+        for message, mark in sent.items()
+        if mark is not None
     }
     for mesh, program in enumerate(meshes):
         for place, recv in enumerate(program.instructions):
             if isinstance(recv, Recv) and (mark := by_place[mesh].get(place)) is not None:
-                way = recv.from_mesh, mesh, recv.tag
-                send = sent.get(way)
+                message = recv.from_mesh, mesh, recv.tag
+                send = sent.get(message)
                 if mark.ended_s is None and send is not None:
-                    arrived_s[way] = max(mark.began_s, send.began_s, before_s[way[0]])
+                    arrived_s[message] = max(mark.began_s, send.began_s, before_s[message[0]])
                 else:
-                    arrived_s[way] = _end(mark, before_s[mesh])
-    found = [
+                    arrived_s[message] = _end(mark, before_s[mesh])
+    by_mesh = [
         _MeshEvents(described, mesh, by_place, sent, arrived_s, before_s[mesh])
         for mesh in range(len(meshes))
     ]
-    starts_s = {way: start_s for own in found for way, start_s in own.sends.items()}
-    for own in found:
-        for number, way in own.shared:
-            event = own.events[number]
-            start_s = min(starts_s.get(way, event.start_s), event.end_s)
-            own.events[number] = replace(event, start_s=start_s)
-    events = [event for own in found for event in own.events]
+    starts_s = {
+        message: start_s
+        for mesh_events in by_mesh
+        for message, start_s in mesh_events.sends.items()
+    }
+    for mesh_events in by_mesh:
+        for number, message in mesh_events.shared:
+            event = mesh_events.events[number]
+            start_s = min(starts_s.get(message, event.start_s), event.end_s)
+            mesh_events.events[number] = replace(event, start_s=start_s)
+    events = [event for mesh_events in by_mesh for event in mesh_events.events]
     first_s = min((event.start_s for event in events), default=0.0)
     last_s = max((event.end_s for event in events), default=0.0)
     shifted = [
@@ -96,7 +102,8 @@ def measured_timeline(
         for e in sorted(events, key=lambda event: event.start_s)
     ]
     memory = tuple(
-        tuple((max(0.0, at - first_s), held) for at, held in own.memory.items()) for own in found
+        tuple((max(0.0, at - first_s), held) for at, held in mesh_events.memory.items())
+        for mesh_events in by_mesh
     )
     if not any(memory):
         memory = ()
@@ -134,12 +141,12 @@ class _MeshEvents:
             mark = by_place[mesh].get(place)
             at_s = now_s
             if isinstance(instruction, Recv):
-                way = instruction.from_mesh, mesh, instruction.tag
-                if mark is None and (mark := sent.get(way)) is not None:
-                    self.shared.append((len(self.events), way))
+                message = instruction.from_mesh, mesh, instruction.tag
+                if mark is None and (mark := sent.get(message)) is not None:
+                    self.shared.append((len(self.events), message))
                 if mark is not None:
-                    arrived_at.update(dict.fromkeys(instruction.buffers, arrived_s[way]))
-                    end_s = arrived_s[way]
+                    arrived_at.update(dict.fromkeys(instruction.buffers, arrived_s[message]))
+                    end_s = arrived_s[message]
                     self.add_transfer(instruction, max(mark.began_s, min(before_s, end_s)), end_s)
             elif isinstance(instruction, Run) and mark is not None:
                 arrivals = [arrived_at[b] for b in instruction.reads if b in arrived_at]
@@ -147,10 +154,10 @@ class _MeshEvents:
                 now_s = max(at_s, _end(mark, before_s))
                 self.add_run(instruction, at_s, now_s)
             elif isinstance(instruction, Send) and mark is not None:
-                way = mesh, instruction.to_mesh, instruction.tag
+                message = mesh, instruction.to_mesh, instruction.tag
                 # The threads that note the ends of runs, also in the previous step, may be late.
-                ready_s = max(mark.began_s, min(now_s, arrived_s.get(way, now_s)))
-                self.sends[way] = ready_s
+                ready_s = max(mark.began_s, min(now_s, arrived_s.get(message, now_s)))
+                self.sends[message] = ready_s
                 self.add_transfer(instruction, ready_s, _end(mark, before_s))
             if live is not None and at_s > before_s:
                 held = float(live[place])

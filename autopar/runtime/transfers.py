@@ -33,13 +33,13 @@ def transfer_function(
     """A function that takes arrays from their source to their target shardings, in new buffers.
     Arrays that can be copied by one call are copied together."""
     copied, put = [], []
-    ways: list[tuple[list[int], Sender]] = []
+    senders: list[tuple[list[int], Sender]] = []
     for i, (aval, wanted, plan) in enumerate(zip(sources, targets, tile_plans, strict=True)):
         assert (aval.shape, aval.dtype) == (wanted.shape, wanted.dtype), (aval, wanted)
         source, target = aval.sharding, wanted.sharding
         assert isinstance(source, NamedSharding) and isinstance(target, NamedSharding)
         if source.device_set == target.device_set:
-            ways.append(([i], _each(copier(target))))
+            senders.append(([i], _each(copier(target))))
         elif _jax.is_extended_dtype(aval.dtype):
             put.append(i)
         elif _indices(aval.shape, source) == _indices(aval.shape, target):
@@ -47,33 +47,33 @@ def transfer_function(
         elif plan is None or set(_indices(aval.shape, target)) <= set(_indices(aval.shape, source)):
             put.append(i)
         else:
-            ways.append(([i], _each(send_tiles(plan, target))))
+            senders.append(([i], _each(send_tiles(plan, target))))
     if copied:
-        ways.append((copied, _jax.shard_copier([targets[i].sharding for i in copied])))
+        senders.append((copied, _jax.shard_copier([targets[i].sharding for i in copied])))
     if put:
         places = [targets[i].sharding for i in put]
-        ways.append((put, lambda arrays: jax.device_put(arrays, places)))
-    if len(ways) == 1:
-        return ways[0][1]
+        senders.append((put, lambda arrays: jax.device_put(arrays, places)))
+    if len(senders) == 1:
+        return senders[0][1]
 
     def send(arrays: list[Any]) -> list[Any]:
         sent: list[Any] = [None] * len(arrays)
-        for numbers, way in ways:
-            for i, array in zip(numbers, way([arrays[i] for i in numbers]), strict=True):
+        for numbers, sender in senders:
+            for i, array in zip(numbers, sender([arrays[i] for i in numbers]), strict=True):
                 sent[i] = array
         return sent
 
     return send
 
 
-def _each(way: Callable[[Any], Any]) -> Sender:
-    return lambda arrays: [way(array) for array in arrays]
+def _each(function: Callable[[Any], Any]) -> Sender:
+    return lambda arrays: [function(array) for array in arrays]
 
 
 def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[Box]:
     """Per device of a sharding, the shard that it holds."""
     return [
-        tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
+        tuple(dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=True))
         for index in map(tuple, sharding.devices_indices_map(shape).values())
     ]
 
@@ -162,9 +162,9 @@ def landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
     names = target.mesh.axis_names
     entries = []
     for dim in range(len(plan.shape)):
-        own = [n for n, entry in zip(names, plan.target_layout, strict=True) if entry == dim]
+        kept = [n for n, entry in zip(names, plan.target_layout, strict=True) if entry == dim]
         cut = [n for n, entry in zip(names, plan.landing, strict=True) if entry == dim]
-        entries.append((*own, *cut) or None)
+        entries.append((*kept, *cut) or None)
     if all(entry == WHOLE for entry in plan.landing):
         return target
     return NamedSharding(target.mesh, PartitionSpec(*entries))
@@ -173,8 +173,8 @@ def landed_sharding(plan: TilePlan, target: NamedSharding) -> NamedSharding:
 def copied_from(plan: TilePlan) -> list[tuple[int, int]]:
     """Pairs of (device that receives no tile, device whose shard it gets a copy of)."""
     grid = np.arange(np.prod(plan.target_mesh)).reshape(plan.target_mesh)
-    for axis, (cut, own) in enumerate(zip(plan.landing, plan.target_layout, strict=True)):
-        if cut == own == WHOLE:
+    for axis, (cut, target) in enumerate(zip(plan.landing, plan.target_layout, strict=True)):
+        if cut == target == WHOLE:
             grid = np.repeat(grid.take([0], axis), plan.target_mesh[axis], axis)
     return [(device, int(source)) for device, source in enumerate(grid.flat) if device != source]
 
@@ -196,10 +196,10 @@ def joiner(boxes: tuple[Box, ...]) -> Callable[[Sequence[jax.Array]], jax.Array]
 
 
 def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
-    parts = dict(zip(boxes, tiles, strict=True))
+    blocks = dict(zip(boxes, tiles, strict=True))
     for dim in reversed(range(tiles[0].ndim)):
         rows: dict[Box, list[tuple[int, Box]]] = {}
-        for box in parts:
+        for box in blocks:
             rows.setdefault((*box[:dim], *box[dim + 1 :]), []).append((box[dim][0], box))
         joined = {}
         for row in rows.values():
@@ -207,12 +207,12 @@ def _join(boxes: tuple[Box, ...], tiles: Sequence[jax.Array]) -> jax.Array:
             whole = list(ordered[0])
             whole[dim] = (ordered[0][dim][0], ordered[-1][dim][1])
             joined[tuple(whole)] = (
-                jnp.concatenate([parts[box] for box in ordered], axis=dim)
+                jnp.concatenate([blocks[box] for box in ordered], axis=dim)
                 if len(ordered) > 1
-                else parts[ordered[0]]
+                else blocks[ordered[0]]
             )
-        parts = joined
-    (whole,) = parts.values()
+        blocks = joined
+    (whole,) = blocks.values()
     return whole
 
 

@@ -321,8 +321,8 @@ def _placed(batch: Any, step: ParallelFunction, argument: Arguments) -> Any:
             treedef, [placed.get(found.get(i, -1), leaf) for i, leaf in enumerate(leaves)]
         )
     flat, treedef = tree_flatten_with_path(batch)
-    own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in flat]
-    return tree_unflatten(treedef, own)
+    copied = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in flat]
+    return tree_unflatten(treedef, copied)
 
 
 def _can_move(leaf: Any) -> bool:
@@ -340,18 +340,18 @@ def _positions_in(
     call, avals = planned.traced.call, planned.traced.avals
     if argument is None:
         owners = tuple(dict.fromkeys(call.argument[i] for i in planned.traced.batch))
-        parts = batch if len(owners) > 1 else [batch]
+        values = batch if len(owners) > 1 else [batch]
     else:
         given = argument if isinstance(argument, tuple) else (argument,)
         owners = tuple(_owner(one, step, call.argument) for one in given)
-        parts = batch if isinstance(argument, tuple) else [batch]
-    if not owners or not isinstance(parts, (tuple, list)) or len(parts) != len(owners):
+        values = batch if isinstance(argument, tuple) else [batch]
+    if not owners or not isinstance(values, (tuple, list)) or len(values) != len(owners):
         return None
     found: dict[int, int] = {}
     num_leaves = 0
-    for owner, part in zip(owners, parts, strict=True):
+    for owner, value in zip(owners, values, strict=True):
         positions = [i for i, one in enumerate(call.argument) if one == owner]
-        flat, _ = tree_flatten_with_path(part)
+        flat, _ = tree_flatten_with_path(value)
         arrays = [i for i, (_, leaf) in enumerate(flat) if is_array_leaf(leaf)]
         if [flat[i][0] for i in arrays] != [call.key_paths[p] for p in positions]:
             return None
@@ -375,7 +375,7 @@ def _owner(given: Argument, step: ParallelFunction, owners: Sequence[Argument]) 
 
 def _has_type(leaf: Any, aval: Any) -> bool:
     try:
-        own = jax.typeof(leaf)
+        type_ = jax.typeof(leaf)
     except TypeError:
         return False
-    return (own.shape, own.dtype) == (aval.shape, aval.dtype)
+    return (type_.shape, type_.dtype) == (aval.shape, aval.dtype)

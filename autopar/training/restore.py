@@ -113,12 +113,12 @@ def arguments_of(
     arguments.sort(key=lambda argument: argument.name not in state)
     names = tuple(dict.fromkeys(state))
     for count in range(2, len(names) + 1):
-        own = [i for name in names[:count] for i, o in enumerate(call.argument) if o == name]
+        positions = [i for name in names[:count] for i, o in enumerate(call.argument) if o == name]
         wanted = tuple(
             (name_of((SequenceKey(names.index(call.argument[i])), *call.key_paths[i])), places[i])
-            for i in own
+            for i in positions
         )
-        arguments.append(Argument(names[:count], wanted, call, tuple(own)))
+        arguments.append(Argument(names[:count], wanted, call, tuple(positions)))
     return arguments
 
 
@@ -158,8 +158,8 @@ def input_shardings(plan: ParallelPlan, devices: Sequence[Any]) -> list[NamedSha
     check_devices(plan, devices)
     meshes = []
     for stage in plan.stages:
-        own = stage.plan or plan
+        stage_plan = stage.plan or plan
         numbers = stage.devices if stage.plan else range(plan.num_devices)
-        grid = np.array([devices[d] for d in numbers], dtype=object).reshape(own.mesh_shape)
-        meshes.append(_jax.fresh_mesh(grid, own.axis_names))
+        grid = np.array([devices[d] for d in numbers], dtype=object).reshape(stage_plan.mesh_shape)
+        meshes.append(_jax.fresh_mesh(grid, stage_plan.axis_names))
     return [NamedSharding(meshes[t.stages[0]], plan.spec_of(t)) for t in plan.inputs]

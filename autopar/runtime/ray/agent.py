@@ -114,7 +114,7 @@ def _has_threads(pid: int, start: int) -> bool:
 
 def _still_running(processes: list[tuple[int, int]], until_s: float) -> list[tuple[int, int]]:
     while True:
-        processes = [own for own in processes if _state(*own) or _has_threads(*own)]
+        processes = [process for process in processes if _state(*process) or _has_threads(*process)]
         if not processes or time.monotonic() >= until_s:
             return processes
         time.sleep(0.02)

@@ -65,7 +65,7 @@ def sightings_of(
     session: RaySession, watched: Sequence[Watched], reports: Sequence[Report]
 ) -> list[Sighting]:
     """What is known about each worker; its first report counts."""
-    told, agents_gone = _ask_agents(session, watched)
+    views, agents_gone = _ask_agents(session, watched)
     agents_gone |= {r.node.node_id: r.lost for r in reports if r.node and r.lost}
     unreachable = {
         node_id
@@ -76,7 +76,7 @@ def sightings_of(
     sightings = []
     for entry in watched:
         node_id = entry.worker.node.node_id
-        known = told.get(entry.worker, _ProcessView())
+        known = views.get(entry.worker, _ProcessView())
         gone = agents_gone.get(node_id)
         state = decode(known.progress)
         if not state.count and entry.beat:
@@ -93,10 +93,12 @@ def sightings_of(
             oom_kills=known.oom_kills,
             rss_bytes=entry.beat.rss_bytes if entry.beat else 0,
         )
-        own = [(n, report) for n, report in enumerate(reports) if report.worker is entry.worker]
-        if own:
-            number, report = own[0]
-            found = {
+        worker_reports = [
+            (n, report) for n, report in enumerate(reports) if report.worker is entry.worker
+        ]
+        if worker_reports:
+            number, report = worker_reports[0]
+            trouble_fields = {
                 "reported": number,
                 "trouble": report.trouble,
                 "detail": report.detail,
@@ -104,8 +106,8 @@ def sightings_of(
                 "seconds": report.seconds,
             }
         else:
-            found = _unreported(entry, reports[0], session.limits)
-        sightings.append(replace(sighting, **found))
+            trouble_fields = _unreported(entry, reports[0], session.limits)
+        sightings.append(replace(sighting, **trouble_fields))
     return sightings
 
 
@@ -134,7 +136,7 @@ def _ask_agents(
                 gone[node.node_id] = error
                 continue
             calls[call.future()] = workers
-    told = {}
+    views = {}
     for call in wait(calls, REPORT_LIMIT_S).done:
         error = call.exception()
         if error is not None:
@@ -142,10 +144,10 @@ def _ask_agents(
             continue
         said = call.result()
         for worker, process in zip(calls[call], said["processes"], strict=True):
-            told[worker] = _ProcessView(
+            views[worker] = _ProcessView(
                 process["state"], process["log"], process["progress"], said["oom_kills"]
             )
-    return told, gone
+    return views, gone
 
 
 def _nodes_alive(session: RaySession, agents_gone: Set[str]) -> set[str] | None:

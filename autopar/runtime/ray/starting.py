@@ -58,7 +58,9 @@ def start_workers(
     until_s = time.monotonic() + session.limits.start_s
     stop = threading.Event()
     with ThreadPoolExecutor(len(meshes), thread_name_prefix="autopar-start") as threads:
-        starts = [threads.submit(_start_mesh, session, own, until_s, stop) for own in meshes]
+        starts = [
+            threads.submit(_start_mesh, session, devices, until_s, stop) for devices in meshes
+        ]
         try:
             wait(starts, return_when=FIRST_EXCEPTION)
         finally:
@@ -94,8 +96,8 @@ def check_devices(session: RaySession, devices: tuple[int, ...]) -> None:
 def _places_of(session: RaySession, devices: tuple[int, ...]) -> list[tuple[WorkerPlace, Host]]:
     """One process per host, in the order in which the devices name the hosts."""
     by_host = [
-        (host, tuple(own))
-        for host, own in groupby(devices, lambda d: d // session.devices_per_host)
+        (host, tuple(host_devices))
+        for host, host_devices in groupby(devices, lambda d: d // session.devices_per_host)
     ]
     return [
         (
@@ -105,7 +107,7 @@ def _places_of(session: RaySession, devices: tuple[int, ...]) -> list[tuple[Work
                 num_processes=len(by_host),
                 host=number,
                 node=session.hosts[number].node.described(),
-                devices=own,
+                devices=host_devices,
                 mesh_devices=devices,
                 platform=session.platform,
                 address=session.hosts[number].node.address,
@@ -114,7 +116,7 @@ def _places_of(session: RaySession, devices: tuple[int, ...]) -> list[tuple[Work
             ),
             session.hosts[number],
         )
-        for rank, (number, own) in enumerate(by_host)
+        for rank, (number, host_devices) in enumerate(by_host)
     ]
 
 

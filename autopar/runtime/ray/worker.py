@@ -182,8 +182,8 @@ async def _outcome(answer: Future[Any]) -> CommandOutcome:
         return CommandOutcome(await asyncio.wrap_future(answer))
     except BaseException as error:
         text = _traceback_of(error)
-        own = error if isinstance(error, AutoparError) and _travels(error) else None
-        return CommandOutcome(None, own, f"{type(error).__name__}: {error}", text)
+        sent_error = error if isinstance(error, AutoparError) and _travels(error) else None
+        return CommandOutcome(None, sent_error, f"{type(error).__name__}: {error}", text)
 
 
 def _traceback_of(error: BaseException) -> str:

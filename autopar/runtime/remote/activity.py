@@ -30,5 +30,5 @@ def describe_instruction(lowered: LoweredStep, mesh: int, place: int) -> tuple[i
 
 
 def _stage_on(lowered: LoweredStep, mesh: int) -> int | None:
-    stages = [stage for stage, own in enumerate(lowered.stage_mesh) if own == mesh]
+    stages = [stage for stage, other in enumerate(lowered.stage_mesh) if other == mesh]
     return stages[0] if len(stages) == 1 else None

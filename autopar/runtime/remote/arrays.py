@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from autopar import _jax
 from autopar.errors import ArgumentError
 from autopar.ir.remote import ShardedType
 from autopar.ir.spec import to_partition_spec
+from autopar.runtime.remote.mesh import RemoteMesh
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,17 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the value on one mesh (a `RemoteMesh`), known there by its number."""
+    """A copy of the value on one mesh, known there by its number."""
 
-    mesh: Any
+    mesh: RemoteMesh
     number: int
     type: ShardedType
+
+
+class ArrayOwner(Protocol):
+    """The session that an array belongs to; it fetches raw values."""
+
+    def fetch(self, array: DistributedArray) -> np.ndarray: ...
 
 
 class ArrayTypeError(ArgumentError, TypeError):
@@ -65,14 +72,14 @@ class DistributedArray:
 
     def __init__(
         self,
-        owner: Any,
+        owner: ArrayOwner,
         shape: tuple[int, ...],
         dtype: Any,
         weak_type: bool,
         copies: tuple[Copy, ...],
-        known: Callable[[], Any] | None = None,
+        known: Callable[[], np.ndarray | None] | None = None,
     ) -> None:
-        self.owner = owner  # the session
+        self.owner = owner
         self._copies = copies
         self._known = known  # waits for its step; returns its raw value, or None
         self.shape = shape

@@ -35,8 +35,9 @@ from autopar.runtime.recording import Recorder
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.commands import StepCall
 from autopar.runtime.remote.exporting import export_stage_program, exported_stage_program
+from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
 from autopar.runtime.remote.recording import collector_of
-from autopar.runtime.remote.session import PendingReply, RemoteMesh, RemoteSession
+from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.remote.step_arguments import StepArguments
 
 MAX_STEPS_AHEAD = 2
@@ -83,11 +84,11 @@ class RemoteExecutable(InstructionExecutable):
         self._stage_program_bytes: dict[int, int] = {}
         self._arguments = _by_mesh(lowered, lowered.arguments)
         self._results = _by_mesh(lowered, lowered.results)
-        sends = (i for own in lowered.programs.meshes for i in own.instructions)
+        sends = (i for program in lowered.programs.meshes for i in program.instructions)
         self._num_tags = 1 + max((i.tag for i in sends if isinstance(i, Send)), default=0)
         self._watched = [
-            tuple(place for place, result in enumerate(own) if _is_small(result.type))
-            for own in self._results
+            tuple(place for place, result in enumerate(results) if _is_small(result.type))
+            for results in self._results
         ]
         platform = session.cluster.platform
         with ThreadPoolExecutor(1, thread_name_prefix="autopar-start") as starter:
@@ -148,7 +149,7 @@ class RemoteExecutable(InstructionExecutable):
                 self._stage_program_bytes[program] = reply.result(_COMPILE_LIMIT_S)
                 progress.step()
         loaded = [mesh.submit("load", self.number) for mesh in self.meshes]
-        session.prepare_links(self.meshes, [reply for own in loaded for reply in own])
+        session.prepare_links(self.meshes, [reply for replies in loaded for reply in replies])
 
     # -- running
 
@@ -195,13 +196,13 @@ class RemoteExecutable(InstructionExecutable):
         if recorder is not None:
             collector_of(recorder, session).step(self.description, self.meshes, first_tag)
         replies = [
-            mesh.group.submit("step", [(call,) for call in own], fatal=True)
-            for mesh, own in zip(self.meshes, calls, strict=True)
+            mesh.group.submit("step", [(call,) for call in mesh_calls], fatal=True)
+            for mesh, mesh_calls in zip(self.meshes, calls, strict=True)
         ]
         num_calls = arguments.num_calls + sum(map(len, calls))
         self.last_call = CallStats(num_calls, arguments.uploaded_bytes)
         arguments.use_up()
-        self._ahead.append([reply for own in replies for reply in own])
+        self._ahead.append([reply for mesh_replies in replies for reply in mesh_replies])
         return self._handles(outputs, replies)
 
     def _handles(
@@ -209,10 +210,10 @@ class RemoteExecutable(InstructionExecutable):
     ) -> list[DistributedArray]:
         copies: dict[int, list[Copy]] = {}
         waiters: dict[int, Callable[[], np.ndarray | None]] = {}
-        for mesh, own, numbers, done, watched in zip(
+        for mesh, results, numbers, done, watched in zip(
             self.meshes, self._results, outputs, replies, self._watched, strict=True
         ):
-            for place, (result, number) in enumerate(zip(own, numbers, strict=True)):
+            for place, (result, number) in enumerate(zip(results, numbers, strict=True)):
                 copies.setdefault(result.position, []).append(Copy(mesh, number, result.type))
                 waiters[result.position] = _waiter(done[0], place if place in watched else None)
         return [
@@ -263,7 +264,7 @@ class RemoteExecutable(InstructionExecutable):
                     written = [lowered.transfers[t].target for t in instruction.transfers]
                 else:
                     continue
-                types |= {(mesh, b): own for b, own in zip(buffers, written, strict=True)}
+                types |= {(mesh, b): type_ for b, type_ in zip(buffers, written, strict=True)}
         return types
 
     def _bytes_of(self, buffer: Buffer) -> int:

@@ -56,7 +56,7 @@ class Executor:
             )
         self._arrays: dict[int, jax.Array] = {}
         self._tasks: dict[int, WorkerTask] = {}
-        self._compiling: dict[int, dict[int, Future[Any]]] = {}
+        self._compiling: dict[int, dict[int, Future[jax.stages.Compiled]]] = {}
         self._announced: dict[int, MeshTask] = {}
         self._record: WorkerRecord | None = None
         self._channel = ChannelServer(place.address, place.token)
@@ -136,7 +136,7 @@ class Executor:
     def hlo_texts(self, task: int) -> dict[int, str]:
         """XLA's optimized HLO of this mesh's stage programs, by number."""
         return {
-            n: stage_program.as_text()
+            n: stage_program.as_text() or ""
             for n, stage_program in self._tasks[task].stage_programs.items()
         }
 

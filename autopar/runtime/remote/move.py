@@ -14,7 +14,8 @@ from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Recv, Send
 from autopar.ir.remote import LoweredStep, MeshTask, RemoteTransfer, ShardedType, recv_order
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.commands import StepCall
-from autopar.runtime.remote.session import PendingReply, RemoteMesh, RemoteSession
+from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
+from autopar.runtime.remote.session import RemoteSession
 
 # Mesh 0 sends its only buffer, and mesh 1 receives it.
 _PROGRAMS = PipelinePrograms(
@@ -99,7 +100,7 @@ def _load(
         program=step.programs.meshes[mesh],
         transfers=step.transfers,
         recv_order=recv_order(step.programs, mesh),
-        endpoints=dict(enumerate(own.endpoints for own in meshes)),
+        endpoints=dict(enumerate(each.endpoints for each in meshes)),
         used_up=(),
     )
     session.announce(meshes[mesh], task, [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.errors import AutoparError
 from autopar.runtime.recording import (
@@ -22,10 +22,9 @@ from autopar.runtime.recording import (
     Waiters,
     clock,
 )
+from autopar.runtime.remote.mesh import RemoteMesh
+from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.timestamps import InstructionMark, StepDescription
-
-if TYPE_CHECKING:
-    from autopar.runtime.remote.session import RemoteMesh, RemoteSession
 
 NUM_PINGS = 5
 _PING_LIMIT_S = 60.0  # earlier steps may take long
@@ -157,11 +156,11 @@ class Collector(StepCollector):
         except (AutoparError, TimeoutError) as error:
             notes.append(f"some marks of workers are lost: {error}")
         for key, found in marks.items():
-            for worker, own in zip(self._meshes[key].places, found, strict=True):
-                self.num_missed += own.num_missed
-                if own.num_dropped:
-                    notes.append(f"worker {worker.worker} dropped {own.num_dropped} steps")
-                if not own.is_complete:
+            for worker, recorded in zip(self._meshes[key].places, found, strict=True):
+                self.num_missed += recorded.num_missed
+                if recorded.num_dropped:
+                    notes.append(f"worker {worker.worker} dropped {recorded.num_dropped} steps")
+                if not recorded.is_complete:
                     notes.append(f"worker {worker.worker} had results that were not ready in time")
         for step in self._recorder.steps:
             if step.remote is not None and step.remote.collector is self:
@@ -175,10 +174,10 @@ class Collector(StepCollector):
             shifted = [
                 [
                     _shifted(mark, self.offsets[place.worker].offset_s)
-                    for mark in own.steps[first_tag]
+                    for mark in recorded.steps[first_tag]
                 ]
-                for place, own in zip(mesh.places, marks.get(id(mesh), ()), strict=False)
-                if first_tag in own.steps
+                for place, recorded in zip(mesh.places, marks.get(id(mesh), ()), strict=False)
+                if first_tag in recorded.steps
             ]
             if shifted:
                 step.marks[number] = _joined_marks(shifted)

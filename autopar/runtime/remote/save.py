@@ -19,7 +19,8 @@ from autopar.ir.remote import ShardedType
 from autopar.runtime.checkpoints.backends import register_backend
 from autopar.runtime.checkpoints.format import Entry, Manifest
 from autopar.runtime.remote.arrays import Copy, DistributedArray
-from autopar.runtime.remote.session import RemoteMesh, RemoteSession
+from autopar.runtime.remote.mesh import RemoteMesh
+from autopar.runtime.remote.session import RemoteSession
 
 _LIMIT_S = 24 * 3600.0  # the loss of a worker is noticed long before
 
@@ -65,8 +66,8 @@ class RemoteBackend:
         with session.lock:
             for key, place in wanted:
                 number = session.new_number(place.mesh)
-                own = by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1]
-                own.append((key, number, place.type))
+                items = by_mesh.setdefault(id(place.mesh), (place.mesh, []))[1]
+                items.append((key, number, place.type))
                 copies = (Copy(place.mesh, number, place.type),)
                 restored.append(
                     DistributedArray(session, place.shape, place.dtype, place.weak_type, copies)
@@ -97,7 +98,7 @@ def input_places(
     places = []
     for tensor, type_ in zip(plan.inputs, types, strict=True):
         stage = plan.stages[tensor.stages[0]]
-        own = stage.plan or plan
+        stage_plan = stage.plan or plan
         numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
         mesh = meshes[sorted(by_mesh).index(stage.mesh)]
         shape, dtype = tuple(type_.shape), type_.dtype
@@ -108,7 +109,12 @@ def input_places(
             raw_shape, raw_dtype = shape, np.dtype(dtype)
         grid = tuple(mesh.devices.index(number) for number in numbers)
         type_ = ShardedType(
-            raw_shape, raw_dtype, own.mesh_shape, own.axis_names, tuple(tensor.layout), grid
+            raw_shape,
+            raw_dtype,
+            stage_plan.mesh_shape,
+            stage_plan.axis_names,
+            tuple(tensor.layout),
+            grid,
         )
         is_weak = bool(getattr(type_, "weak_type", False))
         places.append(RemotePlace(session, mesh, type_, shape, dtype, is_weak))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,51 +20,19 @@ import numpy as np
 from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec
-from autopar.ir.remote import Endpoint, LoweredStep, MeshTask, ShardedType
-from autopar.ir.tiles import Box, slices
+from autopar.ir.remote import LoweredStep, MeshTask, ShardedType
+from autopar.ir.tiles import Box, TilePlan, slices
 from autopar.runtime.remote.arrays import Copy, DistributedArray
 from autopar.runtime.remote.channel import ChannelClient
-from autopar.runtime.remote.commands import CommandName, Put
+from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
-from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.mesh import PendingReply, RemoteMesh, WorkerGroup
 from autopar.runtime.transports.choose import choose
 
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
 _LOAD_LIMIT_S = 3600.0
 _PARALLEL_BYTES = 2**20  # larger uploads go to several workers at the same time
-
-
-class PendingReply(Protocol):
-    """A worker's answer to one command."""
-
-    def result(self, limit_s: float | None = None) -> Any: ...
-
-    def done(self) -> bool: ...
-
-
-class WorkerHandle(Protocol):
-    @property
-    def place(self) -> WorkerPlace: ...
-
-
-class WorkerGroup(Protocol):
-    """The workers of one mesh, however they were started. `submit` sends a command to each, with
-    arguments of its own, or to those whose arguments are not None; if a `fatal` command raises, the
-    session has failed."""
-
-    devices: tuple[int, ...]
-    num_arrays: int
-
-    @property
-    def workers(self) -> Sequence[WorkerHandle]: ...
-
-    def submit(
-        self,
-        command: CommandName,
-        args_per_worker: Sequence[tuple[Any, ...] | None],
-        fatal: bool = False,
-    ) -> Sequence[PendingReply]: ...
 
 
 class WorkerCluster(Protocol):
@@ -86,68 +53,12 @@ class WorkerCluster(Protocol):
     def close(self) -> None: ...
 
 
-class RemoteMesh:
-    """The workers of one mesh, with a channel to each."""
-
-    def __init__(self, group: WorkerGroup, channels: Sequence[ChannelClient]) -> None:
-        self.group = group
-        self.devices = tuple(group.devices)
-        self.channels = tuple(channels)
-        self.places: list[WorkerPlace] = [worker.place for worker in group.workers]
-        self.endpoints: tuple[Endpoint, ...] = tuple(
-            Endpoint(place.worker, device)
-            for place in self.places
-            for device in range(len(place.devices))
-        )
-        self.owners = [
-            (worker, device)
-            for worker, place in enumerate(self.places)
-            for device in range(len(place.devices))
-        ]
-        self._released: deque[int] = deque()
-        self._ended: deque[int] = deque()
-
-    def release(self, number: int) -> None:
-        self._released.append(number)
-
-    def take_released(self) -> tuple[int, ...]:
-        """Numbers of the arrays whose handles were dropped since the last time."""
-        released = _take_all(self._released)
-        self.group.num_arrays -= len(released)
-        return released
-
-    def end_task(self, number: int) -> None:
-        self._ended.append(number)
-
-    def take_ended(self) -> tuple[int, ...]:
-        """Numbers of the steps that nobody can call any more."""
-        return _take_all(self._ended)
-
-    def submit(
-        self, command: CommandName, *args: Any, fatal: bool = False
-    ) -> Sequence[PendingReply]:
-        """Send the same command to every worker."""
-        return self.group.submit(command, [args] * len(self.places), fatal=fatal)
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
-
-
-def _take_all(numbers: deque[int]) -> tuple[int, ...]:
-    """Empty a queue that other threads may append to."""
-    taken = []
-    while numbers:
-        taken.append(numbers.popleft())
-    return tuple(taken)
-
-
 class RemoteSession:
     """A cluster in use. `plan_tiles` plans the transfer of an array between meshes; `transport` is
     the name of what carries it, or None to choose one that all workers have."""
 
     def __init__(
-        self, cluster: WorkerCluster, transport: str | None, plan_tiles: Callable[..., Any]
+        self, cluster: WorkerCluster, transport: str | None, plan_tiles: Callable[..., TilePlan]
     ) -> None:
         self.cluster = cluster
         self.plan_tiles = plan_tiles
@@ -263,12 +174,12 @@ class RemoteSession:
         for mesh in meshes:
             args = []
             for place in mesh.places:
-                own = [
+                worker_links = [
                     link
                     for link in in_order
                     if place.worker in (link.source.worker, *(e.worker for e in link.targets))
                 ]
-                args.append((own,))
+                args.append((worker_links,))
             prepared += mesh.group.submit("prepare", args)
         for reply in prepared:
             reply.result(_LOAD_LIMIT_S)
@@ -319,12 +230,13 @@ class RemoteSession:
                 puts[worker].append(Put(number, type_, keys[worker], shards))
         sends = list(zip(mesh.channels, keys, arrays, strict=True))
         with self.connected():
-            if sum(a.nbytes for own in arrays for a in own) < _PARALLEL_BYTES or len(sends) == 1:
-                for channel, key, own in sends:
-                    channel.send(key, own)
+            num_bytes = sum(array.nbytes for worker_arrays in arrays for array in worker_arrays)
+            if num_bytes < _PARALLEL_BYTES or len(sends) == 1:
+                for channel, key, worker_arrays in sends:
+                    channel.send(key, worker_arrays)
             else:
                 list(self._uploaders.map(lambda send: send[0].send(send[1], send[2]), sends))
-        return numbers, [tuple(own) for own in puts]
+        return numbers, [tuple(worker_puts) for worker_puts in puts]
 
     def place(
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
@@ -332,7 +244,7 @@ class RemoteSession:
         """Put values on a mesh: (value, type of its buffer, type of the handle)."""
         numbers, puts = self.upload(mesh, [(value, type_) for value, type_, _ in values])
         with self.lock:
-            replies = mesh.group.submit("put", [(own,) for own in puts])
+            replies = mesh.group.submit("put", [(worker_puts,) for worker_puts in puts])
         for reply in replies:
             reply.result()  # earlier steps may take long; the loss of a worker ends the wait
         return [
@@ -369,23 +281,23 @@ class RemoteSession:
             for mesh_id, mesh in meshes.items():
                 args: list[tuple[Any, ...] | None] = []
                 for worker in range(len(mesh.places)):
-                    own = wanted.get((mesh_id, worker))
-                    if own is None:
+                    shards_wanted = wanted.get((mesh_id, worker))
+                    if shards_wanted is None:
                         args.append(None)
                         continue
                     key = self.new_key()
-                    args.append(([(number, local) for _, _, number, local in own], key))
-                    asked.append((mesh.channels[worker], key, own))
+                    args.append(([(number, local) for _, _, number, local in shards_wanted], key))
+                    asked.append((mesh.channels[worker], key, shards_wanted))
                 replies += mesh.group.submit("fetch", args)
         for reply in replies:
             reply.result()  # earlier steps may take long; the loss of a worker ends the wait
         values = [
             np.empty(array.copies[0].type.shape, array.copies[0].type.dtype) for array in arrays
         ]
-        for channel, key, own in asked:
+        for channel, key, shards_wanted in asked:
             with self.connected():
                 shards = channel.receive(key, FETCH_LIMIT_S)
-            for (place, box, _, _), shard in zip(own, shards, strict=True):
+            for (place, box, _, _), shard in zip(shards_wanted, shards, strict=True):
                 values[place][slices(box)] = shard
         return values
 

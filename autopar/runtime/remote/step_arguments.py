@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from autopar.ir.remote import BoundBuffer, ShardedType
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.runtime.remote.commands import Put
+from autopar.runtime.remote.mesh import RemoteMesh
 from autopar.runtime.remote.move import move
-from autopar.runtime.remote.session import RemoteMesh, RemoteSession, same_shards
+from autopar.runtime.remote.session import RemoteSession, same_shards
 
 
 class MeshArguments(NamedTuple):

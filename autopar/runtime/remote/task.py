@@ -70,7 +70,7 @@ class WorkerTask:
     def __init__(
         self,
         task: MeshTask,
-        stage_programs: Mapping[int, Any],
+        stage_programs: Mapping[int, jax.stages.Compiled],
         devices: list[Any],
         worker: int,
         transport: Transport | None,

@@ -76,6 +76,9 @@ def target_places(transfer: RemoteTransfer, endpoints: Sequence[Endpoint]) -> li
     return [landing[tile.target] for tile in plan.tiles]
 
 
+_Cut = Callable[[jax.Array], Sequence[jax.Array]]
+
+
 class OutgoingTiles:
     """What a worker sends of the buffers of one `Send`. `kept`: per buffer, whether no later stage
     program uses it up; the others are copied first, since they may be used up while being sent."""
@@ -89,8 +92,8 @@ class OutgoingTiles:
         worker: int,
     ) -> None:
         self._cuts_by_transfer = [
-            self._cuts(transfer, own, source_endpoints, target_endpoints, worker)
-            for transfer, own in zip(transfers, kept, strict=True)
+            self._cuts(transfer, is_kept, source_endpoints, target_endpoints, worker)
+            for transfer, is_kept in zip(transfers, kept, strict=True)
         ]
 
     @staticmethod
@@ -100,7 +103,7 @@ class OutgoingTiles:
         source_endpoints: Sequence[Endpoint],
         target_endpoints: Sequence[Endpoint],
         worker: int,
-    ) -> list[tuple[int, Any, list[tuple[int, Endpoint, tuple[Endpoint, ...]]]]]:
+    ) -> list[tuple[int, _Cut, list[tuple[int, Endpoint, tuple[Endpoint, ...]]]]]:
         """(device, how its shard is cut, (number, source, targets) of each of its tiles)."""
         plan = transfer.tiles
         assert plan is not None
@@ -211,11 +214,11 @@ class IncomingTiles:
                     self.tiles.append(
                         InTile(shape, transfer.target.dtype, sources[tile.source], end, ends)
                     )
-        own = [place for place, end in enumerate(targets) if end.worker == worker]
+        local = [place for place, end in enumerate(targets) if end.worker == worker]
         origins = _origins(plan)
         landing = _landing_places(plan, tuple(end.worker for end in targets))
         by_landing: dict[int, list[int]] = {}
-        for place in own:
+        for place in local:
             at = next(p for p in landing[origins[place]] if targets[p].worker == worker)
             by_landing.setdefault(at, []).append(place)
         joins = []

@@ -86,7 +86,7 @@ class CudaIpc:
         return {"port": self._port.address}
 
     def connect(self, addresses: Mapping[int, dict[str, Any]]) -> None:
-        self.addresses |= {worker: own["port"] for worker, own in addresses.items()}
+        self.addresses |= {worker: address["port"] for worker, address in addresses.items()}
         self.addresses.setdefault(self.place.worker, self._port.address)
 
     def prepare(self, links: Sequence[Link]) -> None:
@@ -101,27 +101,27 @@ class CudaIpc:
         for key, tile in zip(outgoing_keys(tiles), tiles, strict=True):
             if tile.data.size:
                 by_device.setdefault(tile.source.device, []).append((key, tile))
-        for device, own in by_device.items():
-            self._stage(tag, device, own)
+        for device, keyed_tiles in by_device.items():
+            self._stage(tag, device, keyed_tiles)
 
     def recv(self, tag: int, tiles: Sequence[InTile]) -> Sequence[jax.Array]:
         self._receivers.check()
         self._drop_unread()
-        own = list(tiles)
-        wanted = self._wanted(own)
+        listed = list(tiles)
+        wanted = self._wanted(listed)
 
         def unseen() -> None:
             self._unread.extend((worker, tag, keys) for worker, keys in wanted.items())
 
-        return _ReceivedOnRead(len(own), lambda: self._receive(tag, own), unseen)
+        return _ReceivedOnRead(len(listed), lambda: self._receive(tag, listed), unseen)
 
     def _receive(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
         keys = incoming_keys(tiles)
         wanted = self._wanted(tiles)
         found = {
             (worker, key): place
-            for worker, own in wanted.items()
-            for key, place in self._wait_for(worker, tag, own).items()
+            for worker, tile_keys in wanted.items()
+            for key, place in self._wait_for(worker, tag, tile_keys).items()
         }
         arrays: list[Any] = [None] * len(tiles)
         landed: dict[int, list[tuple[int, Landing]]] = {}
@@ -191,14 +191,14 @@ class CudaIpc:
             self._on_the_way[ticket] = (device, slot, set(places))
         lent = []
         for (_, tile), start in zip(tiles, starts, strict=True):
-            own = Lent(tile.data, stream)
-            self._copy(slot.pointer + start, own.pointer, own.num_bytes, device, stream)
-            lent.append(own)
+            memory = Lent(tile.data, stream)
+            self._copy(slot.pointer + start, memory.pointer, memory.num_bytes, device, stream)
+            lent.append(memory)
         about = {"tag": tag, "ticket": ticket, "handle": slot.handle, "slot": slot.pointer}
 
         def tell() -> None:
-            for worker, own in places.items():
-                write_frame(connections[worker], {**about, "places": own})
+            for worker, placed in places.items():
+                write_frame(connections[worker], {**about, "places": placed})
 
         copied = record(self.cupy, self.devices[device], stream, block=True)
         self._senders.put(WaitJob(copied, lent, tell))
@@ -299,12 +299,12 @@ class CudaIpc:
     ) -> None:
         """Make arrays of what is being copied, and notify the senders when that is done."""
         jobs = []
-        for device, own in landed.items():
+        for device, arriving in landed.items():
             stream = self._in[device]
             event = record(self.cupy, self.devices[device], stream, block=True)
-            landings = [landing for _, landing in own]
+            landings = [landing for _, landing in arriving]
             jobs.append((event, landings))
-            for i, landing in own:
+            for i, landing in arriving:
                 arrays[i] = landing.array(self.cupy, event)
 
         for number, (event, landings) in enumerate(jobs, 1):

@@ -52,7 +52,7 @@ class JaxTransfer:
         return {"server": self.addresses[self.place.worker]}
 
     def connect(self, addresses: Mapping[int, dict[str, Any]]) -> None:
-        self.addresses |= {worker: own["server"] for worker, own in addresses.items()}
+        self.addresses |= {worker: address["server"] for worker, address in addresses.items()}
 
     def prepare(self, links: Sequence[Link]) -> None:
         for link in links:

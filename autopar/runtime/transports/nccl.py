@@ -87,7 +87,7 @@ class Nccl:
         return {"port": self._port.address}
 
     def connect(self, addresses: Mapping[int, dict[str, Any]]) -> None:
-        self.addresses |= {worker: own["port"] for worker, own in addresses.items()}
+        self.addresses |= {worker: address["port"] for worker, address in addresses.items()}
 
     def prepare(self, links: Sequence[Link]) -> None:
         for link in dict.fromkeys(links):
@@ -170,10 +170,10 @@ class Nccl:
         for call in calls:
             by_stream.setdefault(call.member.stream.ptr, []).append(call)
         done = {}
-        for pointer, own in by_stream.items():
-            member = own[0].member
+        for pointer, stream_calls in by_stream.items():
+            member = stream_calls[0].member
             done[pointer] = record(self.cupy, member.device, member.stream)
-            self._held.keep(done[pointer], [call.memory for call in own])
+            self._held.keep(done[pointer], [call.memory for call in stream_calls])
         return done
 
     def _call(self, call: _Call) -> None:
@@ -188,7 +188,7 @@ class Nccl:
 
     def _join(self, link: Link) -> None:
         ends = list(dict.fromkeys((link.source, *link.targets)))
-        own = [(rank, end) for rank, end in enumerate(ends) if end.worker == self.place.worker]
+        local = [(rank, end) for rank, end in enumerate(ends) if end.worker == self.place.worker]
         if link.source.worker == self.place.worker:
             unique_id = self.nccl.get_unique_id()
             with self._new_id:
@@ -200,13 +200,13 @@ class Nccl:
         failed: list[BaseException] = []
 
         def make() -> None:
-            for rank, end in own:
+            for rank, end in local:
                 with self.cupy.cuda.Device(ordinal(self.devices[end.device])):
                     comms.append(self.nccl.NcclCommunicator(len(ends), unique_id, rank))
 
         def join() -> None:
             try:
-                if len(own) == 1:
+                if len(local) == 1:
                     make()
                     return
                 self.nccl.groupStart()
@@ -230,7 +230,7 @@ class Nccl:
                 "cuda_ipc.",
                 host=self.place.node,
             ) from (failed[0] if failed else None)
-        for (_, end), comm in zip(own, comms, strict=True):
+        for (_, end), comm in zip(local, comms, strict=True):
             device = self.devices[end.device]
             stream = new_stream(self.cupy, device)
             self._members[link, end] = _Member(comm, device, stream)
