@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar.ir.plan import ParallelPlan
 from tests.docs.blocks import ROOT, pages
 
@@ -41,9 +42,10 @@ _CLASS = re.compile(r"`(_?[A-Z]\w+)`")
 _OF_A_PLAN = re.compile(r"`plan\.(\w+)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _REFERENCE = re.compile(r"(?<![\w.])([a-z_]+)\.([a-z_]+)(?=[\w.]*[`,)])")
-# What a docstring may say that looks like a module: a user's `step.plan`, and an address.
+# What a docstring may say that looks like a module: a user's `step.plan`, an address, public names.
 MODULE_NAMES = {path.stem for path in PACKAGE.rglob("*.py")}
-NO_MODULES = {("step", "plan"), ("ui", "perfetto")}
+PUBLIC_NAMES = {("autopar", name) for name in autopar.__all__}
+NO_MODULES = {("step", "plan"), ("ui", "perfetto"), *PUBLIC_NAMES}
 
 
 def missing_paths(text: str) -> list[str]:
