@@ -1,6 +1,6 @@
 """autopar's docstrings → Markdown, for the reference of the site.
 
-They list arguments as `name: what it is`, with lines that go on further in. That becomes a list.
+They list arguments as `name: what it is`, with indented continuation lines; that becomes a list.
 """
 
 from __future__ import annotations

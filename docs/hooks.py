@@ -1,10 +1,10 @@
 """The pages of docs/ → the site: what mkdocs calls while it builds.
 
-Pages are written to be read in a repository too, so three things are done here. Notes on how code
-blocks are tested (comments) are left out; links to files outside of docs/ become links to pages
-made of them, or plain text where there is none; drawings are put into the page, where they take its
-colours. Four pages are made from files: changes, contributing, examples, and the core from
-scratch, whose comments become text. At the end, nothing of the site may be loaded from a network.
+Pages are also read in the repository, so this file does three things. It removes the comments that
+say how code blocks are tested. It turns links to files outside docs/ into links to their pages, or
+into plain text where there is none. It inlines drawings, so that they take the page's colours. Four
+pages are made from files: changes, contributing, examples, and the core from scratch, whose
+comments become text. The build fails if the site would load anything from a network.
 """
 
 from __future__ import annotations
