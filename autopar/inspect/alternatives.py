@@ -58,7 +58,7 @@ def solve_layouts(origin: Origin, arrays: Sequence[PlanArray], most: int) -> Sol
         results,
         always=(chosen,),
         known={chosen: sharding} if problem is sharding.problem else None,
-        most=most,
+        max_solved=most,
         budget_bytes=origin.budget,
         first_price=origin.price,
         solver=origin.options.solver,

@@ -17,6 +17,7 @@ from math import sqrt
 import numpy as np
 
 from autopar.errors import ArgumentError
+from autopar.rewrite.repeats import longest_repeat
 
 _NUMBER = re.compile(r"\d+")
 # Factor on the bytes crossing a cut where the user's modules change: such cuts are preferred.
@@ -169,8 +170,8 @@ def _labels_by_period(segment: LayerSpan) -> list[int | None] | None:
     keys = np.array(segment.signatures)
     stretches = []  # period, first product, products covered
     for period in range(1, len(keys) // 2 + 1):
-        start, length = _longest_run(keys[:-period] == keys[period:])
-        repeats = (length + period) // period
+        start, length = longest_repeat(keys, period)
+        repeats = length // period
         if repeats >= 2 and 2 * repeats * period >= len(keys):
             stretches.append((period, start, repeats * period))
     max_covered = max((covered for _, _, covered in stretches), default=0)
@@ -205,17 +206,6 @@ def _best_phase(
 
     phase = min(range(period), key=lambda p: (mean(p) * (1.0 if p else 0.99), p))
     return mean(phase), phase
-
-
-def _longest_run(flags: np.ndarray) -> tuple[int, int]:
-    """(start, length) of the longest stretch of True, the first if there are several."""
-    padded = np.concatenate(([0], flags.astype(np.int8), [0]))
-    steps = np.flatnonzero(np.diff(padded))
-    starts, ends = steps[::2], steps[1::2]
-    if not len(starts):
-        return 0, 0
-    longest = int(np.argmax(ends - starts))
-    return int(starts[longest]), int(ends[longest] - starts[longest])
 
 
 # -- balanced layers

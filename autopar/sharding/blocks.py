@@ -1,18 +1,18 @@
 """Parallel blocks: from a `ShardingProblem` to the `Blocks` of its graph.
 
-A walk through the program. Products, convolutions, gathers and the like are *entries*: each begins
-a block. Any other node *follows* a block that it reads from if, whatever strategy the entry takes,
-the node has one that reads all it reads from the block in the layouts in which the block makes
-them. Where these are partial, the FINISH node behind sums them up and is taken to leave them whole.
-Of several blocks it follows the one it reads most bytes from, then the latest. What follows none is
-an entry itself. Strategies of the entry that do not reach a node (64 parts of 32 heads) are no
-strategies of the block; a node that would take too many of them away begins a block of its own.
+The walk follows the program. Products, convolutions, gathers and the like are *entries*: each
+begins a block. Any other node *follows* a block if, for every strategy of the entry, the node has
+one that reads the block's values in the layouts in which the block makes them. If these are
+partial, the FINISH node behind them is taken to leave them whole. Of several blocks a node follows
+the one it reads most bytes from, then the latest. A node that follows none is an entry itself.
+Strategies of the entry that some node cannot follow (64 shards of 32 heads) are no strategies of
+the block; a node that would rule out too many of them begins a new block.
 
-Two kinds of nodes wait for their first reader and join its block, if they can give whatever layout
-it wants: those that depend on arguments and constants alone (parameters and their casts, masks),
-and those whose operands leave open how their results lie (a broadcast).
+Two kinds of nodes wait for their first reader and join its block, if they can give every layout
+that it wants: nodes that depend on arguments and constants alone (parameters and their casts,
+masks), and nodes whose operands do not determine the layouts of their results (a broadcast).
 
-Blocks are an idea of CFP (Hu et al., 2025); this construction of them, from strategies, is our own.
+Blocks are an idea of CFP (Hu et al., 2025); this construction of them, from strategies, is ours.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from autopar.ir.blocks import Block, Blocks, BlockStrategy, Occurrence, Segment
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
+from autopar.rewrite.repeats import longest_repeat
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.strategies import Strategy
 
@@ -38,9 +39,8 @@ _ENTRIES = (
     "fft",
     "dot_product_attention",
 )
-_MIN_REPEATS_OF_ONE = 4  # of a single block; two equal products side by side are no layers
-
-_LEAST_SHARE = 0.6  # of the entry's strategies that a block must keep
+_MIN_REPEATS_OF_ONE = 4  # of a single block: two equal products in a row are no layers
+_MIN_SHARE = 0.6  # of the entry's strategies that a block must keep
 
 _Map = tuple[int | None, ...]  # entry's strategy -> strategy of a node, if there is one
 _Read = tuple[Layout | None, ...]
@@ -55,7 +55,7 @@ def find_blocks(problem: ShardingProblem) -> Blocks:
 
 
 def is_entry(node: Node) -> bool:
-    """Whether a node begins a block by what it is."""
+    """Whether a node always begins a block."""
     if node.kind is not NodeKind.OP:
         return False
     return node.is_heavy or node.rule.local or node.name.startswith(_ENTRIES)
@@ -63,11 +63,11 @@ def is_entry(node: Node) -> bool:
 
 @dataclass
 class _Group:
-    """A block as it grows: for each of its nodes, the strategy that goes with the entry's."""
+    """A growing block: for each of its nodes, the strategy that follows each of the entry's."""
 
     entry: int
-    alive: set[int]  # strategies of the entry that reach all nodes
-    least: float  # so many must be left
+    alive: set[int]  # strategies of the entry that all nodes can follow
+    min_alive: float
     maps: dict[int, _Map] = field(default_factory=dict)
 
 
@@ -98,8 +98,8 @@ class _Walk:
                 self.place(index)
 
     def place(self, index: int) -> None:
-        """Into a block that it reads from, or one of its own; but what nothing reads, or leaves
-        nothing to decide, goes to the block before."""
+        """Put a node into a block that it reads from, or into a new one; an unread node, or one
+        with a single strategy, goes to the block before."""
         node, strategies = self.graph.nodes[index], self.strategies(index)
         if any(self.follow(index, group) for group in self.candidates(node)):
             return
@@ -109,12 +109,12 @@ class _Walk:
             return
         before = [at for at, group in enumerate(self.groups) if group.entry < index]
         group = before[-1] if before else 0
-        most = max(range(len(strategies)), key=lambda j: strategies[j].parallelism)
-        own = (most,) * len(self.groups[group].maps[self.groups[group].entry])
-        self.join(index, group, own, self.results(index, own))
+        most_parallel = max(range(len(strategies)), key=lambda j: strategies[j].parallelism)
+        followed = (most_parallel,) * len(self.groups[group].maps[self.groups[group].entry])
+        self.join(index, group, followed, self.results(index, followed))
 
     def is_open(self, index: int) -> bool:
-        """Whether the layouts of what it reads from blocks leave several for the results."""
+        """Whether the layouts of the operands from blocks allow several for the results."""
         node, strategies = self.graph.nodes[index], self.strategies(index)
         if node.kind is not NodeKind.OP:
             return False
@@ -129,7 +129,7 @@ class _Walk:
         return self.problem.strategies[self.problem.classes[index]]
 
     def candidates(self, node: Node) -> list[int]:
-        """Groups that a node reads from, those it should follow first."""
+        """The groups that a node reads from, in order of preference."""
         size: dict[int, int] = {}
         for value in node.operands:
             if value in self.made:
@@ -146,75 +146,74 @@ class _Walk:
     # -- nodes join
 
     def enter(self, index: int) -> None:
-        own = tuple(range(len(self.strategies(index))))
-        self.groups.append(_Group(index, set(own), _LEAST_SHARE * len(own)))
-        self.join(index, len(self.groups) - 1, own, self.results(index, own))
+        all_strategies = tuple(range(len(self.strategies(index))))
+        self.groups.append(_Group(index, set(all_strategies), _MIN_SHARE * len(all_strategies)))
+        self.join(index, len(self.groups) - 1, all_strategies, self.results(index, all_strategies))
 
     def follow(self, index: int, group: int) -> bool:
         given = [("operand", p, number) for p, number in self.reads(index, group)]
-        own, results = self.matched(index, given)
-        alive = {i for i in self.groups[group].alive if own[i] is not None}
-        if len(alive) < self.groups[group].least:
+        followed, results = self.matched(index, given)
+        alive = {i for i in self.groups[group].alive if followed[i] is not None}
+        if len(alive) < self.groups[group].min_alive:
             return False
         self.groups[group].alive = alive
-        self.join(index, group, own, results)
+        self.join(index, group, followed, results)
         return True
 
     def lead(self, value: int, group: int, wanted: _Layouts) -> None:
-        """A node that waits joins the block of a reader, if it can give whatever that wants."""
+        """A waiting node joins the block of a reader, if it can give every layout that it wants."""
         index, result = self.graph.producer[value]
         reads = [("operand", p, number) for p, number in self.reads(index, group)]
-        own, results = self.matched(index, [("result", result, wanted), *reads])
-        if all(own[i] is not None for i in self.groups[group].alive):
-            self.join(index, group, own, results)
+        followed, results = self.matched(index, [("result", result, wanted), *reads])
+        if all(followed[i] is not None for i in self.groups[group].alive):
+            self.join(index, group, followed, results)
 
     def reads(self, index: int, group: int) -> list[tuple[int, _Layouts]]:
-        """(operand, its layouts) for what a node reads from a block."""
+        """(position, layouts) of each operand that a node reads from a block."""
         return [
-            (position, own[1])
+            (position, made[1])
             for position, value in enumerate(self.graph.nodes[index].operands)
-            if (own := self.made.get(value)) is not None and own[0] == group
+            if (made := self.made.get(value)) is not None and made[0] == group
         ]
 
     def matched(self, index: int, given: Sequence[_Given]) -> tuple[_Map, tuple[_Layouts, ...]]:
-        """Strategies of a node, one for each of the entry's where there is one, that have its
-        operands and results in the given layouts; and the layouts of all results then."""
+        """For each strategy of the entry, the node's strategy with these layouts of operands and
+        results, if there is one; and the layouts of all its results."""
         node, strategies = self.graph.nodes[index], self.strategies(index)
         key = (id(strategies), node.kind, *given)
         if key not in self.known:
             table = self.table(index, tuple((what, place) for what, place, _ in given))
-            own: list[int | None] = []
+            followed: list[int | None] = []
             for layouts in zip(*(self.tuples[number] for *_, number in given), strict=True):
-                found = table.get(layouts)
-                if found is None and node.kind is NodeKind.FINISH:
-                    found = table.get(tuple(map(_summed, layouts)))
-                own.append(found)
-            self.known[key] = (tuple(own), self.results(index, own))
+                strategy = table.get(layouts)
+                if strategy is None and node.kind is NodeKind.FINISH:
+                    strategy = table.get(tuple(map(_summed, layouts)))
+                followed.append(strategy)
+            self.known[key] = (tuple(followed), self.results(index, followed))
         return self.known[key]
 
-    def results(self, index: int, own: Sequence[int | None]) -> tuple[_Layouts, ...]:
+    def results(self, index: int, followed: Sequence[int | None]) -> tuple[_Layouts, ...]:
         strategies = self.strategies(index)
         return tuple(
-            self.number(tuple(None if j is None else strategies[j].results[r] for j in own))
+            self.number(tuple(None if j is None else strategies[j].results[r] for j in followed))
             for r in range(len(self.graph.nodes[index].results))
         )
 
-    def join(self, index: int, group: int, own: _Map, results: Sequence[_Layouts]) -> None:
+    def join(self, index: int, group: int, followed: _Map, results: Sequence[_Layouts]) -> None:
         node, strategies = self.graph.nodes[index], self.strategies(index)
-        self.groups[group].maps[index] = own
+        self.groups[group].maps[index] = followed
         self.waiting.discard(index)
         for value, number in zip(node.results, results, strict=True):
             self.made[value] = (group, number)
         for position, value in enumerate(node.operands):
             if self.graph.producer[value][0] in self.waiting:
-                wanted = (None if j is None else strategies[j].operands[position] for j in own)
+                wanted = (None if j is None else strategies[j].operands[position] for j in followed)
                 self.lead(value, group, self.number(tuple(wanted)))
 
     # -- tables
 
     def table(self, index: int, places: tuple[tuple[str, int], ...]) -> dict[_Read, int]:
-        """Layouts of some operands and results -> the strategy with them, of several the one that
-        divides most work."""
+        """{layouts of some operands and results: the most parallel strategy with them}."""
         strategies = self.strategies(index)
         key = (id(strategies), places)
         if key not in self.tables:
@@ -230,10 +229,10 @@ class _Walk:
         return self.tables[key]
 
     def number(self, layouts: _Read) -> _Layouts:
-        found = self.numbers.setdefault(layouts, len(self.tuples))
-        if found == len(self.tuples):
+        number = self.numbers.setdefault(layouts, len(self.tuples))
+        if number == len(self.tuples):
             self.tuples.append(layouts)
-        return found
+        return number
 
 
 def _summed(layout: Layout | None) -> Layout | None:
@@ -278,34 +277,34 @@ def _kind(node: Node) -> tuple:
 
 
 def _in_order(graph: Graph, group: _Group, kinds: Sequence[int]) -> tuple[int, ...]:
-    """The entry, then the rest such that nodes of equal blocks correspond, in whatever order the
-    program has them (state is sorted by name, layer_10 before layer_2): by colours, which sweeps
-    along the data and against it give."""
-    own = sorted(group.maps)
-    colours = {n: hash((kinds[n], n == group.entry)) for n in own}
-    made_from = {n: [graph.producer[v] for v in graph.nodes[n].operands] for n in own}
-    readers: dict[int, list[tuple[int, int]]] = {n: [] for n in own}
-    for n in own:
+    """The entry, then the other nodes in an order in which nodes of equal blocks correspond,
+    whatever their order in the program (state is sorted by name, layer_10 before layer_2): by
+    colours from sweeps along the data and against it."""
+    nodes = sorted(group.maps)
+    colours = {n: hash((kinds[n], n == group.entry)) for n in nodes}
+    made_from = {n: [graph.producer[v] for v in graph.nodes[n].operands] for n in nodes}
+    readers: dict[int, list[tuple[int, int]]] = {n: [] for n in nodes}
+    for n in nodes:
         for position, (maker, _) in enumerate(made_from[n]):
             if maker in readers:
                 readers[maker].append((n, position))
 
     def along_the_data() -> None:
-        for n in own:
+        for n in nodes:
             before = ((colours.get(m, -1), r) for m, r in made_from[n])
             colours[n] = hash((colours[n], *before))
 
     along_the_data()
-    for n in reversed(own):
+    for n in reversed(nodes):
         colours[n] = hash((colours[n], *sorted((colours[m], p) for m, p in readers[n])))
     along_the_data()
     place = {n: i for i, n in enumerate(group.maps)}
-    own.sort(key=lambda n: (n != group.entry, colours[n], place[n]))
-    return tuple(own)
+    nodes.sort(key=lambda n: (n != group.entry, colours[n], place[n]))
+    return tuple(nodes)
 
 
 def _wiring(graph: Graph, nodes: tuple[int, ...], kinds: Sequence[int]) -> tuple:
-    """What its nodes are and how they read from each other."""
+    """The kinds of a block's nodes and how they read from each other."""
     place = {n: i for i, n in enumerate(nodes)}
     return tuple(
         (
@@ -325,8 +324,8 @@ def _block(
     node = problem.graph.nodes[group.entry]
     strategies = []
     for index in sorted(group.alive):
-        own = tuple(j for n in nodes if (j := group.maps[n][index]) is not None)
-        strategies.append(BlockStrategy(index, "", own))
+        of_nodes = tuple(j for n in nodes if (j := group.maps[n][index]) is not None)
+        strategies.append(BlockStrategy(index, "", of_nodes))
     return Block(
         name=f"block {number}",
         entry=group.entry,
@@ -344,26 +343,26 @@ def _block(
 # -- segments
 
 
-def _segments(alike: Sequence[int], sequence: Sequence[Occurrence]) -> tuple[Segment, ...]:
-    found: list[tuple[int, int, int]] = []  # start, period, repeats
-    _split(np.array(alike, dtype=np.int64), 0, found)
+def _segments(kinds: Sequence[int], sequence: Sequence[Occurrence]) -> tuple[Segment, ...]:
+    stretches: list[tuple[int, int, int]] = []  # start, period, repeats
+    _split(np.array(kinds, dtype=np.int64), 0, stretches)
     return tuple(
         Segment(
             f"segment {number}",
-            tuple(own.block for own in sequence[start : start + period]),
+            tuple(occurrence.block for occurrence in sequence[start : start + period]),
             tuple(start + k * period for k in range(repeats)),
         )
-        for number, (start, period, repeats) in enumerate(found)
+        for number, (start, period, repeats) in enumerate(stretches)
     )
 
 
-def _split(alike: np.ndarray, offset: int, found: list[tuple[int, int, int]]) -> None:
-    """The longest stretch that repeats, what is before it and what is after it."""
-    if not len(alike):
+def _split(kinds: np.ndarray, offset: int, stretches: list[tuple[int, int, int]]) -> None:
+    """Adds the longest stretch that repeats, and those before and after it."""
+    if not len(kinds):
         return
     best: tuple[int, int, int] | None = None  # covered, −period, start
-    for period in range(1, len(alike) // 2 + 1):
-        start, length = _longest(alike, period)
+    for period in range(1, len(kinds) // 2 + 1):
+        start, length = longest_repeat(kinds, period)
         repeats = length // period
         if repeats < (_MIN_REPEATS_OF_ONE if period == 1 else 2):
             continue
@@ -371,20 +370,9 @@ def _split(alike: np.ndarray, offset: int, found: list[tuple[int, int, int]]) ->
         if best is None or key > best:
             best = key
     if best is None:
-        found.append((offset, len(alike), 1))
+        stretches.append((offset, len(kinds), 1))
         return
     covered, period, start = best[0], -best[1], -best[2]
-    _split(alike[:start], offset, found)
-    found.append((offset + start, period, covered // period))
-    _split(alike[start + covered :], offset + start + covered, found)
-
-
-def _longest(alike: np.ndarray, period: int) -> tuple[int, int]:
-    """(start, length) of the longest stretch with a period."""
-    same = np.concatenate(([0], (alike[:-period] == alike[period:]).astype(np.int8), [0]))
-    edges = np.diff(same)
-    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    if not len(starts):
-        return 0, 0
-    best = int(np.argmax(ends - starts))
-    return int(starts[best]), int(ends[best] - starts[best]) + period
+    _split(kinds[:start], offset, stretches)
+    stretches.append((offset + start, period, covered // period))
+    _split(kinds[start + covered :], offset + start + covered, stretches)

@@ -2,22 +2,22 @@
 
     minimise    cost(x)   subject to   bytes_t(x) ≤ budget   at every time t of the step
 
-bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of
-its results, a pair of strategies that of the copy made between them (`Holdings.row`). Two things
-keep it small. Times are *rows* only when a solution breaks them: of thousands, a handful bind
-(`_BudgetSearch.add_rows`). And rows never reach the exact reductions, which know no side
+bytes_t is linear in the variables of the integer programme: a node's strategy gives the size of its
+results, a pair of strategies that of the copy between them (`Holdings.row`). Two things keep the
+programme small. A time becomes a *row* only when a solution breaks it: of thousands, a handful bind
+(`_BudgetSearch.add_rows`). And rows never reach the exact reductions, which cannot handle side
 constraints:
 
-1. Lagrange: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
-   unconstrained problem, solved as ever, and a lower bound on the optimum. Prices rise until a
-   solution fits, then Kelley's cutting planes look for the best bound
+1. Lagrangian: for prices λ_t ≥ 0 per byte, min cost(x) + Σ λ_t (bytes_t(x) − budget) is an
+   unconstrained problem, solved as usual, and a lower bound on the optimum. Prices rise until a
+   solution fits, then Kelley's cutting planes search for the best bound
    (`_BudgetSearch.next_prices`).
-2. Restricted programme: strategies that any of these solutions used, a few per node, with the rows
-   as constraints, solved exactly (`_BudgetSearch.mix`). It takes from each solution what is best,
-   as a single price cannot where many nodes offer the same bargain.
+2. Restricted programme: the strategies that any of these solutions used, a few per node, with the
+   rows as constraints, solved exactly (`_BudgetSearch.mix`). It combines the best of each solution,
+   which a single price cannot do if many nodes offer the same trade.
 
-The gap between 1 and 2 is reported. Where no solution fits, the rows alone are minimised, and the
-choice with the smallest peak is handed on for the error to explain (`BudgetResult.smallest`).
+The gap between 1 and 2 is reported. If no solution fits, the rows alone are minimised, and the
+choice with the smallest peak is returned for the error to explain (`BudgetResult.smallest`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Solve = Callable[[PairwiseProblem], tuple[Choice, float]]  # (choice, lower boun
 
 _MAX_ESCALATIONS = 9
 _ESCALATION = 6.0
-_FIRST_PRICE = 0.1  # of the price at which the excess would cost as much as the step
+_FIRST_PRICE = 0.1  # relative to the price at which the excess costs as much as the step
 _MAX_CUTS = 5
 _MAX_MIXES = 4
 _MIX_TIME_S = 10.0
@@ -71,10 +71,9 @@ def solve_within_budget(
     cutoff: float = np.inf,
     first_price: float = 0.0,
 ) -> BudgetResult:
-    """The cheapest choice found whose bytes stay within the budget at every time. `first` is the
-    solution without a budget and its lower bound, if known. The search ends early once it is
-    proven that nothing costs less than the cutoff. `first_price` is a good guess, from a problem
-    like this one."""
+    """The cheapest choice found whose bytes stay within the budget at every time. `first`: the
+    solution without a budget and its lower bound, if known. `cutoff`: the search ends early once
+    nothing can cost less. `first_price`: a guess, from a similar problem."""
     deadline = time.monotonic() + time_limit_s
 
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
@@ -139,7 +138,8 @@ class _BudgetSearch:
     # -- solutions
 
     def add(self, choice: Choice) -> bool:
-        """Take a solution in; whether it fits. The times at which it does not become rows."""
+        """Record a solution; returns whether it fits. The times at which it does not become
+        rows."""
         bytes_at = self.holdings.bytes_at(choice)
         self.seen.append(choice)
         self.costs.append(self.problem.pairwise.objective(choice))
@@ -155,7 +155,7 @@ class _BudgetSearch:
         return False
 
     def add_rows(self, bytes_at: np.ndarray) -> None:
-        """The worst times that are no row yet, far enough apart to tell something new."""
+        """Adds the worst times that are not rows yet, far enough apart to matter."""
         over = bytes_at.copy()
         for _ in range(_MAX_ROWS_AT_ONCE):
             at = int(np.argmax(over))
@@ -167,7 +167,7 @@ class _BudgetSearch:
             over[max(0, at - margin) : at + margin] = 0.0
 
     def solve_at(self, prices: Mapping[int, float]) -> bool:
-        """Solve with a price per byte at each row; whether the solution fits."""
+        """Solve with a price per byte at each row; returns whether the solution fits."""
         penalised = self.problem.pairwise.copy()
         for at, price in prices.items():
             if price > 0:
@@ -187,7 +187,7 @@ class _BudgetSearch:
             over = self.broken_rows()
             before = len(self.rows)
             if any(self.rows[at].floor() > self.budget for at in over):
-                # Proven: nothing fits. Find out by how much, and stop.
+                # Nothing fits, proven. Find out by how much, and stop.
                 self.solve_at(dict.fromkeys(over, price * _ESCALATION**6 / len(over)))
                 return
             if self.solve_at(dict.fromkeys(over, price / len(over))) or self.is_over():
@@ -196,7 +196,7 @@ class _BudgetSearch:
             price *= _ESCALATION**2 if repeated else _ESCALATION
 
     def broken_rows(self) -> list[int]:
-        """Rows that some recent solution broke."""
+        """The rows that some recent solution broke."""
         recent = self.seen[-3:]
         return [
             at for at, row in self.rows.items() if any(row.value(c) > self.budget for c in recent)
@@ -220,7 +220,7 @@ class _BudgetSearch:
         self.mix()
 
     def is_over(self) -> bool:
-        """Whether time is up, or nothing can be found that is worth anything."""
+        """Whether time is up, or nothing below the cutoff can be found."""
         return time.monotonic() > self.deadline or self.bound >= self.cutoff
 
     def gap(self) -> float:
@@ -229,8 +229,8 @@ class _BudgetSearch:
         return max(0.0, (cost - self.bound) / max(cost, 1e-30))
 
     def next_prices(self) -> tuple[dict[int, float], float]:
-        """Kelley's step: the prices that would give the best bound if the solutions seen were all
-        there are, and that bound: max θ with θ ≤ cost_i + Σ λ_t (bytes_t(x_i) − budget)."""
+        """Kelley's step: the prices with the best bound over the solutions seen so far, and that
+        bound: max θ with θ ≤ cost_i + Σ λ_t (bytes_t(x_i) − budget)."""
         times = list(self.rows)
         unit = max(self.costs) / self.budget  # prices of about 1
         table = np.array([[self.rows[t].value(c) for t in times] for c in self.seen])
@@ -252,7 +252,7 @@ class _BudgetSearch:
         return prices, float(solution[len(times)]) * scale
 
     def mix(self, *, minimise_peak: bool = False) -> None:
-        """Solve exactly over the strategies that solutions so far have used."""
+        """Solve exactly over the strategies that the solutions so far use."""
         for _ in range(_MAX_MIXES):
             if time.monotonic() > self.deadline:
                 return

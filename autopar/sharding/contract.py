@@ -1,22 +1,21 @@
-"""What reductions leave of a problem, contracted further before a solver sees it.
+"""Contraction of a reduced problem: from a `PairwiseProblem` to an `IlpResult`.
 
-    PairwiseProblem → IlpResult, the same optimum as `ilp.solve_ilp` gives, mostly without a solver
+The optimum is that of `ilp.solve_ilp`, mostly found without a solver. Inside a parallel block most
+ops follow their neighbours, yet blocks cannot be the nodes of the integer programme: an op may be
+resharded inside a block wherever that pays (state stored split and gathered in bfloat16, scattered
+sums). The best plan in which all ops follow their entry is 0.1 % to 40 % above the optimum
+(`benchmarks/blocks.py`), and cost tables alone prove of only some 2 % of ops that they follow. A
+bound proves it of most. Each round consists of
 
-Inside a parallel block most ops follow their neighbours, yet blocks cannot be the nodes of the
-integer programme: an op may be resharded inside a block wherever that pays (state kept split and
-gathered in bfloat16, sums that are scattered). The best plan in which all ops follow their entry is
-0.1 % to 40 % above the optimum (`benchmarks/blocks.py`), and cost tables alone prove of some 2 % of
-ops that they follow. A bound proves it of most. Rounds of
+1. message passing (`descent`): costs move between tables until the sum of smallest entries, a lower
+   bound B, is large. The cost of a strategy above the smallest entries around it, its *excess*, is
+   then a bound too: no choice with it costs less than B + excess;
+2. a choice, if none is near B yet: the best over strategies of small excess, a problem small enough
+   to solve at once. The best choice so far costs U;
+3. contraction: strategies whose excess is above U − B are in no better choice and are dropped. Ops
+   with one strategy left follow; the others are reduced as usual (`reduce`), on the moved costs.
 
-1. message passing (`descent`): costs are moved between tables until the sum of smallest entries, a
-   lower bound B, is large. What a strategy costs more than the smallest entries around it, its
-   *excess*, is then a bound too: no choice with it is below B + excess;
-2. a choice, if none is near B yet: the best over strategies of small excess, a problem small
-   enough to solve at once. The best choice so far costs U;
-3. contraction: strategies whose excess is above U − B are in no better choice and go. Ops that have
-   one left follow; the others are reduced as ever (`reduce`), on the costs as they were moved.
-
-end when nothing is left or little changes. What is left then is the integer programme's.
+Rounds end when nothing is left or little changes. The integer programme solves the rest.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from autopar.sharding.descent import Moved, along_edges, settled
 from autopar.sharding.ilp import IlpResult, check_feasible, size_of, solve_ilp
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, Reduction, reduce_problem, restrict
 
-_SMALL = 30_000  # entries of edges up to which a solver is as fast
+_SMALL = 30_000  # edge entries up to which a solver is as fast
 _MAX_ROUNDS = 6
-_PASSES = 5  # there and back, before it is looked whether that was enough
+_PASSES = 5  # forward and backward, between checks
 _FIRST_PASSES = 2  # times as many in the first round
-_ROUNDING = 1e-9  # of the objective: what is nearer to it is not told apart
-_TRIED = 40_000  # entries of edges of the problem that a choice is looked for in
-_TRIED_SHARES = (0.01, 0.003, 0.001, 0.0003)  # of the bound: the excess allowed there
-_WORTHWHILE = 0.7  # a round that leaves more of the entries of edges is the last
+_ROUNDING = 1e-9  # relative to the objective: smaller differences are ignored
+_MAX_TRY_ENTRIES = 40_000  # edge entries of the problem in which a choice is searched
+_TRY_EXCESS = (0.01, 0.003, 0.001, 0.0003)  # allowed there, relative to the bound
+_WORTHWHILE = 0.7  # a round that leaves a larger share of the edge entries is the last
 
 Choice = dict[int, int]
 
 
 @dataclass(frozen=True)
 class _Level:
-    """From a problem to the next: strategies that were kept, then a reduction."""
+    """The step from a problem to the next: a restriction of strategies, then a reduction."""
 
     kept: dict[int, np.ndarray]
     reduction: Reduction
@@ -62,8 +61,8 @@ def solve_contracted(
     gap: float = 0.0,
     small: int = _SMALL,
 ) -> IlpResult:
-    """Solve what the reductions left. Another solver than HiGHS gets all of it, and so does HiGHS
-    of a problem with no more than `small` entries of edges."""
+    """Solve a reduced problem. A solver other than HiGHS gets all of it, and so does HiGHS if it
+    has at most `small` edge entries."""
     if solver != "highs" or problem.num_edge_entries <= small:
         return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     search = _ContractSearch(problem, time.monotonic() + time_limit_s)
@@ -93,7 +92,7 @@ class _ContractSearch:
         self.bound = -np.inf
 
     def contract(self, gap: float, small: int) -> PairwiseProblem | None:
-        """What is left for a solver; None if the best choice is proven."""
+        """The problem left for a solver; None if the best choice is proven."""
         current = self.problem
         for number in range(_MAX_ROUNDS):
             moved = Moved(current, along_edges(current))
@@ -105,13 +104,13 @@ class _ContractSearch:
                     return current
             current = moved.problem(current)
             excess = _excess(current)
-            if self.best - self.bound > _TRIED_SHARES[0] * abs(self.bound):
+            if self.best - self.bound > _TRY_EXCESS[0] * abs(self.bound):
                 self.try_small(current, excess)
                 if self.is_proven(gap):
                     return None
             room = self.best - self.bound
             entries = current.num_edge_entries
-            if any(own.min() > room + _ROUNDING * abs(self.best) for own in excess.values()):
+            if any(e.min() > room + _ROUNDING * abs(self.best) for e in excess.values()):
                 self.bound = self.best  # nothing is better
                 return None
             current = self.restricted(current, excess, room)
@@ -142,7 +141,7 @@ class _ContractSearch:
         return True
 
     def take(self, choice: Choice) -> None:
-        """A choice of the problem as it is now; kept if none is better."""
+        """Record a choice of the current problem if it is the best so far."""
         for level in reversed(self.levels):
             choice = level.restore(choice)
         cost = self.problem.objective(choice)
@@ -152,19 +151,19 @@ class _ContractSearch:
     def restricted(
         self, problem: PairwiseProblem, excess: dict[int, np.ndarray], room: float
     ) -> PairwiseProblem:
-        most = room + _ROUNDING * abs(self.best)
-        kept = {u: np.flatnonzero(own <= most) for u, own in excess.items()}
+        max_excess = room + _ROUNDING * abs(self.best)
+        kept = {u: np.flatnonzero(e <= max_excess) for u, e in excess.items()}
         level = _Level(kept, reduce_problem(restrict(problem, kept)))
         self.levels.append(level)
         return level.reduction.problem
 
     def try_small(self, problem: PairwiseProblem, excess: dict[int, np.ndarray]) -> None:
-        """The best choice over strategies of small excess."""
-        for share in _TRIED_SHARES:
-            most = share * abs(self.bound)
-            kept = {u: np.flatnonzero(own <= max(most, own.min())) for u, own in excess.items()}
+        """Record the best choice over strategies of small excess."""
+        for share in _TRY_EXCESS:
+            max_excess = share * abs(self.bound)
+            kept = {u: np.flatnonzero(e <= max(max_excess, e.min())) for u, e in excess.items()}
             small = restrict(problem, kept)
-            if small.num_edge_entries <= _TRIED:
+            if small.num_edge_entries <= _MAX_TRY_ENTRIES:
                 break
         else:
             return
@@ -172,18 +171,18 @@ class _ContractSearch:
         left = max(self.deadline - time.monotonic(), 1.0)
         try:
             found = solve_ilp(level.reduction.problem, time_limit_s=min(left, 10.0))
-        except SolverError:  # none of these go together
+        except SolverError:  # no combination of these is allowed
             return
         self.take(level.restore(found.choice))
 
 
 def _excess(problem: PairwiseProblem) -> dict[int, np.ndarray]:
-    """Per strategy, what the tables around it cost more than their smallest entries."""
-    found = {}
+    """Per strategy, the cost of the tables around it above their smallest entries."""
+    excess = {}
     for u, cost in problem.costs.items():
         total = cost - cost.min()
         for matrix in problem.edges.get(u, {}).values():
-            least = matrix.min(axis=1)
-            total = total + least - least.min()
-        found[u] = total
-    return found
+            row_min = matrix.min(axis=1)
+            total = total + row_min - row_min.min()
+        excess[u] = total
+    return excess

@@ -1,15 +1,14 @@
-"""A choice and a bound for a pairwise problem, before a solver is asked or when its time is out.
+"""A choice and a lower bound without a solver: from a `PairwiseProblem` to a `Descent`.
 
-From a `PairwiseProblem` to a strategy per node and what no choice can be below.
+*Bound.* The sum of the smallest entries of all tables is a lower bound. It grows when costs move
+between nodes and edges in ways that leave the cost of every choice unchanged. Each node in turn
+collects the minimal costs of its edges and distributes them over the edges to nodes still to come,
+first forward through the graph and then back (sequential tree-reweighted message passing,
+Kolmogorov 2006).
 
-*Bound.* The sum of the smallest entry of every table is one, and it grows when costs are moved
-between nodes and edges such that every choice costs what it did. Each node in turn collects what
-its edges demand of it at least, and gives it on to the edges towards nodes still to come, first one
-way through the graph and then back (sequential tree-reweighted message passing, Kolmogorov 2006).
-
-*Choice.* With costs moved so, taking what is cheapest node by node is a good start. Then, on the
-costs as they were, each node takes what is cheapest beside its neighbours (iterated conditional
-modes, Besag 1986). The total falls with every change, so it ends.
+*Choice.* On the moved costs, choosing the cheapest strategy node by node is a good start. Then, on
+the original costs, each node takes the strategy that is cheapest given its neighbours (iterated
+conditional modes, Besag 1986). The total falls with every change, so this ends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
-_MAX_PASSES = 30  # there and back
+_MAX_PASSES = 30  # forward and backward
 _PASSES_PER_CHOICE = 5
 _MAX_SWEEPS = 1000
 
@@ -53,12 +52,12 @@ def descend(
 
 
 class Moved:
-    """The problem's tables with costs moved between them; the problem itself is left alone."""
+    """Copies of the problem's tables, with costs moved between them."""
 
     def __init__(self, problem: PairwiseProblem, order: list[int]) -> None:
         self.constant = problem.constant
         self.order = order
-        # What is forbidden costs more than any choice that is not, yet leaves digits for the rest.
+        # Forbidden entries cost more than any allowed choice, yet leave digits for the rest.
         tables = [*problem.costs.values()]
         tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
         largest = [float(t.max(initial=0.0, where=t < FORBIDDEN / 2)) for t in tables]
@@ -72,7 +71,7 @@ class Moved:
                     self.edges[v][u] = self.edges[u][v].T  # a view: both are one table
 
     def problem(self, original: PairwiseProblem) -> PairwiseProblem:
-        """The original with costs moved: every choice costs what it did."""
+        """The original with moved costs: the cost of every choice is unchanged."""
         costs = {
             u: np.where(original.costs[u] >= FORBIDDEN / 2, FORBIDDEN, cost)
             for u, cost in self.costs.items()
@@ -110,14 +109,14 @@ class Moved:
         for u in self.order:
             cost = self.costs[u]
             for v, matrix in self.edges[u].items():
-                # What the neighbour would at best add, as long as it has not chosen.
+                # At best, if the neighbour has not chosen yet.
                 cost = cost + (matrix[:, choice[v]] if v in choice else matrix.min(axis=1))
             choice[u] = int(np.argmin(cost))
         return choice
 
 
 def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
-    """The choice after changes of single nodes, until none helps."""
+    """The choice after changing single nodes until none helps."""
     for _ in range(_MAX_SWEEPS):
         changed = False
         for node in choice:
@@ -134,7 +133,7 @@ def settled(problem: PairwiseProblem, choice: dict[int, int]) -> dict[int, int]:
 
 
 def along_edges(problem: PairwiseProblem) -> list[int]:
-    """All nodes, each component from its node of most neighbours outwards."""
+    """All nodes, each component from its node with most neighbours outwards."""
     order: list[int] = []
     seen: set[int] = set()
     for start in sorted(problem.costs, key=lambda u: (-problem.degree(u), u)):
@@ -143,8 +142,8 @@ def along_edges(problem: PairwiseProblem) -> list[int]:
         seen.add(start)
         queue = [start]
         for node in queue:
-            found = [v for v in sorted(problem.edges.get(node, ())) if v not in seen]
-            seen.update(found)
-            queue += found
+            new = [v for v in sorted(problem.edges.get(node, ())) if v not in seen]
+            seen.update(new)
+            queue += new
         order += queue
     return order

@@ -1,13 +1,13 @@
-"""Repeated layers, found in the graph itself and tied to one decision.
+"""Folding of repeated layers: from a `Graph` to a class per node; one class is one decision.
 
-A model of equal layers makes a node sequence that repeats with some period, forward and, in
-reverse, backward. Nodes one period apart get one class, and a class is one decision: the solver's
-problem does not grow with depth. Nodes outside the runs (parameters, their optimizer updates) are
-classed by what they touch: colour refinement, with the runs' classes as fixed colours.
+Equal layers make a sequence of nodes that repeats with some period, forward and, in reverse,
+backward. Nodes one period apart get one class, so the solver's problem does not grow with depth.
+Nodes outside the runs (parameters, their optimizer updates) are classed by their neighbours: colour
+refinement, with the runs' classes as fixed colours.
 
-Tying is a restriction, not a relaxation: the objective it gives is attained, and optimal among
-plans that treat equal layers alike. A period must hold two matrix products in the forward pass,
-else it is doubled, so that layers may still alternate (column-, then row-split kernels).
+Folding is a restriction, not a relaxation: its objective is attained, and optimal among plans that
+shard equal layers equally. A period must contain two matrix products in the forward pass, otherwise
+it is doubled, so that layers may still alternate (column-, then row-split kernels).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.ir.graph import Graph, NodeKind
+from autopar.rewrite.repeats import longest_repeat
 
 MIN_REPEATS = 4
 MIN_REPEATS_IN_LARGE_GRAPHS = 2
-LARGE_GRAPH = 3000  # nodes; above this, solve time matters more than treating pairs apart
+LARGE_GRAPH = 3000  # nodes; above this, solve time matters more than freedom within pairs
 _NEAR = 48
 _FAR = 10**6
 _MATCHING_SHARE = 0.7
@@ -30,8 +31,8 @@ _MAX_SWEEPS = 6
 
 @dataclass(frozen=True)
 class _Run:
-    """`length` positions from `start` on that repeat with a period. Positions in `odd` do not
-    match the rest and stay single."""
+    """`length` positions from `start` on that repeat with a period. Positions in `odd` do not match
+    the others and stay single."""
 
     start: int
     length: int
@@ -69,7 +70,7 @@ def fold_repeated_layers(graph: Graph) -> list[int]:
 
 
 def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
-    """A number per node that says what it does and from how far back it reads."""
+    """A number per node for its op and the distances to its operands."""
     place = {node: i for i, node in enumerate(positions)}
     numbers: dict[object, int] = {}
     tokens = np.empty(len(positions), dtype=np.int64)
@@ -80,9 +81,9 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
             producer = graph.producer[value][0]
             near = producer in place and graph.nodes[producer].region == node.region
             distance = i - place[producer] if near else _FAR
-            # What is computed once for all layers is ever farther from its readers.
+            # A value computed once for all layers is ever farther from its readers.
             reads.append(distance if distance <= _NEAR else _FAR)
-        # The rule as well: equal equations differ in whether partial sums may flow through them.
+        # The rule too: equal equations differ in whether partial sums may flow through them.
         kind = (node.kind, node.signature, node.name, node.rule, node.weight, node.region)
         key = (kind, tuple(reads))
         tokens[i] = numbers.setdefault(key, len(numbers))
@@ -90,7 +91,7 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
 
 
 def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: int) -> list[_Run]:
-    """Disjoint periodic stretches, the longest first."""
+    """Disjoint periodic stretches, longest first."""
     last_seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for i, index in enumerate(positions):
@@ -105,7 +106,7 @@ def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: 
     while candidates:
         best: _Run | None = None
         for period in candidates:
-            start, length = _longest_run(tokens, free, period)
+            start, length = longest_repeat(tokens, period, free) if period < len(tokens) else (0, 0)
             if length >= repeats * period and (
                 best is None or (length, -period) > (best.length, -best.period)
             ):
@@ -116,15 +117,15 @@ def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: 
         if any(graph.nodes[index].is_heavy for index in unit):
             best = _extend(tokens, free, best)
             runs.append(best)
-        # Else a stretch of light nodes that repeats by itself (the additions of accumulated
-        # gradients): this period is not its own, and refinement classes it better.
+        # Otherwise it is a stretch of light nodes (additions of accumulated gradients) with another
+        # period, and refinement classes it better.
         free[best.start : best.start + best.length] = False
     return runs
 
 
 def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
-    """Take in whole periods on either side that are mostly alike, such as a first layer that
-    reads the embedding where the others read a layer."""
+    """Extend a run by whole periods on either side that mostly match, such as a first layer that
+    reads the embedding instead of a layer."""
     start, length, period, odd = run.start, run.length, run.period, set(run.odd)
     first, last = tokens[start : start + period], tokens[start + length - period : start + length]
     while start >= period and free[start - period : start].all():
@@ -145,24 +146,11 @@ def _extend(tokens: np.ndarray, free: np.ndarray, run: _Run) -> _Run:
     return _Run(start, length, period, frozenset(odd))
 
 
-def _longest_run(tokens: np.ndarray, free: np.ndarray, period: int) -> tuple[int, int]:
-    if period >= len(tokens):
-        return 0, 0
-    same = (tokens[:-period] == tokens[period:]) & free[:-period] & free[period:]
-    padded = np.concatenate(([0], same.astype(np.int8), [0]))
-    edges = np.diff(padded)
-    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    if not len(starts):
-        return 0, 0
-    best = int(np.argmax(ends - starts))
-    return int(starts[best]), int(ends[best] - starts[best]) + period
-
-
 def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
-    """Classes of all nodes, those of the runs given: colour refinement in sweeps.
+    """Classes of all nodes, with those of the runs fixed: colour refinement in sweeps.
 
-    A forward sweep colours a node by what it is made from, a backward sweep by what reads it, so
-    a few sweeps carry the runs' colours through the whole optimizer."""
+    A forward sweep colours a node by its operands, a backward sweep by its readers, so a few sweeps
+    carry the runs' colours through the whole optimizer."""
     readers: list[list[tuple[int, int]]] = [[] for _ in graph.nodes]
     made_from: list[tuple[int, ...]] = []
     for index, node in enumerate(graph.nodes):
@@ -186,11 +174,11 @@ def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
     count = len(set(colours))
     for _ in range(_MAX_SWEEPS):
         for i in free:
-            own = tuple([colours[p] for p in made_from[i]])
-            colours[i] = hash((colours[i], own, colours[becomes.get(i, i)]))
+            operands = tuple([colours[p] for p in made_from[i]])
+            colours[i] = hash((colours[i], operands, colours[becomes.get(i, i)]))
         for i in reversed(free):
-            own = frozenset([(colours[r], k) for r, k in readers[i]])
-            colours[i] = hash((colours[i], own))
+            read_by = frozenset([(colours[r], k) for r, k in readers[i]])
+            colours[i] = hash((colours[i], read_by))
         distinct = len(set(colours))
         if distinct == count:
             break

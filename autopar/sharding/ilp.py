@@ -1,4 +1,4 @@
-"""The reduced problem as an integer linear programme.
+"""The reduced problem as an integer linear programme: from `PairwiseProblem` to `IlpResult`.
 
 Variables: x_{v,s} ∈ {0,1}, node v takes strategy s; y_{uv,st} ≥ 0, edge (u,v) takes the pair.
 
@@ -8,13 +8,12 @@ Variables: x_{v,s} ∈ {0,1}, node v takes strategy s; y_{uv,st} ≥ 0, edge (u,
                 Σ_s y_{uv,st} = x_{v,t}                  for every edge and t    (`_edge_rows`)
 
 The edge marginals make the relaxation tight: y is integral whenever x is, and on train steps the
-linear relaxation usually is integral by itself, which proves the optimum without branching. Large
-problems are first tried by message passing (`descent`), which often proves an optimum in less time.
-If the relaxation is not integral, the programme is solved with integral x over the strategies that
-the relaxation uses at all, a small problem whose solution is near the bound; from there on over all
-of them. If time runs out, the better of what the solver has so far and what local search finds
-(`descent`) is taken. HiGHS gets the arrays directly; any other solver that PuLP knows gets the same
-model by name.
+linear relaxation is usually integral, which proves the optimum without branching. For large
+problems message passing (`descent`) comes first, which often proves an optimum in less time. If the
+relaxation is not integral, the programme is solved with integral x over the strategies that the
+relaxation uses, a small problem whose solution is near the bound, and from there over all of them.
+If time runs out, the better of the solver's and local search's (`descent`) solutions is taken.
+HiGHS gets the arrays directly; any other solver that PuLP knows gets the same model by name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 
 _INTEGRAL = 1e-6
 _PROVEN = 1e-6
-_LARGE = 30_000  # entries of edges from which message passing is tried first
+_LARGE = 30_000  # edge entries from which message passing is tried first
 _FIRST_PASSES = 10
 _SUPPORT_SHARE = 0.3  # of the time limit, for the strategies that the relaxation uses
 
@@ -59,7 +58,7 @@ class _Model:
     is stored by columns."""
 
     cost: np.ndarray
-    upper: np.ndarray  # 0 for what is forbidden
+    upper: np.ndarray  # 0 for forbidden entries
     starts: np.ndarray
     rows: np.ndarray
     values: np.ndarray
@@ -75,7 +74,7 @@ def known_solvers() -> list[str]:
 
 
 def check_solver(solver: str) -> None:
-    """Raise for a solver that nobody knows or that is not installed."""
+    """Raise for a solver that is unknown or not installed."""
     if solver == "highs":
         return
     if solver not in pulp.listSolvers():
@@ -98,9 +97,8 @@ def solve_ilp(
     gap: float = 0.0,
     is_tried: bool = False,
 ) -> IlpResult:
-    """Solve what the reductions left; empty problems cost nothing. A solution that is proven to be
-    within `gap` of the optimum, as a ratio, is good enough. `is_tried`: message passing was tried
-    before, and is not enough."""
+    """Solve a reduced problem. A solution proven within the ratio `gap` of the optimum is good
+    enough. `is_tried`: message passing was tried before and did not suffice."""
     if not problem.costs:
         check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
@@ -137,8 +135,8 @@ def solve_ilp(
 
 
 class RestrictedIlp:
-    """One problem, solved again and again with only some strategies of some nodes. Each solve
-    starts where the last ended, which takes a fraction of the time."""
+    """One problem, solved repeatedly with only some strategies of some nodes. Each solve starts
+    where the last ended, which takes a fraction of the time."""
 
     def __init__(self, problem: PairwiseProblem, time_limit_s: float = 60.0) -> None:
         self.problem = problem
@@ -149,12 +147,12 @@ class RestrictedIlp:
 
     def solve(self, kept: Mapping[int, np.ndarray]) -> IlpResult | None:
         """The best choice in which each of these nodes takes one of its kept strategies; None if
-        the relaxation alone does not give it."""
+        the relaxation is not integral."""
         model, highs = self._model, self._highs
         upper = model.upper.copy()
-        for u, own in kept.items():
+        for u, strategies in kept.items():
             barred = np.ones(len(self.problem.costs[u]), dtype=bool)
-            barred[own] = False
+            barred[strategies] = False
             upper[model.node_slices[u]][barred] = 0.0
         changed = np.concatenate(
             [np.arange(s.start, s.stop) for s in (model.node_slices[u] for u in kept)]
@@ -182,7 +180,7 @@ def _is_proven(objective: float, lower_bound: float, gap: float = _PROVEN) -> bo
 
 
 def size_of(problem: PairwiseProblem) -> tuple[int, int]:
-    """Variables and constraints that the model would have."""
+    """(number of variables, number of constraints) of the problem's model."""
     counts = {u: len(c) for u, c in problem.costs.items()}
     ends = sum(counts[u] * len(row) for u, row in problem.edges.items())
     return sum(counts.values()) + problem.num_edge_entries, len(counts) + ends
@@ -195,9 +193,9 @@ def solve_with_limits(
     *,
     time_limit_s: float,
 ) -> dict[int, int] | None:
-    """The cheapest choice for which every limit is at most the bound; without a bound, the choice
-    whose largest limit is smallest. None if there is none, or none was found in time. For the
-    small problems of `budget`: always by HiGHS, and edges that limits need must be there."""
+    """The cheapest choice with every limit at most the bound; without a bound, the choice that
+    minimises the largest limit. None if there is none, or none was found in time. For the small
+    problems of `budget`: always by HiGHS; the problem gets the edges that limits need."""
     _add_limit_edges(problem, limits)
     model = _model(problem)
     highs = _highs(model)
@@ -226,7 +224,7 @@ def solve_with_limits(
 
 
 def _add_limit_edges(problem: PairwiseProblem, limits: Iterable[Limit]) -> None:
-    """Give the problem the edges that limits speak of, free of cost."""
+    """Add the edges that limits need to the problem, at no cost."""
     for limit in limits:
         for u, v in limit.edges:
             if v not in problem.edges.get(u, {}):
@@ -288,17 +286,17 @@ def _row_names(model: _Model) -> Iterator[str]:
 
 
 def floor_of(problem: PairwiseProblem) -> float:
-    """A bound that needs no solver, for one that ran out of time before it had any."""
+    """A lower bound without a solver, in case that runs out of time before it has any."""
     edges = [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
     return problem.constant + sum(float(t.min()) for t in (*problem.costs.values(), *edges))
 
 
 def check_feasible(objective: float) -> None:
-    """The reductions only add up what is forbidden, so a forbidden total may come out of them."""
+    """Raise if the objective is forbidden: reductions only add up forbidden costs."""
     if objective >= FORBIDDEN / 2:
         raise SolverError(
             "no sharding satisfies the constraints: the specs that were asked for leave some "
-            "operator no strategy. Ask for fewer, or for others."
+            "operator without a strategy. Ask for fewer specs, or for others."
         )
 
 
@@ -405,7 +403,7 @@ def _highs(model: _Model) -> highspy.Highs:
 def _solve_with_highs(
     model: _Model, time_limit_s: float, gap: float = 0.0
 ) -> tuple[np.ndarray | None, float, bool]:
-    """(the best solution so far, if any; a lower bound; whether the relaxation was integral)."""
+    """(the best solution found or None, a lower bound, whether the relaxation was integral)."""
     highs = _highs(model)
     if not debugs("solver"):
         return _branched(highs, model, time_limit_s, gap)
@@ -468,8 +466,8 @@ def _branched(
 
 
 def _on_support(model: _Model, relaxed: np.ndarray, time_limit_s: float) -> np.ndarray | None:
-    """The best integral solution over the strategies that a relaxed one uses; None if there is
-    none, or none was found in time."""
+    """The best integral solution over the strategies that a relaxed one uses; None if none was
+    found in time."""
     upper = model.upper.copy()
     nodes = slice(0, model.num_node_vars)
     upper[nodes] = np.where(relaxed[nodes] < _INTEGRAL, 0.0, upper[nodes])
@@ -520,8 +518,8 @@ def _solve_with_pulp(
 
 
 def _pulp_outcome(problem: Any, stats: Any) -> tuple[str, bool]:
-    """(status, whether there is a solution). PuLP 4 returns them, PuLP 3 puts them on the problem,
-    where a solution that is not proven to be the best also has the status "Optimal"."""
+    """(status, whether there is a solution). PuLP 4 returns them; PuLP 3 stores them in the
+    problem, where an unproven solution also has the status "Optimal"."""
     if hasattr(stats, "has_solution"):
         return stats.status_str, stats.has_solution
     pulp_3: Any = pulp

@@ -1,18 +1,18 @@
-"""The best few shardings that differ where it matters, in order of cost.
+"""The k best shardings that differ in given decisions, in order of cost.
 
     PairwiseProblem, labels → Solution, Solution, … (`solutions`)
     ShardingProblem, labels → GraphSharding …       (`best_shardings`)
 
 Some nodes are *decisions*, and each of their strategies has a label: the layouts of an operator's
-operands, say, or the strategy itself. Two choices that have the same labels are one solution, of
-which the cheapest choice is taken; all other nodes take what suits. Solutions come out in order of
-cost, each proven to be the best of those that are left.
+operands, say, or the strategy itself. Choices with the same labels are one solution, represented by
+the cheapest of them; all other nodes are free. Solutions come in order of cost, each proven to be
+the best of the remaining ones.
 
-That is Lawler's partition (1972). The best solution x of a space is found exactly; what is left of
-the space falls into disjoint parts, one per decision i: there decisions before i are as in x,
-decision i is not, and those after are free (`_Space.parts`). Each part is solved, and the cheapest
-of all parts is next. One reduction that spares the decisions serves all solves, and one relaxation
-is solved from part to part with other bounds (`_Space.solve`).
+This is Lawler's partition (1972). The best solution x of a space is found exactly; the rest of the
+space falls into disjoint parts, one per decision i: decisions before i are as in x, decision i is
+not, and those after are free (`_Space.parts`). Each part is solved, and the cheapest of all parts
+is next. One reduction that spares the decisions serves all solves, and one relaxation is solved
+from part to part with other bounds (`_Space.solve`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Labels = Mapping[int, Sequence[Hashable]]  # node -> the label of each of its st
 
 @dataclass(frozen=True)
 class Solution:
-    """A strategy for every node, and the labels of those that are decisions."""
+    """A strategy for every node, and the labels of the decisions."""
 
     choice: dict[int, int]
     objective: float
     labels: dict[int, Hashable]
-    is_proven: bool = True  # that nothing cheaper is left; False if the solver ran out of time
+    is_proven: bool = True  # nothing cheaper is left; False if the solver ran out of time
 
 
 def solutions(
@@ -59,12 +59,12 @@ def solutions(
     solver: str = "highs",
     time_limit_s: float = 60.0,
 ) -> Iterator[Solution]:
-    """All solutions that differ in some label, the cheapest first; none if nothing is allowed.
-    `fixed`: decisions that have this label in all of them. `time_limit_s` is for one solve."""
-    (found,) = solutions_of_each(
+    """All solutions that differ in some label, cheapest first; none if nothing is allowed. `fixed`:
+    decision -> its label in all solutions. `time_limit_s`: for one solve."""
+    (each,) = solutions_of_each(
         problem, labels, [fixed or {}], solver=solver, time_limit_s=time_limit_s
     )
-    return found
+    return each
 
 
 def solutions_of_each(
@@ -75,26 +75,26 @@ def solutions_of_each(
     solver: str = "highs",
     time_limit_s: float = 60.0,
 ) -> list[Iterator[Solution]]:
-    """As `solutions`, for several ways to fix some decisions; the reduction serves all of them."""
+    """As `solutions`, for several sets of fixed decisions; one reduction serves all of them."""
     space = _Space(problem, labels, solver, time_limit_s)
-    return [_in_order(space, space.whole(own)) for own in fixed]
+    return [_in_order(space, space.whole(labels_of)) for labels_of in fixed]
 
 
 def _in_order(space: _Space, first: _Part) -> Iterator[Solution]:
-    order = count()  # of equal ones, that which was found first
+    order = count()  # of equal solutions, the one found first comes first
     waiting: list[tuple[float, int, Solution, _Part]] = []
 
-    def look_into(part: _Part) -> None:
-        found = space.solve(part)
-        if found is not None:
-            heapq.heappush(waiting, (found.objective, next(order), found, part))
+    def solve(part: _Part) -> None:
+        solution = space.solve(part)
+        if solution is not None:
+            heapq.heappush(waiting, (solution.objective, next(order), solution, part))
 
-    look_into(first)
+    solve(first)
     while waiting:
-        _, _, found, part = heapq.heappop(waiting)
-        yield found
-        for rest in space.parts(part, found):
-            look_into(rest)
+        _, _, solution, part = heapq.heappop(waiting)
+        yield solution
+        for rest in space.parts(part, solution):
+            solve(rest)
 
 
 def k_best(
@@ -108,17 +108,17 @@ def k_best(
     solver: str = "highs",
     time_limit_s: float = 60.0,
 ) -> list[Solution]:
-    """The `num` cheapest solutions, or fewer: none costs more than the cutoff, and after the
-    deadline (of `time.monotonic`) there are no more."""
-    found: list[Solution] = []
-    every = solutions(problem, labels, fixed=fixed, solver=solver, time_limit_s=time_limit_s)
-    for one in islice(every, num):
-        if one.objective > cutoff:
+    """The `num` cheapest solutions, or fewer: none above the cutoff, and no more after the deadline
+    (of `time.monotonic`)."""
+    best: list[Solution] = []
+    in_order = solutions(problem, labels, fixed=fixed, solver=solver, time_limit_s=time_limit_s)
+    for solution in islice(in_order, num):
+        if solution.objective > cutoff:
             break
-        found.append(one)
+        best.append(solution)
         if time.monotonic() > deadline:
             break
-    return found
+    return best
 
 
 def covering(
@@ -130,31 +130,32 @@ def covering(
     solver: str = "highs",
     time_limit_s: float = 60.0,
 ) -> list[Solution]:
-    """At most `num` solutions that show what there is, the cheapest first: all of them if there are
-    no more, else the cheapest third and, of decisions and labels evenly, the cheapest solution with
-    that label."""
+    """At most `num` representative solutions, cheapest first: all of them if there are no more,
+    else `num` / 3 cheapest ones and, evenly over decisions and labels, the cheapest solution with a
+    label."""
     space = _Space(problem, labels, solver, time_limit_s)
-    is_small = prod(len(set(own)) for own in labels.values()) <= num
-    found: list[Solution] = []
-    for one in islice(_in_order(space, space.whole({})), num if is_small else max(1, num // 3)):
-        found.append(one)
+    is_small = prod(len(set(node_labels)) for node_labels in labels.values()) <= num
+    chosen: list[Solution] = []
+    in_order = _in_order(space, space.whole({}))
+    for solution in islice(in_order, num if is_small else max(1, num // 3)):
+        chosen.append(solution)
         if time.monotonic() > deadline:
             break
     if is_small:
-        return found
-    known = {_key(one) for one in found}
-    pairs = [(node, label) for node, own in labels.items() for label in dict.fromkeys(own)]
-    # One pass takes every n-th pair, the next those beside them, until there are enough.
+        return chosen
+    known = {_key(solution) for solution in chosen}
+    pairs = [(node, label) for node, each in labels.items() for label in dict.fromkeys(each)]
+    # One pass takes every n-th pair, the next pass their neighbours, until there are enough.
     stride = max(1, -(-len(pairs) // num))
     for start in range(stride):
         for node, label in pairs[start::stride]:
-            if len(found) >= num or time.monotonic() > deadline:
+            if len(chosen) >= num or time.monotonic() > deadline:
                 break
-            one = space.solve(space.whole({node: label}))
-            if one is not None and _key(one) not in known:
-                known.add(_key(one))
-                found.append(one)
-    return sorted(found, key=lambda one: one.objective)
+            solution = space.solve(space.whole({node: label}))
+            if solution is not None and _key(solution) not in known:
+                known.add(_key(solution))
+                chosen.append(solution)
+    return sorted(chosen, key=lambda solution: solution.objective)
 
 
 def _key(solution: Solution) -> tuple[Hashable, ...]:
@@ -164,9 +165,9 @@ def _key(solution: Solution) -> tuple[Hashable, ...]:
 def best_shardings(
     problem: ShardingProblem, labels: Labels, num: int, **how: object
 ) -> list[GraphSharding]:
-    """The same for the sharding of a graph; memory is not looked at. `how`: as for `k_best`."""
-    found = k_best(problem.pairwise, labels, num, **how)  # type: ignore[arg-type]
-    return [sharding_of(problem, one) for one in found]
+    """The k best shardings of a graph, regardless of memory. `how`: as for `k_best`."""
+    best = k_best(problem.pairwise, labels, num, **how)  # type: ignore[arg-type]
+    return [sharding_of(problem, solution) for solution in best]
 
 
 def sharding_of(problem: ShardingProblem, solution: Solution) -> GraphSharding:
@@ -184,7 +185,7 @@ def sharding_of(problem: ShardingProblem, solution: Solution) -> GraphSharding:
 
 
 def strategy_labels(problem: ShardingProblem, classes: Sequence[int]) -> Labels:
-    """A label per strategy: solutions differ in how the operators of these classes are split."""
+    """A label per strategy: solutions differ in the shardings of operators of these classes."""
     return {u: [(s.operands, s.results) for s in problem.strategies[u]] for u in classes}
 
 
@@ -192,15 +193,15 @@ _Part = dict[int, np.ndarray]  # decision -> the strategies that it may take
 
 
 class _Space:
-    """The problem with all but its decisions reduced, and parts of it."""
+    """The problem with all nodes but the decisions reduced, and parts of it."""
 
     def __init__(
         self, problem: PairwiseProblem, labels: Labels, solver: str, time_limit_s: float
     ) -> None:
-        for node, own in labels.items():
-            assert len(own) == len(problem.costs[node]), f"node {node}: one label per strategy"
+        for node, each in labels.items():
+            assert len(each) == len(problem.costs[node]), f"node {node}: one label per strategy"
         self.original = problem
-        self.labels = {node: _numbers(own) for node, own in labels.items()}
+        self.labels = {node: _numbers(each) for node, each in labels.items()}
         self.names = labels
         self.solver, self.time_limit_s = solver, time_limit_s
         self.reduction: Reduction = reduce_problem(problem.copy(), spared=self.labels.keys())
@@ -210,23 +211,23 @@ class _Space:
 
     def whole(self, fixed: Mapping[int, Hashable]) -> _Part:
         part = {}
-        for node, own in self.names.items():
-            wanted = [i for i, x in enumerate(own) if node not in fixed or x == fixed[node]]
+        for node, each in self.names.items():
+            wanted = [i for i, x in enumerate(each) if node not in fixed or x == fixed[node]]
             part[node] = np.array(wanted, dtype=int)
         return part
 
-    def parts(self, part: _Part, found: Solution) -> Iterator[_Part]:
-        """What is left of a part without the solution that was found in it, in disjoint parts."""
+    def parts(self, part: _Part, solution: Solution) -> Iterator[_Part]:
+        """Disjoint parts that together are the part without its solution."""
         rest = dict(part)
-        for node, own in part.items():
-            same = self.labels[node][own] == self.labels[node][found.choice[node]]
+        for node, strategies in part.items():
+            same = self.labels[node][strategies] == self.labels[node][solution.choice[node]]
             if not same.all():
-                yield {**rest, node: own[~same]}
-            rest[node] = own[same]
+                yield {**rest, node: strategies[~same]}
+            rest[node] = strategies[same]
 
     def solve(self, part: _Part) -> Solution | None:
         """The cheapest choice of a part; None if nothing is allowed there."""
-        if any(not len(own) for own in part.values()):
+        if any(not len(strategies) for strategies in part.values()):
             return None
         result = None if self.relaxation is None else self.relaxation.solve(part)
         if result is not None:

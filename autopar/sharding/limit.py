@@ -1,4 +1,5 @@
-"""A side constraint of the solver: a linear function of the choice, such as bytes at a time."""
+"""Side constraints of the solver: a `Limit` is a linear function of the choice, such as memory
+use."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Limit:
         return total + sum(float(t[choice[u], choice[v]]) for (u, v), t in self.edges.items())
 
     def floor(self) -> float:
-        """A lower bound that no choice goes below."""
+        """A lower bound over all choices."""
         terms = (*self.nodes.values(), *self.edges.values())
         return self.constant + sum(float(t.min()) for t in terms)
 
@@ -35,8 +36,8 @@ class Limit:
             problem.add_edge(u, v, price * term)
 
     def restrict(self, kept: Mapping[int, np.ndarray]) -> Limit:
-        """The same function of a choice among fewer strategies. What a node of one strategy adds
-        goes to its neighbour, or to the constant."""
+        """The same function over fewer strategies. Terms of a node with one strategy move to its
+        neighbour, or to the constant."""
         nodes: dict[int, np.ndarray] = {}
         edges: dict[tuple[int, int], np.ndarray] = {}
         constant = self.constant

@@ -1,11 +1,10 @@
-"""What the best sharding costs if values must lie in one layout or another: min-marginals.
-
-    ShardingProblem, classes → for every layout they can all have, the best `GraphSharding` with it
+"""Min-marginals: from a `ShardingProblem` and classes to the best sharding for each of their
+layouts.
 
 For a layout L of the values that classes u ∈ U make: minimise the objective over all choices in
-which every u ∈ U takes a strategy that gives L. One reduction that spares U serves all layouts;
-what it leaves is restricted to L, reduced on, and solved exactly. Without a memory budget, that is
-what solving anew with the values pinned to L gives.
+which every u ∈ U takes a strategy that gives L. One reduction that spares U serves all layouts; the
+reduced problem is restricted to L, reduced further, and solved exactly. Without a memory budget,
+the result equals that of solving with the values pinned to L.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ Places = Mapping[int, int]  # class -> the position of the value among its resul
 
 @dataclass(frozen=True, eq=False)
 class Marginal:
-    """The best sharding with one layout. Without one, `lower_bound` is all that is known: it was
-    not solved; or, if infinite, there is none.
+    """The best sharding with one layout. If it is None, it was not solved, or there is none
+    (`lower_bound` is infinite).
 
-    fits: whether it stays within the memory budget; True if there is none.
+    fits: whether it stays within the memory budget; True without a budget.
     """
 
     layout: Layout
@@ -42,12 +41,12 @@ class Marginal:
 
 
 def layouts_of(problem: ShardingProblem, places: Places) -> list[Layout]:
-    """The layouts that the values of all classes can have, partial ones left out."""
-    found: list[Layout] | None = None
+    """The layouts that the values of all classes can have, without partial ones."""
+    common: list[Layout] | None = None
     for owner, result in places.items():
-        own = dict.fromkeys(s.results[result] for s in problem.strategies[owner])
-        found = list(own) if found is None else [layout for layout in found if layout in own]
-    return [layout for layout in found or () if not is_partial(layout)]
+        layouts = dict.fromkeys(s.results[result] for s in problem.strategies[owner])
+        common = list(layouts) if common is None else [x for x in common if x in layouts]
+    return [layout for layout in common or () if not is_partial(layout)]
 
 
 def min_marginals(
@@ -56,48 +55,53 @@ def min_marginals(
     *,
     always: Iterable[Layout] = (),
     known: Mapping[Layout, GraphSharding] | None = None,
-    most: int = 12,
+    max_solved: int = 12,
     budget_bytes: float | None = None,
     first_price: float = 0.0,
     solver: str = "highs",
     time_limit_s: float = 60.0,
     budget_time_s: float = 10.0,
 ) -> list[Marginal]:
-    """The best sharding for every layout, the cheapest first, what is not solved last. Of more
-    layouts than `most`, those with the lowest bounds are solved, and those that are `always`
-    wanted; `known` are the best ones of layouts that need no solving. `time_limit_s` is for one
-    solve, `budget_time_s` for all those together that a budget makes necessary, in equal shares:
-    what has not been made to fit by then is told without a sharding, with its bound."""
+    """The best sharding for every layout, cheapest first, unsolved ones last.
+
+    max_solved:    of more layouts, only those with the lowest bounds are solved.
+    always:        layouts that are solved in any case.
+    known:         the best shardings of layouts that need no solving.
+    time_limit_s:  for one solve.
+    budget_time_s: for all solves under a memory budget together, in equal shares; a layout that
+                   does not fit by then has a bound but no sharding.
+    """
     reduction = reduce_problem(problem.pairwise.copy(), spared=places)
     tries = [_restricted(problem, reduction, places, x) for x in layouts_of(problem, places)]
     wanted = set(always)
-    tries.sort(key=lambda one: (one.layout not in wanted, one.bound))
+    tries.sort(key=lambda attempt: (attempt.layout not in wanted, attempt.bound))
     shared = None
     if solver == "highs" and any(map(len, reduction.problem.edges.values())):
         shared = RestrictedIlp(reduction.problem, time_limit_s)
     deadline = time.monotonic() + budget_time_s
-    found = []
+    marginals = []
     with Progress("layouts", len(tries)) as progress:
-        for number, one in enumerate(tries):
+        for number, attempt in enumerate(tries):
+            layout = attempt.layout
             progress.step()
-            own = (known or {}).get(one.layout)
-            if own is not None:
-                found.append(Marginal(one.layout, own, own.lower_bound))
+            best = (known or {}).get(layout)
+            if best is not None:
+                marginals.append(Marginal(layout, best, best.lower_bound))
                 continue
-            if number >= most:
-                found.append(Marginal(one.layout, None, one.bound))
+            if number >= max_solved:
+                marginals.append(Marginal(layout, None, attempt.bound))
                 continue
-            sharding = _solved(problem, reduction, one, shared, solver, time_limit_s)
+            sharding = _solved(problem, reduction, attempt, shared, solver, time_limit_s)
             if sharding is None:
-                found.append(Marginal(one.layout, None, np.inf))
+                marginals.append(Marginal(layout, None, np.inf))
                 continue
-            left = (deadline - time.monotonic()) / (min(most, len(tries)) - number)
-            found.append(_within(sharding, one.layout, budget_bytes, first_price, solver, left))
-    return sorted(found, key=lambda one: (one.sharding is None, _cost(one)))
+            left = (deadline - time.monotonic()) / (min(max_solved, len(tries)) - number)
+            marginals.append(_within(sharding, layout, budget_bytes, first_price, solver, left))
+    return sorted(marginals, key=lambda marginal: (marginal.sharding is None, _cost(marginal)))
 
 
-def _cost(one: Marginal) -> float:
-    return one.lower_bound if one.sharding is None else one.sharding.objective
+def _cost(marginal: Marginal) -> float:
+    return marginal.lower_bound if marginal.sharding is None else marginal.sharding.objective
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,25 +119,26 @@ def _restricted(problem: ShardingProblem, first: Reduction, places: Places, layo
         for u, r in places.items()
     }
     costs = first.problem.costs
-    more = sum(float(costs[u][own].min() - costs[u].min()) for u, own in allowed.items())
-    return _Try(layout, allowed, floor_of(first.problem) + more)
+    extra = sum(float(costs[u][kept].min() - costs[u].min()) for u, kept in allowed.items())
+    return _Try(layout, allowed, floor_of(first.problem) + extra)
 
 
 def _solved(
     problem: ShardingProblem,
     first: Reduction,
-    one: _Try,
+    attempt: _Try,
     shared: RestrictedIlp | None,
     solver: str,
     time_limit_s: float,
 ) -> GraphSharding | None:
-    """The best sharding with the layout, of a problem without others; None if there is none."""
-    result = None if shared is None else shared.solve(one.allowed)
+    """The best sharding with the layout, in the restricted problem; None if there is none."""
+    result = None if shared is None else shared.solve(attempt.allowed)
     if result is not None:
         core = result.choice
     else:
         kept = {
-            u: one.allowed.get(u, np.arange(len(costs))) for u, costs in first.problem.costs.items()
+            u: attempt.allowed.get(u, np.arange(len(costs)))
+            for u, costs in first.problem.costs.items()
         }
         second = reduce_problem(restrict(first.problem, kept))
         try:
@@ -142,9 +147,9 @@ def _solved(
             return None
         core = {u: int(kept[u][s]) for u, s in second.restore(result.choice).items()}
     choice = first.restore(core)
-    for u, own in one.allowed.items():
-        choice[u] = int(np.flatnonzero(own == choice[u])[0])
-    restricted = _only(problem, one.allowed)
+    for u, strategies in attempt.allowed.items():
+        choice[u] = int(np.flatnonzero(strategies == choice[u])[0])
+    restricted = _only(problem, attempt.allowed)
     objective = restricted.pairwise.objective(choice)
     stats = SolveStats(
         num_nodes=len(problem.graph.nodes),
@@ -160,14 +165,14 @@ def _solved(
 
 
 def _only(problem: ShardingProblem, allowed: Mapping[int, np.ndarray]) -> ShardingProblem:
-    """The problem in which some classes have only some of their strategies."""
+    """The problem with only the allowed strategies of some classes."""
     strategies = dict(problem.strategies)
     pairwise = problem.pairwise.copy()
-    for u, own in allowed.items():
-        strategies[u] = [problem.strategies[u][i] for i in own]
-        pairwise.costs[u] = pairwise.costs[u][own]
+    for u, kept in allowed.items():
+        strategies[u] = [problem.strategies[u][i] for i in kept]
+        pairwise.costs[u] = pairwise.costs[u][kept]
         for v, matrix in list(pairwise.edges.get(u, {}).items()):
-            part = matrix[own]
+            part = matrix[kept]
             pairwise.edges[u][v] = part
             pairwise.edges[v][u] = part.T
     return replace(problem, strategies=strategies, pairwise=pairwise)
@@ -190,7 +195,7 @@ def _within(
         return Marginal(layout, None, sharding.lower_bound)
     deadline = time.monotonic() + time_left_s
     try:
-        found = fit_into_memory(
+        fitting = fit_into_memory(
             sharding,
             budget_bytes,
             solver=solver,
@@ -198,10 +203,10 @@ def _within(
             first_price=first_price,
         )
     except DoesNotFit as miss:
-        if time.monotonic() > deadline:  # then that proves nothing
+        if time.monotonic() > deadline:  # running out of time proves nothing
             return Marginal(layout, None, sharding.lower_bound)
         return Marginal(layout, miss.smallest, sharding.lower_bound, fits=False)
-    return Marginal(layout, found, found.lower_bound)
+    return Marginal(layout, fitting, fitting.lower_bound)
 
 
 def _peak(sharding: GraphSharding) -> float:

@@ -1,8 +1,8 @@
-"""What is in memory when, as linear functions of the choice: from a `ShardingProblem` to `Limit`s.
+"""Memory use as linear functions of the choice: from a `ShardingProblem` to `Limit`s.
 
-The bytes at a time are Σ over nodes of what their strategies make them hold, and Σ over edges of
-the copies that pairs of strategies ask for. Lives and copies of one class are added up, so a row
-does not grow with depth.
+The bytes at a time are Σ over nodes of the results under their strategies, plus Σ over edges of the
+copies between pairs of strategies. Lives and copies of one class are added up, so a row does not
+grow with depth.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
-# A value smaller than this share of the budget is not worth a term; all of them together are no
-# more than rounding in the estimate.
+# A value smaller than this share of the budget gets no term; all of them together are within the
+# rounding of the estimate.
 _SMALLEST_SHARE = 1e-6
 
 
 class Holdings:
-    """What is in memory when, by class: arrays over all lives and copies of the graph."""
+    """Memory use over time by class: arrays over all lives and copies of the graph."""
 
     def __init__(self, problem: ShardingProblem, budget_bytes: float) -> None:
         self.problem = problem
@@ -63,7 +63,7 @@ class Holdings:
         self._shares: dict[tuple, np.ndarray] = {}
 
     def sizes(self, group: int) -> np.ndarray:
-        """The share of a result that one device holds, by strategy."""
+        """The share of a result on one device, by strategy."""
         owner, result = self.groups[group]
         strategies = self.problem.strategies[owner]
         key = (id(strategies), result)
@@ -75,7 +75,7 @@ class Holdings:
         return self._sizes[key]
 
     def shares(self, edge: int) -> np.ndarray:
-        """The share of a value that a copy of it is, by the strategies of both ends."""
+        """The share of a value in its copy, by the strategies of both ends."""
         u, v, result, position, finishes = self.edges[edge]
         ups, downs = self.problem.strategies[u], self.problem.strategies[v]
         key = (id(ups), id(downs), result, position, finishes)
@@ -158,7 +158,7 @@ def copy_shares(
 
 
 def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
-    """What no choice can hold less than at some time: every value in its smallest shard."""
+    """A lower bound on the peak of every choice: every value in its smallest shard."""
     smallest: dict[tuple[Rule, int], float] = {}
     change = np.zeros(len(graph.nodes) + 2)
     for life in graph.liveness.lives:
@@ -166,8 +166,8 @@ def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:
         key = (graph.nodes[node].rule, result)
         if key not in smallest:
             strategies = enumerate_strategies(key[0], mesh.shape)
-            most = max(num_shards(s.results[result], mesh.shape) for s in strategies)
-            smallest[key] = 1.0 / most
+            max_shards = max(num_shards(s.results[result], mesh.shape) for s in strategies)
+            smallest[key] = 1.0 / max_shards
         size = graph.values[life.value].num_bytes * life.count * smallest[key]
         change[life.start] += size
         change[life.end + 1] -= size

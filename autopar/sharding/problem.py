@@ -1,8 +1,8 @@
-"""The graph, its strategies and the mesh as a pairwise problem: where costs are put together.
+"""From a `Graph` and a mesh to a `ShardingProblem`: strategies and their costs per node and edge.
 
-Node costs are compute, edge costs are resharding (and the reduction of partial sums, which is
-resharding from a partial layout). Nodes of one class (see `fold`) share one decision, so costs of
-all members add up in it.
+Node costs are compute; edge costs are resharding, including the reduction of partial sums
+(resharding from a partial layout). Nodes of one class (see `fold`) share one decision, so the costs
+of all members add up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.cost.compute import compute_s, tie_break_s
 from autopar.cost.halo import halo_s
+from autopar.cost.layer_costs import STATE_EDGE
 from autopar.cost.measured_ops import measured_op_s
 from autopar.cost.report import edge_weight
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
@@ -27,9 +28,7 @@ from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
 
 Allowed = Mapping[int, frozenset[Layout]]  # value -> layouts that its producer may give it
-
-STATE_EDGE = -1  # the operand position of a state output that becomes the next step's input
-# Pins and filters say which strategies a node may use.
+# From a node and its strategies to the indices of those that it may use.
 StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
 
 
@@ -45,8 +44,8 @@ class ShardingProblem:
 
 @dataclass(frozen=True, eq=False)
 class FoldedGraph:
-    """A graph and its classes, with all that does not depend on the mesh: worth keeping where one
-    graph is solved on several."""
+    """A graph and its classes, with cached data that does not depend on the mesh, for solving the
+    graph on several meshes."""
 
     graph: Graph
     classes: list[int]
@@ -60,17 +59,17 @@ class FoldedGraph:
 
     @cached_property
     def prices(self) -> dict[int, list[tuple[Node, int]]]:
-        """Per class its members that cost differently, and how many there are of each."""
-        found: dict[int, list[tuple[Node, int]]] = {}
+        """{class: (example, count) for each group of members with equal costs}."""
+        prices: dict[int, list[tuple[Node, int]]] = {}
         for owner, indices in self.members.items():
-            alike = Counter(_price_key(self.graph.nodes[i]) for i in indices)
+            counts = Counter(_price_key(self.graph.nodes[i]) for i in indices)
             example_of = {_price_key(self.graph.nodes[i]): self.graph.nodes[i] for i in indices}
-            found[owner] = [(example_of[key], count) for key, count in alike.items()]
-        return found
+            prices[owner] = [(example_of[key], count) for key, count in counts.items()]
+        return prices
 
     @cached_property
     def edges(self) -> dict[tuple[int, int, int, int, bool], float]:
-        """(class, class, result, operand position, deferred) -> how often it is resharded."""
+        """{(class, class, result, operand position, deferred): how often it is resharded}."""
         graph, classes = self.graph, self.classes
         counts: dict[tuple[int, int, int, int, bool], float] = defaultdict(float)
         for index, node in enumerate(graph.nodes):
@@ -79,7 +78,7 @@ class FoldedGraph:
                 weight = edge_weight(graph.nodes[u], node)
                 info = graph.values[value]
                 counts[classes[u], classes[index], result, position, info.deferred] += weight
-        # State must leave the step as it came in.
+        # State leaves the step in the layout in which it entered.
         for i, o in graph.state:
             source, target = graph.outputs[o], graph.inputs[i]
             assert source is not None
@@ -147,19 +146,18 @@ def _allowed(
     pinned: set[tuple[int, frozenset[Layout]]],
     keep: StrategyFilter | None,
 ) -> list[Strategy]:
-    every = enumerate_strategies(node.rule, mesh.shape)
+    strategies = enumerate_strategies(node.rule, mesh.shape)
     if node.kind is NodeKind.FINISH and node.rule.linear:
-        every = tuple(s for s in every if s.results == s.operands)
+        strategies = tuple(s for s in strategies if s.results == s.operands)
     if node.kind is NodeKind.MERGE and node.rule.linear:
-        every = tuple(_starting_at_zero(s) for s in every)
-    chosen = list(every)
+        strategies = tuple(_starting_at_zero(s) for s in strategies)
+    chosen = list(strategies)
     if keep is not None:
-        indices = keep(node, every)
-        chosen = [every[i] for i in indices]
+        chosen = [strategies[i] for i in keep(node, strategies)]
     for result, layouts in pinned:
         fitting = [s for s in chosen if s.results[result] in layouts]
         if not fitting:
-            fitting = [s for s in every if s.results[result] in layouts]
+            fitting = [s for s in strategies if s.results[result] in layouts]
         if not fitting:
             path = graph.values[node.results[result]].path or node.name
             raise SolverError(
@@ -167,15 +165,15 @@ def _allowed(
             )
         chosen = fitting
     if mesh.device is None and node.is_heavy:
-        # Without a price on compute, large products must at least not be computed twice.
-        most = max(s.parallelism for s in chosen)
-        chosen = [s for s in chosen if s.parallelism == most]
+        # Without a price on compute, large products must at least not be replicated.
+        max_parallelism = max(s.parallelism for s in chosen)
+        chosen = [s for s in chosen if s.parallelism == max_parallelism]
     return chosen
 
 
 def _starting_at_zero(strategy: Strategy) -> Strategy:
-    """A carry that adds up partial sums starts at zero, which is its own partial sum: only what
-    comes back (the last operand) is partial."""
+    """A carry that adds up partial sums starts at zero, which needs no reduction: only its last
+    operand, the body's result, is partial."""
     *inits, last = strategy.operands
     whole = [tuple(WHOLE if e == PARTIAL else e for e in layout) for layout in inits]
     return replace(strategy, operands=(*whole, last))

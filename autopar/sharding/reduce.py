@@ -1,4 +1,4 @@
-"""Exact reductions of a quadratic assignment: what is left needs a solver.
+"""Exact reductions of a quadratic assignment: from a `PairwiseProblem` to a smaller `Reduction`.
 
 The problem: choose a strategy s_v for every node to minimise Σ c_v[s_v] + Σ M_uv[s_u, s_v].
 Reductions that keep the optimum (and remember how to undo themselves):
@@ -33,7 +33,7 @@ class PairwiseProblem:
     constant: float = 0.0
 
     def copy(self) -> PairwiseProblem:
-        """A problem of its own with the same tables, which nothing changes in place."""
+        """A copy that shares the tables, which nothing changes in place."""
         edges = {u: dict(row) for u, row in self.edges.items()}
         return PairwiseProblem(dict(self.costs), edges, self.constant)
 
@@ -83,7 +83,7 @@ class Reduction:
     undo: list[_Undo]
     tolerance: float
     spared: frozenset[int] = frozenset()  # nodes that stay, with all of their strategies
-    # Nodes with tables that changed since it was looked whether a strategy is dominated.
+    # Nodes whose tables changed since the last check for dominated strategies.
     touched: set[int] = field(default_factory=set)
 
     def restore(self, choice: dict[int, int]) -> dict[int, int]:
@@ -99,8 +99,8 @@ class Reduction:
 
 
 def reduce_problem(problem: PairwiseProblem, spared: Collection[int] = ()) -> Reduction:
-    """Apply every reduction until none applies. `spared`: nodes that are left as they are, so that
-    what is left tells what each of their strategies costs."""
+    """Apply every reduction until none applies. `spared`: nodes that stay unreduced, so that the
+    result shows the cost of each of their strategies."""
     kept = {u: np.arange(len(c)) for u, c in problem.costs.items()}
     tolerance = _ROUNDING * _largest_cost(problem)
     reduction = Reduction(problem, kept, [], tolerance, frozenset(spared), set(problem.costs))

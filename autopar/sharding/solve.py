@@ -1,7 +1,7 @@
-"""From a graph and a mesh to a sharding of every node: fold, price, reduce, solve, restore.
+"""From a `Graph` and a mesh to a `GraphSharding`: fold, price, reduce, solve, restore.
 
-The result says how good it is: objective, proven lower bound, and the size of every step.
-`fit_into_memory` then looks whether it fits, and solves again under a budget if it does not.
+The result has its objective, a proven lower bound, and the size of every step. `fit_into_memory`
+checks whether it fits, and solves again under a budget if it does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf
 from autopar.cost.memory import MemoryProfile, memory_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import Layout
+from autopar.ir.spec import Layout, NodeLayouts
 from autopar.progress import debugs, tell
 from autopar.sharding.budget import solve_within_budget
 from autopar.sharding.contract import solve_contracted
@@ -34,7 +34,7 @@ from autopar.sharding.strategies import Strategy
 
 @dataclass(frozen=True)
 class SolveStats:
-    """Sizes before and after each reduction, and where the time went."""
+    """Sizes before and after each reduction, and the seconds of each step."""
 
     num_nodes: int
     num_classes: int
@@ -50,8 +50,8 @@ class SolveStats:
 
 @dataclass(frozen=True, eq=False)
 class GraphSharding:
-    """A strategy for every node of the graph. With `refetch`, the backward pass gathers again what
-    the forward pass had gathered, so that it need not be kept."""
+    """A strategy for every node of the graph. With `refetch`, the backward pass repeats the gathers
+    of the forward pass, so that gathered values need not stay in memory."""
 
     problem: ShardingProblem
     choice: dict[int, int]
@@ -60,7 +60,7 @@ class GraphSharding:
     stats: SolveStats
     refetch: bool = False
     unbounded: tuple[float, float] | None = None  # (objective, peak bytes) without a budget
-    price_per_byte: float = 0.0  # of the budget, where there is one and it binds
+    price_per_byte: float = 0.0  # of the memory budget, if it binds
 
     @property
     def graph(self) -> Graph:
@@ -71,7 +71,7 @@ class GraphSharding:
         return self.problem.mesh
 
     def of_graph(self, graph: Graph) -> GraphSharding:
-        """The same for a graph that is equal but for memory, names and numbers of values."""
+        """The same sharding of a graph that differs only in memory, names and value numbers."""
         if graph is self.graph:
             return self
         return replace(self, problem=replace(self.problem, graph=graph))
@@ -86,7 +86,7 @@ class GraphSharding:
         return memory_profile(self.graph, self.mesh, self.layouts, refetch=self.refetch)
 
     @cached_property
-    def layouts(self) -> tuple[tuple[tuple[Layout, ...], tuple[Layout, ...]], ...]:
+    def layouts(self) -> tuple[NodeLayouts, ...]:
         """(operand layouts, result layouts) of every node."""
         return tuple((s.operands, s.results) for s in self.strategies)
 
@@ -112,9 +112,12 @@ def solve_graph(
     gap: float = 0.0,
     contract: bool = True,
 ) -> GraphSharding:
-    """`pins`: value -> the layout its producer must give it; `allowed`: -> those it may. `folded`:
-    the graph with its classes, where they are known already. `gap`: how near to the optimum is
-    near enough. `contract`: False leaves all that reductions leave to the integer programme."""
+    """pins:     value -> the layout that its producer must give it.
+    allowed:  value -> the layouts that its producer may give it.
+    folded:   the graph with its classes, if known.
+    gap:      a solution within this ratio of the optimum is good enough.
+    contract: False solves the reduced problem as an integer programme directly.
+    """
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
@@ -140,22 +143,22 @@ def solve_graph(
         relaxation_integral=result.relaxation_integral,
         seconds=seconds,
     )
-    found = GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
+    sharding = GraphSharding(problem, choice, result.objective, result.lower_bound, stats)
     if debugs("solver"):
-        tell("solver", _solver_text(found))
-    return found
+        tell("solver", _solver_text(sharding))
+    return sharding
 
 
-def _solver_text(found: GraphSharding) -> str:
-    stats = found.stats
+def _solver_text(sharding: GraphSharding) -> str:
+    stats = sharding.stats
     relaxed = "integral by itself" if stats.relaxation_integral else "branched"
     seconds = ", ".join(f"{name} {value:.3f} s" for name, value in stats.seconds.items())
     return (
-        f"autopar solver, mesh {found.mesh.shape}: {stats.num_nodes} nodes in {stats.num_classes} "
-        f"classes with {stats.num_strategies} strategies; reduced to {stats.num_core_nodes} nodes, "
-        f"{stats.num_variables} variables, {stats.num_constraints} constraints ({relaxed}); "
-        f"objective {found.objective:.9g}, lower bound {found.lower_bound:.9g}, "
-        f"gap {found.gap:.2%}; {seconds}"
+        f"autopar solver, mesh {sharding.mesh.shape}: {stats.num_nodes} nodes in "
+        f"{stats.num_classes} classes with {stats.num_strategies} strategies; reduced to "
+        f"{stats.num_core_nodes} nodes, {stats.num_variables} variables, {stats.num_constraints} "
+        f"constraints ({relaxed}); objective {sharding.objective:.9g}, lower bound "
+        f"{sharding.lower_bound:.9g}, gap {sharding.gap:.2%}; {seconds}"
     )
 
 
@@ -167,16 +170,16 @@ def fold_graph(graph: Graph, *, fold: bool = True) -> FoldedGraph:
 def folded_for(
     graph: Graph, allowed: Allowed, *, fold: bool = True, folded: FoldedGraph | None = None
 ) -> FoldedGraph:
-    """The graph with its classes, those parted of whose members different things are asked."""
+    """The graph with its classes, split where their members have different allowed layouts."""
     if folded is None:
         folded = fold_graph(graph, fold=fold)
     if allowed:
-        folded = FoldedGraph(graph, _part_by_pins(graph, folded.classes, allowed))
+        folded = FoldedGraph(graph, _split_by_pins(graph, folded.classes, allowed))
     return folded
 
 
 class DoesNotFit(Exception):
-    """Nothing that was found fits the budget; `smallest` comes nearest. Internal."""
+    """No sharding found fits the budget; `smallest` has the lowest peak. Internal."""
 
     def __init__(self, smallest: GraphSharding) -> None:
         super().__init__(smallest.memory.peak_bytes)
@@ -192,14 +195,14 @@ def fit_into_memory(
     cutoff: float = inf,
     first_price: float = 0.0,
 ) -> GraphSharding:
-    """The sharding itself if it fits, else the best found that does; `DoesNotFit` if none. The
-    search may end early with what it has once nothing below the cutoff can be found; it starts
-    from a price per byte, if one is given."""
+    """The sharding itself if it fits, else the best one found that does; `DoesNotFit` if none. The
+    search may end early once nothing below the cutoff can be found; it starts from `first_price`
+    per byte, if given."""
     if sharding.memory.peak_bytes <= budget_bytes:
         return sharding
-    again = replace(sharding, refetch=True)
-    if again.memory.peak_bytes <= budget_bytes:
-        return again
+    refetching = replace(sharding, refetch=True)
+    if refetching.memory.peak_bytes <= budget_bytes:
+        return refetching
     started = time.perf_counter()
     result = solve_within_budget(
         sharding.problem,
@@ -227,8 +230,8 @@ def fit_into_memory(
             f"{'fits' if fits else 'does not fit'}; {seconds['memory']:.3f} s",
         )
     choice = result.choice if result.choice is not None else result.smallest
-    found = replace(
-        again,
+    fitted = replace(
+        refetching,
         choice=choice,
         objective=sharding.problem.pairwise.objective(choice),
         lower_bound=result.lower_bound,
@@ -236,14 +239,14 @@ def fit_into_memory(
         unbounded=(sharding.objective, sharding.memory.peak_bytes),
         price_per_byte=result.price,
     )
-    # Rows count a copy once for each reader; the profile, which shares them, has the last word.
-    if not fits and found.memory.peak_bytes > budget_bytes:
-        raise DoesNotFit(found)
-    return found
+    # Rows count a copy once for each reader; the profile, which shares copies, decides.
+    if not fits and fitted.memory.peak_bytes > budget_bytes:
+        raise DoesNotFit(fitted)
+    return fitted
 
 
-def _part_by_pins(graph: Graph, classes: list[int], allowed: Allowed) -> list[int]:
-    """Equal layers that are asked for different layouts are not tied."""
+def _split_by_pins(graph: Graph, classes: list[int], allowed: Allowed) -> list[int]:
+    """The classes, split by the allowed layouts of their members' results."""
     numbers: dict[tuple, int] = {}
     keys = [
         (owner, *(allowed.get(value) for value in node.results))
@@ -261,16 +264,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = now - self.last
         self.last = now
-
-
-__all__ = [
-    "DoesNotFit",
-    "FoldedGraph",
-    "GraphSharding",
-    "ShardingProblem",
-    "SolveStats",
-    "fit_into_memory",
-    "fold_graph",
-    "folded_for",
-    "solve_graph",
-]

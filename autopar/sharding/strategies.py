@@ -1,10 +1,10 @@
-"""The strategies of a node: every way to put mesh axes on its factors.
+"""The strategies of a node: from a `Rule` and a mesh to every way to put mesh axes on factors.
 
-Each axis of the mesh goes to one factor of the node's rule or to none. A factor can be split if
-its size divides evenly and it is not fixed; a factor that is the minor part of a dimension only
-when the major parts are split completely, by earlier axes. Splitting a reduction factor leaves
-the result partial along that axis; a linear node may also take partial operands to a partial
-result. What remains is a set of (operand layouts, result layouts) without duplicates.
+Each axis of the mesh goes to one factor of the node's rule or to none. A factor can be split if it
+is not fixed and the axis divides its size; a minor factor of a dimension only if earlier axes split
+its major factors completely. Splitting a reduction factor leaves the result partial along that
+axis; a linear node may also take partial operands to a partial result. The result is a set of
+(operand layouts, result layouts) without duplicates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from autopar.ir.graph import Rule
-from autopar.ir.spec import PARTIAL, WHOLE, Layout
+from autopar.ir.spec import PARTIAL, WHOLE, Layout, NodeLayouts
 
 _UNUSED = -1
 _PARTIAL_FACTOR = -2
@@ -22,8 +22,8 @@ _PARTIAL_FACTOR = -2
 
 @dataclass(frozen=True)
 class Strategy:
-    """`factors[a]` is the factor on mesh axis a (−1 none, −2 partial through a linear op);
-    `parallelism` over how many devices the node's work is divided."""
+    """`factors[a]`: the factor on mesh axis a (−1 none, −2 partial through a linear op);
+    `parallelism`: the number of devices that divide the node's work."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -38,20 +38,22 @@ def enumerate_strategies(rule: Rule, mesh_shape: tuple[int, ...]) -> tuple[Strat
         if size == 1:
             choices.append([_UNUSED])
             continue
-        own = [_UNUSED]
-        own += [f for f, n in enumerate(rule.sizes) if f not in rule.fixed and n % size == 0]
+        axis_choices = [_UNUSED]
+        axis_choices += (
+            f for f, n in enumerate(rule.sizes) if f not in rule.fixed and n % size == 0
+        )
         if rule.linear:
-            own.append(_PARTIAL_FACTOR)
-        choices.append(own)
-    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+            axis_choices.append(_PARTIAL_FACTOR)
+        choices.append(axis_choices)
+    by_layouts: dict[NodeLayouts, Strategy] = {}
     for factors in product(*choices):
         strategy = _apply(rule, mesh_shape, factors)
         if strategy is None:
             continue
         key = strategy.operands, strategy.results
-        if key not in found or found[key].parallelism < strategy.parallelism:
-            found[key] = strategy
-    return tuple(found.values())
+        if key not in by_layouts or by_layouts[key].parallelism < strategy.parallelism:
+            by_layouts[key] = strategy
+    return tuple(by_layouts.values())
 
 
 def _apply(rule: Rule, mesh_shape: tuple[int, ...], factors: tuple[int, ...]) -> Strategy | None:
@@ -87,10 +89,10 @@ def _layout(
             layout.append(PARTIAL)
             continue
         entry = PARTIAL if is_result and factor in rule.reduction else WHOLE
-        for dim, own in enumerate(dims):
-            if factor < 0 or factor not in own:
+        for dim, dim_factors in enumerate(dims):
+            if factor < 0 or factor not in dim_factors:
                 continue
-            for major in own[: own.index(factor)]:
+            for major in dim_factors[: dim_factors.index(factor)]:
                 complete = parts.get(major, 1) == rule.sizes[major]
                 earlier = all(a < axis for a, f in enumerate(factors) if f == major)
                 if not (complete and earlier):

@@ -34,7 +34,7 @@ from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
-from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
+from autopar.stages.pruning import min_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes
@@ -169,7 +169,7 @@ def _other_number(
         needless = least == 1 or best is None or not _lacks_memory(looped, setting, best)
         if least < most and best is not None and needless:
             break
-        candidates = candidate_micro_batches(rows, least_rows=min(rows, least))
+        candidates = candidate_micro_batches(rows, min_rows=min(rows, least))
         other = choose_micro_batches(tables, setting, candidates)
         if other is not None and (best is None or other.choice.step_s < best.step_s):
             best = other.choice
@@ -197,7 +197,7 @@ def _search_many(
     small ones, and prices of memory are worked out only where memory may be short."""
     cluster, num_layers = setting.cluster, len(looped.layers)
     flops = [setting.num_micro_batches * layer for layer in looped.layer_flops]
-    least_s = least_times(flops, lambda work: min_work_s(cluster, work))
+    least_s = min_times(flops, lambda work: min_work_s(cluster, work))
     even = cluster.num_devices / num_layers
     large = [s for s in submeshes if prod(s) >= even] or list(submeshes)
     tables = maker.tables(large, prices=())

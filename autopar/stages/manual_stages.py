@@ -1,4 +1,4 @@
-"""What users say of stages by hand, checked against the layers that there are."""
+"""Checks of `ManualStages`: from layer ids and the number of layers to an error, or none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check_layer_ids(layer_ids: Sequence[Sequence[int]], num_layers: int) -> None
     if beyond:
         wrong = f"there is no layer {beyond[0]}: the step has {num_layers} layers, from 0 on"
     elif missing:
-        wrong = f"layer {missing[0]} is in no stage: the step has {num_layers} layers, from 0 on"
+        wrong = f"no stage has layer {missing[0]}: the step has {num_layers} layers, from 0 on"
     elif not all(layer_ids):
         wrong = "a stage has no layer"
     else:
         wrong = "layers are given twice or out of order"
     raise ArgumentError(
         f"{given}: {wrong}. Give every layer to one stage, in order, such as [[0, 1], [2, 3]]; "
-        "autopar.AutoLayers(n) sets how many there are."
+        "autopar.AutoLayers(n) sets the number of layers."
     )

@@ -1,11 +1,10 @@
-"""The number of micro-batches: which one the stage search should be done for.
+"""The number of micro-batches: from `LayerTable`s made at one number to a `MicroBatchChoice`.
 
-From tables made at one number of micro-batches to a number and its pipeline. More micro-batches
-fill a pipeline better and need less memory; each costs the start of its stage programs, and has
-smaller products. Here the figures of a micro-batch are taken to be in proportion to its rows, but
-for the time to start a stage program and that to read weights and sums of gradients, which no
-micro-batch goes below. So one set of tables ranks all numbers, roughly: the compiler traces the
-step anew for the number found and searches again.
+More micro-batches fill a pipeline better and need less memory, but each has to start its stage
+programs and has smaller products. Here the costs of a micro-batch are proportional to its rows,
+except for a constant time to start a stage program and a minimum time to read weights and sums of
+gradients. So one set of tables ranks all numbers roughly; the compiler then traces the step with
+the number chosen and searches again.
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ from autopar.ir.stages import LayerTable, PipelineChoice, Submesh
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 
-MOST_CANDIDATES = 64
-GAP = 1e-3  # a ranking needs no better
+MAX_CANDIDATES = 64
+GAP = 1e-3  # enough for a ranking
 
 
 class MicroBatchChoice(NamedTuple):
-    """The best number, its pipeline as the scaled tables have it, and the time of a step for every
-    number that was compared; infinite for those that fit not or were seen to be worse."""
+    """The best number, its pipeline by the scaled tables, and the step time of every number
+    compared; infinite for infeasible ones and for those proven worse."""
 
     num_micro_batches: int
     choice: PipelineChoice
     steps_s: dict[int, float]
 
 
-def candidate_micro_batches(batch_size: int, *, least_rows: int = 1) -> tuple[int, ...]:
-    """Numbers of micro-batches with equally many rows, at least so many each. If there are more
-    than 64, those with the smallest odd factors are kept."""
-    found = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-    found = [n for n in found if batch_size // n >= least_rows] or [1]
-    kept = sorted(found, key=lambda n: (n // (n & -n), n))[:MOST_CANDIDATES]
-    return tuple(sorted(kept))
+def candidate_micro_batches(batch_size: int, *, min_rows: int = 1) -> tuple[int, ...]:
+    """Numbers of micro-batches with equally many rows, at least `min_rows` each. Of more than
+    `MAX_CANDIDATES`, those with the smallest odd factors."""
+    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    divisors = [n for n in divisors if batch_size // n >= min_rows] or [1]
+    return tuple(sorted(sorted(divisors, key=lambda n: (n // (n & -n), n))[:MAX_CANDIDATES]))
 
 
 def choose_micro_batches(
@@ -51,8 +49,8 @@ def choose_micro_batches(
     num_stages: int | None = None,
     submeshes: Collection[Submesh] | None = None,
 ) -> MicroBatchChoice | None:
-    """The best of the candidates; `setting` has the number that the tables were made at. None if no
-    pipeline fits with any of them. Of numbers that are equally good, the smallest."""
+    """The best of the candidates, the smallest of equally good ones; None if no pipeline fits with
+    any of them. `setting` has the number that the tables were made at."""
     best: PipelineChoice | None = None
     steps_s: dict[int, float] = {}
     for number in sorted(candidates, key=lambda n: (abs(n - setting.num_micro_batches), n)):
@@ -86,12 +84,13 @@ def _is_better(choice: PipelineChoice, best: PipelineChoice) -> bool:
 
 
 def _scaled(table: LayerTable, scale: float, memory_bandwidth: float) -> LayerTable:
-    """A table for micro-batches `scale` times as large. Of what is held, a quarter each is weights,
-    read in both passes, and sums of gradients, read and written; so all of it moves once."""
-    least_s = table.held_bytes / memory_bandwidth if scale < 1 else 0.0
+    """A table for micro-batches `scale` times as large. Weights, read in both passes, and sums of
+    gradients, read and written, are a quarter of the held bytes each; so all held bytes move
+    once."""
+    min_s = table.held_bytes / memory_bandwidth if scale < 1 else 0.0
     return replace(
         table,
-        latency_s=np.maximum(table.latency_s * scale, np.minimum(table.latency_s, least_s)),
+        latency_s=np.maximum(table.latency_s * scale, np.minimum(table.latency_s, min_s)),
         forward_s=table.forward_s * scale,
         in_flight_bytes=table.in_flight_bytes * scale,
         working_bytes=table.working_bytes * scale,

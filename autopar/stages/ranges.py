@@ -1,21 +1,21 @@
-"""Figures of every range of layers under every variant: what the stage search reads.
+"""Costs of every range of layers under every variant: from `LayerTable`s to `Ranges`.
 
-From the per-layer tables to arrays [variant, first layer, end], where the range is half-open
-and what is no range costs infinitely much. A stage of the range [k, e) under a variant costs
+Arrays are indexed [variant, first layer, end]; ranges are half-open, and entries that are no range
+cost infinitely much. A stage of the range [k, e) under a variant costs
 
     c = latency + transfer + launch · stage programs + once / n        seconds per micro-batch,
 
-with n micro-batches, and as many stage programs as a stage runs for each: forward and backward, a
-third for the gradients of weights if the schedule has them apart, or forward alone. Its peak is
+with n micro-batches. A stage runs two stage programs for each, forward and backward; a third for
+the gradients of weights if the schedule separates them; or forward alone. Its peak is
 
     held + in flight · f + the largest working set of a layer  bytes per device,
 
-if the schedule keeps f micro-batches in flight there.
+with f micro-batches in flight there.
 
 *transfer* is what the stage waits for: the activations that enter at cut k and the gradients that
-come back at cut e. All bytes of a cut cross once, over links as many as the stage's own submesh has
-(its neighbour is taken to be as large), between hosts if the cluster has several. So it depends on
-nothing but the stage itself, and the search over stages stays exact.
+come back at cut e. All bytes of a cut cross once, over as many links as the stage's submesh has
+devices (its neighbour is assumed to be as large), between hosts if the cluster has several. So it
+depends only on the stage itself, and the search over stages stays exact.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MemoryBudget = float | Callable[[Submesh], float]
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What beside the tables decides the cost of a stage.
+    """What decides the cost of a stage besides the tables.
 
-    boundary_bytes: bytes of a micro-batch that cross each of the cuts between layers, forward;
-                    backward as much comes back, if there is a backward pass.
+    boundary_bytes: bytes of a micro-batch that cross each cut between layers forward; a backward
+                    pass sends as many back.
     memory_budget:  bytes that a device may hold, for all submeshes or by submesh.
     launch_s:       time to start one stage program.
     """
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def launches_s(self) -> float:
-        """Time to start all stage programs that a stage runs for a micro-batch."""
+        """The time to start all stage programs of a stage for one micro-batch."""
         if not self.has_backward:
             return self.launch_s
         return self.launch_s * (3 if self.schedule == "zero_bubble" else 2)
@@ -86,15 +86,15 @@ class Ranges:
         self.allowed = np.ones(len(tables), bool)
 
     def only(self, allowed: np.ndarray) -> Ranges:
-        """The same ranges, without the variants that are not allowed."""
-        part = copy(self)
-        part.__dict__.pop("cost_s", None)
-        part.allowed = self.allowed & allowed
-        return part
+        """The same ranges with the allowed variants only."""
+        restricted = copy(self)
+        restricted.__dict__.pop("cost_s", None)
+        restricted.allowed = self.allowed & allowed
+        return restricted
 
     @cached_property
     def cost_s(self) -> np.ndarray:
-        """Cost c of every range under every variant, whether it fits or not."""
+        """The cost c of every range under every variant, whether it fits or not."""
         setting = self.setting
         cost = self.latency_s + self.once_s / setting.num_micro_batches + setting.launches_s
         cost += self._transfer_s[self.submesh_of]
@@ -107,7 +107,7 @@ class Ranges:
         return np.array([self.setting.budget_bytes(t.submesh) for t in self.tables])
 
     def fits(self, in_flight: int) -> np.ndarray:
-        """Which ranges fit under which variants with so many micro-batches in flight."""
+        """Whether each range fits under each variant with so many micro-batches in flight."""
         peak = self._fixed_bytes + in_flight * self._in_flight_bytes
         return peak <= self._budget_bytes[:, None, None]
 
@@ -120,10 +120,10 @@ class Ranges:
         """The best variant that fits, as a stage; None if none does."""
         cost, chosen = inf, -1
         for table in map(int, np.flatnonzero(self.submesh_of == submesh)):
-            own = float(self.cost_s[table, first, end])
+            table_cost = float(self.cost_s[table, first, end])
             peak = self.peak_bytes(table, first, end, in_flight)
-            if own < cost and peak <= self._budget_bytes[table]:
-                cost, chosen = own, table
+            if table_cost < cost and peak <= self._budget_bytes[table]:
+                cost, chosen = table_cost, table
         return None if chosen < 0 else self.stage(chosen, first, end, in_flight)
 
     def peak_bytes(self, table: int, first: int, end: int, in_flight: int) -> float:
@@ -131,7 +131,8 @@ class Ranges:
         return float(self._fixed_bytes[at] + in_flight * self._in_flight_bytes[at])
 
     def missing_bytes(self, first: int, end: int, in_flight: int) -> float:
-        """By how much a range exceeds the budget under the variant that exceeds it least."""
+        """The bytes by which a range exceeds the budget, under the variant with the smallest
+        excess."""
         tables = range(len(self.tables))
         peaks = np.array([self.peak_bytes(table, first, end, in_flight) for table in tables])
         return float((peaks - self._budget_bytes)[self.allowed].min())
@@ -159,20 +160,20 @@ class Ranges:
 
 
 def stage_cost_s(stage: StageChoice, setting: Setting) -> float:
-    """Cost c of a stage that was chosen."""
+    """The cost c of a chosen stage."""
     once = stage.once_s / setting.num_micro_batches
     return stage.latency_s + once + setting.launches_s + stage.transfer_s
 
 
 def step_s(stages: Sequence[StageChoice], setting: Setting) -> float:
-    """Time of a step: all stages once, and the slowest once more for every further micro-batch."""
+    """The time of a step: all stages once, and the slowest again for every further micro-batch."""
     costs = [stage_cost_s(stage, setting) for stage in stages]
     return sum(costs) + (setting.num_micro_batches - 1) * max(costs)
 
 
 def _sums(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[row, first, end]: sums over ranges. Added up anew from every first entry, so that equal
-    layers give equal sums."""
+    """[row, first, end]: sums over ranges. Each first entry starts a new sum, so that equal layers
+    have equal sums."""
     return _padded(np.cumsum(_upper(rows), axis=2))
 
 
@@ -186,5 +187,5 @@ def _upper(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _padded(per_last: np.ndarray) -> np.ndarray:
-    """From the last entry of a range to its end, one more."""
+    """Shifts the index of a range's last entry to its end, one more."""
     return np.pad(per_last, ((0, 0), (0, 0), (1, 0)))

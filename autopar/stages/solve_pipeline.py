@@ -60,7 +60,7 @@ from autopar.stages.stage_plans import (
     pins_for,
     plan_stage,
 )
-from autopar.stages.submeshes import place
+from autopar.stages.submeshes import place_submeshes
 from autopar.tracer.costs import aval_bytes
 
 _MUCH_COPIED = 2**20  # bytes of other stages' parameters that a stage may get without a warning
@@ -178,7 +178,7 @@ def _devices(
     num_meshes = len(specs)
     if task.method.schedule == "interleaved_1f1b":
         num_meshes = _num_shared_meshes(submeshes, task.cluster)
-    placed = place(submeshes[:num_meshes], task.cluster)
+    placed = place_submeshes(submeshes[:num_meshes], task.cluster)
     meshes = [k % num_meshes for k in range(len(specs))]
     return [tuple(placed[m]) for m in meshes], meshes
 

@@ -1,19 +1,18 @@
-"""The dynamic programmes of the stage search: least Σ c of stages, none slower than a bound t.
+"""Dynamic programmes of the stage search: the minimum Σ c of stages, none slower than a bound t.
 
-From costs C of ranges of layers on submeshes to
+From costs C of ranges of layers on submeshes (`Ranges`) to
 
     F(s, k, d; t) = min over e, m of  C(s, m, k, e) + F(s − 1, e, d − z_m; t)           `suffixes`
 
-the least Σ c of s stages that hold layers k … L on d devices, where submesh m has z_m devices and
+the minimum Σ c of s stages with layers k … L on d devices, where submesh m has z_m devices and
 C(s, …) is the cost under the best variant that fits s stages before the end, if it is ≤ t; and to
 
     H(e, d; t) = min over k, m of  H(k, d − z_m; t) + C(m, k, e)                        `prefixes`
 
-the same for the layers before e in any number of stages, with the fewest micro-batches in flight
-that any position has: a lower bound, since memory is looked at no closer, which costs little.
+the same for the layers before e in any number of stages, with the fewest micro-batches in flight of
+any position. H is a cheap lower bound, since it considers memory no further.
 
-Devices are counted in units of which every submesh has a whole number: where the smallest submesh
-is a host, hosts.
+Devices are counted in units that divide every submesh: hosts, if the smallest submesh is a host.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ import numpy as np
 
 from autopar.stages.ranges import Ranges
 
-SAME = 1e-9  # times that differ by this ratio differ by rounding only
+SAME = 1e-9  # times that differ by less than this ratio are equal up to rounding
 
 StageRange = tuple[int, int, int]  # first layer, end, number of the submesh
 
 
 class StageDP:
-    """in_flight: micro-batches in flight on a stage with s stages from it to the last, at place s;
-    place 0 means nothing. `num_units` of `unit` devices each are what is shared out."""
+    """in_flight: at index s, the micro-batches in flight on a stage with s stages from it to the
+    last; index 0 is unused. The cluster has `num_units` units of `unit` devices."""
 
     def __init__(self, ranges: Ranges, in_flight: Sequence[int], num_devices: int) -> None:
         self.ranges, self.in_flight = ranges, in_flight
@@ -43,7 +42,7 @@ class StageDP:
         self._best_s: dict[int, np.ndarray] = {}
 
     def _costs(self, in_flight: int, bound_s: float) -> np.ndarray:
-        """C[submesh, first, end] where it is within the bound."""
+        """C[submesh, first, end], infinite above the bound."""
         if in_flight not in self._best_s:
             self._best_s[in_flight] = self.ranges.best_s(in_flight)
         costs = self._best_s[in_flight]
@@ -53,30 +52,30 @@ class StageDP:
         """H[end, units]."""
         costs = self._costs(self.fewest_in_flight, bound_s)
         num_layers, total = self.ranges.num_layers, self.num_units
-        least = np.full((num_layers + 1, total + 1), inf)
-        least[0, 0] = 0.0
+        best = np.full((num_layers + 1, total + 1), inf)
+        best[0, 0] = 0.0
         for end in range(1, num_layers + 1):
             for m, size in enumerate(self.sizes):
                 firsts = np.flatnonzero(costs[m, :end, end] < inf)
                 if size > total or not len(firsts):
                     continue
                 start = firsts[0]
-                sums = least[start:end, : total + 1 - size] + costs[m, start:end, end, None]
-                np.minimum(least[end, size:], sums.min(axis=0), out=least[end, size:])
-        return least
+                sums = best[start:end, : total + 1 - size] + costs[m, start:end, end, None]
+                np.minimum(best[end, size:], sums.min(axis=0), out=best[end, size:])
+        return best
 
     def suffixes(
         self, bound_s: float, limit_s: float = inf, prefixes: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """F[stages][first, units], for 0, 1, … stages. Where F and H together reach the limit it
-        is left out, and so are numbers of stages with nothing left."""
+        """F[stages][first, units], for 0, 1, … stages. Entries are infinite if F and H together
+        reach the limit; numbers of stages with no finite entry are left out."""
         num_layers, total = self.ranges.num_layers, self.num_units
-        least = np.full((num_layers + 1, total + 1), inf)
-        least[num_layers, 0] = 0.0
-        found = [least]
+        best = np.full((num_layers + 1, total + 1), inf)
+        best[num_layers, 0] = 0.0
+        by_stages = [best]
         for in_flight in self.in_flight[1:]:
             costs = self._costs(in_flight, bound_s)
-            after, least = least, np.full((num_layers + 1, total + 1), inf)
+            after, best = best, np.full((num_layers + 1, total + 1), inf)
             for end in np.flatnonzero((after < inf).any(axis=1)):
                 used = np.flatnonzero(after[end] < inf)
                 low, high = used[0], used[-1] + 1
@@ -87,17 +86,17 @@ class StageDP:
                         continue
                     start = firsts[0]
                     sums = costs[m, start:end, end, None] + after[end, None, low:stop]
-                    into = least[start:end, low + size : stop + size]
+                    into = best[start:end, low + size : stop + size]
                     np.minimum(into, sums, out=into)
             if prefixes is not None:
-                least[least + prefixes[:, ::-1] >= limit_s * (1 + SAME)] = inf
-            if not (least < inf).any():
+                best[best + prefixes[:, ::-1] >= limit_s * (1 + SAME)] = inf
+            if not (best < inf).any():
                 break
-            found.append(least)
-        return found
+            by_stages.append(best)
+        return by_stages
 
     def stages_of_prefixes(self, prefixes: np.ndarray, bound_s: float) -> list[StageRange]:
-        """The stages of H of all layers on all devices."""
+        """The stages that attain H for all layers on all devices."""
         costs = self._costs(self.fewest_in_flight, bound_s)
         stages: list[StageRange] = []
         end, left = self.ranges.num_layers, self.num_units
@@ -113,7 +112,7 @@ class StageDP:
     def stages_of_suffixes(
         self, suffixes: Sequence[np.ndarray], num_stages: int, bound_s: float
     ) -> list[StageRange]:
-        """The stages of F of all layers in so many stages on all devices."""
+        """The stages that attain F for all layers in `num_stages` stages on all devices."""
         stages: list[StageRange] = []
         first, left = 0, self.num_units
         for stage in range(num_stages, 0, -1):
@@ -128,7 +127,7 @@ class StageDP:
 
 
 def _argmin(rows: Iterable[np.ndarray | None]) -> tuple[int, int]:
-    """(Number of the row, position in it) of the least entry."""
-    least = [(row.min(), m, int(row.argmin())) for m, row in enumerate(rows) if row is not None]
-    _, m, position = min(least)
+    """(number of the row, position in it) of the smallest entry."""
+    minima = [(row.min(), m, int(row.argmin())) for m, row in enumerate(rows) if row is not None]
+    _, m, position = min(minima)
     return m, position

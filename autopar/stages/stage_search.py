@@ -38,7 +38,7 @@ from autopar.ir.text import format_bytes
 from autopar.lower.schedules import in_flight_bound
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.stage_dp import SAME, StageDP, StageRange
-from autopar.stages.submeshes import candidate_submeshes, tiles
+from autopar.stages.submeshes import candidate_submeshes, can_tile
 
 MAX_UNPLACED = 100  # plans that cannot be laid out, after which a search gives up
 ALTERNATIVES = 1.25  # plans of other numbers of stages may have a stage that much slower
@@ -251,7 +251,7 @@ class _StageSearch:
             stages.append(stage)
         plan = as_plan(stages, self.setting)
         whole = self.num_devices == self.setting.cluster.num_devices
-        if not tiles([stage.submesh for stage in stages], self.setting.cluster, whole=whole):
+        if not can_tile([stage.submesh for stage in stages], self.setting.cluster, whole=whole):
             self.num_unplaced += 1
         elif self.plans or plan.step_s < self.best_s:
             self.best_s = min(self.best_s, plan.step_s)

@@ -32,7 +32,7 @@ def test_equal_to_all_combinations_with_the_layout(graph: Graph, mesh: LogicalMe
     problem = build_problem(graph, mesh, nodes, {})
     node = data.draw(st.sampled_from(nodes))
     assume(prod(len(problem.strategies[n]) for n in nodes) <= MOST_COMBINATIONS)
-    found = min_marginals(problem, {node: 0}, most=100)
+    found = min_marginals(problem, {node: 0}, max_solved=100)
     assert {one.layout for one in found} == set(layouts_of(problem, {node: 0}))
     costs = [one.lower_bound if one.sharding is None else one.sharding.objective for one in found]
     assert costs == sorted(costs)
@@ -56,7 +56,7 @@ def test_equal_to_solving_with_a_pin(graph: Graph, mesh: LogicalMesh, data) -> N
     values = [v for v in graph.inputs if graph.values[v].shape]
     value = data.draw(st.sampled_from(values))
     node, result = graph.producer[value]
-    for one in min_marginals(problem, {classes[node]: result}, most=100):
+    for one in min_marginals(problem, {classes[node]: result}, max_solved=100):
         try:
             pinned = solve_graph(graph, mesh, pins={value: one.layout}).objective
         except SolverError:
@@ -84,9 +84,9 @@ def test_of_many_layouts_some_are_bounded() -> None:
     mesh = LogicalMesh((2, 2))
     problem = build_problem(graph, mesh, list(range(len(graph.nodes))), {})
     node = next(i for i, n in enumerate(graph.nodes) if n.kind is NodeKind.INPUT)
-    exact = {one.layout: one for one in min_marginals(problem, {node: 0}, most=100)}
-    last = min_marginals(problem, {node: 0}, most=100)[-1].layout
-    some = min_marginals(problem, {node: 0}, most=2, always=(last,))
+    exact = {one.layout: one for one in min_marginals(problem, {node: 0}, max_solved=100)}
+    last = min_marginals(problem, {node: 0}, max_solved=100)[-1].layout
+    some = min_marginals(problem, {node: 0}, max_solved=2, always=(last,))
     assert sum(one.sharding is not None for one in some) == 2
     assert next(one for one in some if one.layout == last).sharding is not None
     for one in some:

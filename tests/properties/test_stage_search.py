@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import ClusterSpec, DeviceSpec
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
-from autopar.stages.pruning import least_times, may_lack_memory, too_slow_submeshes
+from autopar.stages.pruning import min_times, may_lack_memory, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
-from autopar.stages.submeshes import candidate_submeshes, place
+from autopar.stages.submeshes import candidate_submeshes, place_submeshes
 
 # In flight, by micro-batches n and stages s from this one to the last.
 IN_FLIGHT = {
@@ -143,7 +143,7 @@ def check_plan(plan, tables, setting: Setting, num_devices: int) -> None:
     assert cuts[-1] == len(setting.boundary_bytes) + 1
     assert sum(prod(stage.submesh) for stage in plan.stages) == num_devices
     whole = num_devices == setting.cluster.num_devices
-    place([stage.submesh for stage in plan.stages], setting.cluster, whole=whole)
+    place_submeshes([stage.submesh for stage in plan.stages], setting.cluster, whole=whole)
     costs = []
     for i, stage in enumerate(plan.stages):
         table = tables[stage.table]
@@ -248,7 +248,7 @@ def test_submeshes_that_are_too_slow_are_in_no_better_plan(seed):
     ):
         return
 
-    least_s = least_times(setting.num_micro_batches * work_s, float)
+    least_s = min_times(setting.num_micro_batches * work_s, float)
     slow = too_slow_submeshes(submeshes, least_s, 4, known.step_s)
     kept = [table for table in tables if table.submesh not in slow]
     found, _ = search_stages(kept, setting)
@@ -283,7 +283,7 @@ def test_where_memory_is_not_lacking_what_saves_it_is_of_no_use(seed):
     known_s = inf if known is None else known.step_s
     if known is not None and sum(prod(s.submesh) for s in known.stages) < cluster.num_devices:
         known_s = inf
-    least_s = least_times(setting.num_micro_batches * work_s, float)
+    least_s = min_times(setting.num_micro_batches * work_s, float)
     needed = [may_lack_memory(table, setting, least_s, known_s) for table in tables]
     kept = [twin for twin, is_needed in zip(twins, needed, strict=True) if is_needed]
     found, _ = search_stages([*tables, *kept], setting)

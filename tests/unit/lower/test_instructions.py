@@ -332,7 +332,7 @@ def test_what_cannot_be_run_is_found():
             stage_programs=tuple(cyclic),
             transfers=(*good.transfers, Transfer(Ref(NEW_W0, None), 0, 1)),
         ),
-        "is read in turn": replace(
+        "is read in run": replace(
             good,
             stage_programs=(
                 *stage_programs[:2],

@@ -15,7 +15,7 @@ def test_layers_of_the_step():
 @pytest.mark.parametrize(
     ("ids", "wrong"),
     [
-        ([[0, 1], [2, 3, 4]], "layer 5 is in no stage: the step has 6 layers"),
+        ([[0, 1], [2, 3, 4]], "no stage has layer 5: the step has 6 layers"),
         ([[0, 1, 2], [3, 4, 5, 6]], "there is no layer 6: the step has 6 layers"),
         ([[0, 1, 2], [2, 3, 4, 5]], "twice or out of order"),
         ([[3, 4, 5], [0, 1, 2]], "twice or out of order"),

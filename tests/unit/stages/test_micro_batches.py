@@ -16,9 +16,9 @@ from tests.unit.stages.costs import setting, table
 
 def test_candidates_divide_the_batch():
     assert candidate_micro_batches(12) == (1, 2, 3, 4, 6, 12)
-    assert candidate_micro_batches(12, least_rows=4) == (1, 2, 3)
+    assert candidate_micro_batches(12, min_rows=4) == (1, 2, 3)
     assert candidate_micro_batches(7) == (1, 7)
-    assert candidate_micro_batches(2, least_rows=4) == (1,)
+    assert candidate_micro_batches(2, min_rows=4) == (1,)
 
 
 def test_there_are_64_candidates_at_most():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec
-from autopar.stages.submeshes import candidate_submeshes, place, tiles, uniform_submesh
+from autopar.stages.submeshes import candidate_submeshes, place_submeshes, can_tile, uniform_submesh
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,21 @@ def test_shapes_that_are_unknown():
 
 
 def test_in_pipeline_order_where_it_fits():
-    assert place([(1, 2), (1, 4), (1, 2)], ClusterSpec(1, 8)) == ((0, 1), (2, 3, 4, 5), (6, 7))
-    assert place([(1, 4), (1, 4), (1, 8)], ClusterSpec(2, 8))[2] == tuple(range(8, 16))
+    assert place_submeshes([(1, 2), (1, 4), (1, 2)], ClusterSpec(1, 8)) == (
+        (0, 1),
+        (2, 3, 4, 5),
+        (6, 7),
+    )
+    assert place_submeshes([(1, 4), (1, 4), (1, 8)], ClusterSpec(2, 8))[2] == tuple(range(8, 16))
 
 
 def test_large_ones_first_where_it_does_not():
-    devices = place([(1, 1), (1, 1), (1, 3), (1, 3)], ClusterSpec(2, 4))
+    devices = place_submeshes([(1, 1), (1, 1), (1, 3), (1, 3)], ClusterSpec(2, 4))
     assert devices == ((3,), (7,), (0, 1, 2), (4, 5, 6))
 
 
 def test_some_devices_of_each_of_several_hosts():
-    assert place([(2, 1), (2, 3)], ClusterSpec(2, 4)) == ((0, 4), (1, 2, 3, 5, 6, 7))
+    assert place_submeshes([(2, 1), (2, 3)], ClusterSpec(2, 4)) == ((0, 4), (1, 2, 3, 5, 6, 7))
 
 
 @pytest.mark.parametrize(
@@ -66,15 +70,15 @@ def test_some_devices_of_each_of_several_hosts():
 def test_submeshes_that_do_not_tile(submeshes, parts):
     cluster = ClusterSpec(2, 8)
     with pytest.raises(MeshError, match="do not tile") as caught:
-        place(submeshes, cluster)
+        place_submeshes(submeshes, cluster)
     for part in parts:
         assert part in str(caught.value)
-    assert not tiles(submeshes, cluster)
+    assert not can_tile(submeshes, cluster)
 
 
 def test_devices_may_be_left_over_if_allowed():
-    assert place([(1, 2)], ClusterSpec(1, 8), whole=False) == ((0, 1),)
-    assert tiles([(1, 2)], ClusterSpec(1, 8), whole=False)
+    assert place_submeshes([(1, 2)], ClusterSpec(1, 8), whole=False) == ((0, 1),)
+    assert can_tile([(1, 2)], ClusterSpec(1, 8), whole=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def tilings(draw):
 @settings(max_examples=200, deadline=None)
 def test_what_adds_up_tiles(case):
     cluster, submeshes = case
-    devices = place(submeshes, cluster)
+    devices = place_submeshes(submeshes, cluster)
     assert sorted(d for stage in devices for d in stage) == list(range(cluster.num_devices))
     for (num_hosts, width), stage in zip(submeshes, devices, strict=True):
         hosts = [d // cluster.devices_per_host for d in stage]
