@@ -116,7 +116,7 @@ def test_the_program_that_makes_state(tmp_path: Any) -> None:
     assert "// stage2_results" in executable.hlo_text()
     assert all(op.group_size > 1 for op in executable.collectives())
     executable.dump_debug_info(tmp_path)
-    assert "each stage makes its own results" in (tmp_path / "plan.txt").read_text()
+    assert "each stage computes its own outputs" in (tmp_path / "plan.txt").read_text()
     plan = autopar.ParallelPlan.load(tmp_path / "plan.json")
     again = autopar.parallelize(init, method=plan)
     assert_same(again(jax.random.key(0)), state)
