@@ -37,7 +37,7 @@ from autopar.api import make_executable
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import repriced
 from autopar.measure.enumerate_plans import strategies_in_words
-from autopar.measure.time_step import made_up
+from autopar.measure.time_step import synthetic_array
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
 from benchmarks.accuracy_plans import MESHES, plans_of
@@ -69,7 +69,7 @@ class Runner:
         self.memory_bytes = float(self.executable.memory_bytes())
         self.compile_s = time.perf_counter() - started
         avals, places = self.executable.avals, self.executable.input_shardings
-        self._leaves = [made_up(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)]
+        self._leaves = [synthetic_array(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)]
         self._state = planned.traced.state
         self.samples: list[float] = []
         self.processor_samples: list[float] = []
@@ -160,8 +160,8 @@ def run_plans(options: argparse.Namespace) -> dict[str, Any]:
         for row in rows:
             print(plan_line(row), flush=True)
         document["rows"] += rows
-        for clock, own in (("", rows), (", processor time", in_processor_time(rows))):
-            document["summary"][name + clock] = summary(own)
+        for clock, timed in (("", rows), (", processor time", in_processor_time(rows))):
+            document["summary"][name + clock] = summary(timed)
             print(summary_text(name + clock, document["summary"][name + clock]), flush=True)
         write(options, document)
     return document
@@ -184,8 +184,9 @@ def run_measured(options: argparse.Namespace) -> dict[str, Any]:
         arguments = (example.abstract_state(), example.abstract_batch())
         predicted = {}
         peak_bytes = 0.0
-        for name, own in clusters.items():
-            plan = autopar.plan(example.train_step, *arguments, cluster=own, method=method_of(case))
+        method = method_of(case)
+        for name, priced in clusters.items():
+            plan = autopar.plan(example.train_step, *arguments, cluster=priced, method=method)
             predicted[name] = figures(plan)
             peak_bytes = plan.estimated_peak_bytes
         document["rows"].append(

@@ -45,10 +45,10 @@ def plans_of(
     for name, cluster in clusters.items():
         planned = _planned(example, cluster, autopar.ShardParallel())
         found.setdefault(_key(planned), ([], planned))[0].append(name)
-    own = len(found)
+    num_chosen = len(found)
     symbolic = next(iter(clusters.values()))
     for planned in _others(example, symbolic, limit, meshes):
-        if len(found) >= own + limit:
+        if len(found) >= num_chosen + limit:
             break
         found.setdefault(_key(planned), ([], planned))
     return list(found.values())
@@ -141,7 +141,9 @@ def _whole_mesh(problem: Any, owner: int, labels: Any) -> list[Any]:
     """Labels of the strategies in which all devices share the work."""
     mesh = problem.mesh
     return [
-        own for own in dict.fromkeys(labels[owner]) if parallelism(own, mesh) == mesh.num_devices
+        label
+        for label in dict.fromkeys(labels[owner])
+        if parallelism(label, mesh) == mesh.num_devices
     ] or list(dict.fromkeys(labels[owner]))
 
 

@@ -40,7 +40,7 @@ def _of_cost_model(rows: Sequence[Row], name: str, fastest: float) -> dict[str, 
     measured = [row["step_s"] for row in rows]
     ratios = [log(p / m) for p, m in zip(predicted, measured, strict=True)]
     meshes = {tuple(row["mesh"]) for row in rows}
-    own = [row for row in rows if name in row["chosen_by"]]
+    chosen = [row for row in rows if name in row["chosen_by"]]
     best = rows[predicted.index(min(predicted))]
     return {
         "rank_correlation": rank_correlation(predicted, measured),
@@ -49,7 +49,7 @@ def _of_cost_model(rows: Sequence[Row], name: str, fastest: float) -> dict[str, 
         },
         "ratio": exp(statistics.mean(ratios)),
         "off": statistics.pstdev(ratios),
-        "regret": own[0]["step_s"] / fastest if own else None,
+        "regret": chosen[0]["step_s"] / fastest if chosen else None,
         "regret_of_best_predicted": best["step_s"] / fastest,
     }
 
@@ -63,8 +63,8 @@ def _correlation_on(rows: Sequence[Row], name: str, mesh: tuple[int, ...]) -> fl
 def plan_line(row: Row) -> str:
     mesh = "×".join(map(str, row["mesh"]))
     predicted = "  ".join(
-        f"{name} {1e3 * own['step_s']:7.1f} ({1e3 * own['communication_s']:6.1f} sent)"
-        for name, own in row["predicted"].items()
+        f"{name} {1e3 * costs['step_s']:7.1f} ({1e3 * costs['communication_s']:6.1f} sent)"
+        for name, costs in row["predicted"].items()
     )
     memory = f"{row['predicted_bytes'] / 2**20:6.1f} / {row['xla_bytes'] / 2**20:6.1f} MiB"
     chosen = f"  chosen by {', '.join(row['chosen_by'])}" if row["chosen_by"] else ""
@@ -81,13 +81,14 @@ def summary_text(name: str, figures: dict[str, Any]) -> str:
         f"{1e3 * figures['slowest_s']:.1f} ms, spread {figures['spread']:.1%}; memory predicted / "
         f"XLA {low:.2f} to {high:.2f}, median {middle:.2f}"
     ]
-    for model, own in figures["by"].items():
-        regret = "–" if own["regret"] is None else f"{own['regret'] - 1:.1%}"
-        meshes = ", ".join(f"{mesh} {value:.2f}" for mesh, value in own["by_mesh"].items())
+    for model, errors in figures["by"].items():
+        regret = "–" if errors["regret"] is None else f"{errors['regret'] - 1:.1%}"
+        meshes = ", ".join(f"{mesh} {value:.2f}" for mesh, value in errors["by_mesh"].items())
         lines.append(
-            f"  {model:9s} rank correlation {own['rank_correlation']:.3f} ({meshes}); predicted / "
-            f"measured {own['ratio']:.2f} ± {own['off']:.1%}; its plan is {regret} above the "
-            f"fastest, the best predicted {own['regret_of_best_predicted'] - 1:.1%}"
+            f"  {model:9s} rank correlation {errors['rank_correlation']:.3f} ({meshes}); "
+            f"predicted / measured {errors['ratio']:.2f} ± {errors['off']:.1%}; "
+            f"its plan is {regret} above the fastest, "
+            f"the best predicted {errors['regret_of_best_predicted'] - 1:.1%}"
         )
     return "\n".join(lines)
 

@@ -84,13 +84,13 @@ def following(problem: ShardingProblem, blocks: Blocks) -> PairwiseProblem:
         block = blocks.blocks[occurrence.block]
         place = occurrence.nodes.index(node)
         owner[one] = block.owner
-        own = np.full(len(problem.strategies[block.owner]), -1)
+        strategies = np.full(len(problem.strategies[block.owner]), -1)
         for strategy in block.strategies:
-            own[strategy.index] = strategy.nodes[place]
-        taken[one] = own
+            strategies[strategy.index] = strategy.nodes[place]
+        taken[one] = strategies
     costs: dict[int, np.ndarray] = {}
-    for one, own in taken.items():
-        cost = np.where(own >= 0, problem.pairwise.costs[one][own], FORBIDDEN)
+    for one, strategies in taken.items():
+        cost = np.where(strategies >= 0, problem.pairwise.costs[one][strategies], FORBIDDEN)
         costs[owner[one]] = costs.get(owner[one], 0.0) + cost
     contracted = PairwiseProblem(costs)
     for u, row in problem.pairwise.edges.items():

@@ -54,11 +54,13 @@ def measured(row: dict[str, Any], text: str) -> Table:
     instructions = {one.name: one for one in HloModule(text).instructions}
     found: Table = defaultdict(Sums)
     for name, (count, micros, kernels) in row["kernels"].items():
-        own = instructions.get(name)
-        operands = [instructions[o] for o in own.operands if o in instructions] if own else []
-        moved = sum(_array_bytes(one) for one in (own, *operands) if one is not None)
-        kind = _kind_of_kernel(name, own.attributes if own else "", kernels)
-        found[kind, _place(own.op_name if own else "")].add(1e-6 * micros, moved, count)
+        instruction = instructions.get(name)
+        names = instruction.operands if instruction else ()
+        operands = [instructions[operand] for operand in names if operand in instructions]
+        moved = sum(_array_bytes(one) for one in (instruction, *operands) if one is not None)
+        kind = _kind_of_kernel(name, instruction.attributes if instruction else "", kernels)
+        place = _place(instruction.op_name if instruction else "")
+        found[kind, place].add(1e-6 * micros, moved, count)
     return found
 
 
@@ -102,8 +104,8 @@ def predicted(row: dict[str, Any], profile: str | None) -> tuple[Table, float]:
     graph = build_graph(step)
     layouts, _ = single_device_layouts(graph, 1)
     found: Table = defaultdict(Sums)
-    for node, own in zip(graph.nodes, layouts, strict=True):
-        seconds = node_compute_s(graph, mesh, node, own)
+    for node, layout in zip(graph.nodes, layouts, strict=True):
+        seconds = node_compute_s(graph, mesh, node, layout)
         if seconds:
             kernels = 1.0 if node.work is not None else 0.0
             moved = node.touched_bytes
@@ -112,7 +114,7 @@ def predicted(row: dict[str, Any], profile: str | None) -> tuple[Table, float]:
                 kernels, moved = node.traffic.num_kernels, node.traffic.num_bytes
             key = (_kind_of_node(node), f"{node.region} {node.module}")
             found[key].add(seconds, node.weight * sum(moved), node.weight * kernels)
-    return found, sum(own.seconds for own in found.values())
+    return found, sum(sums.seconds for sums in found.values())
 
 
 def _overrides(given: dict[str, str]) -> dict[str, Any]:
@@ -159,9 +161,9 @@ def show(row: dict[str, Any], text: str, profile: str | None, modules: bool) -> 
     for place in places:
         both: dict[str, tuple[Sums, Sums]] = defaultdict(lambda: (Sums(), Sums()))
         for side, table in enumerate((ran, thought)):
-            for key, own in table.items():
+            for key, sums in table.items():
                 name = key[place] if place == 0 else f"{key[1]} {key[0]}"
-                both[name][side].add(own.seconds, own.num_bytes, own.count)
+                both[name][side].add(sums.seconds, sums.num_bytes, sums.count)
         for name, (one, other) in sorted(both.items(), key=lambda item: -item[1][0].seconds):
             if max(one.seconds, other.seconds) < 2e-3 * took_s:
                 continue

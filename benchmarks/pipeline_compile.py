@@ -124,10 +124,10 @@ def show(name: str, row: dict[str, Any]) -> None:
             f"GiB, predicted {stage['predicted_gib']:.2f}, ratio {stage['ratio']:.2f}; between "
             f"stage programs {stage['buffers_gib']:.2f}"
         )
-    for stage_program, own in row["pieces"].items():
+    for stage_program, costs in row["pieces"].items():
         print(
-            f"  {stage_program:18s} {own['xla_gib']:6.2f} GiB, sends {own['sent_gb']:.3f} GB, "
-            f"{own['collectives']}, gradients reduced: {own['gradient_reductions']}",
+            f"  {stage_program:18s} {costs['xla_gib']:6.2f} GiB, sends {costs['sent_gb']:.3f} GB, "
+            f"{costs['collectives']}, gradients reduced: {costs['gradient_reductions']}",
             flush=True,
         )
 

@@ -72,8 +72,8 @@ def measure(name: str, rows: int, number: int, count: int, attention: str) -> di
         if label == "pipeline":
             executable = step.last_executable
             row["instructions"] = executable.num_instructions()
-            own = executable.time_stage_programs(executable_leaves(step, state, batch))
-            row["sum_of_pieces_ms"] = round(sum(s for *_, s in own) * 1e3, 3)
+            timed = executable.time_stage_programs(executable_leaves(step, state, batch))
+            row["sum_of_pieces_ms"] = round(sum(s for *_, s in timed) * 1e3, 3)
         del state, step
     row["ratio"] = round(row["pipeline"]["step_ms"] / row["one program"]["step_ms"], 3)
     return row

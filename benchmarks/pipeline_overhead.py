@@ -32,7 +32,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 import autopar
-from autopar.cost.simulator import TransferTime, simulation_input, simulate
+from autopar.cost.simulator import TransferTime, simulate, simulation_input
 from autopar.ir.pipeline import Pipeline, PipelinePrograms, StageProgram
 from autopar.runtime.pipeline import PipelineExecutable
 from benchmarks.pipeline_rows import machine
@@ -91,13 +91,13 @@ def measure(model: Example, case: Case, rounds: int) -> dict[str, Any]:
         step_s.append(time.perf_counter() - started)
         # A step consumes its state, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
-        own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
-        timed = executable.time_stage_programs(own)
+        leaves = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
+        timed = executable.time_stage_programs(leaves)
         stage_programs_s.append(sum(seconds for _, _, seconds in timed))
         schedule_s.append(in_schedule_order(timed, executable.pipeline, executable.programs))
         ratios.append(step_s[-1] / stage_programs_s[-1])
-    own = jax.block_until_ready(jax.device_put(jax.tree.leaves((state, batch)), places))
-    _, stats = executable.run_tracked(own)
+    leaves = jax.block_until_ready(jax.device_put(jax.tree.leaves((state, batch)), places))
+    _, stats = executable.run_tracked(leaves)
     each = [seconds for _, number, seconds in timed if number is not None]
     return {
         "step_ms": 1e3 * statistics.median(step_s),
@@ -118,8 +118,10 @@ def in_schedule_order(
 ) -> float:
     """Seconds of a step in schedule order, with median stage program times and free transfers."""
     stage_program_s = [
-        statistics.median(seconds for stage_program, _, seconds in timed if stage_program == own)
-        for own in pipeline.stage_programs
+        statistics.median(
+            seconds for stage_program, _, seconds in timed if stage_program == program
+        )
+        for program in pipeline.stage_programs
     ]
     free = [TransferTime(0.0, 0.0)] * len(pipeline.transfers)
     return simulate(simulation_input(pipeline, programs, stage_program_s, free)).step_s

@@ -137,10 +137,10 @@ class Sides:
         treedef = jax.tree.structure(self.host_batch)
         self.num_state = len(leaves) - treedef.num_leaves
         positions = range(self.num_state, len(leaves))
-        own = {position: leaves[position] for position in positions}
-        there = remote.place_inputs(own)
-        self.batch = jax.tree.unflatten(treedef, [there[p] for p in positions])
-        placed = here.place_inputs(own)
+        inputs = {position: leaves[position] for position in positions}
+        remote_inputs = remote.place_inputs(inputs)
+        self.batch = jax.tree.unflatten(treedef, [remote_inputs[p] for p in positions])
+        placed = here.place_inputs(inputs)
         self.batch_here = [placed[p] for p in positions]
         self.state_here = here(leaves)[: self.num_state]
         jax.block_until_ready((self.state, loss, self.state_here))
@@ -171,15 +171,15 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 def step_figures(sides: Sides, rounds: int) -> dict[str, Any]:
     there_s, here_s, called_s, cpu_there_s, cpu_here_s = [], [], [], [], []
     loads = [os.getloadavg()[0]]
-    own = [os.getpid()]
+    driver = [os.getpid()]
     sides.run_there()
     sides.run_here()
     for _ in range(rounds):
-        seconds, cpu_s, called = timed(sides.run_there, [*sides.pids, *own])
+        seconds, cpu_s, called = timed(sides.run_there, [*sides.pids, *driver])
         there_s.append(seconds)
         cpu_there_s.append(cpu_s)
         called_s.append(called)
-        seconds, cpu_s, _ = timed(sides.run_here, own)
+        seconds, cpu_s, _ = timed(sides.run_here, driver)
         here_s.append(seconds)
         cpu_here_s.append(cpu_s)
         loads.append(os.getloadavg()[0])
@@ -308,13 +308,13 @@ def measure_start(kind: str) -> dict[str, float]:
 def starts(times: int) -> dict[str, list[dict[str, float]]]:
     rows: dict[str, list[dict[str, float]]] = {"cold": [], "warm": [], "again": []}
     for _ in range(times):
-        for kind, own in rows.items():
+        for kind, samples in rows.items():
             command = [sys.executable, "-m", "benchmarks.ray_runtime", "--start", kind]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
                 raise RuntimeError(f"{kind} start failed:\n{done.stderr[-4000:]}")
-            own.append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"start, {kind}: {show_start(own[-1])}", flush=True)
+            samples.append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"start, {kind}: {show_start(samples[-1])}", flush=True)
     return rows
 
 

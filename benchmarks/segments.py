@@ -82,12 +82,12 @@ def measure(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> d
         "mesh": list(shape),
         "segments": [
             {
-                "name": own.name,
-                "occurs": len(own.parts),
-                "strategies": own.num_strategies,
-                "timed": len(own.combinations),
+                "name": segment.name,
+                "occurs": len(segment.parts),
+                "strategies": segment.num_strategies,
+                "timed": len(segment.combinations),
             }
-            for own in analysis.meshes[0].segments
+            for segment in analysis.meshes[0].segments
         ],
         "analysis_s": analysis.seconds,
         "profile_s": profile.seconds,
@@ -111,9 +111,10 @@ def measure(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> d
 
 
 def line(row: dict[str, Any]) -> str:
+    num_timed = sum(segment["timed"] for segment in row["segments"])
     return (
         f"{row['model']} on {row['mesh']}: {len(row['segments'])} segments, "
-        f"{sum(own['timed'] for own in row['segments'])} combinations in {row['profile_s']:.0f} s; "
+        f"{num_timed} combinations in {row['profile_s']:.0f} s; "
         f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['step_s'] * 1e3:.1f} ms "
         f"({row['predicted_over_measured']:.2f}); regret {row['regret']:.3f} "
         f"(unchecked {row['unchecked_regret']:.3f}, the cost model's "

@@ -109,9 +109,9 @@ class Decode:
                 break
         tokens = [[one.token_id for one in each.tokens(WAIT_S)] for each in completions]
         # Timed from the end of the first call, since the tokens of a call come at once.
-        begin = max(own[steps_per_call] for own in times)
-        end = min(own[-1] for own in times)
-        count = sum(begin < at <= end for own in times for at in own)
+        begin = max(stamps[steps_per_call] for stamps in times)
+        end = min(stamps[-1] for stamps in times)
+        count = sum(begin < at <= end for stamps in times for at in stamps)
         return count / (end - begin), tokens
 
     def loop_round(self, name: str, num_tokens: int) -> tuple[float, list[list[int]]]:
@@ -148,7 +148,7 @@ def measure_decode(decode: Decode) -> dict[str, Any]:
     for index in range(decode.sizes.rounds):
         for name in list(ways) if index % 2 else list(ways)[::-1]:
             rates[name].append(ways[name]()[0])
-    medians = {name: statistics.median(own) for name, own in rates.items()}
+    medians = {name: statistics.median(samples) for name, samples in rates.items()}
     engine = max((name for name in ways if name.startswith("engine")), key=medians.__getitem__)
     loop = max((name for name in ways if name.startswith("loop")), key=medians.__getitem__)
     ratios = [a / b for a, b in zip(rates[engine], rates[loop], strict=True)]
@@ -160,7 +160,7 @@ def measure_decode(decode: Decode) -> dict[str, Any]:
         "engine": engine,
         "loop": loop,
         "tokens_per_s": medians,
-        "spreads": {name: spread_of(own) for name, own in rates.items()},
+        "spreads": {name: spread_of(samples) for name, samples in rates.items()},
         "first_round_s": first_s,
         "same_tokens": same / len(pairs),
     }

@@ -25,25 +25,27 @@ def fuse_parameters(config: ModelConfig, params: Tree) -> Tree:
     """The engine's parameters as (in, out) matrices, with products that share an input fused."""
 
     @jax.jit
-    def layer(own: Tree) -> Tree:
+    def fused_layer(layer: Tree) -> Tree:
         hidden = config.hidden_size
-        heads = [own[name].reshape(-1, hidden) for name in "qkv"]
+        heads = [layer[name].reshape(-1, hidden) for name in "qkv"]
         fused = {
-            "norms": (own["attention_norm"], own["feed_forward_norm"]),
+            "norms": (layer["attention_norm"], layer["feed_forward_norm"]),
             "qkv": jnp.concatenate(heads).T,
-            "o": own["o"].reshape(hidden, -1).T,
-            "down": own["down"].T,
-            "up": jnp.concatenate([own["gate"], own["up"]] if config.gated else [own["up"]]).T,
+            "o": layer["o"].reshape(hidden, -1).T,
+            "down": layer["down"].T,
+            "up": jnp.concatenate(
+                [layer["gate"], layer["up"]] if config.gated else [layer["up"]]
+            ).T,
         }
         if config.attention_bias:
-            fused["qkv_bias"] = jnp.concatenate([own[f"{name}_bias"].reshape(-1) for name in "qkv"])
-            fused["o_bias"] = own["o_bias"]
+            fused["qkv_bias"] = jnp.concatenate([layer[f"{name}_bias"].ravel() for name in "qkv"])
+            fused["o_bias"] = layer["o_bias"]
         if config.feed_forward_bias:
-            fused["up_bias"], fused["down_bias"] = own["up_bias"], own["down_bias"]
+            fused |= {"up_bias": layer["up_bias"], "down_bias": layer["down_bias"]}
         return fused
 
     kept = {name: value for name, value in params.items() if name != "layers"}
-    return {**kept, "layers": [layer(own) for own in params["layers"]]}
+    return {**kept, "layers": [fused_layer(layer) for layer in params["layers"]]}
 
 
 def make_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> list[Any]:
@@ -64,9 +66,9 @@ def next_tokens(
         x = x + params["positions"][positions + config.position_offset]
     rotation = None if config.learned_positions else _rotation(config, positions)
     filled = []
-    for own, (keys, values) in zip(params["layers"], cache, strict=True):
-        y = _norm(config, own["norms"][0], x)
-        qkv = _product(y, own, "qkv").reshape(batch, num_q + 2 * num_kv, size)
+    for layer_params, (keys, values) in zip(params["layers"], cache, strict=True):
+        y = _norm(config, layer_params["norms"][0], x)
+        qkv = _product(y, layer_params, "qkv").reshape(batch, num_q + 2 * num_kv, size)
         q, k, v = jnp.split(qkv, [num_q, num_q + num_kv], axis=1)
         if rotation is not None:
             q, k = _rotate(q, rotation), _rotate(k, rotation)
@@ -76,14 +78,14 @@ def next_tokens(
         scores = jnp.einsum("bkgd,bkld->bkgl", q, keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(x.dtype)
         mixed = jnp.einsum("bkgl,bkld->bkgd", weights, values).reshape(batch, -1)
-        x = x + _product(mixed, own, "o")
-        y = _product(_norm(config, own["norms"][1], x), own, "up")
+        x = x + _product(mixed, layer_params, "o")
+        y = _product(_norm(config, layer_params["norms"][1], x), layer_params, "up")
         if config.gated:
             gate, up = jnp.split(y, 2, axis=1)
             y = jax.nn.silu(gate) * up
         else:
             y = jax.nn.relu(y) if config.activation == "relu" else jax.nn.gelu(y)
-        x = x + _product(y, own, "down")
+        x = x + _product(y, layer_params, "down")
         filled.append((keys, values))
     x = _norm(config, params["final_norm"], x)
     head = params["embedding"] if config.tied_head else params["head"]
@@ -139,18 +141,18 @@ class Loop:
         return cache
 
 
-def _product(x: jax.Array, own: Tree, name: str) -> jax.Array:
-    y = x @ own[name]
-    return y + own[f"{name}_bias"] if f"{name}_bias" in own else y
+def _product(x: jax.Array, weights: Tree, name: str) -> jax.Array:
+    y = x @ weights[name]
+    return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
 
 
-def _norm(config: ModelConfig, own: Tree, x: jax.Array) -> jax.Array:
+def _norm(config: ModelConfig, weights: Tree, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     if config.norm == "layer":
         y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.norm_eps)
-    y = y * own["scale"]
-    return (y + own["bias"] if config.norm == "layer" else y).astype(x.dtype)
+    y = y * weights["scale"]
+    return (y + weights["bias"] if config.norm == "layer" else y).astype(x.dtype)
 
 
 def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -44,7 +44,7 @@ import jax
 
 import autopar
 from autopar.cost.pipeline_times import pipeline_of_times
-from autopar.cost.simulator import simulation_input, simulate
+from autopar.cost.simulator import simulate, simulation_input
 from autopar.ir.pipeline import EACH
 from autopar.ir.timeline import MeshTransferTime, PipelineTimes, StageProgramTime
 from autopar.lower.instructions import emit_programs
@@ -173,8 +173,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         measured_s.append(time.perf_counter() - started)
         # A step consumes its state, so the stage programs get a copy.
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
-        own = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
-        stage_programs = executable.time_stage_programs(own)
+        leaves = jax.block_until_ready(jax.device_put(jax.tree.leaves((copied, batch)), places))
+        stage_programs = executable.time_stage_programs(leaves)
         if case.side_by_side:
             pipeline, programs = executable.pipeline, executable.programs
             simulated_s.append(in_schedule_order(stage_programs, pipeline, programs))
@@ -243,8 +243,11 @@ def main() -> None:
             f"{row['schedule_s']:.2f} s, lists {row['lists_s']:.2f} s, work {row['work_s']:.2f} s",
             flush=True,
         )
-    beside = speed_beside_another()
-    print(f"a program next to another runs at {beside:.2f} of its speed alone", flush=True)
+    speed_next_to_another = speed_beside_another()
+    print(
+        f"a program next to another runs at {speed_next_to_another:.2f} of its speed alone",
+        flush=True,
+    )
     rows = {}
     for case in CASES:
         rows[case.name] = measure(case, options.rounds)
@@ -253,7 +256,7 @@ def main() -> None:
         "machine": machine(),
         "load": [load, os.getloadavg()[0]],
         "rounds": options.rounds,
-        "speed_beside_another": beside,
+        "speed_beside_another": speed_next_to_another,
         "speed": speeds,
         "rows": rows,
     }

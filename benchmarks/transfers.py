@@ -54,9 +54,9 @@ class Worker:
         from autopar.runtime.remote.place import WorkerPlace
         from autopar.runtime.transports.choose import make_transport
 
-        own = tuple(range(len(jax.local_devices())))
+        devices = tuple(range(len(jax.local_devices())))
         place = WorkerPlace(
-            number, 0, 1, 0, "here", own, own, platform, "127.0.0.1", "benchmark", "."
+            number, 0, 1, 0, "here", devices, devices, platform, "127.0.0.1", "benchmark", "."
         )
         self.number = number
         self.tag = 0
@@ -67,9 +67,9 @@ class Worker:
         from autopar.ir.remote import End
         from autopar.runtime.transports.base import Link
 
-        self.transport.connect({int(worker): own for worker, own in addresses.items()})
+        self.transport.connect({int(worker): address for worker, address in addresses.items()})
         numbers = sorted(map(int, addresses))
-        self.own = End(self.number, 0)
+        self.end_here = End(self.number, 0)
         self.other = End(next((n for n in numbers if n != self.number), self.number), 0)
         first, last = End(numbers[0], 0), End(numbers[-1], 0)
         self.transport.prepare([Link(first, (last,)), Link(last, (first,))])
@@ -80,7 +80,7 @@ class Worker:
         seconds = []
         for _ in range(WARM_UP + rounds):
             started = time.perf_counter()
-            if self.own == self.other:
+            if self.end_here == self.other:
                 self._send(tile)
                 tile = self._receive(num_bytes)
                 seconds.append(time.perf_counter() - started)
@@ -104,12 +104,12 @@ class Worker:
             if self.number == 0:
                 for tile in tiles:
                     self._send(tile)
-            if self.number == 1 or self.own == self.other:
+            if self.number == 1 or self.end_here == self.other:
                 got = [self._receive(num_bytes, wait=False) for _ in range(STREAM_TILES)]
                 for tile in got:
                     tile.block_until_ready()
                 del got
-            if self.own != self.other:
+            if self.end_here != self.other:
                 if self.number == 0:
                     self._receive(4)
                 else:
@@ -125,19 +125,19 @@ class Worker:
     def _send(self, tile: Any) -> None:
         from autopar.runtime.transports.base import OutTile
 
-        self.transport.send(self._tag(0), [OutTile(tile, self.own, (self.other,))])
+        self.transport.send(self._tag(0), [OutTile(tile, self.end_here, (self.other,))])
 
     def _receive(self, num_bytes: int, wait: bool = True) -> Any:
         from autopar.runtime.transports.base import InTile
 
-        tile = InTile((num_bytes // 4,), "float32", self.other, self.own, (self.own,))
+        tile = InTile((num_bytes // 4,), "float32", self.other, self.end_here, (self.end_here,))
         (array,) = self.transport.recv(self._tag(1), [tile])
         return array.block_until_ready() if wait else array
 
     def _tag(self, receives: int) -> int:
         """Both sides count the messages that each has sent."""
         counts = self.__dict__.setdefault("counts", {})
-        sender = (self.other if receives else self.own).worker
+        sender = (self.other if receives else self.end_here).worker
         key = (sender, receives)
         counts[key] = counts.get(key, 0) + 1
         return 2 * counts[key] + sender % 2
@@ -344,7 +344,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measures a transport between two processes, or from one to itself: one per `visible`."""
     rows = []
-    processes = [Process(platform, own, variables) for own in visible]
+    processes = [Process(platform, device, variables) for device in visible]
     try:
         addresses = {
             number: process.ask("open", number, transport, platform)
@@ -393,8 +393,8 @@ def ceilings(platform: str, sizes: Sequence[int], rounds: int) -> list[dict[str,
     finally:
         for process in processes:
             process.end()
-    for own in rows:
-        print(show(own), flush=True)
+    for entry in rows:
+        print(show(entry), flush=True)
     return rows
 
 
@@ -410,22 +410,22 @@ def show(one: dict[str, Any]) -> str:
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Adds each row's ratios to the ceilings of its size."""
     limits = {
-        (own["transport"].removeprefix("ceiling: "), own["mib"]): own["gb_per_s"]
-        for own in rows
-        if "mib" in own and own["transport"].startswith("ceiling")
+        (entry["transport"].removeprefix("ceiling: "), entry["mib"]): entry["gb_per_s"]
+        for entry in rows
+        if "mib" in entry and entry["transport"].startswith("ceiling")
     }
     return [
-        own
-        if "mib" not in own or own["transport"].startswith("ceiling")
+        entry
+        if "mib" not in entry or entry["transport"].startswith("ceiling")
         else {
-            **own,
+            **entry,
             "over": {
-                name: own["gb_per_s"] / limit
+                name: entry["gb_per_s"] / limit
                 for (name, mib), limit in limits.items()
-                if mib == own["mib"]
+                if mib == entry["mib"]
             },
         }
-        for own in rows
+        for entry in rows
     ]
 
 

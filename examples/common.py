@@ -68,10 +68,10 @@ def devices(given: argparse.Namespace) -> Iterator[None]:
         )
     else:
         jax.config.update("jax_num_cpu_devices", given.devices or NUM_VIRTUAL)
-        there = jax.devices()
-        if len(there) < (given.devices or 0):
-            raise SystemExit(f"requested {given.devices} devices, found {len(there)}")
-        autopar.init(devices=there[: given.devices])
+        found = jax.devices()
+        if len(found) < (given.devices or 0):
+            raise SystemExit(f"requested {given.devices} devices, found {len(found)}")
+        autopar.init(devices=found[: given.devices])
     try:
         yield
     finally:

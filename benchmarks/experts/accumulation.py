@@ -59,8 +59,8 @@ def accumulating_step(
         parts = jax.tree.map(part, batch)
 
         def add(sums: Any, rows: Any) -> tuple[Any, None]:
-            own = jax.value_and_grad(loss_fn)(state.params, rows)
-            return jax.tree.map(jnp.add, sums, own), None
+            gradients = jax.value_and_grad(loss_fn)(state.params, rows)
+            return jax.tree.map(jnp.add, sums, gradients), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
         sums, _ = jax.lax.scan(add, zeros, place(parts))

@@ -55,26 +55,26 @@ class Expert:
         with named values."""
         fields = {field.name for field in dataclasses.fields(example.config)}
         wanted = {"scan_layers": self.scan_layers, "remat": self.remat != "none"}
-        own = example.replace(**{name: wanted[name] for name in wanted if name in fields})
+        configured = example.replace(**{name: wanted[name] for name in wanted if name in fields})
         wrap = self.wrap
         if wrap is None:
-            return own
-        plain = own.family.make_train_step
-        family = dataclasses.replace(own.family, make_train_step=lambda c: wrap(plain(c)))
-        return dataclasses.replace(own, family=family)
+            return configured
+        plain = configured.family.make_train_step
+        family = dataclasses.replace(configured.family, make_train_step=lambda c: wrap(plain(c)))
+        return dataclasses.replace(configured, family=family)
 
     def step(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(step, state, batch): `jax.jit` with shardings and the state donated, and abstract
         arguments with their shardings; `made` creates them."""
         if self.layout is None:
             raise ValueError(f"{self.name} is a pipeline: use Expert.plan(example, cluster)")
-        layout, own = self.layout, self.example(example)
+        layout, configured = self.layout, self.example(example)
         mesh = layout.mesh(devices)
-        train_step = own.train_step
+        train_step = configured.train_step
         if self.num_micro_batches > 1:
             split = NamedSharding(mesh, P(None, *layout.batch))
             train_step = accumulating_step(
-                own,
+                configured,
                 self.num_micro_batches,
                 lambda parts: jax.lax.with_sharding_constraint(parts, split),
             )
@@ -84,7 +84,7 @@ class Expert:
             with layout.annotate(mesh, saved), remat_kinds.keeping(self.remat):
                 return train_step(state, batch)
 
-        state, batch = own.abstract_state(), own.abstract_batch()
+        state, batch = configured.abstract_state(), configured.abstract_batch()
         places = layout.state_shardings(state, mesh, stacked=self.scan_layers)
         rows = jax.tree.map(lambda _: NamedSharding(mesh, layout.batch), batch)
         placed_state = jax.tree.map(_placed, state, places)
@@ -93,18 +93,18 @@ class Expert:
     def made(self, example: Example, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(step, state, batch) as `step` returns them, with arrays on the devices."""
         step, state, batch = self.step(example, devices)
-        own = self.example(example)
+        configured = self.example(example)
         places = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
-        return step, *jax.device_put((own.create_state(), own.make_batch()), places)
+        return step, *jax.device_put((configured.create_state(), configured.make_batch()), places)
 
     def plan(self, example: Example, cluster: autopar.ClusterSpec) -> autopar.ParallelPlan:
         """The pipeline's plan for the step of `example`, for `autopar.compile` or
         `autopar.parallelize(method=plan)`."""
         if self.method is None:
             raise ValueError(f"{self.name} is not a pipeline: use Expert.step(example, devices)")
-        own = self.example(example)
-        arguments = (own.abstract_state(), own.abstract_batch())
-        return autopar.plan(own.train_step, *arguments, cluster=cluster, method=self.method)
+        configured = self.example(example)
+        arguments = (configured.abstract_state(), configured.abstract_batch())
+        return autopar.plan(configured.train_step, *arguments, cluster=cluster, method=self.method)
 
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -67,7 +67,7 @@ def layouts_for(
         found = _mixture_layouts(config, num_devices, devices_per_host)
     else:
         found = _transformer_layouts(config, num_devices, devices_per_host)
-    return [(family, own) for family, own in found if _splits_batch(example, own)]
+    return [(family, layout) for family, layout in found if _splits_batch(example, layout)]
 
 
 def _splits_batch(example: Example, layout: HandWritten) -> bool:

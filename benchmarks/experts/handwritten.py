@@ -63,12 +63,12 @@ class HandWritten:
 
         def spec(path: Any, leaf: Any) -> P:
             text = jax.tree_util.keystr(path)
-            own = self.parameter
+            rule = self.parameter
             if any(name in text for name in _MOMENTS):
-                own = self.moment or own
+                rule = self.moment or rule
             if stacked and "['layers']" in text:
-                return P(None, *own(text, leaf.shape[1:])) if leaf.ndim > 1 else P()
-            return own(text, leaf.shape) if leaf.ndim else P()
+                return P(None, *rule(text, leaf.shape[1:])) if leaf.ndim > 1 else P()
+            return rule(text, leaf.shape) if leaf.ndim else P()
 
         return jax.tree_util.tree_map_with_path(spec, state)
 

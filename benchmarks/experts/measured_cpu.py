@@ -218,14 +218,14 @@ def main() -> None:
     rows = []
     for name in options.model:
         print(f"{name}:", flush=True)
-        own = measure(
+        measured = measure(
             example_of(name),
             jax.devices(),
             rounds=options.rounds,
             limit_s=options.limit_s,
             tell=lambda line: print(line, flush=True),
         )
-        row = {"model": name, **own}
+        row = {"model": name, **measured}
         print(
             f"{name}: autopar / {row['best']} = {row['ratio']:.3f} ± {row['ratio_spread']:.3f}"
             f" (processor time {row['processor_ratio']:.3f})",

@@ -36,6 +36,6 @@ def keeping(kind: str) -> Iterator[None]:
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED[kind])
     with contextlib.ExitStack() as stack:
         for owner, name in ((nn, "remat"), (jax, "checkpoint")):
-            own = functools.partial(getattr(owner, name), policy=policy)
-            stack.enter_context(mock.patch.object(owner, name, own))
+            patched = functools.partial(getattr(owner, name), policy=policy)
+            stack.enter_context(mock.patch.object(owner, name, patched))
         yield

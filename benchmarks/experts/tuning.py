@@ -38,8 +38,8 @@ def best_of_families(
             if expert.name not in known:
                 known[expert.name] = judge(expert)
             verdict = known[expert.name]
-            held = best.get(expert.family)
-            if held is None or _rank(verdict) <= _rank(held[1]):
+            leader = best.get(expert.family)
+            if leader is None or _rank(verdict) <= _rank(leader[1]):
                 best[expert.family] = (expert, verdict)
             if verdict.fits:
                 break

@@ -54,11 +54,13 @@ def v100_plot(rows: list[Row]) -> str:
     for family in ("gpt", "moe", "wresnet"):
         theirs = {m.gpus: m for model, m in PUBLISHED.items() if model.startswith(family)}
         baseline = theirs[1].baseline
-        own = _series("autopar, predicted", rows, "v100", family, V100_GPUS, "published_tflops")
+        predicted = _series(
+            "autopar, predicted", rows, "v100", family, V100_GPUS, "published_tflops"
+        )
         alpa = [PlotMark(k, theirs[n].alpa, f"{theirs[n].plan}") for k, n in enumerate(V100_GPUS)]
         other = [PlotMark(k, theirs[n].theirs, baseline) for k, n in enumerate(V100_GPUS)]
         series = (
-            own,
+            predicted,
             Series("Alpa, measured by its authors", tuple(alpa)),
             Series(f"{baseline}, measured by Alpa's authors", tuple(other)),
         )
@@ -81,16 +83,16 @@ def h100_plot(rows: list[Row]) -> str:
         if not best_rows(rows, "h100", family):
             continue
         if family == "llama2":
-            own = _series("autopar, predicted", rows, "h100", family, GPUS, "items_per_gpu_s")
+            predicted = _series("autopar, predicted", rows, "h100", family, GPUS, "items_per_gpu_s")
             said = f"{MAXTEXT}, measured by its authors"
             measured = Series(said, (PlotMark(0, MAXTEXT_LLAMA2_7B_TOKENS_S, said),))
             title = "Llama2-7B, 4 sequences of 4096 per GPU"
-            panels.append(Panel(title, "tokens/s per GPU", labels, (own, measured)))
+            panels.append(Panel(title, "tokens/s per GPU", labels, (predicted, measured)))
             continue
-        own = _series("autopar, predicted", rows, "h100", family, GPUS, "tflops_per_device")
+        predicted = _series("autopar, predicted", rows, "h100", family, GPUS, "tflops_per_device")
         largest = best_rows(rows, "h100", family)[-1]["model"].split("-")[1].upper()
         title = f"{FAMILIES[family]}; beyond 64 GPUs {largest}, larger batch"
-        panels.append(Panel(title, "TFLOPS per GPU", labels, (own,)))
+        panels.append(Panel(title, "TFLOPS per GPU", labels, (predicted,)))
     return _document(
         "Weak scaling on H100s (DGX: NVLink in a host, 8 × 400 Gb/s between hosts)",
         (

@@ -110,8 +110,8 @@ def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
     executable = make_executable(planned, devices_of(row))
     if not isinstance(executable, PipelineExecutable):
         compiled: Any = executable.compiled
-        own = _judged(compiled)
-        return _figures(own, own.step_s, _peak_bytes(compiled))
+        judged = _judged(compiled)
+        return _figures(judged, judged.step_s, _peak_bytes(compiled))
     stage_programs = [_judged(stage_program) for stage_program in executable.compiled.values()]
     plan = planned.plan
     assert plan.times is not None and len(plan.times.stage_programs) == len(stage_programs)
@@ -122,9 +122,11 @@ def _of_plan(planned: Any, row: Row) -> dict[str, Any]:
     judged_plan = replace(plan, times=replace(plan.times, stage_programs=tuple(timed)))
     step_s = predicted_timeline(judged_plan).step_s
     of_stage: dict[int, list[Judged]] = {}
-    for stage_program, own in zip(executable.pipeline.stage_programs, stage_programs, strict=True):
+    for stage_program, judged in zip(
+        executable.pipeline.stage_programs, stage_programs, strict=True
+    ):
         num_runs = plan.num_micro_batches if stage_program.phase in PER_MICRO_BATCH else 1
-        of_stage.setdefault(stage_program.stage, []).append(repeated(own, num_runs))
+        of_stage.setdefault(stage_program.stage, []).append(repeated(judged, num_runs))
     most = max(map(added, of_stage.values()), key=lambda stage: stage.step_s)
     return _figures(most, step_s, executable.memory_bytes())
 
@@ -204,8 +206,8 @@ def _expert_result(expert: Expert, example: Any, row: Row) -> dict[str, Any]:
         note = _NOT_COMPILED
         return {**result, "fits": False, "peak_gb": held_bytes / 1e9, "note": note}
     compiled = step.lower(state, batch).compile()
-    own = _judged(compiled)
-    figures = _figures(own, own.step_s, _peak_bytes(compiled))
+    judged = _judged(compiled)
+    figures = _figures(judged, judged.step_s, _peak_bytes(compiled))
     return {**result, "compiled_s": time.perf_counter() - started, **figures}
 
 
@@ -227,12 +229,12 @@ def pipeline_results(row: Row, who: str) -> list[dict[str, Any]]:
             name = expert.name.removesuffix(AGAIN)
             if not expert.is_pipeline or _pipeline_name(expert) != who or name in fitting:
                 continue
-            own = expert.example(example)
-            arguments = (own.abstract_state(), own.abstract_batch())
+            configured = expert.example(example)
+            arguments = (configured.abstract_state(), configured.abstract_batch())
             cluster = cluster_of(row)
             try:
                 planned = plan_step(
-                    own.train_step, arguments, {}, cluster=cluster, method=expert.method
+                    configured.train_step, arguments, {}, cluster=cluster, method=expert.method
                 )
             except autopar.MemoryBudgetError:
                 continue

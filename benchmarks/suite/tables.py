@@ -63,8 +63,8 @@ def best_by_family(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any
     """The fastest result that fits, for each family; if none fits, the one with least memory."""
     best: dict[str, dict[str, Any]] = {}
     for one in results:
-        held = best.get(one["family"])
-        if held is None or _rank(one) < _rank(held):
+        known = best.get(one["family"])
+        if known is None or _rank(one) < _rank(known):
             best[one["family"]] = one
     return best
 

@@ -116,15 +116,15 @@ def read_config(folder: str | Path) -> ModelConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder}: not a folder. Give the local folder of a Hugging Face model.")
-    own = _read_json(folder / "config.json")
+    values = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.exists():
-        own |= {
+        values |= {
             key: value
             for key, value in _read_json(generation).items()
             if key in ("eos_token_id", "pad_token_id") and value is not None
         }
-    return config_from_dict(own, str(folder / "config.json"))
+    return config_from_dict(values, str(folder / "config.json"))
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:

@@ -41,8 +41,8 @@ def param_shapes(config: ModelConfig) -> Params:
     def norm() -> Params:
         return {"scale": (hidden,)} | ({"bias": (hidden,)} if config.norm == "layer" else {})
 
-    def layer() -> Params:
-        own: Params = {
+    def layer_shapes() -> Params:
+        layer: Params = {
             "attention_norm": norm(),
             "q": (heads, size, hidden),
             "k": (kv_heads, size, hidden),
@@ -53,18 +53,18 @@ def param_shapes(config: ModelConfig) -> Params:
             "down": (hidden, inner),
         }
         if config.gated:
-            own["gate"] = (inner, hidden)
+            layer["gate"] = (inner, hidden)
         if config.attention_bias:
-            own |= {"q_bias": (heads, size), "k_bias": (kv_heads, size)}
-            own |= {"v_bias": (kv_heads, size), "o_bias": (hidden,)}
+            layer |= {"q_bias": (heads, size), "k_bias": (kv_heads, size)}
+            layer |= {"v_bias": (kv_heads, size), "o_bias": (hidden,)}
         if config.feed_forward_bias:
-            own |= {"up_bias": (inner,), "down_bias": (hidden,)}
-            own |= {"gate_bias": (inner,)} if config.gated else {}
-        return own
+            layer |= {"up_bias": (inner,), "down_bias": (hidden,)}
+            layer |= {"gate_bias": (inner,)} if config.gated else {}
+        return layer
 
     params: Params = {
         "embedding": (config.vocab_size, config.embedding_size),
-        "layers": [layer() for _ in range(config.num_layers)],
+        "layers": [layer_shapes() for _ in range(config.num_layers)],
     }
     if config.learned_positions:
         params["positions"] = (config.max_positions + config.position_offset, hidden)
@@ -110,15 +110,15 @@ def prefill(
     is_seen = positions[None, :] <= positions[:, None]
     at = (slot, 0, 0, 0)
 
-    def attend(own: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+    def attend(layer_cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        own = {
-            "k": lax.dynamic_update_slice(own["k"], k[None], at),
-            "v": lax.dynamic_update_slice(own["v"], v[None], at),
+        layer_cache = {
+            "k": lax.dynamic_update_slice(layer_cache["k"], k[None], at),
+            "v": lax.dynamic_update_slice(layer_cache["v"], v[None], at),
         }
         scores = jnp.einsum("tkgd,kud->kgtu", q, k, preferred_element_type=jnp.float32)
         weights = _masked_softmax(scores, is_seen[None, None])
-        return own, jnp.einsum("kgtu,kud->tkgd", weights.astype(v.dtype), v)
+        return layer_cache, jnp.einsum("kgtu,kud->tkgd", weights.astype(v.dtype), v)
 
     cache, hidden = _run_layers(config, params, cache, tokens, positions, attend)
     last = lax.dynamic_slice_in_dim(hidden, length - 1, 1)
@@ -141,12 +141,15 @@ def decode(
     positions = jnp.minimum(positions, length - 1)
     is_seen = jnp.arange(attended)[None, :] <= positions[:, None]
 
-    def attend(own: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
-        own = {"k": _write(own["k"], k, positions), "v": _write(own["v"], v, positions)}
-        k, v = own["k"][:, :, :attended], own["v"][:, :, :attended]
+    def attend(layer_cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array]:
+        layer_cache = {
+            "k": _write(layer_cache["k"], k, positions),
+            "v": _write(layer_cache["v"], v, positions),
+        }
+        k, v = layer_cache["k"][:, :, :attended], layer_cache["v"][:, :, :attended]
         scores = jnp.einsum("skgd,skld->skgl", q, k, preferred_element_type=jnp.float32)
         weights = _masked_softmax(scores, is_seen[:, None, None])
-        return own, jnp.einsum("skgl,skld->skgd", weights.astype(v.dtype), v)
+        return layer_cache, jnp.einsum("skgl,skld->skgd", weights.astype(v.dtype), v)
 
     cache, hidden = _run_layers(config, params, cache, tokens, positions, attend)
     return cache, _logits(config, params, hidden)
@@ -155,8 +158,8 @@ def decode(
 def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """`new` (slots, kv heads, head size) at each slot's position."""
 
-    def one(own: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(own, row[:, None], (0, position, 0))
+    def one(slot: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(slot, row[:, None], (0, position, 0))
 
     return jax.vmap(one)(cache, new, positions)
 
@@ -185,8 +188,8 @@ def _run_layers(
     else:
         rotation = _rotation(config, positions)
     filled = []
-    for own, layer_cache in zip(params["layers"], cache, strict=True):
-        layer_cache, x = _layer(config, own, layer_cache, x, rotation, attend)
+    for layer, layer_cache in zip(params["layers"], cache, strict=True):
+        layer_cache, x = _layer(config, layer, layer_cache, x, rotation, attend)
         filled.append(layer_cache)
     if config.final_norm:
         x = _norm(config, params["final_norm"], x)
@@ -195,16 +198,16 @@ def _run_layers(
 
 def _layer(
     config: ModelConfig,
-    own: Params,
+    layer: Params,
     cache: Any,
     x: jax.Array,
     rotation: tuple[jax.Array, jax.Array] | None,
     attend: Attend,
 ) -> tuple[Any, jax.Array]:
-    y = _norm(config, own["attention_norm"], x) if config.norm_first else x
-    q = _heads(y, own["q"], own.get("q_bias"))
-    k = _heads(y, own["k"], own.get("k_bias"))
-    v = _heads(y, own["v"], own.get("v_bias"))
+    y = _norm(config, layer["attention_norm"], x) if config.norm_first else x
+    q = _heads(y, layer["q"], layer.get("q_bias"))
+    k = _heads(y, layer["k"], layer.get("k_bias"))
+    v = _heads(y, layer["v"], layer.get("v_bias"))
     if rotation is not None:
         q, k = _rotate(q, rotation), _rotate(k, rotation)
     q = q * (1 / math.sqrt(config.head_size))
@@ -212,20 +215,20 @@ def _layer(
     q = q.reshape(q.shape[0], config.num_kv_heads, group, config.head_size)
     cache, mixed = attend(cache, q, k, v)
     mixed = mixed.reshape(mixed.shape[0], config.num_heads, config.head_size)
-    y = _with_bias(jnp.einsum("thd,ehd->te", mixed, own["o"]), own.get("o_bias"))
+    y = _with_bias(jnp.einsum("thd,ehd->te", mixed, layer["o"]), layer.get("o_bias"))
     x = x + y
     if not config.norm_first:
-        x = _norm(config, own["attention_norm"], x)
-    y = _norm(config, own["feed_forward_norm"], x) if config.norm_first else x
-    up = _with_bias(jnp.einsum("te,fe->tf", y, own["up"]), own.get("up_bias"))
+        x = _norm(config, layer["attention_norm"], x)
+    y = _norm(config, layer["feed_forward_norm"], x) if config.norm_first else x
+    up = _with_bias(jnp.einsum("te,fe->tf", y, layer["up"]), layer.get("up_bias"))
     if config.gated:
-        gate = _with_bias(jnp.einsum("te,fe->tf", y, own["gate"]), own.get("gate_bias"))
+        gate = _with_bias(jnp.einsum("te,fe->tf", y, layer["gate"]), layer.get("gate_bias"))
         up = _activation(config.activation, gate) * up
     else:
         up = _activation(config.activation, up)
-    x = x + _with_bias(jnp.einsum("tf,ef->te", up, own["down"]), own.get("down_bias"))
+    x = x + _with_bias(jnp.einsum("tf,ef->te", up, layer["down"]), layer.get("down_bias"))
     if not config.norm_first:
-        x = _norm(config, own["feed_forward_norm"], x)
+        x = _norm(config, layer["feed_forward_norm"], x)
     return cache, x
 
 
@@ -245,15 +248,15 @@ def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
     return jnp.einsum("te,ve->tv", hidden, head, preferred_element_type=jnp.float32)
 
 
-def _norm(config: ModelConfig, own: Params, x: jax.Array) -> jax.Array:
+def _norm(config: ModelConfig, weights: Params, x: jax.Array) -> jax.Array:
     """In float32, whatever the model's type."""
     y = x.astype(jnp.float32)
     if config.norm == "layer":
         y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt((y * y).mean(-1, keepdims=True) + config.norm_eps)
-    y = y * own["scale"].astype(jnp.float32)
+    y = y * weights["scale"].astype(jnp.float32)
     if config.norm == "layer":
-        y = y + own["bias"].astype(jnp.float32)
+        y = y + weights["bias"].astype(jnp.float32)
     return y.astype(x.dtype)
 
 

@@ -52,32 +52,32 @@ def find_sources(config: ModelConfig) -> Any:
         names = [key.key if hasattr(key, "key") else key.idx for key in keys]
         path = "params" + jax.tree_util.keystr(keys)
         if names[0] == "layers":
-            prefix, own = f"{table['layers']}.{names[1]}.", ".".join(map(str, names[2:]))
+            prefix, leaf = f"{table['layers']}.{names[1]}.", ".".join(map(str, names[2:]))
         else:
-            prefix, own = "", ".".join(map(str, names))
+            prefix, leaf = "", ".".join(map(str, names))
         if config.architecture == "gpt2" and names[0] == "layers":
-            return _in_gpt2(path, prefix, own, shape)
-        return Source(path, prefix + table[own], _flat(own, shape), shape)
+            return _in_gpt2(path, prefix, leaf, shape)
+        return Source(path, prefix + table[leaf], _flat(leaf, shape), shape)
 
     return jax.tree_util.tree_map_with_path(
         source, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
-def _flat(own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _flat(leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The stored shape, in which heads and head size are one dimension."""
-    if own in ("q", "k", "v"):
+    if leaf in ("q", "k", "v"):
         return (shape[0] * shape[1], shape[2])
-    if own in ("q_bias", "k_bias", "v_bias"):
+    if leaf in ("q_bias", "k_bias", "v_bias"):
         return (shape[0] * shape[1],)
-    if own == "o":
+    if leaf == "o":
         return (shape[0], shape[1] * shape[2])
     return shape
 
 
-def _in_gpt2(path: str, prefix: str, own: str, shape: tuple[int, ...]) -> Source:
-    name, flat = prefix + _GPT2[own], _flat(own, shape)
-    part = own.removesuffix("_bias")
+def _in_gpt2(path: str, prefix: str, leaf: str, shape: tuple[int, ...]) -> Source:
+    name, flat = prefix + _GPT2[leaf], _flat(leaf, shape)
+    part = leaf.removesuffix("_bias")
     if part in ("q", "k", "v"):
         number = ("q", "k", "v").index(part)
         rows = (number * flat[0], (number + 1) * flat[0])

@@ -36,18 +36,18 @@ async def _serve_until_signal(
     server: Server, host: str, port: int, announce: Callable[[int], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stopping = asyncio.Event()
 
     def on_signal() -> None:
-        if told.is_set():
+        if stopping.is_set():
             server.hurry()
-        told.set()
+        stopping.set()
 
     port = await server.start(host, port)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     announce(port)
-    await told.wait()
+    await stopping.wait()
     await server.stop()
 
 

@@ -120,8 +120,8 @@ class Server:
         self._listener = await loop.create_server(
             self._accept, host, port, backlog=128, reuse_address=True
         )
-        for own in self._listener.sockets:  # what is accepted inherits it
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        for listening in self._listener.sockets:  # what is accepted inherits it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         return self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -67,8 +67,8 @@ def _pack_tokens(tokens: jax.Array, logprobs: jax.Array) -> jax.Array:
 def unpack_tokens(packed: Any) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, log-probabilities) of a step's packed result: (steps, slots) for decode, one each
     for prefill. Waits for the step."""
-    own = np.asarray(packed)
-    return own[0], own[1].view(np.float32)
+    rows = np.asarray(packed)
+    return rows[0], rows[1].view(np.float32)
 
 
 class Steps:
@@ -101,7 +101,7 @@ class Steps:
         _, stages, _ = self.plan.input_stages
         meshes = self._meshes()
         return jax.tree.map(
-            lambda spec, own: NamedSharding(meshes[own[0]], spec),
+            lambda spec, leaf_stages: NamedSharding(meshes[leaf_stages[0]], spec),
             specs,
             stages,
             is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
@@ -192,8 +192,10 @@ class Steps:
         def prefill(cache: Any, params: Any, slots: Slots, request: jax.Array) -> Any:
             tokens, length, slot, settings = _unpack(request)
             cache, logits = decoder.prefill(config, params, cache, tokens, length, slot)
-            own = jax.tree.map(lambda x: x[None], settings)
-            token, logprob = choose_tokens(logits[None], own, length[None], may_sample=may_sample)
+            slot_settings = jax.tree.map(lambda x: x[None], settings)
+            token, logprob = choose_tokens(
+                logits[None], slot_settings, length[None], may_sample=may_sample
+            )
             new = {"tokens": token[0], "positions": length, "settings": settings}
             slots = jax.tree.map(lambda old, one: old.at[slot].set(one), slots, new)
             return cache, slots, _pack_tokens(token[0], logprob[0])

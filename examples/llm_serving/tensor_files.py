@@ -49,8 +49,8 @@ class StoredArray:
         dtype = _TYPES[self.dtype]
         if not prod(self.shape):
             return np.zeros(self.shape, dtype)
-        own = np.memmap(self.path, np.uint8, "r", self.start, (prod(self.shape) * dtype.itemsize,))
-        return own.view(dtype).reshape(self.shape)
+        data = np.memmap(self.path, np.uint8, "r", self.start, (prod(self.shape) * dtype.itemsize,))
+        return data.view(dtype).reshape(self.shape)
 
 
 def find_arrays(folder: Path) -> dict[str, StoredArray]:

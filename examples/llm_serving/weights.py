@@ -46,9 +46,12 @@ def _in_shards(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Shardin
         parts.setdefault(key, []).append(device)
     placed = []
     for key, devices in parts.items():
-        own = np.array(view[tuple(slice(*ends) for ends in key)], dtype, order="C")
+        shard = np.array(view[tuple(slice(*ends) for ends in key)], dtype, order="C")
         # On CPU devices JAX may keep the given memory, so each device gets its own copy.
-        copies = [own, *(own.copy() if devices[0].platform == "cpu" else own for _ in devices[1:])]
+        copies = [
+            shard,
+            *(shard.copy() if devices[0].platform == "cpu" else shard for _ in devices[1:]),
+        ]
         placed += [jax.device_put(a, device) for a, device in zip(copies, devices, strict=True)]
         jax.block_until_ready(placed[-len(devices) :])
     return jax.make_array_from_single_device_arrays(view.shape, sharding, placed)
@@ -134,9 +137,9 @@ def _maker(name: str, shape: tuple[int, ...], dtype: np.dtype, spread: float, sh
             return jnp.ones(shape, dtype)
         if kind == "zeros":
             return jnp.zeros(shape, dtype)
-        own = jax.random.fold_in(jax.random.key(seed), number)
+        random_key = jax.random.fold_in(jax.random.key(seed), number)
         bound = 3**0.5 * spread
-        return jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
+        return jax.random.uniform(random_key, shape, jnp.float32, -bound, bound).astype(dtype)
 
     if key not in _makers:
         _makers[key] = jax.jit(make, out_shardings=sharding)
