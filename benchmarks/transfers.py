@@ -64,14 +64,14 @@ class Worker:
         return self.transport.address()
 
     def connect(self, addresses: dict[str, Any]) -> None:
-        from autopar.ir.remote import End
+        from autopar.ir.remote import Endpoint
         from autopar.runtime.transports.base import Link
 
         self.transport.connect({int(worker): address for worker, address in addresses.items()})
         numbers = sorted(map(int, addresses))
-        self.end_here = End(self.number, 0)
-        self.other = End(next((n for n in numbers if n != self.number), self.number), 0)
-        first, last = End(numbers[0], 0), End(numbers[-1], 0)
+        self.end_here = Endpoint(self.number, 0)
+        self.other = Endpoint(next((n for n in numbers if n != self.number), self.number), 0)
+        first, last = Endpoint(numbers[0], 0), Endpoint(numbers[-1], 0)
         self.transport.prepare([Link(first, (last,)), Link(last, (first,))])
 
     def back_and_forth(self, num_bytes: int, rounds: int) -> list[float]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.runtime.transports.base import End
+from autopar.runtime.transports.base import Endpoint
 from autopar.runtime.transports.choose import available_transports
 from tests.unit.runtime.transports import cases
 from tests.unit.runtime.transports.peer import use
@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_thousand_transfers(shared):
 @needs_cupy
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
 def test_a_device_sends_to_itself(transport):
-    end = End(1, 0)
+    end = Endpoint(1, 0)
     dtypes = [*cases.DTYPES, "float16", "int32", "uint8"]
     draw = np.random.default_rng(0)
     tiles = tuple(
