@@ -33,7 +33,7 @@ def place_equations(traced: TracedStep) -> tuple[list[str], list[int]]:
     program = traced.program
     layers = find_layers(program, batch=traced.batch)
     layers = _with_ends_apart(program, layers)
-    placer = _Placer(program, layers)
+    placer = _SegmentPlacer(program, layers)
     return [layer.name for layer in layers] or ["step"], placer.placed()
 
 
@@ -66,7 +66,7 @@ def _key(program: Program, index: int) -> object:
     return equation.name if equation.bodies else equation_key(equation, program.avals)
 
 
-class _Placer:
+class _SegmentPlacer:
     def __init__(self, program: Program, layers: Sequence[Layer]) -> None:
         self.program = program
         self.equations = program.equations

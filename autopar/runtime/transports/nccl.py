@@ -45,7 +45,7 @@ PREPARE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class _Member:
+class _LinkMember:
     """A device's place in a communicator."""
 
     comm: Any
@@ -58,7 +58,7 @@ class _Call:
     """One call of a group: a member reads or writes memory. `peer`: the rank of the other side, or
     None in a broadcast."""
 
-    member: _Member
+    member: _LinkMember
     memory: Lent | Landing
     sends: bool
     peer: int | None
@@ -75,7 +75,7 @@ class Nccl:
         self.cupy, self.nccl = import_cupy(self.name), import_nccl()
         self.devices = jax.local_devices()
         self.addresses: dict[int, Sequence[Any]] = {}
-        self._members: dict[tuple[Link, Endpoint], _Member] = {}
+        self._members: dict[tuple[Link, Endpoint], _LinkMember] = {}
         self._joined: set[Link] = set()
         self._ids: dict[str, dict[str, Any]] = {}
         self._new_id = threading.Condition()
@@ -109,7 +109,7 @@ class Nccl:
         self._held.release()
         noted = self._to_self.pop(tag, {})
         calls: list[_Call] = []
-        landings: list[tuple[_Member, Landing] | None] = []
+        landings: list[tuple[_LinkMember, Landing] | None] = []
         for key, tile in zip(incoming_keys(tiles), tiles, strict=True):
             if not prod(tile.shape):
                 landings.append(None)
@@ -145,7 +145,7 @@ class Nccl:
         peer = None if others else (0 if target == tile.source else 1)
         return _Call(member, Lent(tile.data, member.stream), sends=True, peer=peer)
 
-    def _member(self, link: Link, end: Endpoint) -> _Member:
+    def _member(self, link: Link, end: Endpoint) -> _LinkMember:
         member = self._members.get((link, end))
         if member is None:
             raise ClusterError(
@@ -233,7 +233,7 @@ class Nccl:
         for (_, end), comm in zip(local, comms, strict=True):
             device = self.devices[end.device]
             stream = new_stream(self.cupy, device)
-            self._members[link, end] = _Member(comm, device, stream)
+            self._members[link, end] = _LinkMember(comm, device, stream)
 
     def _ask_id(self, link: Link) -> Any:
         source = link.source.worker
