@@ -15,8 +15,9 @@ from autopar import _jax, session
 from autopar.compiler import last_search, plan_step
 from autopar.errors import ArgumentError, MeshError
 from autopar.executables import make_executable, make_remote_executable
-from autopar.ir import objects
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
+from autopar.ir.objects.equinox_modules import is_equinox_module
+from autopar.ir.objects.nnx import NO_OBJECTS, has_objects, is_object, split_objects, update_objects
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
@@ -81,7 +82,7 @@ class ParallelFunction:
         or equinox, whose arrays must be arguments."""
         if instance is None:
             return self
-        if objects.is_object(instance) or objects.is_filtered_type(instance):
+        if is_object(instance) or is_equinox_module(instance):
             return MethodType(self, instance)
         name = f"_autopar_{id(self)}"
         bound = instance.__dict__.get(name)
@@ -108,7 +109,7 @@ class ParallelFunction:
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         """The traced and planned step; planned once per shapes and types of arguments."""
-        apart = objects.taken_apart(args, kwargs, self._options.static_argnums)
+        apart = split_objects(args, kwargs, self._options.static_argnums)
         args, kwargs = _without_values((apart.args, apart.kwargs))
         call = flatten_call(self._fn, args, kwargs, self._options.static_argnums)
         key = (call.treedef, call.static, call.static_args, session.current().key)
@@ -167,9 +168,9 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._takes_objects:
-            apart = objects.taken_apart(args, kwargs, self._options.static_argnums)
-            return objects.put_back(apart, self._run(apart.args, apart.kwargs))
-        return objects.put_back(objects.NOTHING_TAKEN, self._run(args, kwargs))
+            apart = split_objects(args, kwargs, self._options.static_argnums)
+            return update_objects(apart, self._run(apart.args, apart.kwargs))
+        return update_objects(NO_OBJECTS, self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on arguments without nnx objects; returns results without them."""
@@ -197,7 +198,7 @@ class ParallelFunction:
         return self._first_call(args, kwargs, (treedef, values, session.current().key))
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
-        if not self._takes_objects and objects.has_objects((args, kwargs)):
+        if not self._takes_objects and has_objects((args, kwargs)):
             self._takes_objects = True  # plans are cached by arguments without objects
             return self(*args, **kwargs)
         planned, executable = self._compile(args, kwargs)

@@ -15,7 +15,7 @@ import jax
 from jax.tree_util import keystr
 
 from autopar.errors import ArgumentError, shortened
-from autopar.ir import objects
+from autopar.ir.objects.nnx import has_objects, merge_objects
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.traced_step import FlatCall, TracedStep
 from autopar.methods import CreateStateParallel, FollowParallel
@@ -32,7 +32,7 @@ def state_of_training(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in traced.out_avals
     ]
-    state = objects.assembled(traced.rebuild_output(leaves))
+    state = merge_objects(traced.rebuild_output(leaves))
     args, positions = _arguments(method, state)
     try:
         train = method.train_step.planned(args, {})
@@ -78,7 +78,7 @@ def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...]
         return list(batch) if fits else None
 
     counts = [1, num_states] if num_states > 1 and num_needed > 2 else [1]
-    if objects.has_objects(state):
+    if has_objects(state):
         counts.reverse()
     found = ((count, rest_beside(count)) for count in counts)
     count, rest = next(((c, r) for c, r in found if r is not None), (1, None))

@@ -18,7 +18,9 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar.errors import ArgumentError
-from autopar.ir import objects
+from autopar.ir.objects.equinox_modules import has_equinox_module, is_array
+from autopar.ir.objects.nnx import split_objects
+from autopar.ir.objects.object_tree import object_leaves
 from autopar.ir.traced_step import FlatCall, KeyPath, StaticLeaf
 
 
@@ -35,7 +37,7 @@ def flatten_call(
     static_argnums: Sequence[int] = (),
 ) -> FlatCall:
     _check_positions(static_argnums, len(args))
-    apart = objects.taken_apart(args, kwargs, static_argnums)
+    apart = split_objects(args, kwargs, static_argnums)
     args, kwargs = apart.args, apart.kwargs
     static_args = tuple((i, args[i]) for i in sorted(static_argnums))
     _check_hashable(static_args, static_argnums)
@@ -43,8 +45,8 @@ def flatten_call(
     names = argument_names(fn)
     tree = (tuple(args[i] for i in dynamic), kwargs)
     flat, treedef = tree_flatten_with_path(tree)
-    in_nodes = objects.leaves_in_nodes(tree)
-    is_input = objects.is_array if objects.is_filtered(tree) else is_array_leaf
+    in_objects_at = object_leaves(tree)
+    is_input = is_array if has_equinox_module(tree) else is_array_leaf
     leaves: list[Any] = []
     paths: list[str] = []
     owners: list[int | str] = []
@@ -60,7 +62,7 @@ def flatten_call(
             name = names[owner] if owner < len(names) else f"args[{owner}]"
         else:
             owner = name = path[1].key
-        if position in in_nodes:
+        if position in in_objects_at:
             in_objects.add(len(leaves))
         leaves.append(leaf)
         paths.append(name + keystr(path[2:]))

@@ -18,7 +18,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import _jax
 from autopar.errors import TraceError
-from autopar.ir import objects
+from autopar.ir.objects.equinox_modules import has_equinox_module, is_array
+from autopar.ir.objects.nnx import run_pure
 from autopar.ir.program import Program
 from autopar.ir.traced_step import FlatCall, KeyPath, StaticLeaf, StaticLeaves, TracedStep
 from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
@@ -109,10 +110,10 @@ def _call_on_leaves(
     fn: Callable[..., Any], call: FlatCall, leaves: Sequence[Any]
 ) -> tuple[list[Any], _ResultTree]:
     args, kwargs = call.rebuild(leaves)
-    result = _jax.call_step(objects.run_pure, fn, args, kwargs)
+    result = _jax.call_step(run_pure, fn, args, kwargs)
     flat, treedef = tree_flatten_with_path(result)
-    is_filtered = objects.is_filtered((args, kwargs, result))
-    is_output = objects.is_array if is_filtered else is_array_leaf
+    is_filtered = has_equinox_module((args, kwargs, result))
+    is_output = is_array if is_filtered else is_array_leaf
     outputs = [(tuple(path), leaf) for path, leaf in flat if is_output(leaf)]
     static = tuple((i, StaticLeaf(leaf)) for i, (_, leaf) in enumerate(flat) if not is_output(leaf))
     key_paths = tuple(path for path, _ in outputs)

@@ -20,7 +20,7 @@ from jax.tree_util import SequenceKey
 from autopar import _jax, session
 from autopar.api import ParallelFunction, local_devices
 from autopar.errors import ArgumentError, CheckpointError
-from autopar.ir import objects
+from autopar.ir.objects.nnx import merge_objects
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.lower_step import check_devices
 from autopar.runtime.checkpoints.find import find_checkpoint
@@ -84,7 +84,7 @@ class Argument:
         everything: list[Any] = [None] * len(self._call.leaves)
         for position, leaf in zip(self._positions, leaves, strict=True):
             everything[position] = leaf
-        args, kwargs = objects.assembled(self._call.rebuild(everything))
+        args, kwargs = merge_objects(self._call.rebuild(everything))
         if isinstance(self.name, tuple):
             return tuple(args[n] if isinstance(n, int) else kwargs[n] for n in self.name)
         return args[self.name] if isinstance(self.name, int) else kwargs[self.name]

@@ -1,16 +1,15 @@
-"""Objects of Flax's nnx that a step changes in place, as under `nnx.jit`.
+"""nnx objects that a step changes in place, as under `nnx.jit`: from objects to pytrees and back.
 
-    taken_apart   arguments with objects → arguments with nodes, and what is needed to put back
-    run_pure      a function on objects, called with nodes: objects are made of them, and what it
-                  returns is an `ObjectResult`
-    put_back      an `ObjectResult` → the caller's objects changed, and the function's value
-    assembled     a pytree with nodes → the same with new objects
+    split_objects   arguments with objects → `SplitArguments`: arguments with `ObjectTree`s, and
+                    what `update_objects` needs
+    run_pure        calls a function on objects with object trees; returns a `PureResult`
+    update_objects  changes the caller's objects by a `PureResult`; returns the function's value
+    merge_objects   a pytree with object trees → the same with new objects
 
-The structure of the objects (`nnx.GraphDef`) is part of the program, so that another one means
-another plan. All objects of a call are split together: references that they share stay shared.
-Which objects come back is known by nnx's own update context: a structure that the step changed,
-attributes included, is changed in the caller's objects too. An `nnx.State` is a pytree like any
-other.
+The structure of the objects (`nnx.GraphDef`) is part of the program: another structure means
+another plan. All objects of a call are split together, so shared references stay shared. nnx's
+update context knows which objects come back: if the step changes their structure, attributes
+included, the caller's objects change too. An `nnx.State` is a pytree like any other.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from typing import Any
 
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from autopar.ir.objects.nodes import (
-    ObjectNode,
-    ObjectPath,
-    ObjectResult,
+from autopar.ir.objects.object_tree import (
+    ObjectRoot,
+    ObjectTree,
+    PureResult,
+    arrays_of,
     is_root,
-    nested,
-    origin_of,
-    values_of,
+    root_of,
+    tree_from_paths,
 )
 
 _TAG = "autopar"
 
 
 def _nnx() -> Any:
-    """The library, if something has imported it, all of it."""
+    """The library, if it has been imported completely."""
     library = sys.modules.get("flax.nnx")
     return library if hasattr(library, "update_context") else None
 
@@ -60,59 +59,60 @@ def has_objects(tree: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class TakenObjects:
-    """Arguments with nodes for objects; the objects, their variables (or arrays that are attributes
-    themselves), and what these held."""
+class SplitArguments:
+    """Arguments with trees for objects; the objects, their variables (or arrays that are attributes
+    themselves), and the trees."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     objects: tuple[Any, ...] = ()
     variables: tuple[Any, ...] = ()
-    nodes: tuple[ObjectNode, ...] = ()
+    trees: tuple[ObjectTree, ...] = ()
 
 
-NOTHING_TAKEN = TakenObjects((), {})
+NO_OBJECTS = SplitArguments((), {})
 
 
-def taken_apart(
+def split_objects(
     args: tuple[Any, ...], kwargs: dict[str, Any], static_argnums: Sequence[int] = ()
-) -> TakenObjects:
-    """`static_argnums`: arguments that are part of the program, and stay as they are."""
+) -> SplitArguments:
+    """`static_argnums`: arguments that are part of the program and stay unchanged."""
     if _nnx() is None:
-        return TakenObjects(args, kwargs)
+        return SplitArguments(args, kwargs)
     if static_argnums:
         static = {i: args[i] for i in static_argnums if i < len(args)}
-        taken = taken_apart(tuple(None if i in static else a for i, a in enumerate(args)), kwargs)
-        return replace(taken, args=tuple(static.get(i, a) for i, a in enumerate(taken.args)))
+        split = split_objects(tuple(None if i in static else a for i, a in enumerate(args)), kwargs)
+        return replace(split, args=tuple(static.get(i, a) for i, a in enumerate(split.args)))
     parts, treedef = tree_flatten((args, kwargs), is_leaf=_ends_walk)
     objects = tuple(filter(is_object, parts))
     if not objects:
-        return TakenObjects(args, kwargs)
+        return SplitArguments(args, kwargs)
     nnx = _nnx()
     with nnx.update_context(_TAG), nnx.split_context(_TAG) as context:
         graph, state = context.flatten(objects)
-    nodes = _nodes(len(objects), graph, state)
-    each = iter(nodes)
+    trees = _trees(len(objects), graph, state)
+    each = iter(trees)
     parts = [next(each) if is_object(part) else part for part in parts]
     args, kwargs = tree_unflatten(treedef, parts)
-    return TakenObjects(args, kwargs, objects, tuple(variable for _, variable in state), nodes)
+    return SplitArguments(args, kwargs, objects, tuple(variable for _, variable in state), trees)
 
 
-def _nodes(count: int, graph: Any, state: Any) -> tuple[ObjectNode, ...]:
-    """A node for each of the objects that were split together."""
+def _trees(count: int, graph: Any, state: Any) -> tuple[ObjectTree, ...]:
+    """A tree for each of the objects that were split together."""
     variable_type = _nnx().Variable
-    own: list[tuple[list[tuple], list[Any]]] = [([], []) for _ in range(count)]
+    paths: list[list[tuple]] = [[] for _ in range(count)]
+    values: list[list[Any]] = [[] for _ in range(count)]
     for (number, *path), leaf in state:
-        own[number][0].append(tuple(path))
-        own[number][1].append(leaf.get_raw_value() if isinstance(leaf, variable_type) else leaf)
+        paths[number].append(tuple(path))
+        values[number].append(leaf.get_raw_value() if isinstance(leaf, variable_type) else leaf)
     return tuple(
-        nested(own_paths, own_values, ObjectPath(graph if number == 0 else None))
-        for number, (own_paths, own_values) in enumerate(own)
+        tree_from_paths(paths[n], values[n], ObjectRoot(graph if n == 0 else None))
+        for n in range(count)
     )
 
 
 def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn` on nodes: its value if there are no objects, else an `ObjectResult`."""
+    """`fn` called with object trees: its value if there are no objects, else a `PureResult`."""
     nnx = _nnx()
     parts, treedef = tree_flatten((args, kwargs), is_leaf=is_root)
     roots = [part for part in parts if is_root(part)]
@@ -121,9 +121,9 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     with nnx.update_context(_TAG):
         objects: tuple[Any, ...] = ()
         if roots:
-            values = [value for root in roots for value in values_of(root)]
+            values = [value for root in roots for value in arrays_of(root)]
             with nnx.merge_context(_TAG, inner=True) as context:
-                objects = context.unflatten(origin_of(roots[0]).graph, values)
+                objects = context.unflatten(root_of(roots[0]).graph, values)
             each = iter(objects)
             args, kwargs = tree_unflatten(
                 treedef, [next(each) if is_root(part) else part for part in parts]
@@ -135,25 +135,25 @@ def run_pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             return value
         with nnx.split_context(_TAG) as context:
             graph, state = context.flatten((*objects, *returned))
-    nodes = _nodes(len(objects) + len(returned), None, state)
-    own = [
-        ObjectNode((), (), ObjectPath(kept=True)) if _is_kept(old, new) else new
-        for old, new in zip(roots, nodes, strict=False)
+    trees = _trees(len(objects) + len(returned), None, state)
+    updated = [
+        ObjectTree((), (), ObjectRoot(is_unchanged=True)) if _is_unchanged(old, new) else new
+        for old, new in zip(roots, trees, strict=False)
     ]
-    each = iter(own)
+    each = iter(updated)
     changed = tree_unflatten(treedef, [next(each) if is_root(part) else None for part in parts])
-    each = iter(nodes[len(own) :])
+    each = iter(trees[len(updated) :])
     value = tree_unflatten(
         result_tree, [next(each) if is_object(part) else part for part in results]
     )
-    is_same = bool(roots) and not returned
-    is_same = is_same and graph.with_no_outer_index() == origin_of(roots[0]).graph
-    return ObjectResult(_by_argument(fn, *changed), value, graph, is_same)
+    same_structure = bool(roots) and not returned
+    same_structure = same_structure and graph.with_no_outer_index() == root_of(roots[0]).graph
+    return PureResult(_by_argument(fn, *changed), value, graph, same_structure)
 
 
-def _is_kept(old: ObjectNode, new: ObjectNode) -> bool:
-    """Whether an object's variables hold what they held, so that nothing need be returned."""
-    before, after = list(values_of(old)), list(values_of(new))
+def _is_unchanged(old: ObjectTree, new: ObjectTree) -> bool:
+    """Whether an object's variables have the same values, so that nothing has to be returned."""
+    before, after = list(arrays_of(old)), list(arrays_of(new))
     if len(before) != len(after):
         return False
     return all(a is b for a, b in zip(before, after, strict=True))
@@ -162,10 +162,10 @@ def _is_kept(old: ObjectNode, new: ObjectNode) -> bool:
 def _by_argument(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """{argument's name: argument}, of those that have objects."""
+    """{name of an argument with objects: the argument}."""
     try:
         names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # some callables tell nothing
+    except (TypeError, ValueError):  # some callables have no signature
         names = []
     named = {names[i] if i < len(names) else f"args[{i}]": arg for i, arg in enumerate(args)}
     named |= dict(sorted(kwargs.items()))
@@ -176,41 +176,41 @@ def _roots(tree: Any) -> list[Any]:
     return [part for part in tree_leaves(tree, is_leaf=is_root) if is_root(part)]
 
 
-def put_back(taken: TakenObjects, outcome: Any) -> Any:
-    """The function's value, after the caller's objects were given what it says."""
-    if not isinstance(outcome, ObjectResult):
-        return outcome
+def update_objects(split: SplitArguments, result: Any) -> Any:
+    """The function's value, after changing the caller's objects as the result says."""
+    if not isinstance(result, PureResult):
+        return result
     nnx = _nnx()
-    old = [root for argument in outcome.changed.values() for root in _roots(argument)]
-    new = _roots(outcome.value)
+    old = [root for argument in result.changed.values() for root in _roots(argument)]
+    new = _roots(result.value)
     values: list[Any] = []
-    for before, after in zip(taken.nodes, old, strict=True):
-        values += values_of(before if origin_of(after).kept else after)
-    values += [value for root in new for value in values_of(root)]
-    if outcome.is_same and all(isinstance(v, nnx.Variable) for v in taken.variables):
-        for variable, value in zip(taken.variables, values, strict=True):
+    for before, after in zip(split.trees, old, strict=True):
+        values += arrays_of(before if root_of(after).is_unchanged else after)
+    values += [value for root in new for value in arrays_of(root)]
+    if result.same_structure and all(isinstance(v, nnx.Variable) for v in split.variables):
+        for variable, value in zip(split.variables, values, strict=True):
             variable.set_raw_value(value)
-        return outcome.value
+        return result.value
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
-            context.flatten(taken.objects, with_paths=False)
+            context.flatten(split.objects, with_paths=False)
         with nnx.merge_context(_TAG, inner=False) as context:
-            objects = context.unflatten(outcome.graph, values)
-    return _with_objects(outcome.value, objects[len(old) :])
+            objects = context.unflatten(result.graph, values)
+    return _with_objects(result.value, objects[len(old) :])
 
 
-def assembled(tree: Any) -> Any:
-    """A pytree with new objects for its nodes, all of which come from one call; an `ObjectResult`
-    of a function that had no objects among its arguments is its value."""
-    if isinstance(tree, ObjectResult):
-        return put_back(NOTHING_TAKEN, tree)
+def merge_objects(tree: Any) -> Any:
+    """A pytree with new objects for its object trees, all from one call. The `PureResult` of a
+    function without objects among its arguments becomes its value."""
+    if isinstance(tree, PureResult):
+        return update_objects(NO_OBJECTS, tree)
     roots = _roots(tree)
     if not roots:
         return tree
     nnx = _nnx()
-    values = [value for root in roots for value in values_of(root)]
+    values = [value for root in roots for value in arrays_of(root)]
     with nnx.update_context(_TAG), nnx.merge_context(_TAG, inner=True) as context:
-        objects = context.unflatten(origin_of(roots[0]).graph, values)
+        objects = context.unflatten(root_of(roots[0]).graph, values)
     return _with_objects(tree, objects)
 
 

@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from autopar import _jax
 from autopar.errors import CheckpointError
-from autopar.ir import objects
+from autopar.ir.objects.nnx import merge_objects, split_objects
 from autopar.runtime.checkpoints.backends import HostPlace, ScalarPlace, backend_of, by_backend
 from autopar.runtime.checkpoints.format import (
     ARRAY,
@@ -85,7 +85,7 @@ def restore_nested(source: CheckpointSource) -> Any:
 
 def restore_tree(source: CheckpointSource, target: Any) -> Any:
     """The saved pytree in the structure of the target, each leaf where the target's lies."""
-    apart = objects.taken_apart((target,), {})
+    apart = split_objects((target,), {})
     flat, tree = tree_flatten_with_path(apart.args[0])
     saved = [i for i, (_, leaf) in enumerate(flat) if is_saved(leaf)]
     wanted = [(source.name(flat[i][0]), backend_of(flat[i][1]).place_of(flat[i][1])) for i in saved]
@@ -93,7 +93,7 @@ def restore_tree(source: CheckpointSource, target: Any) -> Any:
     leaves = [leaf for _, leaf in flat]
     for i, leaf in zip(saved, restored, strict=True):
         leaves[i] = leaf
-    return objects.assembled(tree_unflatten(tree, leaves))
+    return merge_objects(tree_unflatten(tree, leaves))
 
 
 def restore_leaves(source: CheckpointSource, wanted: Sequence[tuple[str, Any]]) -> list[Any]:

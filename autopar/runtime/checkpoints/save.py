@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from autopar.errors import ArgumentError, CheckpointError
-from autopar.ir import objects
 from autopar.ir.codec import decode, encode
+from autopar.ir.objects.nnx import split_objects
 from autopar.runtime.checkpoints import files, folders
 from autopar.runtime.checkpoints.backends import by_backend
 from autopar.runtime.checkpoints.controllers import Controllers
@@ -142,7 +142,7 @@ def save_checkpoint(
     `overwrite` is not set.
     """
     global _latest
-    (state,) = objects.taken_apart((state,), {}).args
+    (state,) = split_objects((state,), {}).args
     path = _checked(directory, step, keep, format)
     finish_saves()
     complete: Callable[[], None]
