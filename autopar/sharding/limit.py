@@ -1,5 +1,4 @@
-"""Side constraints of the solver: a `Limit` is a linear function of the choice, such as memory
-use."""
+"""Side constraints of the solver: a `Limit` is a linear function of the choice, such as memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Min-marginals: from a `ShardingProblem` and classes to the best sharding for each of their
-layouts.
+"""Min-marginals: from a `ShardingProblem` and classes to the best sharding for each layout.
 
 For a layout L of the values that classes u ∈ U make: minimise the objective over all choices in
 which every u ∈ U takes a strategy that gives L. One reduction that spares U serves all layouts; the
