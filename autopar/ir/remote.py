@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Recv, Send
+from autopar.ir.pipeline import MeshProgram, Phase, PipelinePrograms, Recv, Send
 from autopar.ir.spec import Layout, num_shards
 from autopar.ir.tiles import Box, TilePlan, shard_box
 
@@ -65,6 +65,7 @@ class LoweredProgram:
     reads: tuple[ShardedType, ...]
     writes: tuple[ShardedType, ...]
     donated: tuple[int, ...]
+    phase: Phase = Phase.RESULTS
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class MeshTask:
 
 def recv_order(programs: PipelinePrograms, mesh: int) -> dict[int, tuple[int, ...]]:
     """When a mesh must post its `Recv`s so that those from one mesh are posted in the order in
-    which it sends: each together with those that were sent earlier and are not posted yet."""
+    which it sends: each together with those that were sent earlier and are not posted yet. NCCL
+    matches sends and receives by their order alone."""
     sent = {
         (source, send.tag): place
         for source, program in enumerate(programs.meshes)

@@ -62,7 +62,7 @@ class JaxTransfer:
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
         offers: dict[int, dict[Any, jax.Array]] = {}
         for key, tile in zip(outgoing_keys(tiles), tiles, strict=True):
-            if tile.data.size:
+            if tile.data.size:  # JAX's server would wait for one without data
                 for worker in {target.worker for target in tile.targets}:
                     offers.setdefault(worker, {})[key] = tile.data
         for worker, arrays in offers.items():
