@@ -45,10 +45,12 @@ def read_folder(root: Path, *folders: str) -> dict[str, str]:
 
 def read_commit(commit: str, *folders: str) -> dict[str, str]:
     """The same of a commit."""
-    archive = subprocess.run(
-        ["git", "archive", commit, *folders], cwd=ROOT, check=True, capture_output=True
-    ).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    command = ["git", "archive", commit, *folders]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True)
+    if archive.returncode:
+        reason = archive.stderr.decode().strip()
+        raise SystemExit(f"cannot read {commit!r}: {reason}. Name another commit with --base.")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         return {
             member.name: file.read().decode()
             for member in tar

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.structure import (
     ROOT,
     circles,
@@ -11,6 +13,7 @@ from benchmarks.structure import (
     import_graph,
     long_functions,
     longest_chain,
+    read_commit,
     read_folder,
     repeated_classes,
     report,
@@ -98,6 +101,11 @@ def test_the_report_has_what_changed() -> None:
     assert "+_jax" in text and "unchanged" in text
     assert "ir                      2 →      3  +1" in text
     assert "-_jax" in report(after, {**TOY, "autopar/_jax.py": ""})
+
+
+def test_a_commit_that_does_not_exist_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"'no-such-commit'.*--base"):
+        read_commit("no-such-commit", "autopar")
 
 
 def test_the_repository_is_read() -> None:
