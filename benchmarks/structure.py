@@ -48,7 +48,7 @@ def read_commit(commit: str, *folders: str) -> dict[str, str]:
     command = ["git", "archive", commit, *folders]
     archive = subprocess.run(command, cwd=ROOT, capture_output=True)
     if archive.returncode:
-        reason = archive.stderr.decode().strip()
+        reason = archive.stderr.decode().splitlines()[0]
         raise SystemExit(f"cannot read {commit!r}: {reason}. Name another commit with --base.")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         return {
