@@ -1,8 +1,8 @@
-"""The only file that touches JAX's internals, so that a new JAX release breaks one file.
+"""The only file that uses JAX's internals, so that a new JAX release breaks one file.
 
 The rest of autopar sees primitives, parameters and abstract values only through these functions.
-Every internal that is used here stands in the table of `_requirements.py`, which is looked up
-first: a JAX that lacks one is refused by an error that names it.
+`_requirements.py` lists every internal used here and checks them first: the error for a JAX that
+lacks one names it.
 """
 # ruff: noqa: E402
 
@@ -43,11 +43,12 @@ JaxprEqn = _core.JaxprEqn
 EquationContext = _core.JaxprEqnContext
 NameStack = _source_info.NameStack
 Primitive = _Primitive
+ShapedArray = _core.ShapedArray
 SourceInfo = _source_info.SourceInfo
 _T = TypeVar("_T")
 
-# Call-like primitives that are inlined, and the parameter that holds their body. Names differ
-# between releases (`closed_call` became `eval_jaxpr` in 0.11, `pjit` became `jit`).
+# Call-like primitives that are inlined, and the parameter with their body. Names differ between
+# releases (`closed_call` became `eval_jaxpr` in 0.11, `pjit` became `jit`).
 _CALL_BODY = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -64,8 +65,7 @@ _CALL_BODY = {
 
 
 class Parameters(dict[str, Any]):
-    """Parameters of an equation. One that autopar knows and JAX no longer has is an error that
-    says so."""
+    """Parameters of an equation. Looking up one that JAX no longer has is a `DependencyError`."""
 
     def __init__(self, primitive: str, params: dict[str, Any]) -> None:
         super().__init__(params)
@@ -75,7 +75,7 @@ class Parameters(dict[str, Any]):
         raise _requirements.lacking(f"parameter {name!r} of the primitive {self._primitive!r}")
 
 
-def parameters(eqn: Any) -> Parameters:
+def parameters(eqn: JaxprEqn) -> Parameters:
     return Parameters(eqn.primitive.name, eqn.params)
 
 
@@ -85,12 +85,13 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return inner, tuple(getattr(jaxpr, "consts", ()) or ())
 
 
-def call_body(eqn: Any) -> Any | None:
+def call_body(eqn: JaxprEqn) -> Any | None:
     """The body of a call-like equation that may be inlined, else None."""
     if eqn.primitive.name == "custom_linear_solve":
         return parameters(eqn)["jaxprs"].solve
     if eqn.primitive.name == "call_hi_primitive":  # JAX 0.12: expanded only when it is lowered
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        operands: list[Any] = [v.aval for v in eqn.invars]
+        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
         return jax.make_jaxpr(lambda *a: eqn.primitive.to_lojax(*a, **eqn.params))(*avals)
     parameter = _CALL_BODY.get(eqn.primitive.name)
     if parameter is None:
@@ -98,9 +99,10 @@ def call_body(eqn: Any) -> Any | None:
     return eqn.params.get(parameter) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
 
 
-def call_operands(eqn: Any) -> range | list[int]:
-    """Which operands of a call-like equation its body takes, in order. That of a custom solve takes
-    its own constants, which stand between those of the derivatives, and the right-hand sides."""
+def call_operands(eqn: JaxprEqn) -> range | list[int]:
+    """The operands of a call-like equation that its body takes, in order. The body of a custom
+    solve takes its own constants, which are between those of the derivatives, and the right-hand
+    sides."""
     if eqn.primitive.name != "custom_linear_solve":
         return range(len(eqn.invars))
     matvec, vecmat, solve, transpose_solve = parameters(eqn)["const_lengths"]
@@ -109,7 +111,7 @@ def call_operands(eqn: Any) -> range | list[int]:
     return [*range(first, first + solve), *range(rest, len(eqn.invars))]
 
 
-def remat_barrier_mask(eqn: Any) -> tuple[bool, ...]:
+def remat_barrier_mask(eqn: JaxprEqn) -> tuple[bool, ...]:
     """Which operands of a `jax.checkpoint` equation JAX shields from common-subexpression
     elimination when it lowers it; all False for other equations."""
     none = (False,) * len(eqn.invars)
@@ -119,7 +121,7 @@ def remat_barrier_mask(eqn: Any) -> tuple[bool, ...]:
     return (prevent_cse,) * len(none) if isinstance(prevent_cse, bool) else tuple(prevent_cse)
 
 
-def optimization_barrier_primitive() -> Any:
+def optimization_barrier_primitive() -> Primitive:
     from jax._src.lax.lax import optimization_barrier_p
 
     return optimization_barrier_p
@@ -133,7 +135,7 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+def bind(primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     """Apply a primitive as JAX's own jaxpr evaluation does; always a list of results."""
     bind_params = primitive.get_bind_params(params)
     if isinstance(bind_params, tuple):  # releases where sub-functions are passed positionally
@@ -149,9 +151,9 @@ FUSED_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_b
 _KERNELS = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 
-def bind_kernel(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """As `bind`, but of fused attention the kernel alone. JAX wraps that in a partitioning of its
-    own, a callback into the process that compiles."""
+def bind_kernel(primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """As `bind`, but fused attention binds its kernel alone: JAX wraps that in a partitioning
+    callback into the compiling process."""
     if primitive.name in FUSED_ATTENTION:
         return list(primitive.impl(*operands, **params))
     return bind(primitive, params, operands)
@@ -159,8 +161,8 @@ def bind_kernel(primitive: Any, params: dict[str, Any], operands: Sequence[Any])
 
 @contextlib.contextmanager
 def kernels_without_devices() -> Iterator[None]:
-    """Lets the kernels of fused attention be lowered for devices that are not here. JAX wants to
-    see devices for them, as for all that splits itself, though they are plain custom calls."""
+    """Allows lowering the kernels of fused attention for absent devices. JAX requires devices for
+    them, as for all primitives with their own partitioning, though they are plain custom calls."""
     needing = _dispatch.prim_requires_devices_during_lowering
     with _KERNELS_LOCK:
         allowed = {primitive for primitive in needing if primitive.name in _KERNELS}
@@ -174,8 +176,8 @@ def kernels_without_devices() -> Iterator[None]:
 _KERNELS_LOCK = threading.Lock()
 
 
-def primitives_that_need_devices(jaxpr: Any) -> set[str]:
-    """Names of what JAX lowers only where there are devices."""
+def primitives_that_need_devices(jaxpr: _core.Jaxpr) -> set[str]:
+    """Names of primitives that JAX lowers only for present devices."""
     found = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive in _dispatch.prim_requires_devices_during_lowering:
@@ -186,30 +188,32 @@ def primitives_that_need_devices(jaxpr: Any) -> set[str]:
 
 
 @contextlib.contextmanager
-def equation_context(source_info: Any, name_stack: Any, eqn_ctx: Any) -> Iterator[None]:
+def equation_context(
+    source_info: SourceInfo, name_stack: NameStack, eqn_ctx: EquationContext
+) -> Iterator[None]:
     """Bind under the user's traceback and module names, so profiles and HLO keep them."""
     stack = _source_info.current_name_stack() + name_stack
     with _source_info.user_context(source_info.traceback, name_stack=stack), eqn_ctx.manager:
         yield
 
 
-def empty_name_stack() -> Any:
+def empty_name_stack() -> NameStack:
     return _source_info.NameStack()
 
 
-def below_name(name: str, name_stack: Any) -> Any:
+def below_name(name: str, name_stack: NameStack) -> NameStack:
     """A name stack with one more name around it."""
     return _source_info.NameStack().extend(name) + name_stack
 
 
-def first_name(name_stack: Any) -> str | None:
-    """The outermost name in a stack that is not one of JAX's own; None if there is none."""
+def first_name(name_stack: NameStack) -> str | None:
+    """The outermost name in a stack that is not JAX's; None if there is none."""
     return next((x.name for x in name_stack.stack if _is_name(x)), None)
 
 
-def renamed_first(name_stack: Any, name: str, new: str) -> Any:
-    """The stack with another name in place of its outermost one, or around it all if that is not
-    `name`."""
+def renamed_first(name_stack: NameStack, name: str, new: str) -> NameStack:
+    """The stack with `new` in place of its outermost name, or around all names if the outermost is
+    not `name`."""
     stack = name_stack.stack
     for index, element in enumerate(stack):
         if _is_name(element):
@@ -224,15 +228,15 @@ def _is_name(element: Any) -> bool:
     return is_scope and element.name not in ("checkpoint", "rematted_computation")
 
 
-def source_line(source_info: Any) -> str:
-    """`file.py:12 (function)` of the user's code that made an equation."""
+def source_line(source_info: SourceInfo) -> str:
+    """`file.py:12 (function)`: the user's code behind an equation."""
     return _source_info.summarize(source_info)
 
 
 def line_of_user(tracebacks: tuple[Any, ...]) -> str:
-    """`models/gpt.py:12 (Block.__call__)`: the innermost frame that is not an installed package's,
-    or else the innermost; "" if there is none. Tracebacks of an equation and the calls around it,
-    the innermost first."""
+    """`models/gpt.py:12 (Block.__call__)`: the innermost frame outside installed packages, or else
+    the innermost; "" if there is none. Takes the tracebacks of an equation and of the calls around
+    it, the innermost first."""
     frames = [f for own in tracebacks if own is not None for f in _source_info.user_frames(own)]
     if not frames:
         return ""
@@ -267,19 +271,20 @@ def populate_sharding_rules(module: Any) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether the caller itself is being traced (a parallelized step inside `jax.jit`)."""
+    """Whether the caller is being traced (a parallelized step inside `jax.jit`)."""
     return not _core.trace_state_clean()
 
 
 def has_devices() -> bool:
-    """Whether this process has looked at its devices already."""
+    """Whether this process has initialized its devices."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
 
 
 def installed_versions(platform: str) -> dict[str, str]:
-    """Of jax and jaxlib; of GPUs also CUDA, cuDNN and what the driver can do at most."""
+    """Versions of jax and jaxlib; on GPUs also of CUDA, cuDNN and the newest CUDA that the driver
+    supports."""
     from jax._src import lib
 
     found = {"jax": jax.__version__, "jaxlib": lib.version_str}
@@ -306,14 +311,14 @@ def fresh_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, axis_names, axis_types=auto)
 
 
-def abstract_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Any:
-    """The same without devices: programs can be traced and lowered on it."""
+def abstract_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.AbstractMesh:
+    """The same mesh without devices, for tracing and lowering."""
     auto = (jax.sharding.AxisType.Auto,) * len(axis_names)
     return jax.sharding.AbstractMesh(shape, axis_names, axis_types=auto)
 
 
 def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: str) -> list[Any]:
-    """Devices of a GPU cluster that need not exist: programs can be compiled for them."""
+    """Devices of a GPU cluster that need not exist, to compile programs for."""
     _requirements.require(_requirements.VERIFY)
     from jax.experimental import topologies
 
@@ -326,28 +331,28 @@ def gpu_topology_devices(num_hosts: int, devices_per_host: int, target_config: s
     return list(description.devices)
 
 
-def scan_primitive() -> Any:
+def scan_primitive() -> Primitive:
     from jax._src.lax.control_flow.loops import scan_p
 
     return scan_p
 
 
 def draws_bits_by_position(key_dtype: Any) -> bool:
-    """Whether a key's random bits are a hash of (key, position), so that any part of an array of
-    them can be had by itself: threefry keys, in their partitionable form (the default)."""
+    """Whether a key's random bits are a hash of (key, position), so that any part of an array can
+    be computed alone: threefry keys in their partitionable form (the default)."""
     if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         return False
     return getattr(getattr(key_dtype, "_impl", None), "name", "") == "threefry2x32"
 
 
 def draws_bits_by_philox(key_dtype: Any) -> bool:
-    """Whether a key's random bits are drawn by XLA's own generator."""
+    """Whether XLA's generator draws a key's random bits."""
     name = getattr(getattr(key_dtype, "_impl", None), "name", "")
     return name in ("rbg", "unsafe_rbg")
 
 
 def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
-    """The bits that `jax.random.bits` puts at the given positions (64 bits in two words)."""
+    """The bits of `jax.random.bits` at the given positions (64 bits in two words)."""
     from jax.extend.random import threefry2x32_p
 
     first, second = jax.random.key_data(key)
@@ -358,24 +363,23 @@ def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
     return (bits_high ^ bits_low).astype(f"uint{bit_width}")
 
 
-def array_aval(shape: Sequence[int], dtype: Any) -> Any:
+def array_aval(shape: Sequence[int], dtype: Any) -> ShapedArray:
     return _core.ShapedArray(tuple(shape), dtype)
 
 
-def stacked_aval(aval: Any, length: int) -> Any:
+def stacked_aval(aval: ShapedArray, length: int) -> ShapedArray:
     """The type of `length` arrays of one type, stacked."""
     return array_aval((length, *aval.shape), aval.dtype)
 
 
-def unstacked_aval(aval: Any) -> Any:
+def unstacked_aval(aval: ShapedArray) -> ShapedArray:
     return array_aval(aval.shape[1:], aval.dtype)
 
 
 # -- named values
 
-# An identity that carries a name. Its derivative is the plain identity: a name is of the value
-# itself, not of its tangent or cotangent. `vmapped` are the dimensions that `vmap` put in front of
-# the user.
+# An identity with a name. Its derivative is the plain identity: the name belongs to the value, not
+# to its tangent or cotangent. `vmapped`: dimensions that `vmap` added.
 CONSTRAIN = "constrain"
 _constrain = _Primitive(CONSTRAIN)
 _constrain.def_impl(lambda x, **_: x)
@@ -384,7 +388,7 @@ _mlir.register_lowering(_constrain, lambda ctx, x, **_: [x])
 
 
 def named(x: Any, name: str) -> Any:
-    """The array itself, under a name that is found in the traced program."""
+    """The array itself, with a name in the traced program."""
     return _constrain.bind(x, name=name, vmapped=())
 
 
@@ -405,8 +409,8 @@ _batching.primitive_batchers[_constrain] = _named_batch
 
 # -- marks between layers
 
-# A mark has no operands and no results: an effect of its own keeps it where it stands through jit,
-# derivatives, vmap and checkpoint. It is lowered to nothing.
+# A mark has no operands and no results: its own effect keeps it in place through jit, derivatives,
+# vmap and checkpoint. It is lowered to nothing.
 LAYER_BOUNDARY = "layer_boundary"
 _CONTROL_FLOW = str(Path(jax.__file__).parent / "_src" / "lax" / "control_flow")
 _LOOP_FUNCTIONS = ("scan", "while_loop", "fori_loop", "map", "cond", "switch", "associative_scan")
@@ -430,24 +434,24 @@ _boundary.multiple_results = True
 _boundary.def_impl(lambda **_: [])
 _boundary.def_effectful_abstract_eval(lambda **_: ([], {_BOUNDARY_EFFECT}))
 _mlir.register_lowering(_boundary, lambda _, **__: [])
-for _file in ("_jax.py", "api.py"):  # a mark's line is that of the user's call
+for _file in ("_jax.py", "api.py"):  # a mark has the line of the user's call
     _source_info.register_exclusion(str(Path(__file__).with_name(_file)))
 
 
 def mark_boundary() -> None:
-    """A mark in the program that is being traced; its source line is the caller's. It knows which
-    loop's body it is called in, since JAX moves what reads nothing out of a loop."""
+    """Adds a mark to the program being traced, with the caller's source line. The mark records the
+    loop around it, since JAX moves equations without operands out of loops."""
     _boundary.bind(loop=_loop_around())
 
 
 def call_step(function: Callable[..., _T], *args: Any) -> _T:
-    """What the function returns. The tracer calls the user's step through here, so that a mark
-    knows the loops of the step from those around the call."""
+    """Calls the function. The tracer calls the user's step through here, so that marks can tell
+    loops of the step from loops around the call."""
     return function(*args)
 
 
 def _loop_around() -> str | None:
-    """The outermost function of JAX (`scan`) whose body is being traced, inside of the step."""
+    """The outermost loop function of JAX, such as `scan`, that traces a body of the step."""
     frame: Any = sys._getframe(1)
     found = None
     while frame is not None and frame.f_code is not call_step.__code__:
@@ -458,7 +462,7 @@ def _loop_around() -> str | None:
     return found
 
 
-def has_effect(eqn: Any) -> bool:
+def has_effect(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than compute its results and mark boundaries."""
     return any(effect is not _BOUNDARY_EFFECT for effect in eqn.effects)
 
@@ -467,12 +471,11 @@ def has_effect(eqn: Any) -> bool:
 
 
 class CannotSplit(Exception):
-    """An equation cannot be bound to parts of its operands; the text says why."""
+    """An equation cannot be applied to shards of its operands; the text says why."""
 
 
 def given_names(name: str, params: dict[str, Any]) -> tuple[str, ...]:
-    """What the user calls an operator of a primitive that has many: the kernel of a `pallas_call`,
-    the target of an `ffi_call`, the function of a callback."""
+    """The user's name of a kernel (`pallas_call`), a target (`ffi_call`) or a callback."""
     if name == "pallas_call":
         given = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
     elif name == "ffi_call":
@@ -490,8 +493,8 @@ def given_names(name: str, params: dict[str, Any]) -> tuple[str, ...]:
 def part_limits(
     name: str, params: dict[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Into how many parts each dimension of the operands and results may be cut at most: into its
-    elements, or for a `pallas_call` into the blocks that its grid runs over."""
+    """The most parts into which each dimension of operands and results can be cut: its elements, or
+    the blocks of a `pallas_call`'s grid."""
     if name != "pallas_call":
         return list(shapes)
     _requirements.require(_requirements.PALLAS)
@@ -512,7 +515,7 @@ def params_on_parts(
     operands: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """The parameters of an equation that is bound to parts of its operands, of these shapes."""
+    """The parameters of an equation that is applied to shards of these shapes."""
 
     def resized(avals: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(a.update(shape=s) for a, s in zip(avals, results, strict=True))
@@ -531,7 +534,7 @@ def params_on_parts(
 
 
 def _grid_axes(mapping: Any) -> list[int | None]:
-    """For each dimension of a kernel's array, the grid axis that is given as the block's index."""
+    """For each dimension of a kernel's array, the grid axis that is the block's index."""
     jaxpr, _ = open_jaxpr(mapping.index_map_jaxpr)
     place = {var: axis for axis, var in enumerate(jaxpr.invars)}
     axes = [None if isinstance(v, Literal) else place.get(v) for v in jaxpr.outvars]
@@ -540,7 +543,7 @@ def _grid_axes(mapping: Any) -> list[int | None]:
 
 
 def _steps(grid_mapping: Any, mapping: Any, dim: int, length: int) -> int:
-    """Over how many steps of the grid a dimension's blocks lie, one per step; 0 if they do not."""
+    """The grid steps over a dimension's blocks, if there is one block per step; else 0."""
     axis, block = _grid_axes(mapping)[dim], mapping.block_shape[dim]
     kind = type(block).__name__
     size = block.block_size if kind == "Blocked" else 1 if kind == "Squeezed" else 0
@@ -551,8 +554,8 @@ def _steps(grid_mapping: Any, mapping: Any, dim: int, length: int) -> int:
 
 
 def _grid_on_parts(params: dict[str, Any], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The grid of a kernel on parts of its arrays: fewer steps, each on blocks as before. Only for
-    axes of the grid that are nothing but the index of a block, for every array that they move."""
+    """The grid of a kernel on shards of its arrays: fewer steps, each on blocks as before. Only for
+    grid axes that are plain block indices in every array that they move."""
     given = params["grid_mapping"]
     if given.num_index_operands or len(given.block_mappings) != len(shapes):
         raise CannotSplit("it has operands that are not cut into blocks")
@@ -588,12 +591,12 @@ def _grid_on_parts(params: dict[str, Any], shapes: Sequence[tuple[int, ...]]) ->
     return replace(given, grid=tuple(grid), block_mappings=mappings)
 
 
-def _axes_computed_with(jaxpr: Any) -> set[int]:
+def _axes_computed_with(jaxpr: _core.Jaxpr) -> set[int]:
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     return {axis for axis, var in enumerate(jaxpr.invars) if var in read}
 
 
-def _program_ids(jaxpr: Any) -> Iterator[int]:
+def _program_ids(jaxpr: _core.Jaxpr) -> Iterator[int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("program_id", "num_programs"):
             yield eqn.params["axis"]
@@ -605,8 +608,8 @@ def _program_ids(jaxpr: Any) -> Iterator[int]:
 
 
 def shard_copier(targets: Sequence[Any]) -> Any:
-    """A function that copies arrays whose shards are, one by one, those of the target shardings.
-    It is what `jax.device_put` comes to, without what that does to find out."""
+    """A function that copies arrays to target shardings with the same shards, one by one. It is the
+    call at the bottom of `jax.device_put`, without its checks."""
     device_lists = [target._internal_device_list for target in targets]
     semantics = [_xla_client.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
     copy = _xla_client.batched_copy_array_to_devices_with_sharding
@@ -622,7 +625,7 @@ def start_transfer_server(*args: Any, **options: Any) -> Any:
 
 
 def reset_compilation_cache() -> None:
-    """Makes JAX look again where its cache of compiled programs is."""
+    """Makes JAX look up the location of its compilation cache again."""
     _requirements.require(_requirements.CACHE)
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -630,12 +633,12 @@ def reset_compilation_cache() -> None:
 
 
 def key_implementation(key_dtype: Any) -> str:
-    """The name by which `jax.random.wrap_key_data` knows the implementation of a key."""
+    """The name of a key's implementation, for `jax.random.wrap_key_data`."""
     return key_dtype._impl.name
 
 
 def with_weak_type(array: jax.Array) -> jax.Array:
-    """The same values, as an array whose type gives way to others as that of a Python number."""
+    """The same values with a weak type, as Python numbers have."""
     from jax._src.lax.lax import _convert_element_type
 
     weak: Any = _convert_element_type(array, array.dtype, weak_type=True)
@@ -643,7 +646,7 @@ def with_weak_type(array: jax.Array) -> jax.Array:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value stands for one that is not there yet."""
+    """Whether a value is a tracer."""
     return isinstance(value, _core.Tracer)
 
 
@@ -651,12 +654,12 @@ def is_traced(value: Any) -> bool:
 
 
 def store_set(key: str, value: bytes) -> None:
-    """Put a value where all processes of `jax.distributed` can read it."""
+    """Store a value for all processes of `jax.distributed`."""
     _store().key_value_set_bytes(key, value)
 
 
 def store_get(key: str, limit_s: float) -> bytes | None:
-    """A value that some process puts there; waits for it, None if it does not come in time."""
+    """Waits for a value that some process stores; None if it does not come in time."""
     try:
         return _store().blocking_key_value_get_bytes(key, max(1, round(1000 * limit_s)))
     except jax.errors.JaxRuntimeError as error:
@@ -679,7 +682,7 @@ def _store() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise ClusterError(
-            "There are several JAX processes but no coordination service, through which they agree "
+            "There are several JAX processes but no coordination service, which they need to agree "
             "on a plan. Call jax.distributed.initialize() first, in every process."
         )
     return client
