@@ -55,20 +55,20 @@ def pipeline_times(
         stage_program.phase is Phase.WEIGHTS for stage_program in pipeline.stage_programs
     )
     return PipelineTimes(
-        per_stage(Phase.FORWARD),
-        per_stage(Phase.BACKWARD),
-        per_stage(Phase.WEIGHTS) if has_weights else (),
-        per_stage(Phase.PREPARE, Phase.UPDATE),
-        _merged_transfers(pipeline, transfers),
-        tuple(
+        forward_s=per_stage(Phase.FORWARD),
+        backward_s=per_stage(Phase.BACKWARD),
+        weights_s=per_stage(Phase.WEIGHTS) if has_weights else (),
+        update_s=per_stage(Phase.PREPARE, Phase.UPDATE),
+        crossings=_merged_transfers(pipeline, transfers),
+        stage_programs=tuple(
             StageProgramTime(
                 stage_program.stage, stage_program.phase.value, stage_program.part, seconds
             )
             for stage_program, seconds in zip(pipeline.stage_programs, stage_program_s, strict=True)
         ),
-        tuple(held_bytes),
-        tuple(kept_bytes),
-        tuple(working_bytes),
+        held_bytes=tuple(held_bytes),
+        kept_bytes=tuple(kept_bytes),
+        working_bytes=tuple(working_bytes),
     )
 
 
@@ -117,17 +117,17 @@ def _merged_transfers(
         if known is not None:
             rest_s += known.seconds - known.latency_s
         merged[key] = MeshTransferTime(
-            source,
-            target,
-            _phase(pipeline, writers[value], transfer.ref.micro_batch),
-            time.num_bytes + (known.num_bytes if known else 0.0),
-            latency_s + rest_s,
-            latency_s,
-            number,
-            transfer.ref.micro_batch,
-            tuple(writers[value]),
-            tuple(readers[value]),
-            target in results[value],
+            source=source,
+            target=target,
+            phase=_phase(pipeline, writers[value], transfer.ref.micro_batch),
+            num_bytes=time.num_bytes + (known.num_bytes if known else 0.0),
+            seconds=latency_s + rest_s,
+            latency_s=latency_s,
+            value=number,
+            micro_batch=transfer.ref.micro_batch,
+            writers=tuple(writers[value]),
+            readers=tuple(readers[value]),
+            is_result=target in results[value],
         )
     return tuple(merged.values())
 

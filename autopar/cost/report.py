@@ -104,7 +104,17 @@ def moves(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> It
         seconds, steps = paths[key]
         to_state = graph.nodes[v].kind is NodeKind.INPUT
         weight = 1.0 if to_state else edge_weight(graph.nodes[u], graph.nodes[v])
-        yield Move(u, v, value, source, target, to_state, weight, seconds, steps)
+        yield Move(
+            producer=u,
+            consumer=v,
+            value=value,
+            source=source,
+            target=target,
+            to_state=to_state,
+            weight=weight,
+            seconds=seconds,
+            steps=steps,
+        )
 
 
 def _path(

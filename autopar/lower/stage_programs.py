@@ -352,17 +352,19 @@ class _StageCutter:
             return
         equations = [self.program.equations[i] for i in indices]
         shardings = [self.sharding.equations[i] for i in indices]
-        self.add(phase, part, equations, shardings, exits, entries, dict(self.program.captured))
+        constants = dict(self.program.captured)
+        self.add(phase, equations, shardings, exits, constants, part=part, entries=entries)
 
     def add(
         self,
         phase: Phase,
-        part: int,
         equations: Sequence[Equation],
         shardings: Sequence[EquationSharding],
         exits: Sequence[Exit],
-        entries: Sequence[Entry],
         constants: dict[int, Any],
+        *,
+        part: int = 0,
+        entries: Sequence[Entry] = (),
         refs: dict[int, Ref] | None = None,
     ) -> None:
         """Add a stage program of these equations; buffers hold the values that they do not make."""
@@ -443,7 +445,7 @@ class _StageCutter:
             has_effect = any(e.has_effect for e in equations)
             if exits or has_effect:
                 constants = self.body_constants()
-                self.add(phase, 0, equations, shardings, exits, (), constants, self.body_refs)
+                self.add(phase, equations, shardings, exits, constants, refs=self.body_refs)
 
     def before_departures(self, backward: Sequence[int], departures: set[int]) -> list[int]:
         """The backward equations that the departures depend on."""

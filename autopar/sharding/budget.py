@@ -125,14 +125,14 @@ class _BudgetSearch:
             self.refine()
         chosen = self.best
         return BudgetResult(
-            None if chosen is None else self.seen[chosen],
-            np.inf if chosen is None else self.costs[chosen],
-            self.bound if chosen is None else min(self.bound, self.costs[chosen]),
-            self.peaks[self.smallest if chosen is None else chosen],
-            len(self.rows),
-            self.num_solves,
-            self.seen[self.smallest],
-            self.price,
+            choice=None if chosen is None else self.seen[chosen],
+            objective=np.inf if chosen is None else self.costs[chosen],
+            lower_bound=self.bound if chosen is None else min(self.bound, self.costs[chosen]),
+            peak_bytes=self.peaks[self.smallest if chosen is None else chosen],
+            num_rows=len(self.rows),
+            num_solves=self.num_solves,
+            smallest=self.seen[self.smallest],
+            price=self.price,
         )
 
     # -- solutions

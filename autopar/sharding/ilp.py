@@ -339,16 +339,16 @@ def _model(problem: PairwiseProblem) -> _Model:
     rhs = np.zeros(num_rows)
     rhs[: len(nodes)] = 1.0
     return _Model(
-        cost * scale,
-        np.where(forbidden, 0.0, 1.0),
-        starts,
-        row[order].astype(np.int32),
-        value[order],
-        rhs,
-        num_node_vars,
-        slices,
-        edge_slices,
-        scale,
+        cost=cost * scale,
+        upper=np.where(forbidden, 0.0, 1.0),
+        starts=starts,
+        rows=row[order].astype(np.int32),
+        values=value[order],
+        rhs=rhs,
+        num_node_vars=num_node_vars,
+        node_slices=slices,
+        edge_slices=edge_slices,
+        scale=scale,
     )
 
 
