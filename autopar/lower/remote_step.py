@@ -95,6 +95,7 @@ def _stage_programs(
             tuple(types[one.stage, ref.value] for ref in one.reads),
             tuple(types[one.stage, ref.value] for ref in one.writes),
             donated,
+            one.phase,
         )
         for name, one, function, donated in zip(
             names,

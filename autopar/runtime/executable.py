@@ -29,7 +29,7 @@ from autopar.runtime.arguments import SignatureChanged, has_types
 from autopar.runtime.debug import DebugFile, write_folder
 from autopar.runtime.hlo import CollectiveOp, read_collectives
 from autopar.runtime.order import Buffer, interleave, peak_bytes, peak_live_bytes
-from autopar.runtime.timestamps import StepDescription
+from autopar.runtime.timestamps import ProgramLabel, StepDescription
 
 FlatFunction = Callable[..., Sequence[Any]]
 
@@ -175,7 +175,6 @@ class Executable(ABC):
 class InstructionExecutable(Executable):
     """Runs stage programs by one static list of instructions per mesh.
 
-    stage_programs: name and stage of each.
     transfer_sizes: per transfer, source stage, target stage and bytes.
     """
 
@@ -183,12 +182,12 @@ class InstructionExecutable(Executable):
         self,
         plan: ParallelPlan,
         programs: PipelinePrograms,
-        stage_programs: Sequence[tuple[str, int]],
+        stage_programs: Sequence[ProgramLabel],
         transfer_sizes: Mapping[int, tuple[int, int, float]],
         avals: Sequence[Any],
         whole: FlatFunction,
     ) -> None:
-        super().__init__(plan, [name for name, _ in stage_programs], avals, whole)
+        super().__init__(plan, [program.name for program in stage_programs], avals, whole)
         self.programs = programs
         self._stage_programs = tuple(stage_programs)
         self._transfer_sizes = transfer_sizes

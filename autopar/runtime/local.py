@@ -32,7 +32,7 @@ from autopar.runtime.executable import Executable, FlatFunction
 from autopar.runtime.recording import Recorder, clock
 from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone, run_alone
-from autopar.runtime.timestamps import StepDescription
+from autopar.runtime.timestamps import ProgramLabel, StepDescription
 
 
 class LocalExecutable(Executable):
@@ -94,7 +94,7 @@ class LocalExecutable(Executable):
 
     def _make_description(self) -> StepDescription:
         programs = PipelinePrograms((MeshProgram((Run(0, None, (), ()),), (), (), 0),), ((),))
-        return StepDescription(self.plan, programs, ((self.plan.name, 0),))
+        return StepDescription(self.plan, programs, (ProgramLabel(self.plan.name, 0),))
 
     def _run_placed(self, leaves: Sequence[Any]) -> list[Any]:
         leaves = without_aliases(leaves, self._donated)

@@ -53,6 +53,7 @@ from autopar.runtime.stage_programs import (
     program_bytes,
 )
 from autopar.runtime.threads import must_run_alone
+from autopar.runtime.timestamps import ProgramLabel
 from autopar.runtime.transfers import transfer_function
 
 
@@ -104,7 +105,10 @@ class PipelineExecutable(InstructionExecutable):
         super().__init__(
             plan,
             programs,
-            [(name, p.stage) for name, p in zip(names, pipeline.stage_programs, strict=True)],
+            [
+                ProgramLabel(name, program.stage, program.phase)
+                for name, program in zip(names, pipeline.stage_programs, strict=True)
+            ],
             {n: _size_of(t, buffers) for n, t in enumerate(pipeline.transfers)},
             avals,
             whole,

@@ -7,17 +7,14 @@ earliest possible time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from autopar.ir.pipeline import PipelinePrograms, Recv, Run, Send
+from autopar.ir.pipeline import Phase, PipelinePrograms, Recv, Run, Send
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Event, Timeline
-
-_PHASE = re.compile(r"stage\d+_(prepare|forward|backward|weights|update)")
 
 
 class InstructionMark(NamedTuple):
@@ -29,18 +26,26 @@ class InstructionMark(NamedTuple):
     ended_s: float | None
 
 
+class ProgramLabel(NamedTuple):
+    """How a timeline shows a program."""
+
+    name: str
+    stage: int
+    phase: Phase = Phase.RESULTS
+
+
 @dataclass(frozen=True, eq=False)
 class StepDescription:
     """The step that marks refer to.
 
-    stage_programs: name and stage, by number.
+    stage_programs: by number.
     transfers:      source stage, target stage and bytes, by number.
     live_bytes:     per mesh, the bytes on one device while each instruction runs; empty if unknown.
     """
 
     plan: ParallelPlan
     programs: PipelinePrograms
-    stage_programs: tuple[tuple[str, int], ...]
+    stage_programs: tuple[ProgramLabel, ...]
     transfers: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)
     live_bytes: tuple[tuple[float, ...], ...] = ()
 
@@ -166,11 +171,10 @@ class _MeshEvents:
                 self.memory[at_s] = max(held, by_runs.get(at_s, 0.0))
 
     def add_run(self, run: Run, start_s: float, end_s: float) -> None:
-        name, stage = self.described.stage_programs[run.stage_program]
-        phase = _PHASE.match(name)
-        which = phase.group(1) if phase else ""
+        name, stage, phase = self.described.stage_programs[run.stage_program]
+        shown = "" if phase is Phase.RESULTS else phase.value
         self.events.append(
-            Event(self.mesh, "run", name, stage, run.micro_batch, start_s, end_s, which)
+            Event(self.mesh, "run", name, stage, run.micro_batch, start_s, end_s, shown)
         )
 
     def add_transfer(self, one: Send | Recv, start_s: float, end_s: float) -> None:

@@ -39,6 +39,7 @@ from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
 from autopar.runtime.remote.recording import collector_of
 from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.remote.step_arguments import StepArguments
+from autopar.runtime.timestamps import ProgramLabel
 
 MAX_STEPS_AHEAD = 2
 _COMPILE_LIMIT_S = 4 * 3600.0
@@ -68,7 +69,7 @@ class RemoteExecutable(InstructionExecutable):
         super().__init__(
             plan,
             lowered.programs,
-            [(program.name, program.stage) for program in lowered.stage_programs],
+            [ProgramLabel(p.name, p.stage, p.phase) for p in lowered.stage_programs],
             {
                 number: (one.source_stage, one.target_stage, float(one.source.nbytes))
                 for number, one in lowered.transfers.items()

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.ir.pipeline import Free, MeshProgram, PipelinePrograms, Recv, Run, Send
+from autopar.ir.pipeline import Free, MeshProgram, Phase, PipelinePrograms, Recv, Run, Send
 from autopar.runtime import recording
 from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
 from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, combined, offset_of
-from autopar.runtime.timestamps import InstructionMark, StepDescription, measured_timeline
+from autopar.runtime.timestamps import (
+    InstructionMark,
+    ProgramLabel,
+    StepDescription,
+    measured_timeline,
+)
 
 # Mesh 0 runs stage program 0 and sends its result to mesh 1, which runs stage program 1 on it.
 PROGRAMS = PipelinePrograms(
@@ -24,7 +29,10 @@ PROGRAMS = PipelinePrograms(
 STEP = StepDescription(
     None,
     PROGRAMS,
-    (("stage0_forward", 0), ("stage1_backward", 1)),
+    (
+        ProgramLabel("stage0_forward", 0, Phase.FORWARD),
+        ProgramLabel("stage1_backward", 1, Phase.BACKWARD),
+    ),
     {7: (0, 1, 64.0)},
     ((10.0, 10.0, 6.0), (4.0, 8.0)),
 )
