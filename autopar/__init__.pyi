@@ -104,7 +104,7 @@ from autopar.ir.profile import (
 from autopar.ir.profile import (
     load_profile as load_profile,
 )
-from autopar.measure.profile import profile_machine as profile_machine
+from autopar.measure.profile.profile_machine import profile_machine as profile_machine
 from autopar.measure.verify.plan_verified import plan_verified as plan_verified
 from autopar.measure.verify.report import VerifyReport as VerifyReport
 from autopar.measure.verify.verify_plan import verify as verify

@@ -69,7 +69,9 @@ class Runner:
         self.memory_bytes = float(self.executable.memory_bytes())
         self.compile_s = time.perf_counter() - started
         avals, places = self.executable.avals, self.executable.input_shardings
-        self._leaves = [synthetic_array(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)]
+        self._leaves = [
+            synthetic_array(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)
+        ]
         self._state = planned.traced.state
         self.samples: list[float] = []
         self.processor_samples: list[float] = []

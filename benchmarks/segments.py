@@ -28,8 +28,12 @@ import jax
 
 from autopar.compiler import plan_step
 from autopar.measure.enumerate_plans import covering_plans
-from autopar.measure.segments import prepare_step, run_passes
-from autopar.measure.segments.passes import load_analysis, load_segment_profile
+from autopar.measure.segments.passes import (
+    load_analysis,
+    load_segment_profile,
+    prepare_step,
+    run_passes,
+)
 from autopar.methods import ShardParallel
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices

@@ -33,7 +33,7 @@ def run_profile(arguments: Namespace) -> int:
     match form:
         case "show":
             from autopar.ir.profile import find_profile
-            from autopar.measure.profile import show_profile
+            from autopar.measure.profile.text import show_profile
 
             print(show_profile(find_profile(arguments.show)))
             return OK

@@ -23,8 +23,10 @@ from typing import Any
 from autopar.cli.devices import first_devices, parse_mesh, use_devices
 from autopar.cli.factories import UserStep, load_step, parse_options
 from autopar.errors import ArgumentError
-from autopar.measure.segments import PASSES, PreparedStep, TimingTask, prepare_step, run_passes
+from autopar.measure.segments.analyse import PreparedStep
 from autopar.measure.segments.combine import TOP
+from autopar.measure.segments.passes import PASSES, prepare_step, run_passes
+from autopar.measure.segments.profile import TimingTask
 from autopar.progress import Progress
 from autopar.session import cluster_of_devices
 from autopar.tracer.trace import step_and_options

@@ -4,9 +4,9 @@
     Origin, meshes → the best few shardings over all of them, as plans     (`best_on_meshes`)
     Origin         → shardings that show what there is on one mesh         (`covering_on_mesh`)
 
-On one mesh, plans differ in how heavy operators of the forward pass are split, the *decisions*;
-everything else is the best there is with that. Micro-batches, recomputed layers and stages differ
-as far as the search has looked at them.
+On one mesh, plans differ in their *decisions*: how the heavy operators of the forward pass are
+split. Everything else is optimal given the decisions. Micro-batches, recomputed layers and stages
+vary as far as the search explored them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from autopar.sharding.reduce import PairwiseProblem
 from autopar.sharding.solve import DoesNotFit, GraphSharding, SolveStats, fit_into_memory
 from autopar.tracer.trace import StepOptions
 
-_SMALLEST_SHARE = 1e-3  # of the flops, from which an operator is a decision
-_MOST_PROGRAMS = 2  # of which others on one mesh are looked for
-_MORE = 1.5  # than the price at which fitting and not fitting cost the same
-_MOST_MISFITS = 50  # solutions in a row that do not fit, before a mesh is given up
+_SMALLEST_SHARE = 1e-3  # of the largest operator's FLOPs, for an operator to be a decision
+_MOST_PROGRAMS = 2  # for which other plans on one mesh are searched
+_MORE = 1.5  # times the price at which fitting and not fitting cost the same
+_MOST_MISFITS = 50  # consecutive solutions that do not fit, before giving up a mesh
 
 
 def plan_candidates(
@@ -64,7 +64,7 @@ def plan_candidates(
     options: StepOptions | None,
     num: int,
 ) -> list[PlannedStep]:
-    """The search's own choice and others, `num` at most, the best predicted first."""
+    """The search's choice and other plans, at most `num`, the best predicted first."""
     log = PlanningLog(num_alternatives=num)
     chosen = plan_step(
         fn,
@@ -76,7 +76,7 @@ def plan_candidates(
         log=log,
     )
     plans = [chosen, *log.alternatives]
-    # Of each program (micro-batches, recomputed layers) one plan, the best, tells the others.
+    # The best plan of each program (micro-batches, recomputed layers) gives others.
     programs: dict[str, PlannedStep] = {}
     for planned in sorted(plans, key=_predicted_s):
         if isinstance(planned.plan.origin, Origin):
@@ -96,7 +96,7 @@ def _predicted_s(planned: PlannedStep) -> float:
 def _meshes(
     planned: PlannedStep, cluster: ClusterSpec, method: ParallelMethod | None
 ) -> list[LogicalMesh]:
-    """Those that the method leaves open, as many devices as the plan has."""
+    """The meshes that the method allows, with as many devices as the plan's."""
     origin = planned.plan.origin
     if method is not None and getattr(method, "mesh_shape", "auto") != "auto":
         return [origin.mesh]
@@ -108,14 +108,14 @@ def _meshes(
 def best_on_meshes(
     origin: Origin, meshes: Sequence[LogicalMesh], num: int, *, time_limit_s: float = inf
 ) -> list[PlannedStep]:
-    """`num` of the best that fit: the best on each of these meshes, as far as these make up no
-    more than half of them, and then the best over all meshes."""
+    """The `num` best plans that fit: up to half of them the best of each mesh, the rest the best
+    over all meshes."""
     deadline = time.monotonic() + time_limit_s
-    ways = [_ordered(_fitting(on_mesh(origin, m)), number) for number, m in enumerate(meshes)]
-    heads = sorted(entry for way in ways if (entry := next(way, None)) is not None)
+    streams = [_ordered(_fitting(on_mesh(origin, m)), number) for number, m in enumerate(meshes)]
+    heads = sorted(entry for stream in streams if (entry := next(stream, None)) is not None)
     found: dict[tuple, PlannedStep] = {}
     for _, _, own, sharding in chain(
-        heads[: max(1, num // 2)], heapq.merge(heads[max(1, num // 2) :], *ways)
+        heads[: max(1, num // 2)], heapq.merge(heads[max(1, num // 2) :], *streams)
     ):
         key = _places(sharding)
         if key not in found:
@@ -126,8 +126,8 @@ def best_on_meshes(
 
 
 def _places(sharding: GraphSharding) -> tuple:
-    """Which part of every operand and result is where: the same on meshes of other shapes, if their
-    axes are not used apart."""
+    """The placement of every operand and result; equal on meshes of other shapes whose axes are
+    always used together."""
     shape = sharding.mesh.shape
     known: dict[Layout, tuple] = {}
     places = []
@@ -140,7 +140,7 @@ def _places(sharding: GraphSharding) -> tuple:
 
 
 def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> list[PlannedStep]:
-    """At most `num` plans on the origin's mesh that show what there is, the best first."""
+    """At most `num` plans on the origin's mesh that cover its decisions, the best first."""
     problem = _problem(origin)
     found = covering(
         problem.pairwise,
@@ -155,7 +155,7 @@ def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> 
 
 
 def repriced(planned: PlannedStep, cluster: ClusterSpec) -> PlannedStep:
-    """The same plan with the figures of another cluster: every operator is split as it was."""
+    """The same sharding with the costs of another cluster."""
     origin = planned.plan.origin
     assert isinstance(origin, Origin) and origin.choice is not None
     mesh = mesh_of_cluster(cluster, origin.mesh.shape)
@@ -170,14 +170,14 @@ def repriced(planned: PlannedStep, cluster: ClusterSpec) -> PlannedStep:
 
 
 def on_mesh(origin: Origin, mesh: LogicalMesh) -> Origin:
-    """The origin of the same step on another mesh, whose sharding is not known."""
+    """The same step on another mesh, not yet sharded."""
     budget = memory_budget(mesh, origin.method)
     return replace(origin, mesh=mesh, budget=budget, choice=None, price=0.0, layouts=None)
 
 
 def decisions(problem: ShardingProblem) -> Labels:
-    """The classes whose strategies tell plans apart: entries of blocks in the forward pass that are
-    products, convolutions or kernels; in a step without a forward pass, all such."""
+    """The classes whose strategies tell plans apart: block entries of the forward pass that are
+    products, convolutions or kernels; without a forward pass, all of them."""
     graph = problem.graph
     nodes = {owner: graph.nodes[node] for owner, node in problem.representative.items()}
     heavy = {u: node for u, node in nodes.items() if node.is_heavy or node.rule.local}
@@ -202,11 +202,11 @@ def _ordered(way: Iterator[tuple[Origin, GraphSharding]], number: int) -> Iterat
 
 
 def _fitting(origin: Origin) -> Iterator[tuple[Origin, GraphSharding]]:
-    """Shardings on a mesh that fit into its devices' memory, the best first. Where the best does
-    not fit, memory has a price, and they come in the order of cost with it."""
+    """Shardings on a mesh that fit into memory, the best first. If the best does not fit, bytes get
+    a price, and the order is by cost including it."""
     try:
         problem = _problem(origin)
-    except (MeshError, SolverError, SpecError):  # what is asked for cannot be had here
+    except (MeshError, SolverError, SpecError):  # infeasible on this mesh
         return
     options = origin.options
     labels = decisions(problem)
@@ -240,8 +240,8 @@ def _fitting(origin: Origin) -> Iterator[tuple[Origin, GraphSharding]]:
 def _priced(
     problem: ShardingProblem, first: Solution, fitting: GraphSharding, budget: float
 ) -> PairwiseProblem:
-    """The problem in which bytes cost a little more than they did for the one that fits, at the
-    time when the first solution holds most."""
+    """The problem with a price on bytes held when the first solution peaks, a little above the
+    price at which the fitting one was found."""
     holdings = Holdings(problem, budget)
     row = holdings.row(int(np.argmax(holdings.bytes_at(first.choice))))
     priced = problem.pairwise.copy()
@@ -250,7 +250,8 @@ def _priced(
 
 
 def _within(origin: Origin, sharding: GraphSharding) -> GraphSharding | None:
-    """The sharding as it fits into memory: as it is, or fetching again in the backward pass."""
+    """The sharding if it fits into memory, unchanged or with gathers repeated in the backward
+    pass; else None."""
     for own in (sharding, replace(sharding, refetch=True)):
         if origin.budget is None or own.memory.peak_bytes <= origin.budget:
             return own

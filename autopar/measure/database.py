@@ -1,15 +1,14 @@
-"""What was timed before: an SQLite file in the user's cache folder.
+"""The database of timed plans: an SQLite file in the user's cache folder.
 
-    Key → StepTiming, or nothing
-    text that says what was asked → the plan that was chosen, as JSON, or nothing
+    Key → StepTiming                 timings
+    text of a request → plan JSON    choices, so that the same request needs no search
 
-A key says all that a time depends on: the program, the plan, the devices, and the versions and
-flags that compile it (`key_of`). Choices are kept too, so that nothing need be searched again.
-Several processes may use the file at once. A file that is broken
-is put aside with a warning, and one that cannot be written is done without: no step fails for it.
+A key contains all that a time depends on: program, plan, devices, versions and compiler flags
+(`key_of`). Several processes may use the file at once. A damaged file is renamed with a warning,
+and a file that cannot be written is ignored: no step fails because of the database.
 
 The folder is `AUTOPAR_CACHE`, else `autopar` in `XDG_CACHE_HOME` or `~/.cache`. `AUTOPAR_CACHE=off`
-switches the database off.
+disables the database.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ T = TypeVar("T")
 
 FILE = "timings.sqlite"
 OFF = "off"
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")  # that change programs
-_WAIT_S = 10.0  # for another process that writes
-# The name has the version of the columns: files of other versions of autopar are left as they are.
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")  # which change programs
+_WAIT_S = 10.0  # for another process to finish writing
+# The table's name has the version of its columns; tables of other versions are left alone.
 _TABLE = "timings_1"
 _CREATE = f"""
 CREATE TABLE IF NOT EXISTS {_TABLE} (
@@ -56,8 +55,8 @@ _CREATE_CHOICES = f"CREATE TABLE IF NOT EXISTS {_CHOICES} (key TEXT PRIMARY KEY,
 
 @dataclass(frozen=True)
 class Key:
-    """program:  digest of every equation with its shapes, and of what is donated.
-    plan:     digest of what the plan does.
+    """program:  digest of the equations with their shapes, and of donations.
+    plan:     digest of the plan's decisions.
     devices:  kind and number.
     versions: of JAX, jaxlib, autopar and the platform; flags.
     """
@@ -78,7 +77,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A timing as it is listed; `made_s` is when, in seconds since 1970."""
+    """A stored timing; `made_s`: when, in seconds since 1970."""
 
     name: str
     key: Key
@@ -93,11 +92,11 @@ def key_of(plan: ParallelPlan, donated: Sequence[int], devices: Sequence[Any]) -
 
 
 def where_and_with(used: Sequence[Any]) -> tuple[str, str]:
-    """(the devices, versions and flags) in words."""
+    """(devices, versions and flags) as text."""
     kinds = sorted({device.device_kind for device in used})
     hosts = len({device.process_index for device in used})
     place = f"{len(used)} × {', '.join(kinds)} on {hosts} of {used[0].platform}"
-    if used[0].platform == "cpu":  # whose kind says nothing
+    if used[0].platform == "cpu":  # all CPUs have one kind
         place += f", {platform.machine()} with {os.cpu_count()} cores"
     return place, _versions(used[0])
 
@@ -117,8 +116,7 @@ def _versions(device: Any) -> str:
 
 
 class Database:
-    """The file at a path; nothing is opened before it is needed. Without a path it knows nothing
-    and keeps nothing."""
+    """The file at a path, opened when needed. Without a path, the database is empty."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -136,13 +134,13 @@ class Database:
 
     def keep(self, key: Key, timing: StepTiming, name: str) -> None:
         step = timing.step
-        figures = (None, None, None) if step is None else astuple(step)
+        times = (None, None, None) if step is None else astuple(step)
         row = (
             key.digest,
             *astuple(key),
             name,
             time.time(),
-            *figures,
+            *times,
             timing.compile_s,
             timing.memory_bytes,
             timing.failure,
@@ -155,33 +153,33 @@ class Database:
 
         self._with(write, None)
 
-    def find_choice(self, asked: str) -> str | None:
-        """The plan, as JSON, that was chosen where the same was asked."""
+    def find_choice(self, request: str) -> str | None:
+        """The plan, as JSON, that was chosen for the same request."""
 
         def read(connection: sqlite3.Connection) -> str | None:
             found = connection.execute(
-                f"SELECT plan FROM {_CHOICES} WHERE key = ?", (_digest(asked),)
+                f"SELECT plan FROM {_CHOICES} WHERE key = ?", (_digest(request),)
             ).fetchone()
             return str(found[0]) if found else None
 
         return self._with(read, None)
 
-    def keep_choice(self, asked: str, plan: str) -> None:
+    def keep_choice(self, request: str, plan: str) -> None:
         def write(connection: sqlite3.Connection) -> None:
-            row = (_digest(asked), plan)
+            row = (_digest(request), plan)
             connection.execute(f"INSERT OR REPLACE INTO {_CHOICES} VALUES (?, ?)", row)
             connection.commit()
 
         self._with(write, None)
 
     def rows(self) -> list[Row]:
-        """Everything that is kept, the latest first."""
+        """All timings, the latest first."""
 
         def read(connection: sqlite3.Connection) -> list[Row]:
             found = []
             for row in connection.execute(f"SELECT * FROM {_TABLE} ORDER BY made DESC"):
-                _, program, plan, devices, versions, name, made, *figures = row
-                timing = _decoded(*figures)
+                _, program, plan, devices, versions, name, made, *columns = row
+                timing = _decoded(*columns)
                 if timing is not None:
                     key = Key(program, plan, devices, versions)
                     found.append(Row(str(name), key, float(made), timing))
@@ -190,7 +188,7 @@ class Database:
         return self._with(read, [])
 
     def forget(self) -> int:
-        """Remove everything; how many timings there were."""
+        """Remove everything; returns the number of timings."""
 
         def clear(connection: sqlite3.Connection) -> int:
             count = connection.execute(f"DELETE FROM {_TABLE}").rowcount
@@ -230,16 +228,16 @@ class Database:
             self._do_without(error)
             return False
         warnings.warn(
-            f"{self.path}: the database of timed plans is broken ({error}). It was moved to "
-            f"{broken.name}, and a new one is begun.",
+            f"{self.path}: the database of timed plans is damaged ({error}). It was renamed to "
+            f"{broken.name}, and a new one was started.",
             stacklevel=4,
         )
         return True
 
     def _do_without(self, error: Exception) -> None:
         warnings.warn(
-            f"{self.path}: the database of timed plans cannot be used ({error}): plans are timed "
-            "anew. Set AUTOPAR_CACHE to a folder that can be written, or to 'off'.",
+            f"{self.path}: cannot use the database of timed plans ({error}); plans are timed "
+            "again. Set AUTOPAR_CACHE to a writable folder, or to 'off'.",
             stacklevel=4,
         )
         self.path = None
@@ -248,7 +246,7 @@ class Database:
 def _decoded(
     seconds: Any, spread: Any, num_samples: Any, compile_s: Any, memory_bytes: Any, failure: Any
 ) -> StepTiming | None:
-    """A row that makes sense, or nothing."""
+    """The timing of a valid row, or None."""
     try:
         step = None
         if seconds is not None:
@@ -270,6 +268,6 @@ def default_database() -> Database:
         cache = os.environ.get("XDG_CACHE_HOME", "")
         try:
             folder = str(Path(cache) if cache else Path.home() / ".cache") + "/autopar"
-        except RuntimeError:  # there is no home
+        except RuntimeError:  # no home folder
             return Database(None)
     return Database(Path(folder).expanduser() / FILE)

@@ -1,12 +1,12 @@
-"""Ways to shard one step, all of them run: what was predicted of each beside what was measured.
+"""Timed plans of one step: predicted next to measured times, for ways to shard it.
 
     function, arguments, devices → TimedPlan, TimedPlan, …      (`enumerate_plans`, `timed_plans`)
 
-Plans are made on every mesh of the devices (`candidates.covering_on_mesh`), compiled, and run with
-made-up inputs. Communication is measured apart: the collectives of the compiled program, each timed
-alone on the same devices (`measure.time_collectives`), added up. Computation is the rest of the
-step: too little where communication overlaps it, or collectives alone take longer than in the
-step; and never less than nothing.
+Plans on every mesh of the devices (`candidates.covering_on_mesh`) are compiled and timed with
+synthetic inputs. Communication is measured separately, as the sum of the program's collectives,
+each timed alone on the same devices (`measure.time_collectives`). Computation is the rest of the
+step, at least 0: an underestimate where communication overlaps it, or where collectives take longer
+alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, MeshError, SolverError, SpecError
 from autopar.executables import make_executable
 from autopar.ir.graph import HEAVY
@@ -36,12 +36,13 @@ from autopar.progress import Progress
 from autopar.session import cluster_of_devices
 from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.origin import Origin
+from autopar.tracer.trace import StepOptions
 
 
 @dataclass(frozen=True, eq=False)
 class TimedPlan:
-    """A plan and what running it showed. `communication_s`: its collectives, each timed alone;
-    None if it did not run. `strategies`: (operator, how it is split) in words."""
+    """`communication_s`: the plan's collectives, each timed alone; None if it did not run.
+    `strategies`: (operator, parallelism) in words."""
 
     planned: PlannedStep
     timing: StepTiming
@@ -58,7 +59,7 @@ class TimedPlan:
 
     @property
     def computation_s(self) -> float | None:
-        """What is left of the step without communication."""
+        """The rest of the step."""
         if self.step_s is None or self.communication_s is None:
             return None
         return max(0.0, self.step_s - self.communication_s)
@@ -72,7 +73,7 @@ class TimedPlan:
         return sum(module.compute_s for module in self.plan.modules)
 
     def as_row(self) -> dict[str, Any]:
-        """All figures, as JSON takes them."""
+        """All values, for JSON."""
         step = self.timing.step
         return {
             "mesh": list(self.plan.mesh_shape),
@@ -109,13 +110,13 @@ def enumerate_plans(
     limit_s: float = 1.0,
     rounds: int = 1,
 ) -> list[TimedPlan]:
-    """At most `limit` plans of a step, timed; those that ran first, fastest first.
+    """At most `limit` plans of a step, timed; the fastest first, failures last.
 
-    mesh_shapes: those to look at; every factorisation of the number of devices if None.
-    cluster:     what predictions are made for; that of the devices if None.
-    limit_s:     for timing one plan, beyond a few calls, in each round.
-    rounds:      how often all plans are timed in turn, so that what disturbs the machine for a
-                 while disturbs not one plan alone.
+    mesh_shapes: to consider; None for all factorizations of the number of devices.
+    cluster:     for predictions; None for that of the devices.
+    limit_s:     for timing one plan in each round, beyond a few calls.
+    rounds:      how often all plans are timed in turn, so that a temporary disturbance affects
+                 all of them.
     """
     plans = covering_plans(
         fn, args, devices, limit, mesh_shapes=mesh_shapes, cluster=cluster, options=options
@@ -135,20 +136,20 @@ def covering_plans(
     options: StepOptions | None = None,
     method: ShardParallel | None = None,
 ) -> list[PlannedStep]:
-    """At most `limit` plans that show what there is, over all meshes, the best predicted first."""
+    """At most `limit` plans that cover the decisions on all meshes, the best predicted first."""
     cluster = cluster or cluster_of_devices(devices)
     method = method or ShardParallel()
     if len(devices) < 2:
         raise ArgumentError(
-            f"enumerate_plans(devices=…): {len(devices)} given; on one device there is one way to "
-            "run a step. Give two or more, such as virtual CPU devices."
+            f"enumerate_plans(devices=…): needs at least two devices, got {len(devices)}. Virtual "
+            "CPU devices are enough."
         )
     shapes = [tuple(shape) for shape in mesh_shapes or ()]
     for shape in shapes:
         if prod(shape) > len(devices):
             raise MeshError(
-                f"enumerate_plans(mesh_shapes={shapes}): {shape} needs {prod(shape)} devices; "
-                f"{len(devices)} were given. Choose a smaller mesh or use more devices."
+                f"enumerate_plans(mesh_shapes={shapes}): {shape} needs {prod(shape)} devices, got "
+                f"{len(devices)}. Choose a smaller mesh or use more devices."
             )
     first = plan_step(
         fn,
@@ -161,13 +162,13 @@ def covering_plans(
     origin = first.plan.origin
     if not isinstance(origin, Origin):
         raise ArgumentError(
-            f"enumerate_plans: {first.plan.name} is planned for one device, since no dimension of "
-            "its arrays can be split over more. Give it a batch or a model that can be."
+            f"enumerate_plans: no dimension of {first.plan.name}'s arrays can be split, so it runs "
+            "on one device. Use a larger batch or model."
         )
     meshes = [mesh_of_cluster(cluster, shape) for shape in shapes]
     meshes = meshes or candidate_meshes(cluster, method)
     found: list[PlannedStep] = []
-    # Meshes share some plans: more are asked of each.
+    # Meshes share some plans, so ask each for more.
     share = limit if len(meshes) == 1 else -(-3 * limit // (2 * len(meshes)))
     with Progress("solving meshes", len(meshes)) as progress:
         for mesh in meshes:
@@ -179,7 +180,7 @@ def covering_plans(
             progress.step()
     different = {plan_digest(planned.plan): planned for planned in reversed(found)}
     plans = sorted(different.values(), key=lambda planned: planned.plan.estimated_step_s)
-    step = max(1.0, (len(plans) - 1) / max(1, limit - 1))  # of too many, some of all costs
+    step = max(1.0, (len(plans) - 1) / max(1, limit - 1))  # of too many, keep some at every cost
     places = dict.fromkeys(round(k * step) for k in range(min(limit, len(plans))))
     return [plans[k] for k in places]
 
@@ -193,8 +194,8 @@ def timed_plans(
     collectives: CollectiveTimes | None = None,
     tell: Callable[[PlannedStep, StepTiming], None] = lambda planned, timing: None,
 ) -> Iterator[TimedPlan]:
-    """Each plan with what running it showed: as soon as it was timed, or, with several rounds,
-    after the last. `tell` hears of each when it has been compiled and run for the first time."""
+    """Each plan with its timing, as soon as it is known; with several rounds, after the last.
+    `tell` is called when a plan was timed for the first time."""
     times = collectives or CollectiveTimes(devices, min(limit_s, 0.5))
     if rounds == 1:
         for planned in plans:
@@ -230,8 +231,8 @@ def _timed(
 
 
 def _together(timings: Sequence[StepTiming]) -> StepTiming:
-    """Rounds as one: the median of their medians, and the largest of their spreads and of what
-    they are apart."""
+    """All rounds as one timing: the median of the medians, and the largest spread within or
+    between rounds."""
     last = timings[-1]
     steps = [timing.step for timing in timings if timing.step is not None]
     if last.step is None or len(steps) == 1:
@@ -244,8 +245,8 @@ def _together(timings: Sequence[StepTiming]) -> StepTiming:
 
 
 def strategies_in_words(plan: ParallelPlan) -> tuple[tuple[str, str], ...]:
-    """(operator, how each axis is used) of the heavy operators of the forward pass; equal layers
-    that are split alike are one."""
+    """(operator, use of each axis) of the heavy operators of the forward pass; equal layers with
+    the same strategy are one."""
     if plan.details is None:
         return ()
     rows = [row for row in plan.details.ops.rows() if row.flops > 0 and row.name in HEAVY]
@@ -253,7 +254,7 @@ def strategies_in_words(plan: ParallelPlan) -> tuple[tuple[str, str], ...]:
     counts: Counter[str] = Counter()
     groups: dict[tuple[str, int], dict[str, list[str]]] = {}
     for row in rows:
-        # The n-th product of a module is another operator than the others, in every layer alike.
+        # The n-th product of a module is an operator of its own, in every layer.
         key = (name_skeleton(row.module), counts[row.module])
         counts[row.module] += 1
         groups.setdefault(key, {}).setdefault(row.words, []).append(row.module)

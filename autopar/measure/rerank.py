@@ -32,7 +32,8 @@ from autopar.measure.database import Database, default_database, key_of, where_a
 from autopar.measure.time_step import StepTiming, time_executable
 from autopar.methods import ParallelMethod
 from autopar.progress import Progress, debugs, tell
-from autopar.runtime.executable import Executable
+from autopar.runtime.local import LocalExecutable
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.trace import StepOptions, trace
 
@@ -42,7 +43,7 @@ class Fastest:
     """`executable`: None if the time came from the database."""
 
     planned: PlannedStep
-    executable: Executable | None
+    executable: LocalExecutable | PipelineExecutable | None
 
 
 def plan_fastest(
@@ -110,7 +111,7 @@ class _TimedCandidate:
 
     planned: PlannedStep
     timing: StepTiming
-    executable: Executable | None = None
+    executable: LocalExecutable | PipelineExecutable | None = None
 
     @property
     def is_known(self) -> bool:

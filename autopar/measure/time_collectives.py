@@ -1,9 +1,8 @@
 """Collectives of compiled programs, run by themselves: from a `CollectiveOp` to seconds.
 
-A collective is repeated in a loop inside of one program, on the same devices, in the same groups
-and with as many bytes as in the program it was read from; what one more trip takes is its time.
-The next trip reads one element of the result of the last, so that none is left out or done once.
-Several arrays that one instruction moves are one array here.
+A collective is repeated in a loop inside one program, with the devices, groups and bytes of the
+original; the time of one more trip is its time. Each trip reads one element of the previous result,
+so XLA can neither drop nor hoist it. Several arrays of one instruction are one array here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.runtime.timing import time_calls
 
 Key = tuple[str, int, str, tuple[tuple[int, ...], ...]]
 
-_LEAST_S = 10e-3  # that the longer of two runs takes beyond the shorter
+_LEAST_S = 10e-3  # by which the longer run exceeds the shorter
 _MOST_TRIPS = 2000
 _FEW_TRIPS = 2
 _FLOATS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
@@ -31,7 +30,7 @@ _SIZES = {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 class CollectiveTimes:
-    """Seconds of collectives on these devices; each kind, size and grouping is timed once."""
+    """Seconds of collectives on some devices; each kind, size and grouping is timed once."""
 
     def __init__(self, devices: Sequence[Any], limit_s: float = 0.5) -> None:
         self.devices = tuple(devices)
@@ -39,7 +38,7 @@ class CollectiveTimes:
         self.known: dict[Key, float] = {}
 
     def of_program(self, ops: Iterable[CollectiveOp]) -> float:
-        """All of them one after another, as often as each runs in a step."""
+        """The sum over all collectives of a step, with their trip counts."""
         return sum(op.trips * self.of(op) for op in ops)
 
     def of(self, op: CollectiveOp) -> float:
@@ -66,7 +65,7 @@ class CollectiveTimes:
         return max(0.0, (many_s - few_s) / more)
 
     def program(self, op: CollectiveOp) -> tuple[Callable[..., jax.Array], jax.Array]:
-        """(the program, what it moves); it is called with a number of trips and that."""
+        """(program, data); the program takes a number of trips and the data."""
         dtype = _dtype_for(op)
         is_permutation = op.kind == "collective-permute"
         groups = (tuple(range(len(self.devices))),) if is_permutation else op.groups
@@ -95,8 +94,8 @@ class CollectiveTimes:
 
 
 def _dtype_for(op: CollectiveOp) -> np.dtype:
-    """Of as many bytes: what is added up has its own type; what is only moved may have any, and
-    integers are moved as they are on every platform."""
+    """A type of the same size. Reductions need the original; for moves, integers are safe on every
+    platform."""
     size = _SIZES.get(op.dtype, 1)
     if op.kind in ("all-reduce", "reduce-scatter") and op.dtype in _FLOATS:
         return np.dtype(_FLOATS[op.dtype])
@@ -106,8 +105,8 @@ def _dtype_for(op: CollectiveOp) -> np.dtype:
 def _collective(
     kind: str, count: int, ranks: int, pairs: Sequence[Sequence[int]]
 ) -> tuple[Callable[[jax.Array], jax.Array], int]:
-    """(the collective, how many elements each device gives to it), for results of so many elements
-    on each device."""
+    """(collective, elements per device of its input), for `count` elements per device of its
+    result."""
     if kind == "all-reduce":
         return lambda x: lax.psum(x, "ranks"), count
     if kind == "all-gather":

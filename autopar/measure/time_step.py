@@ -1,10 +1,9 @@
 """A planned step, compiled and timed on the devices of this process with made-up inputs.
 
-Arguments are made on the devices as the plan wants them, of scattered small values: zeros draw less
-power, so that a GPU would run faster than in training, and equal row numbers would make gradients
-of embeddings wait for each other. State that the step returns goes into its next call, so donated
-buffers are used as in training. Running out of memory is a result, not an error. Used by
-re-ranking, by profiles of segments and by the benchmarks of accuracy.
+Arguments are created on the devices, in the plan's layouts, with scattered small values: on zeros a
+GPU draws less power and runs faster than in training, and equal indices would serialize gradients
+of embeddings. State that the step returns goes into its next call, so donated buffers are used as
+in training. Running out of memory is a result, not an error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,8 @@ from autopar.runtime.timing import time_calls
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What running a step showed. `step` is None if it did not fit into memory; then `failure`
-    says how. `memory_bytes`: XLA's own figure of the peak on one device, 0 if not known."""
+    """The timing of a step. `step` is None if it ran out of memory, as `failure` says.
+    `memory_bytes`: the peak per device according to XLA, 0 if unknown."""
 
     step: Timing | None
     compile_s: float
@@ -36,9 +35,9 @@ class StepTiming:
     failure: str = ""
 
 
-def made_up(shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
-    """An array of scattered values in its place: floats from 0 to 0.02 (second moments of an
-    optimizer are not negative), whole numbers below 97, random keys."""
+def synthetic_array(shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
+    """An array of scattered values: floats from 0 to 0.02 (second moments of an optimizer are not
+    negative), integers below 97, or random keys."""
     return _maker(tuple(shape), dtype, sharding)()
 
 
@@ -59,17 +58,33 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], ja
     return jax.jit(make, out_shardings=sharding)
 
 
+class TimedExecutable(Protocol):
+    """What can be timed: an `Executable` of this process, or the program of a segment."""
+
+    @property
+    def avals(self) -> Sequence[Any]: ...
+
+    @property
+    def input_shardings(self) -> Sequence[Any]: ...
+
+    def memory_bytes(self) -> int: ...
+
+    def __call__(self, leaves: Sequence[Any]) -> Any: ...
+
+
 def time_executable(
-    executable: Any, *, state: Sequence[tuple[int, int]] = (), limit_s: float = 5.0, **how: Any
+    executable: TimedExecutable,
+    *,
+    state: Sequence[tuple[int, int]] = (),
+    limit_s: float = 5.0,
 ) -> StepTiming:
-    """`executable`: as `executables.make_executable` gives it. `state`: (input, output) of what a
-    call hands to the next."""
+    """`state`: (input, output) pairs that a call passes on to the next."""
     started = time.perf_counter()
     try:
         memory = float(executable.memory_bytes())  # compiles
         compile_s = time.perf_counter() - started
         leaves = [
-            made_up(aval.shape, aval.dtype, sharding)
+            synthetic_array(aval.shape, aval.dtype, sharding)
             for aval, sharding in zip(executable.avals, executable.input_shardings, strict=True)
         ]
     except (CompileError, jax.errors.JaxRuntimeError) as error:
@@ -82,7 +97,7 @@ def time_executable(
         return results
 
     try:
-        return StepTiming(time_calls(call, limit_s=limit_s, **how), compile_s, memory)
+        return StepTiming(time_calls(call, limit_s=limit_s), compile_s, memory)
     except jax.errors.JaxRuntimeError as error:
         return StepTiming(None, compile_s, memory, _memory_failure(error))
     finally:
@@ -90,7 +105,7 @@ def time_executable(
 
 
 def _memory_failure(error: Exception) -> str:
-    """The first line of an error that is about memory; any other is raised again."""
+    """The first line of an out-of-memory error; any other is raised again."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return text.splitlines()[0]

@@ -1,10 +1,10 @@
-"""Machines are measured: from devices, or a Ray cluster, to a `MachineProfile` and its file.
+"""Machine profiles: from devices, or a Ray cluster, to a `MachineProfile` and its file.
 
-`profile_machine` is the entry; `running` is the order of things, `samples` what is measured,
-`works` and `links` how.
+profile_machine    the entry: which samples are taken, again, and kept
+cluster, worker    the same on a Ray cluster
+samples            the list of samples for some devices
+works, links       what a sample runs
+repeating          how it is repeated and timed
+unfinished         the file of an interrupted run
+text               profiles as text
 """
-
-from autopar.measure.profile.profile_machine import profile_machine
-from autopar.measure.profile.text import show_profile
-
-__all__ = ["profile_machine", "show_profile"]

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar import _jax, session
-from autopar.compiler import StepOptions, plan_step
+from autopar.compiler import plan_step
 from autopar.errors import ProfileError
 from autopar.executables import make_remote_executable
 from autopar.ir.profile import CollectiveTime, CrossingSample, MachineProfile, Timing
@@ -31,6 +31,7 @@ from autopar.measure.profile.samples import PlannedSample, planned_samples
 from autopar.measure.profile.text import times_of
 from autopar.methods import ManualLayers, ManualStages, PipeshardParallel, ShardingOptions
 from autopar.runtime.timing import spread_of, time_calls
+from autopar.tracer.trace import StepOptions
 
 _EXECUTOR = "autopar.measure.profile.worker:MeasuringExecutor"
 _LIMIT_S = 600.0

@@ -57,7 +57,7 @@ class PreparedStep:
         return program_fingerprint(self.traced.program)
 
     def meshes(self) -> list[LogicalMesh]:
-        """Those that the method may use, as far as they divide anything."""
+        """The method's meshes that divide some array."""
         meshes = candidate_meshes(self.cluster, self.method)
         if meshes[0].num_devices == 1:
             return meshes
@@ -67,8 +67,8 @@ class PreparedStep:
         found = next((m for m in self.meshes() if m.shape == shape), None)
         if found is None:
             raise ProfileError(
-                f"analysis.json has the mesh {shape}, which the devices here do not form. Give "
-                "--mesh, or run the analysis again."
+                f"analysis.json: these devices cannot form its mesh {shape}. Give --mesh, or run "
+                "the analysis pass again."
             )
         return found
 
@@ -89,9 +89,9 @@ class PreparedStep:
     def check_same(self, step: str, program: str, file: str) -> None:
         if program != self.fingerprint:
             raise ProfileError(
-                f"{file}: was made for another program ({step}, {program[:12]}); this one is "
-                f"{self.traced.name}, {self.fingerprint[:12]}. Give the options it was made with, "
-                "or another --folder."
+                f"{file}: made for another program ({step}, {program[:12]}); this one is "
+                f"{self.traced.name}, {self.fingerprint[:12]}. Use the same options, or another "
+                "--folder."
             )
 
 
@@ -136,8 +136,8 @@ def _on_mesh(step: PreparedStep, mesh: LogicalMesh, top: int) -> MeshSpace:
 def _chosen(
     cut: CutStep, number: int, sharding: GraphSharding, mesh: LogicalMesh
 ) -> tuple[tuple[int, ...], ...]:
-    """What a sharding of the whole step is for one part; through its ports comes what others make
-    as they make it."""
+    """The factors of one part in a sharding of the whole step; ports have the layouts of their
+    sources."""
     part = cut.parts[number]
     source_of = {port.node: port.sources[0] for port in part.ports}
     found = []
@@ -152,6 +152,6 @@ def _chosen(
 
 
 def _factors_of_layout(graph: Graph, node: int, layout: tuple[int, ...]) -> tuple[int, ...]:
-    """The factors with which a port has a layout; partial sums arrive complete."""
+    """The factors that give a port a layout; partial sums arrive complete."""
     (dims,) = graph.nodes[node].rule.results
     return tuple(dims[entry][0] if entry >= 0 else -1 for entry in layout)

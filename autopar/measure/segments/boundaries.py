@@ -1,7 +1,4 @@
-"""What goes from segment to segment, and the reshardings that this may take.
-
-CutStep, MeshSpace, layouts of combinations → Crossing …, Reshard …
-"""
+"""Values between segments and the reshardings they may need: from `CutStep` to `Reshard`s."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ class Reshard:
 
 @dataclass(frozen=True)
 class SegmentBoundary:
-    """A value that goes from one part to another. Per combination of either's segment, where it is
-    made and where it is wanted."""
+    """A value that one part makes and another reads, with its layout per combination of either
+    segment."""
 
     source: int
     target: int
@@ -37,7 +34,7 @@ class SegmentBoundary:
 def crossings(
     cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
 ) -> Iterator[SegmentBoundary]:
-    """`layouts`: by segment of the mesh and combination, those of every node."""
+    """`layouts`: of every node, by segment and combination."""
     segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
     places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
     for number, part in enumerate(cut.parts):
@@ -57,7 +54,7 @@ def crossings(
 def reshards(
     cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
 ) -> list[Reshard]:
-    """Every resharding that may be between two segments."""
+    """Every resharding that may occur between two segments."""
     found = {
         Reshard(c.shape, c.dtype, made, wanted): None
         for c in crossings(cut, space, layouts)

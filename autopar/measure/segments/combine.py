@@ -2,16 +2,15 @@
 
 A segment's space is the product of the strategies of its blocks' entries. The cost model prunes it:
 
-- for each layout that the activations at its boundaries can have, the best combinations in which
-  all of them have it (`sharding.kbest`), since neighbours that agree on one need no resharding
-  between them, and those that do not are resharded at a price that is known;
-- for some of these layouts, the best in which one forward product is split otherwise, for each
-  product and each way to split it: what goes with that follows (the other half of a tensor
-  parallel pair, say);
-- what the solver chose for the segment in its best plan of the whole step, so that the search has
-  that plan among its own.
+- for each layout of the activations at its boundaries, the best combinations with that layout
+  (`sharding.kbest`): neighbours that agree need no resharding, others pay a known price;
+- for some of these layouts, the best in which one forward product is split differently, for each
+  product and way to split it; dependent products follow (the other half of a tensor parallel pair);
+- the solver's choice for the segment in its best plan of the whole step, so that the search
+includes
+  that plan.
 
-After these the next best follow, until there are as many as wanted.
+Then the next best follow, up to the wanted number.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ from autopar.sharding.kbest import Solution, solutions_of_each, strategy_labels
 from autopar.sharding.problem import FoldedGraph, ShardingProblem, problem_on_mesh
 
 TOP = 12
-_FAR = 10.0  # what costs so many times the best of all is left out
-_BOUNDARIES = 3  # the cheapest, and the whole one, in which other decisions are looked for
+_FAR = 10.0  # combinations beyond this factor of the best are left out
+_BOUNDARIES = 3  # cheapest ones, beside the replicated one, to vary decisions in
 _Factors = tuple[tuple[int, ...], ...]
+
+
 def part_problem(part: SegmentPart, mesh: LogicalMesh) -> ShardingProblem:
-    """The segment as a sharding problem. What other parts read is complete: partial sums do not
-    leave a segment."""
+    """The segment as a sharding problem. Partial sums do not leave a segment."""
     graph = part.graph
     allowed = {
         value: frozenset(all_layouts(graph.values[value].shape, mesh.shape))
@@ -50,8 +50,8 @@ def part_problem(part: SegmentPart, mesh: LogicalMesh) -> ShardingProblem:
 
 
 def layouts_of(problem: ShardingProblem, factors: _Factors) -> tuple[NodeLayouts, ...] | None:
-    """(operand layouts, result layouts) of every node; None if that is no combination of this
-    problem."""
+    """(operand layouts, result layouts) of every node; None if the problem has no such
+    combination."""
     if len(factors) != len(problem.strategies):
         return None
     found = []
@@ -71,14 +71,14 @@ def segment_space(
     given: Sequence[_Factors],
     time_limit_s: float = 30.0,
 ) -> SegmentSpace:
-    """`numbers`: of its occurrences among the step's parts; `given`: combinations that the best
-    plan of the whole step has; `time_limit_s`: of looking for others."""
+    """`numbers`: of its occurrences among the parts; `given`: combinations of the best plan of the
+    step; `time_limit_s`: for finding others."""
     part = parts[numbers[0]]
     problem = part_problem(part, mesh)
     blocks = find_blocks(problem)
     entries = _entries(part.graph, problem, blocks)
     known = [factors for factors in given if layouts_of(problem, factors) is not None]
-    found = dict.fromkeys(known, "the best plan of the step")
+    found = dict.fromkeys(known, "best plan of the step")
     seen = {_inside(part.graph, factors) for factors in known}
     for factors, why in _leading(part, problem, time_limit_s):
         if len(found) >= top:
@@ -104,8 +104,8 @@ def segment_space(
 def _leading(
     part: SegmentPart, problem: ShardingProblem, time_limit_s: float
 ) -> Iterator[tuple[_Factors, str]]:
-    """The best of every boundary; then, of the cheapest boundaries in turns, the best with a
-    decision that is another than in these; then the next best of every boundary in turns."""
+    """The best of every boundary; then, for the cheapest boundaries in turns, the best with another
+    decision; then the next best of every boundary in turns."""
     ends = time.monotonic() + time_limit_s
     graph = part.graph
     crossing = {
@@ -127,7 +127,7 @@ def _leading(
     limit = _FAR * first[0][0].objective
     near = [(one, n) for one, n in first if one.objective <= limit]
     for one, _ in near:
-        yield _factors(problem, one.choice), "the best with its boundary"
+        yield _factors(problem, one.choice), "best with its boundary"
     whole = [n for _, n in near if set(boundaries[n].values()) == {(WHOLE,) * len(mesh_shape)}]
     turns = []
     for number in dict.fromkeys([*(n for _, n in near[:_BOUNDARIES]), *whole]):
@@ -139,7 +139,7 @@ def _leading(
     for row in zip_longest(*turns):
         for one in row:
             if one is not None and one.objective <= limit:
-                yield _factors(problem, one.choice), "the best with a product split otherwise"
+                yield _factors(problem, one.choice), "best with a product split differently"
     while near and time.monotonic() < ends:
         near = [(one, near[n][1]) for one, n in _next_of([ways[n] for _, n in near], ends)]
         near = [(one, n) for one, n in near if one.objective <= limit]
@@ -148,7 +148,8 @@ def _leading(
 
 
 def _next_of(ways: Sequence[Iterator[Solution]], ends: float) -> list[tuple[Solution, int]]:
-    """The next solution of each way with its number, the cheapest first; until the time is up."""
+    """The next solution of each iterator with its number, the cheapest first, until the
+    deadline."""
     found = []
     for number, way in enumerate(ways):
         if found and time.monotonic() > ends:
@@ -160,15 +161,14 @@ def _next_of(ways: Sequence[Iterator[Solution]], ends: float) -> list[tuple[Solu
 
 
 def _decisions(graph: Graph) -> list[int]:
-    """What combinations differ in: how the forward products are split, or any entry if there are
-    none."""
+    """The nodes in which combinations differ: forward products, or block entries without any."""
     products = [i for i, n in enumerate(graph.nodes) if n.is_heavy and n.region == "forward"]
     return products or [i for i, n in enumerate(graph.nodes) if is_entry(n)]
 
 
 def _inside(graph: Graph, factors: _Factors) -> object:
-    """Equal for combinations that differ in nothing but their boundaries and what follows: those
-    are the same with a resharding before and after. Where nothing is decided, boundaries are."""
+    """Equal for combinations that differ only in their boundaries, which a resharding can change.
+    Without decisions, the boundaries count."""
     return tuple(factors[i] for i in _decisions(graph)) or factors
 
 
@@ -179,8 +179,8 @@ def _factors(problem: ShardingProblem, choice: Mapping[int, int]) -> _Factors:
 
 
 def _boundary_nodes(part: SegmentPart) -> dict[int, int]:
-    """Nodes whose results cross the boundaries in the shape that is most of what crosses, as node
-    -> result: the activations of a transformer and their cotangents."""
+    """Node -> result that crosses the boundaries in the most frequent shape by bytes: activations
+    and their cotangents."""
     graph = part.graph
     crossing = [(port.node, 0) for port in part.ports]
     crossing += [graph.producer[_made(part, value)] for value in part.sent]
@@ -199,7 +199,7 @@ def _boundary_nodes(part: SegmentPart) -> dict[int, int]:
 
 
 def _made(part: SegmentPart, value: int) -> int:
-    """The graph's number of a value that is sent."""
+    """The graph's value of a sent value of the program."""
     at = part.program.outputs.index(value)
     found = part.graph.outputs[at]
     assert found is not None
@@ -207,7 +207,7 @@ def _made(part: SegmentPart, value: int) -> int:
 
 
 def _entries(graph: Graph, problem: ShardingProblem, blocks: Blocks) -> tuple[tuple[str, int], ...]:
-    """Operators at which blocks begin, those with one strategy left out."""
+    """Block entries with more than one strategy."""
     found = []
     for own in blocks.sequence:
         node, count = graph.nodes[own.entry], len(problem.strategies[own.entry])
@@ -252,7 +252,7 @@ def _spec(
 
 
 def _words(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
-    """How the results of the forward products lie, as `P('x'): qkv, out`."""
+    """The specs of the forward products, as `P('x'): qkv, out`."""
     found: dict[str, list[str]] = {}
     for index, node in enumerate(graph.nodes):
         if not node.is_heavy or node.region != "forward":

@@ -4,10 +4,9 @@ A *part* is one occurrence of a segment: the forward, backward and update equati
 a program of their own, with the nodes that they have in the step's graph. Parts that are the same
 program with the same graph are occurrences of one segment, which is compiled and timed once.
 
-What a part reads of others enters through *ports*: inputs of its program that may have any layout.
-So a part is sharded like a step, and whatever is chosen for its nodes holds in the whole graph,
-where they are the same nodes. State never crosses: an argument belongs to the part that makes what
-replaces it.
+A part reads values of other parts through *ports*: inputs of its program that may have any layout.
+So a part is sharded like a step, and a choice for its nodes is valid in the whole graph, which has
+the same nodes. State never crosses: an argument belongs to the part that computes its update.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ PORT = "port"
 
 @dataclass(frozen=True)
 class PortSource:
-    """Where a port's value comes from: a result of a node of another part, both numbered in the
-    whole graph."""
+    """The source of a port's value: a result of another part's node, numbered in the whole
+    graph."""
 
     part: int
     node: int
@@ -39,7 +38,7 @@ class PortSource:
 
 @dataclass(frozen=True)
 class SegmentPort:
-    """An input of a part that others make. `node` is its node in the part's own graph."""
+    """An input of a part that another part computes. `node`: in the part's graph."""
 
     value: int
     node: int
@@ -48,8 +47,8 @@ class SegmentPort:
 
 @dataclass(frozen=True, eq=False)
 class SegmentPart:
-    """`nodes`: of every node of `graph` its number in the whole graph, −1 for ports. `sent`: values
-    of the program that other parts read. `key`: equal for parts that are the same segment."""
+    """`nodes`: the number of every node in the whole graph, −1 for ports. `sent`: values of the
+    program that other parts read. `key`: equal for parts of the same segment."""
 
     name: str
     program: Program
@@ -62,7 +61,7 @@ class SegmentPart:
 
 @dataclass(frozen=True, eq=False)
 class CutStep:
-    """`segments`: the parts of each unique segment, the first one stands for all."""
+    """`segments`: the parts of each unique segment; the first represents all."""
 
     parts: tuple[SegmentPart, ...]
     segments: tuple[tuple[int, ...], ...]

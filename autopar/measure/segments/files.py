@@ -1,11 +1,11 @@
-"""What the passes over segments hand on, as data and as JSON files that are checked when read.
+"""The data between segment passes, and its JSON files, which are checked when read.
 
     analysis.json   `Analysis`: segments, their spaces and leading combinations, per mesh
     profile.json    `SegmentProfile`: what each combination and each resharding took
     plan.json       a `ParallelPlan`, written by the search
 
-A combination is a strategy for every node of a segment, told by the factor of the node's rule that
-each mesh axis is on, so that it means the same wherever the step is traced again.
+A combination is a strategy for every node of a segment, given by the factor of the node's rule on
+each mesh axis, so it stays valid when the step is traced again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _KINDS = {"analysis": "autopar segment analysis", "profile": "autopar segment pr
 
 @dataclass(frozen=True)
 class Combination:
-    """`factors`: per node, the factor on each mesh axis (as of `Strategy`). `symbolic_s`: what the
-    cost model says one occurrence takes, `communication_s` of it between devices. `words`: how its
-    products are split; `why`: what brought it among the leading ones."""
+    """`factors`: per node, the factor on each mesh axis (see `Strategy`). `symbolic_s`: predicted
+    for one occurrence, including `communication_s`. `words`: how its products are split; `why`:
+    why it was kept."""
 
     factors: tuple[tuple[int, ...], ...]
     symbolic_s: float
@@ -64,7 +64,7 @@ class SegmentSpace:
 
 @dataclass(frozen=True)
 class MeshSpace:
-    """`symbolic_s`: the step as the solver alone would plan it on this mesh."""
+    """`symbolic_s`: the predicted step of the cost model's plan on this mesh."""
 
     shape: tuple[int, ...]
     symbolic_s: float
@@ -86,8 +86,8 @@ class Analysis:
 
 @dataclass(frozen=True)
 class CombinationTime:
-    """What running a combination once showed. `time` is None if it did not fit; then `failure`
-    says how. `memory_bytes`: XLA's figure of one device's peak."""
+    """The timing of a combination. `time` is None if it ran out of memory, as `failure` says.
+    `memory_bytes`: the peak per device according to XLA."""
 
     segment: str  # its key
     mesh: tuple[int, ...]
@@ -110,8 +110,8 @@ class ReshardTime:
 
 @dataclass(frozen=True)
 class DispatchTime:
-    """A program that takes a segment's arguments and does nothing with them; without a key, that
-    takes one array."""
+    """The time of a program that takes a segment's arguments and does nothing; with an empty key,
+    one array."""
 
     segment: str
     mesh: tuple[int, ...]
@@ -131,7 +131,7 @@ class SegmentProfile:
     seconds: float = 0.0
 
     def with_sample(self, sample: CombinationTime | ReshardTime | DispatchTime) -> SegmentProfile:
-        """With a sample more, which replaces an earlier one of the same combination."""
+        """With another sample, which replaces an earlier one of the same combination."""
         match sample:
             case CombinationTime():
                 same = (sample.segment, sample.mesh, sample.combination)
@@ -185,13 +185,13 @@ def _load(path: Path, name: str, kind: Any) -> Any:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(
-            f"{path}: cannot be read ({error}). Run the pass {name} first: "
+            f"{path}: cannot read the file ({error}). Run the {name} pass first: "
             f"autopar profile --model … --passes {name} --folder {path.parent}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _unusable(path, f"is no JSON ({error}); it may be cut short", name) from error
+        raise _unusable(path, f"not JSON ({error}); it may be truncated", name) from error
     if not isinstance(body, dict) or body.pop("kind", None) != _KINDS[name]:
-        raise _unusable(path, f"is no {_KINDS[name]}", name)
+        raise _unusable(path, f"not an {_KINDS[name]}", name)
     if (given := body.pop("format", None)) != FORMAT:
         raise _unusable(path, f"has format {given!r}; this autopar reads {FORMAT}", name)
     try:
@@ -201,4 +201,4 @@ def _load(path: Path, name: str, kind: Any) -> Any:
 
 
 def _unusable(path: Path, why: str, name: str) -> ProfileError:
-    return ProfileError(f"{path}: {why}. Remove it and run the pass {name} again.")
+    return ProfileError(f"{path}: {why}. Remove the file and run the {name} pass again.")

@@ -3,12 +3,14 @@
 Layers are groups of forward equations (`rewrite.layers`); the backward pass follows them
 (`rewrite.attach_layers`). Here the rest of a step follows too:
 
-- what a first layer does before it is like the second (the embedding) is a layer of its own, and so
-  is what a last layer does after it was like the others;
-- what is made of parameters or constants alone belongs to the segment that reads it, or if several
-  do to the first of all;
-- an equation of the update belongs where most of the bytes that it reads are, or else with what
-  reads its result. Scalars (norms, schedules) draw nothing to them.
+- what the first layer does before it equals the second (the embedding) is a layer of its own, and
+so
+  is what the last layer does after it equals the others;
+- values computed from parameters or constants only belong to the segment that reads them, or to the
+  first segment if several do;
+- an equation of the update belongs where most of its input bytes are, or else with the readers of
+its
+  result. Scalars (norms, schedules) attract nothing.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ def place_equations(traced: TracedStep) -> tuple[list[str], list[int]]:
 
 
 def _with_ends_apart(program: Program, layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """A layer that is like its neighbour but for what comes before, or after, is cut in two."""
+    """Cut a layer in two that equals its neighbour except for a prefix or suffix."""
     keys = [[_key(program, i) for i in layer.equations] for layer in layers]
     found: list[Layer] = []
     for number, (layer, own) in enumerate(zip(layers, keys, strict=True)):
-        stage_programs = [layer]
+        parts = [layer]
         after = keys[number + 1] if number + 1 < len(keys) else []
         before = keys[number - 1] if number else []
         if after and len(own) > len(after) and own[-len(after) :] == after:
-            stage_programs = _cut(layer, len(own) - len(after), ("before ", ""))
+            parts = _cut(layer, len(own) - len(after), ("before ", ""))
         elif before and len(own) > len(before) and own[: len(before)] == before:
-            stage_programs = _cut(layer, len(before), ("", "after "))
-        found += stage_programs
+            parts = _cut(layer, len(before), ("", "after "))
+        found += parts
     return tuple(found)
 
 
@@ -75,7 +77,7 @@ class _SegmentPlacer:
         self.segment = [_NONE] * len(self.equations)
         self.maker = program.producers()
         self.readers = program.readers()
-        self.owner: dict[int, int] = {}  # of inputs
+        self.owner: dict[int, int] = {}  # input -> segment
 
     def placed(self) -> list[int]:
         if not self.layers:
@@ -123,7 +125,7 @@ class _SegmentPlacer:
                 continue
             readers = {r for v in self.equations[index].results for r in self.readers.get(v, ())}
             found = {self.segment[r] for r in readers if self.segment[r] != _NONE}
-            if len(found) > 1 and not updates:  # so that equal layers read it alike
+            if len(found) > 1 and not updates:  # so that equal layers stay equal
                 found = {0}
             self.segment[index] = min(found, default=_NONE)
 

@@ -2,12 +2,10 @@
 
     PreparedStep, Analysis, devices → SegmentProfile
 
-Programs are compiled first, where `compile_ahead` can by other processes, which leave what they
-made in a cache of compiled programs; then they are timed, one after another, with nothing else
-running here. The leading ones of a segment are then timed again in turns, so that a machine that
-was busy for a while does not decide between them. Reshardings between segments are timed once for
-each (shape, type, from, to). Samples go to `keep` as they come, so that a run that was stopped goes
-on where it was.
+`compile_ahead` may compile programs in other processes, into a cache; then they are timed one after
+another. The fastest combinations of a segment are timed again in turns, so that a temporary load
+does not decide between them. Reshardings between segments are timed once per (shape, type, source,
+target). `keep` receives samples as they come, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ from autopar.measure.segments.run import (
 from autopar.measure.time_step import StepTiming, time_executable
 from autopar.progress import Progress
 
-LIMIT_S = 2.0  # of repeating one program
-NEAR = 1.3  # combinations that took up to so many times the best one's time are timed again
+LIMIT_S = 2.0  # for repeating one program
+NEAR = 1.3  # combinations within this factor of the best are timed again
 MAX_LEADING = 6
 ROUNDS = 3
 RESHARD_ROUNDS = 2
-ONE_ARRAY = ""  # in place of a segment's key: a program of one array
+ONE_ARRAY = ""  # instead of a segment's key: a program with one array
 Sample = CombinationTime | ReshardTime | DispatchTime
 
 
 @dataclass(frozen=True)
 class TimingTask:
-    """A program to compile, by its numbers in the analysis."""
+    """A program to compile, by its indices in the analysis."""
 
     mesh: int
     segment: int
@@ -72,11 +70,11 @@ def new_profile(step: PreparedStep, devices: Sequence[Any]) -> SegmentProfile:
 def check_profile_fits(
     profile: SegmentProfile, step: PreparedStep, devices: Sequence[Any], file: str
 ) -> None:
-    """Times of other programs, devices or versions are refused; the error says what differs."""
+    """Raise if a profile is of another program, device or version."""
     step.check_same("", profile.program, file)
     here = new_profile(step, devices)
     differing = [
-        f"{name} was {old}, here it is {new}"
+        f"{name} was {old} and is now {new}"
         for name, old, new in (
             ("device", profile.device_kind, here.device_kind),
             *((n, profile.versions.get(n, "unknown"), v) for n, v in here.versions.items()),
@@ -85,22 +83,22 @@ def check_profile_fits(
     ]
     if differing:
         raise ProfileError(
-            f"{file}: {'; '.join(differing)}. Remove it and run the pass profile again, or give "
-            "another --folder."
+            f"{file}: {'; '.join(differing)}. Remove the file and run the profile pass again, or "
+            "give another --folder."
         )
 
 
 def segment_layouts(
     step: PreparedStep, mesh: LogicalMesh, space: SegmentSpace
 ) -> list[tuple[NodeLayouts, ...]]:
-    """Of each combination, the layouts of every node."""
+    """The layouts of every node, per combination."""
     part = step.cut.parts[space.parts[0]]
     problem = part_problem(part, mesh)
     found = [layouts_of(problem, c.factors) for c in space.combinations]
     if part.key != space.key or None in found:
         raise ProfileError(
-            f"analysis.json: the segment {space.name} is another one now; another version of "
-            "autopar may have written the file. Run the pass analysis again."
+            f"analysis.json: the segment {space.name} has changed; another version of autopar may "
+            "have written the file. Run the analysis pass again."
         )
     return [own for own in found if own is not None]
 
@@ -116,7 +114,7 @@ def profile_segments(
     compile_ahead: Callable[[list[TimingTask]], Any] | None = None,
     limit_s: float = LIMIT_S,
 ) -> SegmentProfile:
-    """`known`: samples of an earlier run; `tell` hears of each new one."""
+    """`known`: samples of an earlier run; `tell` is called with each new one."""
     started = time.perf_counter()
     profile = known or new_profile(step, devices)
     before_s = profile.seconds
@@ -144,7 +142,7 @@ def profile_segments(
 
 
 class _Timer:
-    """Times what one mesh needs and the profile does not have yet."""
+    """Times what the profile lacks for one mesh."""
 
     def __init__(
         self,
@@ -188,7 +186,7 @@ class _Timer:
             found = _timed(empty_program(programs[0], state), handed, self.limit_s)
             if found.step is not None:
                 call = DispatchTime(segment.key, shape, found.step)
-                yield f"a call of {segment.name}", call
+                yield f"dispatch of {segment.name}", call
         first: dict[int, CombinationTime] = {}
         for number, own in enumerate(segment.combinations):
             if (segment.key, own.digest) in self.known:
@@ -214,8 +212,8 @@ class _Timer:
         programs: Sequence[Runnable],
         state: Sequence[tuple[int, int]],
     ) -> Iterator[tuple[int, CombinationTime]]:
-        """The leading combinations once more, one after another, several times: of each the
-        fastest round counts, since what disturbs only ever makes it longer."""
+        """Time the leading combinations again in turns. The fastest round counts, since
+        disturbances only make it longer."""
         taken = {n: s.time for n, s in first.items() if s.time is not None}
         if len(taken) < 2:
             return
@@ -239,7 +237,7 @@ class _Timer:
             program = reshard_program(mesh, one.shape, one.dtype, one.source, one.source, self.on)
             found = _timed(empty_program(program, ()), (), limit_s)
             if found.step is not None:
-                yield "a call with one array", DispatchTime(ONE_ARRAY, shape, found.step)
+                yield "dispatch with one array", DispatchTime(ONE_ARRAY, shape, found.step)
         found_times: dict[Reshard, Timing] = {}
         left = [move for move in moves if move not in self.moved]
         programs = {
@@ -250,7 +248,9 @@ class _Timer:
             for move, program in programs.items():
                 found = _timed(program, (), limit_s)
                 if found.step is None:
-                    raise ProfileError(f"{program.name}: {found.failure}. Use a smaller batch.")
+                    raise ProfileError(
+                        f"{program.name} ran out of memory: {found.failure}. Use a smaller batch."
+                    )
                 before = found_times.get(move, found.step)
                 found_times[move] = min(before, found.step, key=lambda time: time.seconds)
         for move, timing in found_times.items():
@@ -259,7 +259,7 @@ class _Timer:
 
 
 def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) -> StepTiming:
-    """Timed, and if the repetitions differ much, timed once more: the steadier one counts."""
+    """A timing; if it is noisy, the steadier of two."""
     found = time_executable(program, state=state, limit_s=limit_s)
     if found.step is None or not found.step.is_noisy:
         return found
@@ -272,7 +272,7 @@ def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) 
 def program_of_task(
     step: PreparedStep, analysis: Analysis, task: TimingTask, devices: Sequence[Any]
 ) -> Runnable:
-    """The very program that is timed, for a process that compiles it ahead."""
+    """The program that will be timed, for a process that compiles it ahead."""
     space = analysis.meshes[task.mesh]
     mesh = step.mesh(space.shape)
     segment = space.segments[task.segment]

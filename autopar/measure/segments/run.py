@@ -1,9 +1,9 @@
 """Programs that are timed: from a combination of a segment, or a resharding, to a `Runnable`.
 
-A segment's program is its equations with the combination's layouts written on them, as `lower`
-writes those of a whole step: it takes the parameters, the optimizer's state, what the segment reads
-of others and gives what others read. State is donated, as in a step. What a step pays once and a
-segment for itself, the call, is measured by a program of the same arguments that does nothing.
+A segment's program is its equations, annotated with the combination's layouts as `lower` annotates
+a whole step. Its inputs are parameters, optimizer state and what it reads of other segments; its
+outputs what others read. State is donated, as in a step. The dispatch, which a step pays once, is
+measured by a program of the same arguments that does nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.runtime.threads import must_run_alone, run_alone
 
 
 class Runnable:
-    """A program on a mesh; `measuring.time_executable` times it."""
+    """A program on a mesh, for `time_step.time_executable`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def jax_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
 def segment_program(
     part: SegmentPart, mesh: LogicalMesh, layouts: Sequence[NodeLayouts], on: Mesh
 ) -> Runnable:
-    """A segment with its nodes sharded so."""
+    """The program of a segment with these layouts."""
     sharding = assign_layouts(part.program, part.graph, layouts, mesh)
     avals = [part.program.avals[v] for v in part.program.inputs]
     whole = (WHOLE,) * len(mesh.shape)
@@ -120,10 +120,10 @@ def segment_program(
 
 
 def empty_program(program: Runnable, state: Sequence[tuple[int, int]]) -> Runnable:
-    """What takes the same arguments, hands its state on, and does nothing else."""
+    """A program of the same arguments that only passes its state on."""
     kept = [i for i, _ in state] or [0]
     return Runnable(
-        f"nothing, with the arguments of {program.name}",
+        f"dispatch of {program.name}",
         lambda *values: [values[i] for i in kept],
         program.avals,
         program.input_shardings,
@@ -135,7 +135,7 @@ def empty_program(program: Runnable, state: Sequence[tuple[int, int]]) -> Runnab
 def reshard_program(
     mesh: LogicalMesh, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout, on: Mesh
 ) -> Runnable:
-    """An array that is taken from one layout to another, by the collectives that a plan uses."""
+    """The resharding of one array, by the collectives that a plan uses."""
     aval = _jax.array_aval(shape, jax.numpy.dtype(dtype))
     num_bytes = float(aval.size * aval.dtype.itemsize)
     steps = reshard_table(mesh, shape, num_bytes, False).path(source, target)
@@ -161,7 +161,7 @@ def _sharding(on: Mesh, layout: Layout, aval: Any) -> NamedSharding:
 
 @contextmanager
 def compilation_cache_in(folder: Path) -> Iterator[None]:
-    """What XLA compiles is kept in a folder, which several processes may share."""
+    """Use a folder as XLA's compilation cache, which several processes may share."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",

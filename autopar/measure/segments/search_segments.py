@@ -1,17 +1,17 @@
 """The third pass: the best combination for every part of the step, by measured times.
 
-    PreparedStep, Analysis, SegmentProfile → Found …  → ParallelPlan
+    PreparedStep, Analysis, SegmentProfile → FoundCombination … → ParallelPlan
 
 Choose a combination x_p for every part p: minimise
 
     Σ_p t[segment of p, x_p]  +  Σ_crossings r(made by x_p, wanted by x_q)
 
-with t what the segment took and r what the resharding took, both less what a call takes (`_Table`).
-Parts are a chain, but for what is read far away (tied embeddings), so min-plus elimination of one
-part after another solves it, and what is left goes to the solver of shardings: it is exact either
-way (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. A combination that ran out of
-memory is not to be had. What is found is a sharding of every node of the step's graph, whose memory
-is looked at as for any plan; if it does not fit, bytes are priced until it does (`_fitting`).
+where t is the time of the segment and r that of the resharding, both less a dispatch
+(`_CostTable`). Parts form a chain, except for values read far away (tied embeddings): min-plus
+elimination of one part after another solves it, and the sharding solver what remains. Both are
+exact (`sharding.reduce`, `sharding.ilp`). Equal layers may differ. Combinations that ran out of
+memory are excluded. The result is a sharding of every node of the step's graph, with its memory; if
+it does not fit, bytes are priced until it does (`_fitting`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from autopar.sharding.problem import FoldedGraph, problem_on_mesh
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph
 
-_SMALLEST_S = 1e-9  # what nothing takes less than
-_PRICES = 16  # tries to keep to a budget
+_SMALLEST_S = 1e-9  # a lower bound of every time
+_PRICES = 16  # tries to meet a budget
 
 
 @dataclass(frozen=True)
 class FoundCombination:
-    """A combination per part on one mesh, by number within its segment's.
+    """A combination per part on one mesh, by index within its segment.
 
-    step_s:   of the whole step: its segments, the reshardings between them, and one call.
-    reshard_s: of it, between segments.
-    symbolic_s: what the cost model says of the same choice.
+    step_s:     of the whole step: segments, reshardings between them, and one dispatch.
+    reshard_s:  the reshardings in it.
+    symbolic_s: predicted by the cost model.
     """
 
     mesh: tuple[int, ...]
@@ -64,9 +64,11 @@ class FoundCombination:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """`planned`: the best; `others`: the best on other meshes, and those in which all occurrences
-    of a segment are alike, cheapest first; `candidates`: plans of the best and some of the others,
-    and what the cost model alone plans."""
+    """planned:    the best.
+    others:     the best on other meshes, and the best in which all occurrences of a segment take
+                one combination; cheapest first.
+    candidates: plans of the best, of some others, and of the cost model.
+    """
 
     best: FoundCombination
     planned: PlannedStep
@@ -83,8 +85,8 @@ def search(
     runners_up: int = 5,
     num_candidates: int = 0,
 ) -> SearchResult:
-    tables = [_Table(step, space, profile) for space in analysis.meshes]
-    found: list[tuple[FoundCombination, GraphSharding, _Table]] = []
+    tables = [_CostTable(step, space, profile) for space in analysis.meshes]
+    found: list[tuple[FoundCombination, GraphSharding, _CostTable]] = []
     misses: list[MemoryBudgetError] = []
     for table in tables:
         try:
@@ -95,10 +97,10 @@ def search(
         raise min(misses, key=lambda error: error.peak_bytes)
     found.sort(key=lambda one: one[0].step_s)
     best, sharding, table = found[0]
-    alike = [one for t in tables for one in t.alike(runners_up + 1)]
+    uniform = [one for t in tables for one in t.uniform(runners_up + 1)]
     known = {(best.mesh, best.choice)}
     others = []
-    for one in sorted([*(f for f, _, _ in found[1:]), *alike], key=lambda one: one.step_s):
+    for one in sorted([*(f for f, _, _ in found[1:]), *uniform], key=lambda one: one.step_s):
         if (one.mesh, one.choice) not in known:
             known.add((one.mesh, one.choice))
             others.append(one)
@@ -118,8 +120,8 @@ def search(
     return SearchResult(best, planned, tuple(others[:runners_up]), num_choices, tuple(candidates))
 
 
-class _Table:
-    """The measured costs of one mesh."""
+class _CostTable:
+    """The measured costs on one mesh."""
 
     def __init__(self, step: PreparedStep, space: MeshSpace, profile: SegmentProfile) -> None:
         self.step, self.space = step, space
@@ -147,7 +149,7 @@ class _Table:
             if missing:
                 raise ProfileError(
                     f"profile.json: {missing} of {len(samples)} combinations of {own.name} on "
-                    f"{shape} were not timed. Run the pass profile to its end."
+                    f"{shape} were not timed. Complete the profile pass."
                 )
             known = [sample for sample in samples if sample is not None]
             self.times.append(
@@ -165,7 +167,7 @@ class _Table:
         self.crossings = list(crossings(self.cut, space, self.layouts))
 
     def problem(self, prices: Mapping[int, float] | None = None) -> PairwiseProblem:
-        """`prices`: time of the step's program -> price of a byte that is held then."""
+        """`prices`: time in the step's program -> price of a byte held at that time."""
         costs = dict(self.costs)
         for at, price in (prices or {}).items():
             for part, held in self.held(at).items():
@@ -176,7 +178,7 @@ class _Table:
         return problem
 
     def held(self, at: int) -> dict[int, np.ndarray]:
-        """Per part and combination, the bytes of its values that are in memory at a time."""
+        """The bytes in memory at a time, per part and combination."""
         graph = self.step.graph
         place = {
             whole: (p, n) for p, x in enumerate(self.cut.parts) for n, whole in enumerate(x.nodes)
@@ -207,7 +209,7 @@ class _Table:
         if key not in self.moved:
             raise ProfileError(
                 f"profile.json: {crossing.dtype}{list(crossing.shape)} from {made} to {wanted} was "
-                "not timed. Run the pass profile to its end."
+                "not timed. Complete the profile pass."
             )
         return self.moved[key]
 
@@ -224,8 +226,8 @@ class _Table:
             between,
         )
 
-    def alike(self, num: int) -> Iterator[FoundCombination]:
-        """The best in which all occurrences of a segment take one combination."""
+    def uniform(self, num: int) -> Iterator[FoundCombination]:
+        """The best choices in which all occurrences of a segment take one combination."""
         costs = {n: self.times[n] * len(own.parts) for n, own in enumerate(self.space.segments)}
         problem = PairwiseProblem(costs)
         for crossing in self.crossings:
@@ -238,8 +240,8 @@ class _Table:
 
 
 def _modelled_s(mesh: LogicalMesh, move: ReshardTime) -> float:
-    """What the cost model says of a resharding. One that is as short as the call itself is lost in
-    the noise of both, and is not free for that."""
+    """The cost model's time of a resharding: a lower bound, since a measurement as short as a
+    dispatch is lost in noise."""
     num_bytes = float(prod(move.shape) * np.dtype(move.dtype).itemsize)
     table = reshard_table(mesh, move.shape, num_bytes, False)
     return table.cost(move.source, move.target)
@@ -251,15 +253,15 @@ def solve(problem: PairwiseProblem) -> dict[int, int]:
     return reduction.restore(solve_ilp(reduction.problem).choice)
 
 
-def _fitting(step: PreparedStep, table: _Table) -> tuple[FoundCombination, GraphSharding]:
-    """The best choice that stays within the memory budget: the best of all, or else the best found
-    at some price of the bytes held when too many were."""
+def _fitting(step: PreparedStep, table: _CostTable) -> tuple[FoundCombination, GraphSharding]:
+    """The best choice within the memory budget: the optimum, or the best found at some price of
+    the bytes held at the peaks."""
     budget = step.origin(table.mesh).budget
     try:
         found, sharding = _completed(step, table, solve(table.problem()))
     except SolverError as error:
         raise MemoryBudgetError(
-            f"{step.traced.name}: some segment ran out of memory in every combination on the mesh "
+            f"{step.traced.name}: a segment ran out of memory in every combination on the mesh "
             f"{table.mesh.shape}. Use a smaller batch, more devices or a larger --top.",
             float(max(own.max() for own in table.bytes)),
             budget or 0.0,
@@ -285,10 +287,9 @@ def _fitting(step: PreparedStep, table: _Table) -> tuple[FoundCombination, Graph
         price = price * 4 if high is None else (low + high) / 2
     if best is None:
         raise MemoryBudgetError(
-            f"{step.traced.name}: of the combinations that were timed on the mesh "
-            f"{table.mesh.shape}, the smallest needs {format_bytes(smallest)} per device; "
-            f"{format_bytes(budget)} are to be kept to. Use a larger --top, a smaller batch or "
-            "more devices.",
+            f"{step.traced.name}: the smallest of the timed combinations on the mesh "
+            f"{table.mesh.shape} needs {format_bytes(smallest)} per device; the budget is "
+            f"{format_bytes(budget)}. Use a larger --top, a smaller batch or more devices.",
             smallest,
             budget,
         )
@@ -296,9 +297,9 @@ def _fitting(step: PreparedStep, table: _Table) -> tuple[FoundCombination, Graph
 
 
 def _completed(
-    step: PreparedStep, table: _Table, choice: Mapping[int, int]
+    step: PreparedStep, table: _CostTable, choice: Mapping[int, int]
 ) -> tuple[FoundCombination, GraphSharding]:
-    """The choice as a sharding of the whole graph, and what the cost model says of it."""
+    """The choice with the cost model's prediction, and its sharding of the whole graph."""
     graph = step.graph
     factors: list[tuple[int, ...]] = [()] * len(graph.nodes)
     for number, part in enumerate(step.cut.parts):
@@ -307,7 +308,7 @@ def _completed(
         for node, whole in enumerate(part.nodes):
             if whole >= 0:
                 factors[whole] = own[node]
-    classes = _parted(fold_graph(graph).classes, factors)
+    classes = _split_classes(fold_graph(graph).classes, factors)
     problem = problem_on_mesh(FoldedGraph(graph, classes), table.mesh, {})
     chosen = {
         owner: next(
@@ -325,8 +326,8 @@ def _completed(
     return found, sharding
 
 
-def _parted(classes: Sequence[int], factors: Sequence[tuple[int, ...]]) -> list[int]:
-    """Classes whose members are sharded alike."""
+def _split_classes(classes: Sequence[int], factors: Sequence[tuple[int, ...]]) -> list[int]:
+    """Classes split so that members have the same factors."""
     numbers: dict[tuple, int] = {}
     pairs = zip(classes, factors, strict=True)
     return [numbers.setdefault(pair, len(numbers)) for pair in pairs]

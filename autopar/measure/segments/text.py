@@ -1,4 +1,4 @@
-"""What the passes over segments found, as text."""
+"""The results of the segment passes as text: from `Analysis`, `SegmentProfile`, `SearchResult`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopar.measure.segments.files import (
 )
 from autopar.measure.segments.search_segments import FoundCombination, SearchResult
 
-_ENTRIES = 12  # operators that are named
+_ENTRIES = 12  # operators to list
 
 
 def analysis_text(analysis: Analysis) -> str:
-    """Segments, their blocks and spaces, and what was kept of these."""
+    """Segments with their blocks, strategies and kept combinations."""
     lines = []
     for space in analysis.meshes:
         lines += _mesh_lines(analysis, space)
@@ -32,9 +32,8 @@ def analysis_text(analysis: Analysis) -> str:
 def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
     num = len(analysis.parts)
     yield (
-        f"{analysis.step} on a mesh of {_shape(space.shape)}: {num} segments, "
-        f"{len(space.segments)} of them different; the cost model alone plans "
-        f"{format_seconds(space.symbolic_s)}"
+        f"{analysis.step} on a {_shape(space.shape)} mesh: {num} segments, {len(space.segments)} "
+        f"of them unique; the cost model's plan takes {format_seconds(space.symbolic_s)}"
     )
     rows = [
         (
@@ -57,20 +56,20 @@ def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
 
 
 def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
-    yield f"{letter}  {own.name}: its blocks begin at"
+    yield f"{letter}  {own.name}: block entries"
     for name, count in own.entries[:_ENTRIES]:
         yield f"     {name}: {count} strategies"
     if len(own.entries) > _ENTRIES:
         yield f"     and {len(own.entries) - _ENTRIES} more"
     pruned = own.num_strategies - len(own.combinations)
     yield (
-        f"   of {_count(own.num_strategies)} combinations of these, "
-        f"{_count(max(pruned, 0.0))} were pruned by the cost model; kept are"
+        f"   {_count(own.num_strategies)} combinations, of which the cost model pruned "
+        f"{_count(max(pruned, 0.0))}; kept:"
     )
     yield from (
         f"   {line}"
         for line in table(
-            ("", "model says", "sent for", "boundary", "forward products", "because"),
+            ("", "predicted", "communication", "boundary", "forward products", "reason"),
             [
                 (
                     f"{letter}{number}",
@@ -87,20 +86,20 @@ def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
 
 
 def sample_text(what: str, sample: CombinationTime | ReshardTime | DispatchTime) -> str:
-    """One line, as it comes."""
+    """One line."""
     if sample.time is None:
         assert isinstance(sample, CombinationTime)
         return f"  {what}: does not fit ({sample.failure})"
     text = f"  {what}: {format_seconds(sample.time.seconds)}"
     if sample.time.is_noisy:
-        text += f" ± {sample.time.spread:.0%} (noisy: is the machine busy with other work?)"
+        text += f" ± {sample.time.spread:.0%} (noisy; is the machine busy?)"
     if isinstance(sample, CombinationTime):
         text += f", {format_bytes(sample.memory_bytes)}, compiled in {sample.compile_s:.1f} s"
     return text
 
 
 def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
-    """Measured beside modelled, by segment; then the reshardings."""
+    """Measured and predicted times by segment, and a summary."""
     lines: list[str] = []
     for space in analysis.meshes:
         taken = {
@@ -121,16 +120,16 @@ def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
                         _short(c.words),
                     )
                 )
-            header = ("", "measured", "model says", "memory", "boundary", "forward products")
+            header = ("", "measured", "predicted", "memory", "boundary", "forward products")
             lines += [f"   {line}" for line in table(header, rows)]
             lines.append("")
     timings = profile.timings
     noisy = sum(t.is_noisy for t in timings)
     lines.append(
         f"{len(profile.combinations)} combinations and {len(profile.reshards)} reshardings timed "
-        f"in {format_seconds(profile.seconds)}, of which XLA compiled for "
-        f"{format_seconds(sum(s.compile_s for s in profile.combinations))} here; "
-        f"{noisy} of {len(timings)} samples are noisy"
+        f"in {format_seconds(profile.seconds)}, including "
+        f"{format_seconds(sum(s.compile_s for s in profile.combinations))} of compiling in this "
+        f"process; {noisy} of {len(timings)} samples are noisy"
     )
     return "\n".join(lines)
 
@@ -139,29 +138,29 @@ def search_text(analysis: Analysis, result: SearchResult) -> str:
     best = result.best
     space = next(own for own in analysis.meshes if own.shape == best.mesh)
     lines = [
-        f"best of {_count(result.num_choices)} plans of these combinations, by measured times: "
-        f"{format_seconds(best.step_s)} a step on {_shape(best.mesh)}",
+        f"best of {_count(result.num_choices)} plans by measured times: "
+        f"{format_seconds(best.step_s)} per step on a {_shape(best.mesh)} mesh",
         f"  {_chosen(space, best)}",
-        f"  {format_seconds(best.reshard_s)} of it is resharding between segments; "
+        f"  including {format_seconds(best.reshard_s)} of resharding between segments; "
         f"{format_bytes(best.peak_bytes)} per device",
-        f"  the cost model says {format_seconds(best.symbolic_s)} of this plan, and "
-        f"{format_seconds(space.symbolic_s)} of its own best",
+        f"  the cost model predicts {format_seconds(best.symbolic_s)} for this plan and "
+        f"{format_seconds(space.symbolic_s)} for its own best",
     ]
     if result.others:
-        lines.append("next:")
+        lines.append("runners-up:")
         for one in result.others:
             own = next(s for s in analysis.meshes if s.shape == one.mesh)
             lines.append(
-                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on "
-                f"{_shape(one.mesh)}: {_chosen(own, one)}"
+                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on a "
+                f"{_shape(one.mesh)} mesh: {_chosen(own, one)}"
             )
     return "\n".join(lines)
 
 
 def checked_text(plan: ParallelPlan) -> str:
-    """What whole steps took that were run to check the search."""
+    """The times of whole steps, which check the search."""
     assert plan.search is not None
-    lines = ["run as whole steps:"]
+    lines = ["timed as whole steps:"]
     for one in plan.search.tried:
         took = "does not fit" if one.measured_s is None else format_seconds(one.measured_s)
         kept = " (kept)" if one.is_chosen else ""

@@ -170,7 +170,7 @@ def _exported(step_name: str, stage_program: LoweredProgram) -> Any:
         return exported_stage_program(step_name, stage_program, "gpu", function_name="piece")
     except CallsBackError as error:
         raise CompileError(
-            f"verify: {error} Such a program cannot be compiled in another process; verify the step "
+            f"verify: {error} Such programs cannot be compiled in another process; verify the step "
             "without it."
         ) from error
 

@@ -225,7 +225,9 @@ def test_a_gpu_without_a_plugin(
     (section,) = [s for s in examine(WELL.__getitem__) if s.title == "CUDA"]
     assert section.facts["GPUs"] == f"2 × NVIDIA H200, 143771 MiB; driver {driver}"
     assert section.problems == [
-        Problem("This machine has GPUs, but JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'")
+        Problem(
+            "This machine has GPUs, but JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'"
+        )
     ]
 
 

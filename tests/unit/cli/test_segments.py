@@ -15,8 +15,9 @@ from autopar.cli.segments import (
 )
 from autopar.errors import ArgumentError
 from autopar.ir.plan import ParallelPlan
-from autopar.measure.segments import TimingTask, analyse
+from autopar.measure.segments.analyse import analyse
 from autopar.measure.segments.files import save
+from autopar.measure.segments.profile import TimingTask
 
 FACTORY = f"{Path(__file__).parent / 'factories_for_tests.py'}:make_step"
 
@@ -40,7 +41,7 @@ def test_wrong_input_is_named(capsys, tmp_path):
     assert "16" in capsys.readouterr().err
     folder = str(tmp_path / "empty")
     assert main(["profile", "--model", FACTORY, "--passes", "search", "--folder", folder]) == 2
-    assert "Run the pass analysis first" in capsys.readouterr().err
+    assert "Run the analysis pass first" in capsys.readouterr().err
 
 
 @pytest.mark.ci

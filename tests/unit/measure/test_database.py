@@ -44,7 +44,7 @@ def test_a_broken_file_is_put_aside(tmp_path):
     path = tmp_path / FILE
     path.write_bytes(b"no database at all, but longer than its header" * 40)
     database = Database(path)
-    with pytest.warns(UserWarning, match="is broken .* a new one is begun"):
+    with pytest.warns(UserWarning, match="is damaged .* a new one was started"):
         database.keep(KEY, TIMING, "step")
     assert database.find(KEY) == TIMING
     (aside,) = tmp_path.glob("*.broken-*")
@@ -54,7 +54,7 @@ def test_a_broken_file_is_put_aside(tmp_path):
 def test_a_file_that_cannot_be_used_is_done_without(tmp_path):
     (tmp_path / "file").write_text("")
     database = Database(tmp_path / "file" / FILE)
-    with pytest.warns(UserWarning, match="cannot be used .* Set AUTOPAR_CACHE"):
+    with pytest.warns(UserWarning, match="cannot use the database .* Set AUTOPAR_CACHE"):
         assert database.find(KEY) is None
     database.keep(KEY, TIMING, "step")  # silently: it was said once
     assert database.rows() == []

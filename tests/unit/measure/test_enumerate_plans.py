@@ -100,9 +100,9 @@ def test_out_of_memory_is_a_row(step, monkeypatch):
 
 
 def test_what_cannot_be_enumerated_is_said(step):
-    with pytest.raises(ArgumentError, match="on one device there is one way"):
+    with pytest.raises(ArgumentError, match="needs at least two devices, got 1"):
         enumerate_plans(*step, jax.devices()[:1])
-    with pytest.raises(MeshError, match="needs 32 devices; 8 were given"):
+    with pytest.raises(MeshError, match="needs 32 devices, got 8"):
         enumerate_plans(*step, jax.devices(), mesh_shapes=[(4, 8)])
 
 

@@ -8,7 +8,7 @@ import autopar
 from autopar.compiler import plan_step
 from autopar.executables import make_executable
 from autopar.ir.profile import Timing
-from autopar.measure.time_step import made_up, time_executable
+from autopar.measure.time_step import synthetic_array, time_executable
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
 from examples.models import build
@@ -56,18 +56,21 @@ def test_out_of_memory_is_a_result_and_other_failures_are_errors():
         time_executable(Refuses("INTERNAL: broken"))
 
 
-def test_keys_are_made_up_as_keys():
+def test_keys_are_created_as_keys():
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    assert made_up(key.shape, key.dtype, place).dtype == key.dtype
+    assert synthetic_array(key.shape, key.dtype, place).dtype == key.dtype
 
 
-def test_made_up_values_are_scattered_and_never_negative():
+def test_synthetic_values_are_scattered_and_never_negative():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    floats, numbers = made_up((64, 64), jnp.bfloat16, place), made_up((256,), jnp.int32, place)
+    floats, numbers = (
+        synthetic_array((64, 64), jnp.bfloat16, place),
+        synthetic_array((256,), jnp.int32, place),
+    )
     assert floats.dtype == jnp.bfloat16 and 0 <= floats.min() < 0.005 < 0.015 < floats.max() <= 0.02
     assert numbers.min() >= 0 and numbers.max() < 97 and len(set(numbers.tolist())) > 80
-    assert set(made_up((64,), jnp.bool_, place).tolist()) == {True, False}
+    assert set(synthetic_array((64,), jnp.bool_, place).tolist()) == {True, False}
 
 
 def test_the_spread_is_that_of_the_middle_half():

@@ -9,7 +9,7 @@ import jax
 
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.profile import Timing
-from autopar.measure.segments import PreparedStep, analyse, prepare_step
+from autopar.measure.segments.analyse import PreparedStep, analyse
 from autopar.measure.segments.boundaries import reshards
 from autopar.measure.segments.files import (
     Analysis,
@@ -18,6 +18,7 @@ from autopar.measure.segments.files import (
     ReshardTime,
     SegmentProfile,
 )
+from autopar.measure.segments.passes import prepare_step
 from autopar.measure.segments.profile import new_profile, segment_layouts
 from examples.models import build
 

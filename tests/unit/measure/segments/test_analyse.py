@@ -53,6 +53,6 @@ def test_another_program_is_refused():
 
 def test_text_names_segments_and_spaces():
     text = analysis_text(analysed(prepared("gpt-tiny")))
-    assert "4 segments, 3 of them different" in text
+    assert "4 segments, 3 of them unique" in text
     assert "dot_general of GPT/layer_0/attention/qkv (forward): 5 strategies" in text
-    assert "the best plan of the step" in text
+    assert "best plan of the step" in text

@@ -6,8 +6,10 @@ import pytest
 
 import autopar
 from autopar.measure.segments import profile as timing
-from autopar.measure.segments import profile_segments, run_passes, search
 from autopar.measure.segments.files import CombinationTime
+from autopar.measure.segments.passes import run_passes
+from autopar.measure.segments.profile import profile_segments
+from autopar.measure.segments.search_segments import search
 from autopar.measure.segments.text import profile_text, sample_text
 from autopar.measure.time_step import StepTiming
 from examples.models import build

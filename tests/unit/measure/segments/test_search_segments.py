@@ -8,10 +8,10 @@ import pytest
 
 from autopar.errors import MemoryBudgetError, ProfileError
 from autopar.ir.plan import ParallelPlan
-from autopar.measure.segments import search
 from autopar.measure.segments.boundaries import crossings
 from autopar.measure.segments.files import Analysis, SegmentProfile
 from autopar.measure.segments.profile import segment_layouts
+from autopar.measure.segments.search_segments import search
 from autopar.measure.segments.text import search_text
 from tests.unit.measure.segments.steps import analysed, prepared, random_profile
 
