@@ -1,7 +1,7 @@
-"""Who writes and reads which leaves: this process, or the workers of a cluster.
+"""Backends of checkpoints: this process, or the workers of a cluster, write and read leaves.
 
-A backend is registered for the types of its arrays and of its places, where arrays are to be
-restored to. All other leaves are this process's own. A pytree may hold leaves of several backends.
+A backend is registered for the types of its arrays and of its places, where arrays are restored to.
+This process handles all other leaves. A pytree may have leaves of several backends.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ class Backend(Protocol):
     def save_leaves(
         self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
-        """A function that writes these leaves into the folder and tells what was written where. It
-        is called once, in the background or at once. In the background, the leaves may be donated
-        or deleted as soon as `save_leaves` has returned."""
+        """A function that writes these leaves into the folder and returns their entries. It is
+        called once, now or in the background. In the background, the leaves may be donated or
+        deleted as soon as `save_leaves` has returned."""
         ...
 
     def restore_leaves(
         self, folder: Path, manifest: Manifest, wanted: Sequence[tuple[str, Any]]
     ) -> list[Any]:
-        """The named leaves at the wanted places, whose shapes and types were compared."""
+        """The named leaves at the wanted places, whose shapes and types are those of the
+        manifest."""
         ...
 
     def place_of(self, leaf: Any) -> Any:
-        """Where a leaf lies: the place to restore it to. It has `shape`, `dtype` and
+        """The place to restore a leaf to: where it is now. It has `shape`, `dtype` and
         `weak_type`."""
         ...
 
@@ -51,7 +52,7 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class ScalarPlace:
-    """A Python number. Kind: its type's name."""
+    """A Python number; `kind` is the name of its type."""
 
     kind: str
 
@@ -66,7 +67,7 @@ class LocalBackend:
         self, folder: Path, leaves: Sequence[tuple[str, Any]], background: bool
     ) -> Callable[[], list[Entry]]:
         process = jax.process_index() if jax.distributed.is_initialized() else 0
-        # Values that are no arrays of JAX are the same in every process, or ought to be.
+        # Leaves that are not JAX arrays should be the same in every process; the first writes them.
         own = [leaf for leaf in leaves if isinstance(leaf[1], jax.Array) or process == 0]
         parts = snapshot(own) if background else own_parts(own)
         return lambda: write_parts(folder, f"process_{process:05d}", parts)
@@ -110,7 +111,7 @@ _local = LocalBackend()
 
 
 def register_backend(type_: type, backend: Backend) -> None:
-    """Leaves and places of this type are written and read by this backend from now on."""
+    """From now on, this backend writes and reads leaves and places of this type."""
     _registered[:] = [(type_, backend), *(pair for pair in _registered if pair[0] is not type_)]
 
 
@@ -120,7 +121,7 @@ def backend_of(leaf_or_place: Any) -> Backend:
 
 
 def by_backend(values: Sequence[Any]) -> list[tuple[Backend, list[int]]]:
-    """Backends, each with the positions of the values that are its own."""
+    """Backends, each with the positions of its values."""
     found: dict[int, tuple[Backend, list[int]]] = {}
     for i, value in enumerate(values):
         backend = backend_of(value)

@@ -1,7 +1,7 @@
-"""What the processes of one `jax.distributed` group tell each other while they save a checkpoint.
+"""Messages between the processes of one `jax.distributed` group that save a checkpoint.
 
-Texts go through the group's own key-value store: it needs no device, so a save in the background
-does not stand in the way of a step. Without a group there is one process, and nothing to tell.
+Messages are JSON in the group's key-value store. It needs no device, so a save in the background
+does not delay a step. Without a group there is one process, and no message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _saves = itertools.count()
 
 
 class Controllers:
-    """One save's conversation; made by every process, in the same order of saves."""
+    """The messages of one save. Every process creates these in the same order of saves."""
 
     def __init__(self) -> None:
         is_group = jax.distributed.is_initialized()
@@ -35,42 +35,42 @@ class Controllers:
         return self.process == 0
 
     def from_first(self, topic: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives to the first process, in all of them; if it fails there, all fail."""
+        """The result of `make` in the first process, for all; if it fails there, all fail."""
         if self.count == 1:
             return make()
         if not self.is_first:
-            return _result(self._hear(topic, 0), 0)
-        return self._told(topic, make)
+            return _result(self._receive(topic, 0), 0)
+        return self._shared(topic, make)
 
     def to_first(self, topic: str, make: Callable[[], Any]) -> None:
-        """What `make` gives to this process is told to the first; if it fails, that is."""
-        self._told(topic, make)
+        """Sends the result of `make`, or its error, to the first process."""
+        self._shared(topic, make)
 
-    def _told(self, topic: str, make: Callable[[], Any]) -> Any:
+    def _shared(self, topic: str, make: Callable[[], Any]) -> Any:
         try:
             result = make()
         except BaseException as error:
-            self._tell(topic, {"error": str(error)})
+            self._send(topic, {"error": str(error)})
             raise
-        self._tell(topic, {"result": result})
+        self._send(topic, {"result": result})
         return result
 
     def heard_by_first(self, topic: str) -> list[Any]:
-        """What the other processes have told; raises if it failed in one of them."""
+        """The results of the other processes; raises if one failed."""
         others = range(1, self.count)
-        return [_result(self._hear(topic, process), process) for process in others]
+        return [_result(self._receive(topic, process), process) for process in others]
 
-    def _tell(self, topic: str, what: dict[str, Any]) -> None:
-        _jax.store_set(f"{self._name}/{topic}/{self.process}", json.dumps(what).encode())
+    def _send(self, topic: str, message: dict[str, Any]) -> None:
+        _jax.store_set(f"{self._name}/{topic}/{self.process}", json.dumps(message).encode())
 
-    def _hear(self, topic: str, process: int) -> dict[str, Any]:
-        told = _jax.store_get(f"{self._name}/{topic}/{process}", WAIT_S)
-        if told is None:
+    def _receive(self, topic: str, process: int) -> dict[str, Any]:
+        message = _jax.store_get(f"{self._name}/{topic}/{process}", WAIT_S)
+        if message is None:
             raise CheckpointError(
                 f"saving a checkpoint: process {process} of {self.count} did not answer within "
                 f"{WAIT_S:.0f} s. Every process must call save_checkpoint, in the same order."
             )
-        return json.loads(told)
+        return json.loads(message)
 
 
 def _result(message: dict[str, Any], process: int) -> Any:

@@ -1,4 +1,8 @@
-"""The few ways in which checkpoints change a file system, each durable once it returns."""
+"""How checkpoints change the file system; each change is durable once its function returns.
+
+A checkpoint is a folder that gets its name by one rename when it is complete, and must survive a
+power cut: files and folders are synced. Other files need neither (`ir.files.write_whole`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ def create_file(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """A single write may take less than it is given, and no more than 2 GiB."""
+    """A single `os.write` may write less than it is given, and at most 2 GiB."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -47,7 +51,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Names that were made in a folder, or renamed, outlive a power cut."""
+    """Makes new and renamed entries of a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -63,7 +67,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it; what is gone already is fine."""
+    """Remove a file, or a folder with its content; missing files are fine."""
     try:
         if path.is_dir() and not path.is_symlink():
             for name in os.listdir(path):
@@ -76,7 +80,7 @@ def remove(path: Path) -> None:
 
 
 def as_checkpoint_error(what: str, error: OSError) -> CheckpointError:
-    """What to tell a user of an error of the file system."""
+    """The error for the user, with advice for common errors of the file system."""
     advice = {
         errno.ENOSPC: "Free some space, or keep fewer checkpoints (keep=…).",
         errno.EDQUOT: "Free some space, or keep fewer checkpoints (keep=…).",

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds: autopar's own, and those of orbax."""
+"""The checkpoints in a folder, autopar's and orbax's: folder, step → FoundCheckpoint."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder. Of orbax, the one with the arrays' metadata."""
+    """A checkpoint's folder; for orbax, the one with the arrays' metadata."""
 
     path: Path
     is_orbax: bool = False
 
 
 def checkpoint_steps(directory: str | Path) -> list[int]:
-    """The steps of the checkpoints in the folder `directory`, in order; none if there is no such
-    folder. Checkpoints that were never finished do not count. `ArgumentError` if it is no path."""
+    """The steps of the checkpoints in the folder `directory`, in order; empty if there is no such
+    folder. Unfinished checkpoints do not count. `ArgumentError` if it is not a path."""
     path = checked_directory("checkpoint_steps", directory)
     return sorted({*folders.own_steps(path), *_orbax_steps(path)})
 
 
 def latest_step(directory: str | Path) -> int | None:
     """The step of the newest checkpoint in the folder `directory`; None if there is none.
-    `ArgumentError` if it is no path."""
+    `ArgumentError` if it is not a path."""
     return max(checkpoint_steps(directory), default=None)
 
 
 def find_checkpoint(directory: Any, step: Any) -> FoundCheckpoint:
-    """The checkpoint of a step, or the newest; also the path of a single one."""
+    """The checkpoint of a step, or the newest; `directory` may also be a single checkpoint."""
     path = checked_directory("restore_checkpoint", directory)
     if step is None:
         if (path / MANIFEST).is_file():

@@ -1,13 +1,12 @@
-"""The folders of checkpoints: which exist, how one appears whole, and how old ones go.
+"""The folders of checkpoints: how they are committed atomically, listed and deleted.
 
-    step_00000012             a whole checkpoint: it got this name, by one rename, when it was whole
-    .step_00000012.tmp-ID     one that is being written, or that a crash left
-    .step_00000012.lock-ID    a file that the writing process holds locked as long as it lives
-    .step_00000012.old-ID     one that was replaced or is being deleted
+    step_00000012             a complete checkpoint; one rename gives it this name
+    .step_00000012.tmp-ID     being written, or left by a crash
+    .step_00000012.lock-ID    a file that the writing process keeps locked while it lives
+    .step_00000012.old-ID     replaced, or being deleted
 
-A leftover is told from a save in progress by its lock: the kernel gives up the lock of a process
-that dies, on whatever host. Where the file system has no locks, only leftovers of a day ago are
-removed.
+The lock tells a leftover from a save in progress: the kernel releases the lock of a process that
+dies, on any host. On file systems without locks, leftovers are removed after a day.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def own_steps(directory: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, in order; none if there is no such folder."""
+    """Steps of the complete checkpoints in a folder, in order; empty without such a folder."""
     steps = []
     for name in _names(directory):
         match = _STEP.fullmatch(name)
@@ -68,7 +67,7 @@ class Draft:
     """A checkpoint that is being written.
 
     path:  the folder to write into.
-    final: what it will be called.
+    final: its later name.
     """
 
     path: Path
@@ -77,7 +76,7 @@ class Draft:
     _lock: int
 
     def commit(self, manifest: str) -> None:
-        """All data files are there and synced: write the manifest and give the folder its name."""
+        """Write the manifest, after all data files are synced, and give the folder its name."""
         files.write_file(self.path / MANIFEST, manifest.encode())
         files.sync_folder(self.path)
         old = self._beside("old")
@@ -137,8 +136,8 @@ def begin(directory: Path, step: int) -> Draft:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what crashed saves left, and nothing that a living one writes. A checkpoint that was
-    put aside to be replaced by one that never came gets its name back."""
+    """Remove leftovers of crashed saves, but nothing of running ones. A checkpoint that was set
+    aside for a replacement that was never finished gets its name back."""
     for name in _names(directory):
         match = _HIDDEN.fullmatch(name)
         if not match:
@@ -162,7 +161,7 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _dead(directory: Path, final: str, identity: str) -> Iterator[bool]:
-    """Whether no living process holds the lock of a save. While the block runs, nobody gets it."""
+    """Whether no living process holds the lock of a save. Nobody can take it inside the block."""
     lock_path = directory / f".{final}.lock-{identity}"
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
@@ -183,12 +182,11 @@ def _dead(directory: Path, final: str, identity: str) -> Iterator[bool]:
 
 
 def keep_newest(directory: Path, step: int, keep: int) -> None:
-    """Delete checkpoints before that of `step`, all but the newest `keep`, this one counted. Later
-    ones are not touched."""
+    """Delete all but the newest `keep` of the checkpoints up to `step`. Later ones stay."""
     before = [s for s in own_steps(directory) if s <= step]
     for old in before[:-keep]:
         path = step_folder(directory, old)
         aside = directory / f".{path.name}.old-{secrets.token_hex(6)}"
-        files.rename(path, aside)  # so that it is never there in part
-        files.remove(aside / MANIFEST)  # so that it does not come back
+        files.rename(path, aside)  # a checkpoint is never visible in part
+        files.remove(aside / MANIFEST)  # `remove_leftovers` must not restore it
         files.remove(aside)

@@ -1,8 +1,8 @@
-"""From a pytree to named leaves and back: how a checkpoint calls what it saves.
+"""The leaves of a checkpoint: pytree ↔ named leaves.
 
-A leaf is called by its path, `.params['Dense_0']['kernel']`. Arrays, keys of random bits and Python
-numbers are saved. Other leaves (functions and texts in equinox modules) are part of the program:
-they are not saved, and come from the target when a checkpoint is restored.
+A leaf's name is its path, `.params['Dense_0']['kernel']`. Arrays, PRNG keys and Python numbers are
+saved. Other leaves (functions and strings in equinox modules) are part of the program: they are not
+saved, and come from the target when a checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_saved(leaf: Any) -> bool:
 
 
 def named_leaves(tree: Any, function: str) -> list[NamedLeaf]:
-    """The leaves of a pytree that are saved; `function` is what the user called."""
+    """The leaves of a pytree that are saved; `function` names the user's call in errors."""
     flat, _ = tree_flatten_with_path(tree)
     found = [
         NamedLeaf(keystr(path), tuple(map(path_entry, path)), leaf)
@@ -79,7 +79,7 @@ def path_entry(key: Any) -> PathEntry:
 
 
 def described(named: NamedLeaf, function: str) -> Leaf:
-    """What the manifest says of a leaf, before anything is written."""
+    """The manifest's entry for a leaf, before its shards are written."""
     leaf = named.leaf
     if _jax.is_traced(leaf):
         raise ArgumentError(
@@ -109,26 +109,25 @@ def described(named: NamedLeaf, function: str) -> Leaf:
 
 
 def key_data_type(key: Any) -> jax.ShapeDtypeStruct:
-    """Shape and type of the data of a key, or of an array of keys."""
+    """Shape and dtype of the data of a PRNG key, or of an array of keys."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
 
 
 def canonical(dtype: Any) -> Any:
-    """The type that JAX gives to elements of this type: without `jax_enable_x64`, one of at most 32
-    bits."""
+    """The dtype that JAX uses for this dtype: at most 32 bits without `jax_enable_x64`."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def is_number_type(dtype: Any, kind: str) -> bool:
-    """Whether elements of this type are Python numbers of this kind."""
+    """Whether a dtype matches this kind of Python number."""
     return bool(jax.numpy.issubdtype(dtype, _NUMBER_TYPES[kind]))
 
 
 def nested(leaves: Sequence[tuple[tuple[PathEntry, ...], Any]]) -> Any:
-    """Leaves by their paths as dicts, and lists where all of a level are positions. Attributes
-    become keys; positions without leaves (`None` has none) become `None`."""
+    """Leaves by their paths as nested dicts; lists where all entries of a level are positions.
+    Attributes become keys; positions without leaves become `None`."""
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
     if not all(path for path, _ in leaves):
@@ -138,7 +137,7 @@ def nested(leaves: Sequence[tuple[tuple[PathEntry, ...], Any]]) -> Any:
         children.setdefault(path[0], []).append((path[1:], leaf))
     built = {entry: nested(below) for entry, below in children.items()}
     positions = [name for kind, name in built if kind == "index" and isinstance(name, int)]
-    # A list as long as a damaged file pleases is not made.
+    # A damaged file must not create a list of any length.
     if len(positions) == len(built) and max(positions) < 1000 + 2 * len(built):
         return [built.get(("index", i)) for i in range(max(positions) + 1)]
     return {name: value for (_, name), value in built.items()}

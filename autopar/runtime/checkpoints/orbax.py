@@ -1,8 +1,8 @@
-"""Checkpoints that orbax reads and writes, so that people can come from plain JAX and go back.
+"""Checkpoints in orbax's format, for users who come from plain JAX or go back to it.
 
-Written are folders of orbax's `CheckpointManager`, one per step; read are these and those of its
-`StandardCheckpointer`. One save of orbax is one `jax.distributed` group's: the arrays of a
-cluster's meshes, each a group of its own, are saved in autopar's format only.
+Writes folders of orbax's `CheckpointManager`, one per step; reads these and those of its
+`StandardCheckpointer`. Orbax saves the arrays of one `jax.distributed` group. Each mesh of a
+cluster is a group of its own, so their arrays are saved in autopar's format only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _orbax() -> Any:
 
 
 @contextlib.contextmanager
-def _told_by_orbax(what: str) -> Iterator[None]:
+def _orbax_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -53,12 +53,12 @@ def _told_by_orbax(what: str) -> Iterator[None]:
 def begin_orbax_save(
     directory: Path, state: Any, step: int, keep: int | None, background: bool, overwrite: bool
 ) -> tuple[Path, Callable[[], None]]:
-    """(path of the checkpoint, what is left to do) after the arrays were copied."""
+    """(path of the checkpoint, function that completes it) after the arrays were copied."""
     ocp = _orbax()
     for named in named_leaves(state, "save_checkpoint"):
         if not isinstance(backend_of(named.leaf), LocalBackend):
             raise ArgumentError(
-                f"save_checkpoint(format='orbax'): {named.key} lies on the meshes of a cluster, "
+                f"save_checkpoint(format='orbax'): {named.key} is on the meshes of a cluster, "
                 "and orbax writes the arrays of a single group of processes. Use format='autopar'."
             )
     final = directory / str(step)
@@ -69,7 +69,7 @@ def begin_orbax_save(
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=background, create=True
     )
-    with _told_by_orbax(what):
+    with _orbax_errors(what):
         manager = ocp.CheckpointManager(directory, options=options)
         if final.exists():
             manager.delete(step)
@@ -80,7 +80,7 @@ def begin_orbax_save(
             raise
 
     def complete() -> None:
-        with _told_by_orbax(what):
+        with _orbax_errors(what):
             try:
                 manager.wait_until_finished()
             finally:
@@ -90,13 +90,13 @@ def begin_orbax_save(
 
 
 class OrbaxSource:
-    """A checkpoint that orbax wrote. Leaves are named by their path's texts, since orbax does not
-    tell attributes from keys."""
+    """A checkpoint that orbax wrote. Leaves are named by the texts of their paths, since orbax does
+    not distinguish attributes from keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ocp = _orbax()
-        with _told_by_orbax(f"reading {folder}"):
+        with _orbax_errors(f"reading {folder}"):
             metadata = self._ocp.PyTreeCheckpointer().metadata(folder)
             tree = getattr(metadata.item_metadata, "tree", None)
         if tree is None:
@@ -126,7 +126,7 @@ class OrbaxSource:
 
     def _read(self, places: Sequence[Any]) -> list[Any]:
         args = [self._restore_args(f, p) for f, p in zip(self._types, places, strict=True)]
-        with _told_by_orbax(f"reading {self.folder}"):
+        with _orbax_errors(f"reading {self.folder}"):
             tree = self._ocp.PyTreeCheckpointer().restore(
                 self.folder, restore_args=self._tree.unflatten(args)
             )
@@ -154,8 +154,8 @@ def _is_key(place: Any) -> bool:
 
 
 def _placed(value: Any, place: Any) -> Any:
-    """A value that orbax read, as it is wanted. One that is wanted on a cluster stays here: the
-    step will put it there."""
+    """A value that orbax read, at its place. A value for a cluster stays on the host: the step will
+    move it."""
     if isinstance(place, (HostPlace, ScalarPlace)):
         return as_wanted(value, place)
     sharding = getattr(place, "sharding", None)

@@ -1,7 +1,7 @@
-"""From data files to arrays: any boxes of an array, whatever boxes it was saved in.
+"""From data files to arrays: reads any boxes of an array, whatever boxes it was saved in.
 
-Blocks that hold something wanted are read, checked, and copied to where it is wanted. In a group of
-several processes each reads what its own devices need.
+Reads and checks the blocks that overlap with the wanted boxes and copies the overlaps. In a group
+of processes each reads what its own devices need.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _NUM_THREADS = 8
 def read_arrays(
     folder: Path | str, manifest: Manifest, wanted: Sequence[tuple[str, jax.ShapeDtypeStruct]]
 ) -> list[jax.Array]:
-    """The named leaves as arrays of the wanted types and shardings; those without a sharding on the
-    default device. Shapes and types must be those of the checkpoint."""
+    """The named leaves as arrays of the wanted dtypes and shardings, or on the default device
+    without a sharding. Shapes and dtypes must be those of the checkpoint."""
     leaves = {leaf.key: leaf for leaf in manifest.leaves}
     jobs = [_job(leaves[key], like) for key, like in wanted]
     return [
@@ -56,7 +56,7 @@ def read_arrays(
 
 
 def read_numpy(folder: Path | str, manifest: Manifest, keys: Sequence[str]) -> list[Any]:
-    """The named leaves as numpy arrays, Python numbers and keys of random bits, as they were."""
+    """The named leaves as numpy arrays, Python numbers and PRNG keys, as they were saved."""
     leaves = {leaf.key: leaf for leaf in manifest.leaves}
     jobs = [_Job(leaves[key], leaves[key].shape, None) for key in keys]
     values = []
@@ -72,7 +72,7 @@ def read_numpy(folder: Path | str, manifest: Manifest, keys: Sequence[str]) -> l
 
 @dataclass(frozen=True)
 class _Job:
-    """A leaf to be read. Shape and sharding are those of the data, where the leaf is keys."""
+    """A leaf to be read. For PRNG keys, shape and sharding are those of their data."""
 
     leaf: Leaf
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Job:
     dtype: Any = None  # of a Python number, as an array
 
     def boxes(self) -> dict[Any, Box]:
-        """What each device of this process is to hold; without a sharding, None holds it all."""
+        """The box of each device of this process; without a sharding, None has the whole array."""
         if self.sharding is None:
             return {None: _whole(self.shape)}
         indices = self.sharding.addressable_devices_indices_map(self.shape)
@@ -104,7 +104,7 @@ def _job(leaf: Leaf, like: jax.ShapeDtypeStruct) -> _Job:
 
 
 def _holds_for_data(sharding: Any) -> bool:
-    """Keys' data has one dimension more, at the end, which these do not name."""
+    """The data of keys has one more dimension, at the end, which these shardings do not name."""
     return isinstance(sharding, (NamedSharding, SingleDeviceSharding))
 
 
@@ -121,7 +121,7 @@ def _assembled(job: _Job, parts: dict[Box, np.ndarray]) -> jax.Array:
 
 
 def _finished(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """As keys, if these are wanted, or of a weak type."""
+    """Wrapped as PRNG keys, or with a weak type, where wanted."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         keys = jax.random.wrap_key_data(array, impl=_jax.key_implementation(like.dtype))
         moves = like.sharding is not None and not _holds_for_data(like.sharding)
@@ -130,7 +130,7 @@ def _finished(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _parts_in_order(folder: Path, jobs: Sequence[_Job]) -> Iterator[dict[Box, np.ndarray]]:
-    """The parts of each leaf, read by some threads that are a few leaves ahead."""
+    """The parts of each leaf, in order; threads read a few leaves ahead."""
     ahead: deque[Future[dict[Box, np.ndarray]]] = deque()
     with _data_files(folder) as data_files, ThreadPoolExecutor(_NUM_THREADS) as pool:
         for job in jobs:
@@ -145,10 +145,10 @@ def _parts_in_order(folder: Path, jobs: Sequence[_Job]) -> Iterator[dict[Box, np
 def _read_boxes(
     data_files: _DataFiles, leaf: Leaf, boxes: Sequence[Box], dtype: Any = None
 ) -> dict[Box, np.ndarray]:
-    """Boxes of an array, each with its values."""
+    """The values of boxes of an array."""
     if leaf.kind in SCALARS:
         return {box: np.asarray(scalar_value(leaf), dtype) for box in boxes}
-    for shard in leaf.shards:  # before memory is taken for what a file only claims to hold
+    for shard in leaf.shards:  # before allocating memory that a damaged file claims to need
         data_files.check(shard, leaf.key)
     parts = {
         box: np.empty([stop - start for start, stop in box], dtype_named(leaf.dtype))
@@ -170,7 +170,7 @@ def _within(box: Box, around: Box) -> tuple[slice, ...]:
 def _blocks(
     data_files: _DataFiles, leaf: Leaf, shard: Shard, boxes: Sequence[Box]
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """The blocks of a shard that hold something of the boxes: (box, values)."""
+    """(box, values) of the blocks of a shard that overlap with the boxes."""
     rows = rows_of(shard.box)
     row_bytes = shard.num_bytes // rows[0]
     for number, checksum in enumerate(shard.crc32):
@@ -203,7 +203,7 @@ class _DataFiles:
         self._lock = threading.Lock()
 
     def check(self, shard: Shard, key: str) -> None:
-        """The file is there, and as long as it must be."""
+        """The file exists and is long enough for the shard."""
         missing = shard.offset + shard.num_bytes - self._file(shard.file, key)[1]
         if missing > 0:
             raise self._too_short(shard.file, key, missing)

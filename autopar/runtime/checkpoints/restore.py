@@ -1,4 +1,4 @@
-"""From a checkpoint to leaves at the places where they are wanted, after both were compared."""
+"""From a checkpoint to leaves at their places, after comparing the checkpoint with the target."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_SHOWN = 10
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint to read from. Manifest: what it has, by the names that `name` gives to paths in
+    """A checkpoint to read from. `manifest` has its leaves, named as `name` names paths in
     pytrees."""
 
     folder: Path
@@ -84,7 +84,7 @@ def restore_nested(source: CheckpointSource) -> Any:
 
 
 def restore_tree(source: CheckpointSource, target: Any) -> Any:
-    """The saved pytree in the structure of the target, each leaf where the target's lies."""
+    """The saved pytree in the structure of the target, each leaf placed like the target's."""
     apart = split_objects((target,), {})
     flat, tree = tree_flatten_with_path(apart.args[0])
     saved = [i for i, (_, leaf) in enumerate(flat) if is_saved(leaf)]
@@ -105,7 +105,7 @@ def restore_leaves(source: CheckpointSource, wanted: Sequence[tuple[str, Any]]) 
 
 
 def differing(manifest: Manifest, wanted: Sequence[tuple[str, Any]]) -> list[str]:
-    """How a checkpoint and what is wanted of it differ, a line for each leaf."""
+    """The differences between a checkpoint and the wanted leaves, a line for each leaf."""
     saved = {leaf.key: leaf for leaf in manifest.leaves}
     missing, other = [], []
     for key, place in wanted:

@@ -2,9 +2,9 @@
 
     leaves ──backends──▶ data files, entries ──▶ manifest ──rename──▶ step_00000012
 
-All of it happens in a folder beside, which gets its name when it is whole. In the background, the
-leaves are copied to the host first, and the rest is done on a thread. Where several processes run
-the same program, each writes its own shards, and the first one makes the manifest.
+A save writes to a hidden folder, which gets its name when it is complete. A save in the background
+copies the leaves to the host first; a thread does the rest. Where several processes run the same
+program, each writes its own shards, and the first writes the manifest.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ FORMATS = ("autopar", "orbax")
 
 
 class UnfinishedSaveError(CheckpointError, TimeoutError):
-    """A checkpoint that is not written yet when `CheckpointSave.wait` stops waiting."""
+    """`CheckpointSave.wait` timed out; the save goes on."""
 
 
 class CheckpointSave:
     """A checkpoint that is being written in the background.
 
-    path: what its folder will be called.
+    path: its later folder.
     """
 
     def __init__(self, path: Path, complete: Callable[[], None]) -> None:
         self.path = path
         self._complete = complete
         self._error: BaseException | None = None
-        self._was_told = False
+        self._was_raised = False
         # Not a daemon: the process does not end before the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
         self._thread.start()
@@ -88,15 +88,15 @@ class CheckpointSave:
                 "again, for longer: the save goes on."
             )
         if self._error is not None:
-            self._was_told = True
+            self._was_raised = True
             raise self._error
         return self.path
 
     def settle(self) -> None:
-        """Wait; an error that nobody has heard of becomes a warning."""
+        """Wait; an error that was not raised becomes a warning."""
         self._thread.join()
-        if self._error is not None and not self._was_told:
-            self._was_told = True
+        if self._error is not None and not self._was_raised:
+            self._was_raised = True
             warnings.warn(f"A checkpoint was not saved: {self._error}", stacklevel=3)
 
 
@@ -122,21 +122,21 @@ def save_checkpoint(
     overwrite: bool = False,
     format: str = "autopar",
 ) -> Path | CheckpointSave:
-    """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path. It
-    may hold objects of nnx, such as `(model, optimizer)`.
+    """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path.
 
-    directory:    the folder of checkpoints; it is made if it is not there.
-    state:        a pytree of arrays, of this process or of a cluster, keys and numbers.
+    directory:    the folder of checkpoints; created if it does not exist.
+    state:        a pytree of arrays, of this process or of a cluster, PRNG keys and numbers. It may
+                  contain nnx objects, such as `(model, optimizer)`.
     keep:         delete older checkpoints, so that this many are left; None deletes none.
-    asynchronous: return when the arrays are copied to host memory, which may then be donated or
-                  changed, and write in the background. What is returned has `wait()`, which gives
-                  the path or raises what went wrong. The next save waits for it, as does the end
-                  of the process.
+    asynchronous: return as soon as the arrays are copied to host memory (the state may then be
+                  donated or changed) and write in the background. The returned object's `wait()`
+                  returns the path or raises the error. The next save, and the end of the process,
+                  wait for it.
     overwrite:    replace the checkpoint of this step, if there is one.
     format:       "autopar", or "orbax" for a checkpoint that orbax can read.
 
-    Every process of a cluster writes its own shards, so the folder must be one that all of them
-    see. A crash leaves the checkpoints that were there, and no other.
+    Every process of a cluster writes its own shards, so all must see the folder. A crash leaves the
+    earlier checkpoints, and no partial one.
 
     Raises `CheckpointError` if the folder cannot be written, or has a checkpoint of this step and
     `overwrite` is not set.
@@ -179,7 +179,7 @@ def checked_directory(function: str, directory: Any) -> Path:
 
 
 class _Save:
-    """One save: what is to be done at once is done when it is made, `complete` does the rest."""
+    """One save: the constructor copies or registers the leaves, `complete` writes them."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _Save:
                 try:
                     if not self._controllers.is_first:
                         self._controllers.to_first("written", self._write_for_first)
-                finally:  # where a process fails, the first one says why, to all alike
+                finally:  # if a process fails, the first sends the reason to all
                     self._controllers.from_first("done", self._commit)
         except BaseException:
             if self._draft is not None:
@@ -245,7 +245,7 @@ class _Save:
         return [entry for write in writes for entry in write()]
 
     def _write_for_first(self) -> str:
-        """What this process has written where may be long, and is told by a file."""
+        """This process's entries as a file, since they may be long; returns its name."""
         name = f"entries_{self._controllers.process:05d}.json"
         text = json.dumps([(key, encode(shard)) for key, shard in self._write()])
         files.write_file(self._folder / name, text.encode())
@@ -305,7 +305,7 @@ def _own_version() -> str:
 
 
 def _check_files(folder: Path, shards: Sequence[Shard]) -> None:
-    """What other hosts say they wrote can be seen here."""
+    """The files that other hosts wrote are visible here."""
     sizes: dict[str, int] = {}
     for shard in shards:
         sizes[shard.file] = max(sizes.get(shard.file, 0), shard.offset + shard.num_bytes)

@@ -1,7 +1,7 @@
-"""From arrays to a data file: every process writes the shards that it holds first copies of.
+"""From arrays to a data file: every process writes the shards of which it holds the first copy.
 
-Nothing here knows of a driver: the worker processes of a cluster call it too, each for its own
-shards. `own_parts` finds them, `snapshot` copies them to the host, and `write_parts` writes them.
+The driver and the workers of a cluster call this, each for its own shards. `own_parts` finds them,
+`snapshot` copies them to the host, and `write_parts` writes them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autopar.ir.tiles import Box
 from autopar.runtime.checkpoints import files
 from autopar.runtime.checkpoints.format import Entry, Shard, rows_of
 
-BLOCK_BYTES = 16 * 2**20  # of each checksum, about
+BLOCK_BYTES = 16 * 2**20  # per checksum, about
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A box of the leaf `key`. Data: an array of one device, or of numpy."""
+    """A box of the leaf `key`, with its data as an array of one device, or of numpy."""
 
     key: str
     box: Box
@@ -35,13 +35,13 @@ class WrittenShard:
 def write_shards(
     folder: Path | str, writer_name: str, arrays: Sequence[tuple[str, Any]]
 ) -> list[Entry]:
-    """Write the shards of arrays that this process holds, and of which it holds the first copy, to
-    one file. Keys of random bits are written as their data."""
+    """Write the shards of which this process holds the first copy to one file. PRNG keys are
+    written as their data."""
     return write_parts(folder, writer_name, own_parts(arrays))
 
 
 def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
-    """The parts that this process is to write; nothing is copied."""
+    """The shards that this process writes; nothing is copied."""
     parts = []
     for key, array in arrays:
         if not isinstance(array, jax.Array):
@@ -59,14 +59,14 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
 
 
 def _without_cache(array: Any) -> Any:
-    """The same buffer as an array of its own: JAX keeps a host copy with the array that was asked
-    for one, and the state would keep twice its bytes alive."""
+    """The same buffer as a new array. JAX caches host copies in arrays: in the user's, it would
+    keep a second copy of the state alive."""
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
 
 def snapshot(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
-    """The parts that this process is to write, in host memory of their own: once this returns, the
-    arrays may be donated or changed."""
+    """The shards that this process writes, copied to host memory: the arrays may then be donated or
+    changed."""
     parts = own_parts(arrays)
     for part in parts:
         if isinstance(part.data, jax.Array):
@@ -84,8 +84,8 @@ def _platform(array: jax.Array) -> str:
 
 
 def write_parts(folder: Path | str, writer_name: str, parts: list[WrittenShard]) -> list[Entry]:
-    """Write parts to `<writer_name>.data` and sync it. The list is emptied: parts are copied from
-    their devices one ahead, and host memory holds no more than two of them."""
+    """Write parts to `<writer_name>.data` and sync it. Empties the list: parts are copied from
+    their devices one ahead, so host memory holds at most two."""
     if not parts:
         return []
     path = Path(folder) / f"{writer_name}.data"

@@ -131,7 +131,7 @@ def test_arrays_of_a_cluster_are_not_for_orbax(tmp_path: Path):
 
     register_backend(Elsewhere, object())  # type: ignore[arg-type]
     try:
-        with pytest.raises(ArgumentError, match=r"\['x'\] lies on the meshes of a cluster"):
+        with pytest.raises(ArgumentError, match=r"\['x'\] is on the meshes of a cluster"):
             autopar.save_checkpoint(tmp_path, {"x": Elsewhere()}, 1, format="orbax")
     finally:
         del _registered[0]
