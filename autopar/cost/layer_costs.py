@@ -404,9 +404,9 @@ class LayerTerms:
 
 def spread_shared(by_layer: np.ndarray) -> np.ndarray:
     """Spreads the first entry, which belongs to no layer, over all layers in proportion to them."""
-    shared, own = by_layer[0], by_layer[1:]
-    total = own.sum()
-    return own * (1 + shared / total) if total > 0 else own + shared / len(own)
+    shared, layers = by_layer[0], by_layer[1:]
+    total = layers.sum()
+    return layers * (1 + shared / total) if total > 0 else layers + shared / len(layers)
 
 
 def peak_by_layer(

@@ -131,8 +131,8 @@ def simulation_input(
                 continue
             pair = mesh, send.to_mesh
             if pair not in known_links:
-                found = () if mesh == send.to_mesh else routes(*pair)
-                known_links[pair] = tuple(links.setdefault(link, len(links)) for link in found)
+                route = () if mesh == send.to_mesh else routes(*pair)
+                known_links[pair] = tuple(links.setdefault(link, len(links)) for link in route)
             times = [transfers[number] for number in send.transfers]
             latency_s = max(time.latency_s for time in times)
             first = pipeline.transfers[send.transfers[0]]
@@ -188,7 +188,7 @@ def simulate(work: SimulationInput) -> SimulationResult:
     ready: list[tuple[float, int]] = []
 
     def advance(mesh: int) -> None:
-        steps, now, own = lists[mesh], now_s[mesh], starts[mesh]
+        steps, now, run_starts = lists[mesh], now_s[mesh], starts[mesh]
         for at in range(position[mesh], len(steps)):
             code, value, waits = steps[at]
             start = now
@@ -201,7 +201,7 @@ def simulate(work: SimulationInput) -> SimulationResult:
                 if there > start:
                     start = there
             if code == _RUN:
-                own.append(start)
+                run_starts.append(start)
                 now = start + value
             else:
                 number = int(value)
@@ -225,7 +225,9 @@ def simulate(work: SimulationInput) -> SimulationResult:
         begin_s[number], arrival_s[number] = start, end
         if number in stopped:
             advance(stopped.pop(number))
-    assert all(at == len(own) for at, own in zip(position, lists, strict=True)), "lists that wait"
+    assert all(at == len(steps) for at, steps in zip(position, lists, strict=True)), (
+        "lists that wait"
+    )
     return SimulationResult(
         tuple(map(tuple, starts)),
         tuple(zip(begin_s, arrival_s, strict=True)),

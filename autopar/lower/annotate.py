@@ -159,20 +159,22 @@ class Writer:
     def bind(
         self,
         equation: Equation,
-        own: EquationSharding,
+        sharding: EquationSharding,
         operands: list[Any],
         avals: Sequence[ShapedArray],
     ) -> list[Any]:
-        if own.local and self.runs_on_shards(equation):
-            return self.on_shards(equation, own, operands, [avals[r] for r in equation.results])
+        if sharding.local and self.runs_on_shards(equation):
+            return self.on_shards(
+                equation, sharding, operands, [avals[r] for r in equation.results]
+            )
         if equation.name == "scan":
-            return self.scan(equation, own, operands)
+            return self.scan(equation, sharding, operands)
         if equation.name == "while":
-            return self.while_loop(equation, own, operands)
+            return self.while_loop(equation, sharding, operands)
         if equation.name == "cond":
-            return self.cond(equation, own, operands)
-        if own.lanes is not None:
-            return bind_unreduced(equation, own.lanes, operands, self.mesh)
+            return self.cond(equation, sharding, operands)
+        if sharding.lanes is not None:
+            return bind_unreduced(equation, sharding.lanes, operands, self.mesh)
         return _jax.bind_kernel(equation.primitive, equation.params, operands)
 
     def runs_on_shards(self, equation: Equation) -> bool:
@@ -182,13 +184,13 @@ class Writer:
     def on_shards(
         self,
         equation: Equation,
-        own: EquationSharding,
+        sharding: EquationSharding,
         operands: list[Any],
         avals: list[ShapedArray],
     ) -> list[Any]:
         """Bind an operator that XLA cannot split on each device, to its shards. Results that are
         partial sums along an axis are reduced at once."""
-        operand_layouts, result_layouts = own.local
+        operand_layouts, result_layouts = sharding.local
         names = self.mesh.axis_names
         complete = [tuple(max(entry, WHOLE) for entry in layout) for layout in result_layouts]
         values = [o for o, operand in enumerate(equation.operands) if isinstance(operand, int)]
@@ -253,11 +255,13 @@ class Writer:
             check_vma=False,
         )(jax.random.key_data(key))
 
-    def scan(self, equation: Equation, own: EquationSharding, operands: list[Any]) -> list[Any]:
-        (body,), (sharding,) = equation.bodies, own.bodies
+    def scan(
+        self, equation: Equation, sharding: EquationSharding, operands: list[Any]
+    ) -> list[Any]:
+        (body,), (body_sharding,) = equation.bodies, sharding.bodies
         num_consts, num_carry = _jax.scan_sizes(equation.params)
         consts = operands[:num_consts]
-        entering = sharding.inputs[num_consts : num_consts + num_carry]
+        entering = body_sharding.inputs[num_consts : num_consts + num_carry]
         init = [
             self.constrain(unreduced_zeros(array, layout, self.mesh), layout)
             for array, layout in zip(operands[num_consts:], entering, strict=False)
@@ -265,7 +269,7 @@ class Writer:
         xs = operands[num_consts + num_carry :]
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = self.run(body, sharding, [*consts, *carry, *x])
+            out = self.run(body, body_sharding, [*consts, *carry, *x])
             return out[:num_carry], out[num_carry:]
 
         carry, ys = jax.lax.scan(
@@ -279,14 +283,14 @@ class Writer:
         stacks = [
             # The lanes of a stack of arrays come first again.
             jnp.moveaxis(y, 0, len(partial_axes(chain[0] if chain else None)))
-            for y, chain in zip(ys, own.results[num_carry:], strict=True)
+            for y, chain in zip(ys, sharding.results[num_carry:], strict=True)
         ]
         return [*carry, *stacks]
 
     def while_loop(
-        self, equation: Equation, own: EquationSharding, operands: list[Any]
+        self, equation: Equation, sharding: EquationSharding, operands: list[Any]
     ) -> list[Any]:
-        (condition, body), (cond_sharding, body_sharding) = equation.bodies, own.bodies
+        (condition, body), (cond_sharding, body_sharding) = equation.bodies, sharding.bodies
         cond_consts = equation.params["cond_nconsts"]
         num_consts = cond_consts + equation.params["body_nconsts"]
 
@@ -309,10 +313,12 @@ class Writer:
         init = operands[num_consts:]
         return list(jax.lax.while_loop(lambda carry: jax.numpy.any(goes_on(carry)), trip, init))
 
-    def cond(self, equation: Equation, own: EquationSharding, operands: list[Any]) -> list[Any]:
+    def cond(
+        self, equation: Equation, sharding: EquationSharding, operands: list[Any]
+    ) -> list[Any]:
         branches = [
-            lambda *args, b=branch, s=sharding: self.run(b, s, args)
-            for branch, sharding in zip(equation.bodies, own.bodies, strict=True)
+            lambda *args, b=branch, s=branch_sharding: self.run(b, s, args)
+            for branch, branch_sharding in zip(equation.bodies, sharding.bodies, strict=True)
         ]
         return list(jax.lax.switch(operands[0], branches, *operands[1:]))
 

@@ -287,9 +287,9 @@ class _StageCutter:
         received = {v for v, _ in self.stage.received}
         exits = self.loop_exits()
         read_by_loop = {v for e in exits for v in values_in([e.operand])}
-        own = self.prologue_parts()
+        parts = self.prologue_parts()
         waits = [made_in[v] + 1 for v in read_by_loop if v in received and v in made_in]
-        last = max([0, *own.values(), *waits])
+        last = max([0, *parts.values(), *waits])
         groups: list[list[int]] = [[] for _ in range(last + 1)]
         for index in range(self.position):
             groups[self.stage.parts[index]].append(index)

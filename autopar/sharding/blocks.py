@@ -255,19 +255,19 @@ def _gathered(problem: ShardingProblem, walk: _Walk) -> Blocks:
     sequence: list[Occurrence] = []
     for group in sorted(walk.groups, key=lambda g: g.entry):
         nodes = _in_order(graph, group, kinds)
-        alike = wirings.setdefault(_wiring(graph, nodes, kinds), len(wirings))
-        key = (alike, tuple(classes[n] for n in nodes))
+        kind = wirings.setdefault(_wiring(graph, nodes, kinds), len(wirings))
+        key = (kind, tuple(classes[n] for n in nodes))
         if key not in known:
             known[key] = len(blocks)
             counts.append(0)
-            blocks.append(_block(problem, group, nodes, alike, len(blocks)))
+            blocks.append(_block(problem, group, nodes, kind, len(blocks)))
         counts[known[key]] += 1
         sequence.append(Occurrence(known[key], group.entry, nodes))
     return Blocks(
         problem.mesh.shape,
         tuple(replace(b, count=n) for b, n in zip(blocks, counts, strict=True)),
         tuple(sequence),
-        _segments([blocks[own.block].alike for own in sequence], sequence),
+        _segments([blocks[occurrence.block].alike for occurrence in sequence], sequence),
         len(graph.nodes),
     )
 
@@ -319,7 +319,7 @@ def _wiring(graph: Graph, nodes: tuple[int, ...], kinds: Sequence[int]) -> tuple
 
 
 def _block(
-    problem: ShardingProblem, group: _Group, nodes: tuple[int, ...], alike: int, number: int
+    problem: ShardingProblem, group: _Group, nodes: tuple[int, ...], kind: int, number: int
 ) -> Block:
     node = problem.graph.nodes[group.entry]
     strategies = []
@@ -332,7 +332,7 @@ def _block(
         owner=problem.classes[group.entry],
         nodes=nodes,
         count=1,
-        alike=alike,
+        alike=kind,
         operator=node.name,
         module=node.module,
         region=node.region,

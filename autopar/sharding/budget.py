@@ -262,15 +262,15 @@ class _BudgetSearch:
             restricted = restrict(self.problem.pairwise, kept)
             limits = [row.restrict(kept) for row in self.rows.values()]
             left = max(self.deadline - time.monotonic(), 1.0)
-            found = solve_with_limits(
+            solution = solve_with_limits(
                 restricted,
                 limits,
                 None if minimise_peak else self.budget,
                 time_limit_s=min(left, _MIX_TIME_S),
             )
-            if found is None:
+            if solution is None:
                 return
-            choice = {u: int(kept[u][s]) for u, s in found.items()}
+            choice = {u: int(kept[u][s]) for u, s in solution.items()}
             known = choice in self.seen
             rows = len(self.rows)
             if self.add(choice) or known or len(self.rows) == rows:

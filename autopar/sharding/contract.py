@@ -1,6 +1,6 @@
 """Contraction of a reduced problem: from a `PairwiseProblem` to an `IlpResult`.
 
-The optimum is that of `ilp.solve_ilp`, mostly found without a solver. Inside a parallel block most
+The optimum is that of `ilp.solve_ilp`, mostly result without a solver. Inside a parallel block most
 ops follow their neighbours, yet blocks cannot be the nodes of the integer programme: an op may be
 resharded inside a block wherever that pays (state stored split and gathered in bfloat16, scattered
 sums). The best plan in which all ops follow their entry is 0.1 % to 40 % above the optimum
@@ -73,13 +73,13 @@ def solve_contracted(
         check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)
     left = max(search.deadline - time.monotonic(), 0.01)
-    found = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap, is_tried=True)
-    search.take(found.choice)
+    result = solve_ilp(rest, solver=solver, time_limit_s=left, gap=gap, is_tried=True)
+    search.take(result.choice)
     check_feasible(search.best)
-    lower = min(max(found.lower_bound, search.bound), search.best)
+    lower = min(max(result.lower_bound, search.bound), search.best)
     if search.best - lower <= _ROUNDING * abs(search.best):
         lower = search.best
-    return IlpResult(search.choice, search.best, lower, *sizes, found.relaxation_integral)
+    return IlpResult(search.choice, search.best, lower, *sizes, result.relaxation_integral)
 
 
 class _ContractSearch:
@@ -170,10 +170,10 @@ class _ContractSearch:
         level = _Level(kept, reduce_problem(small))
         left = max(self.deadline - time.monotonic(), 1.0)
         try:
-            found = solve_ilp(level.reduction.problem, time_limit_s=min(left, 10.0))
+            result = solve_ilp(level.reduction.problem, time_limit_s=min(left, 10.0))
         except SolverError:  # no combination of these is allowed
             return
-        self.take(level.restore(found.choice))
+        self.take(level.restore(result.choice))
 
 
 def _excess(problem: PairwiseProblem) -> dict[int, np.ndarray]:

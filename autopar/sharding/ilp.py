@@ -103,10 +103,10 @@ def solve_ilp(
         check_feasible(problem.constant)
         return IlpResult({}, problem.constant, problem.constant, 0, 0, True)
     if solver == "highs" and not is_tried and problem.num_edge_entries >= _LARGE:
-        found = descend(problem, time_limit_s, _FIRST_PASSES)
-        objective = problem.objective(found.choice)
-        if objective < FORBIDDEN / 2 and _is_proven(objective, found.lower_bound):
-            return IlpResult(found.choice, objective, objective, *size_of(problem), True)
+        descent = descend(problem, time_limit_s, _FIRST_PASSES)
+        objective = problem.objective(descent.choice)
+        if objective < FORBIDDEN / 2 and _is_proven(objective, descent.lower_bound):
+            return IlpResult(descent.choice, objective, objective, *size_of(problem), True)
     model = _model(problem)
     if solver == "highs":
         solution, bound, integral = _solve_with_highs(model, time_limit_s, gap)
@@ -117,10 +117,10 @@ def solve_ilp(
         choice = {u: int(np.argmax(solution[s])) for u, s in model.node_slices.items()}
     lower = max(bound / model.scale + problem.constant, floor_of(problem))
     if choice is None or not _is_proven(problem.objective(choice), lower, max(gap, _PROVEN)):
-        found = descend(problem, max(time_limit_s, 1.0))
-        lower = max(lower, found.lower_bound)
-        if choice is None or problem.objective(found.choice) < problem.objective(choice):
-            choice = found.choice
+        descent = descend(problem, max(time_limit_s, 1.0))
+        lower = max(lower, descent.lower_bound)
+        if choice is None or problem.objective(descent.choice) < problem.objective(choice):
+            choice = descent.choice
             if problem.objective(choice) >= FORBIDDEN / 2:
                 raise SolverError(
                     f"{solver} found no sharding within {time_limit_s:.3g} s, nor did local "
@@ -235,7 +235,7 @@ def _limit_row(model: _Model, limit: Limit) -> tuple[np.ndarray, np.ndarray]:
     """(columns, bytes per column) of a limit."""
     slices = [model.node_slices[u] for u in limit.nodes]
     slices += [model.edge_slices[edge] for edge in limit.edges]
-    columns = [np.arange(own.start, own.stop, dtype=np.int32) for own in slices]
+    columns = [np.arange(part.start, part.stop, dtype=np.int32) for part in slices]
     terms = [term.ravel() for term in (*limit.nodes.values(), *limit.edges.values())]
     if not columns:
         return np.empty(0, np.int32), np.empty(0)
@@ -269,7 +269,7 @@ def lp_text(
 
 def _column_names(model: _Model) -> Iterator[str]:
     """x_v_s and y_u_v_s_t, as in the module's mathematics."""
-    counts = {u: own.stop - own.start for u, own in model.node_slices.items()}
+    counts = {u: part.stop - part.start for u, part in model.node_slices.items()}
     for u, count in counts.items():
         yield from (f"x_{u}_{s}" for s in range(count))
     for u, v in model.edge_slices:
@@ -278,7 +278,7 @@ def _column_names(model: _Model) -> Iterator[str]:
 
 def _row_names(model: _Model) -> Iterator[str]:
     """one_v for the strategies of a node, from_u_v_s and to_u_v_t for the marginals of an edge."""
-    counts = {u: own.stop - own.start for u, own in model.node_slices.items()}
+    counts = {u: part.stop - part.start for u, part in model.node_slices.items()}
     yield from (f"one_{u}" for u in counts)
     for u, v in model.edge_slices:
         yield from (f"from_{u}_{v}_{s}" for s in range(counts[u]))
@@ -412,10 +412,10 @@ def _solve_with_highs(
         highs.setOptionValue("log_to_console", False)
         highs.setOptionValue("output_flag", True)
         highs.setOptionValue("log_file", str(log))
-        found = _branched(highs, model, time_limit_s, gap)
+        result = _branched(highs, model, time_limit_s, gap)
         highs.setOptionValue("log_file", "")
         tell("solver", log.read_text().rstrip() if log.exists() else "")
-    return found
+    return result
 
 
 def _branched(
@@ -523,7 +523,7 @@ def _pulp_outcome(problem: Any, stats: Any) -> tuple[str, bool]:
     if hasattr(stats, "has_solution"):
         return stats.status_str, stats.has_solution
     pulp_3: Any = pulp
-    found = (pulp_3.LpSolutionOptimal, pulp_3.LpSolutionIntegerFeasible)
+    solved = (pulp_3.LpSolutionOptimal, pulp_3.LpSolutionIntegerFeasible)
     if problem.sol_status == pulp_3.LpSolutionIntegerFeasible:
         return "Feasible", True
-    return pulp_3.LpStatus[problem.status], problem.sol_status in found
+    return pulp_3.LpStatus[problem.status], problem.sol_status in solved

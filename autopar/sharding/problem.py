@@ -161,7 +161,8 @@ def _allowed(
         if not fitting:
             path = graph.values[node.results[result]].path or node.name
             raise SolverError(
-                f"{path}: no strategy of {node.name} gives the layout that was asked for."
+                f"{path}: no strategy of {node.name} gives the requested layout. Request another "
+                "layout, or none."
             )
         chosen = fitting
     if mesh.device is None and node.is_heavy:

@@ -151,7 +151,7 @@ def solve_graph(
 
 def _solver_text(sharding: GraphSharding) -> str:
     stats = sharding.stats
-    relaxed = "integral by itself" if stats.relaxation_integral else "branched"
+    relaxed = "integral" if stats.relaxation_integral else "branched"
     seconds = ", ".join(f"{name} {value:.3f} s" for name, value in stats.seconds.items())
     return (
         f"autopar solver, mesh {sharding.mesh.shape}: {stats.num_nodes} nodes in "

@@ -241,9 +241,9 @@ def _sizes(
     for names, size in groups:
         if any(n not in sizes for n in names):
             raise ArgumentError(
-                f"register_rule({given.name!r}, {given.text!r}): the sizes of {names} cannot be "
-                f"told from the shapes {list(shapes)} of {where}. Give each of them a dimension "
-                "of its own somewhere."
+                f"register_rule({given.name!r}, {given.text!r}): the shapes {list(shapes)} of "
+                f"{where} do not determine the sizes of {names}. Give each of them a separate "
+                "dimension in some array."
             )
         if prod(sizes[n] for n in names) != size:
             raise ArgumentError(

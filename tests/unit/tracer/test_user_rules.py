@@ -123,7 +123,7 @@ def test_a_name_goes_before_its_primitive() -> None:
         ("i -> i", "does not fit 'host' at .*test_user_rules.py.*operands .*8, 16"),
         ("i j, -> i j", "does not fit"),
         ("i j -> j i", "is 16 in one place and 8 in another.*test_user_rules.py"),
-        ("(i j) k -> (i j) k", "cannot be told"),
+        ("(i j) k -> (i j) k", "do not determine"),
     ],
 )
 def test_a_rule_that_does_not_fit_its_equation(rule: str, message: str) -> None:
