@@ -67,7 +67,8 @@ class Curve:
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence in least squares: pools adjacent violators."""
+    """The nearest non-decreasing sequence in least squares: pools adjacent violators. As
+    `scipy.optimize.isotonic_regression`, whose import takes longer than planning a small step."""
     pools: list[list[float]] = []  # mean, count
     for value in values:
         pools.append([value, 1])

@@ -29,7 +29,7 @@ from autopar.ir.plan import (
 from autopar.ir.program_sharding import ProgramSharding
 from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice
-from autopar.ir.text import format_bytes, format_seconds, table
+from autopar.ir.text import format_bytes, format_seconds
 from examples.models import build
 
 LONG = "state.params" + "".join(f"['a_module_with_a_long_name_{i}']" for i in range(4))
@@ -532,25 +532,7 @@ def test_a_real_plan_fits_on_the_screen_and_comes_from_its_file() -> None:
     assert {"qkv", "kernel", "final_norm"} <= names
 
 
-# -- tables and figures
-
-
-def test_columns_line_up() -> None:
-    lines = table(
-        ("a", "number", "words"),
-        [("x", "1", "y"), ("longer", "20", "z z")],
-        right=(1,),
-        width=WIDTH,
-    )
-    assert lines == [
-        "  a       number  words",
-        "  ------  ------  -----",
-        "  x            1  y",
-        "  longer      20  z z",
-    ]
-    long = table(("a", "words"), [("x", "word " * 40)], width=WIDTH)
-    assert max(map(len, long)) <= WIDTH
-    assert all(line.startswith("     word") for line in long[3:])
+# -- figures
 
 
 def test_runs_of_numbers() -> None:
