@@ -37,6 +37,7 @@ from autopar.runtime.remote.commands import StepCall
 from autopar.runtime.remote.exporting import export_stage_program, exported_stage_program
 from autopar.runtime.remote.mesh import PendingReply, RemoteMesh
 from autopar.runtime.remote.recording import collector_of
+from autopar.runtime.remote.save import register_remote_backend
 from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.remote.step_arguments import StepArguments
 from autopar.runtime.timestamps import ProgramLabel
@@ -99,6 +100,7 @@ class RemoteExecutable(InstructionExecutable):
                 for stage_program in lowered.stage_programs
             ]
             self.meshes: list[RemoteMesh] = starting.result()
+        register_remote_backend()
         self.number = session.new_task()
         weakref.finalize(self, session.end_task, self.number, self.meshes).atexit = False
         self._load(exported)

@@ -86,9 +86,10 @@ class RemoteBackend:
 
 
 def input_places(
-    plan: ParallelPlan, types: Sequence[Any], session: RemoteSession
+    plan: ParallelPlan, avals: Sequence[Any], session: RemoteSession
 ) -> list[RemotePlace]:
     """Where a plan places each input of its step; starts the workers if they do not run yet."""
+    register_remote_backend()
     by_mesh: dict[int, set[int]] = {}
     for stage in plan.stages:
         numbers = stage.devices if stage.plan else range(plan.num_devices)
@@ -96,12 +97,12 @@ def input_places(
     devices = [tuple(sorted(by_mesh[mesh])) for mesh in sorted(by_mesh)]
     meshes = session.meshes(devices)
     places = []
-    for tensor, type_ in zip(plan.inputs, types, strict=True):
+    for tensor, aval in zip(plan.inputs, avals, strict=True):
         stage = plan.stages[tensor.stages[0]]
         stage_plan = stage.plan or plan
         numbers = stage.devices if stage.plan else tuple(range(plan.num_devices))
         mesh = meshes[sorted(by_mesh).index(stage.mesh)]
-        shape, dtype = tuple(type_.shape), type_.dtype
+        shape, dtype = tuple(aval.shape), aval.dtype
         if _jax.is_extended_dtype(dtype):
             data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
             raw_shape, raw_dtype = tuple(data.shape), np.dtype(data.dtype)
@@ -116,11 +117,16 @@ def input_places(
             tuple(tensor.layout),
             grid,
         )
-        is_weak = bool(getattr(type_, "weak_type", False))
+        is_weak = bool(getattr(aval, "weak_type", False))
         places.append(RemotePlace(session, mesh, type_, shape, dtype, is_weak))
     return places
 
 
 _backend = RemoteBackend()
-register_backend(DistributedArray, _backend)
-register_backend(RemotePlace, _backend)
+
+
+def register_remote_backend() -> None:
+    """From now on, checkpoints write and read the arrays of workers. Called by whatever makes such
+    arrays or places."""
+    register_backend(DistributedArray, _backend)
+    register_backend(RemotePlace, _backend)
