@@ -115,7 +115,7 @@ def register_backend(type_: type, backend: Backend) -> None:
     _registered[:] = [(type_, backend), *(pair for pair in _registered if pair[0] is not type_)]
 
 
-def backend_of(leaf_or_place: Any) -> Backend:
+def backend_of(leaf_or_place: object) -> Backend:
     found = (backend for type_, backend in _registered if isinstance(leaf_or_place, type_))
     return next(found, _local)
 

@@ -41,7 +41,7 @@ class NamedLeaf:
     leaf: Any
 
 
-def is_saved(leaf: Any) -> bool:
+def is_saved(leaf: object) -> bool:
     if isinstance(leaf, (*SCALARS.values(), np.ndarray, np.generic)):
         return True
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

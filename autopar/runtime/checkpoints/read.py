@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar import _jax
 from autopar.errors import CheckpointError
@@ -76,7 +76,7 @@ class _Job:
 
     leaf: Leaf
     shape: tuple[int, ...]
-    sharding: Any
+    sharding: Sharding | None
     dtype: Any = None  # of a Python number, as an array
 
     def boxes(self) -> dict[Any, Box]:
@@ -103,7 +103,7 @@ def _job(leaf: Leaf, like: jax.ShapeDtypeStruct) -> _Job:
     return _Job(leaf, data.shape, sharding, data.dtype)
 
 
-def _holds_for_data(sharding: Any) -> bool:
+def _holds_for_data(sharding: Sharding | None) -> bool:
     """The data of keys has one more dimension, at the end, which these shardings do not name."""
     return isinstance(sharding, (NamedSharding, SingleDeviceSharding))
 

@@ -170,7 +170,7 @@ def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Path:
     return checked_directory("save_checkpoint", directory)
 
 
-def checked_directory(function: str, directory: Any) -> Path:
+def checked_directory(function: str, directory: object) -> Path:
     if not isinstance(directory, (str, Path)) or not str(directory) or "://" in str(directory):
         raise ArgumentError(
             f"{function}({directory!r}): needs the path of a folder in a mounted file system."
@@ -272,7 +272,7 @@ class _Save:
             ) from error
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     return isinstance(leaf, tuple(SCALARS.values())) and not isinstance(leaf, np.generic)
 
 

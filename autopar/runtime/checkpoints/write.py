@@ -29,7 +29,7 @@ class WrittenShard:
 
     key: str
     box: Box
-    data: Any
+    data: jax.Array | np.ndarray
 
 
 def write_shards(
@@ -58,7 +58,7 @@ def own_parts(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     return [part for part in parts if part.data.size]
 
 
-def _without_cache(array: Any) -> Any:
+def _without_cache(array: jax.Array) -> jax.Array:
     """The same buffer as a new array. JAX caches host copies in arrays: in the user's, it would
     keep a second copy of the state alive."""
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
@@ -74,7 +74,7 @@ def snapshot(arrays: Iterable[tuple[str, Any]]) -> list[WrittenShard]:
     return [WrittenShard(part.key, part.box, _own_copy(part.data)) for part in parts]
 
 
-def _own_copy(data: Any) -> np.ndarray:
+def _own_copy(data: jax.Array | np.ndarray) -> np.ndarray:
     is_host_memory = not isinstance(data, jax.Array) or _platform(data) == "cpu"
     return np.array(data) if is_host_memory else np.asarray(data)
 
