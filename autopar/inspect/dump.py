@@ -1,7 +1,7 @@
-"""What a debug dump holds beside compiled programs: from a planned step to `DebugFile`s.
+"""The files of a debug dump beside compiled programs: from a `PlannedStep` to `DebugFile`s.
 
-Per stage: the program before anything was decided, every operator's strategy, reshardings, memory,
-and the solver's problem; of the whole: placement, schedule, transfers with their tiles, versions.
+Per stage: the program before sharding, every operator's strategy, reshardings, memory, and the
+solver's problem. Of the whole step: placement, schedule, transfers with their tiles, versions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.runtime.debug import DebugFile
 from autopar.runtime.executable import Executable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.executable import RemoteExecutable
-from autopar.sharding.assemble import untouched
+from autopar.sharding.assemble import unsharded
 from autopar.sharding.lp_file import problem_text
 from autopar.sharding.origin import Origin
 from autopar.sharding.solve import GraphSharding
@@ -49,7 +49,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "pulp", "flax", "opta
 
 @dataclass(frozen=True)
 class _DumpedStage:
-    """A step on one mesh: the whole, or a stage. `prefix` is that of its files."""
+    """A step on one mesh: the whole, or a stage. `prefix`: of its files."""
 
     prefix: str
     name: str
@@ -64,23 +64,25 @@ def describing(planned: PlannedStep) -> Callable[[Executable], Iterable[DebugFil
 
 def _files(planned: PlannedStep, executable: Executable) -> Iterator[DebugFile]:
     plan = planned.plan
-    yield DebugFile("versions.json", "versions of what this was made with", _versions)
+    yield DebugFile("versions.json", "versions of Python, packages and devices", _versions)
     yield DebugFile(
         "before.mlir",
-        "StableHLO of the function as it was traced, before anything was decided",
+        "StableHLO of the traced function, before sharding",
         lambda: _before(planned.traced),
     )
     yield DebugFile(
-        "placement.txt", "where every input, output and named value lies", lambda: _placement(plan)
+        "placement.txt",
+        "the sharding of every input, output and named value",
+        lambda: _placement(plan),
     )
     yield DebugFile(
         "placement.json",
-        "the same as data, with shapes and bytes on one device",
+        "the same as data, with shapes and bytes per device",
         lambda: "[\n" + ",\n".join(map(json.dumps, _places(plan))) + "\n]\n",
     )
     yield DebugFile(
         "strategies.txt",
-        "every operator: how its result lies, how axes are used, what it costs",
+        "every operator: its sharding, parallelism and cost",
         lambda: strategy_text(plan) + "\n",
     )
     for part in _parts(planned):
@@ -88,14 +90,14 @@ def _files(planned: PlannedStep, executable: Executable) -> Iterator[DebugFile]:
     if plan.is_pipeline and plan.schedule:
         yield DebugFile(
             "schedule.txt",
-            "clock by clock, what each mesh runs: phase, stage, micro-batch",
+            "what each mesh runs per clock: phase, stage, micro-batch",
             lambda: _schedule(plan),
         )
     crossings = _crossings(executable)
     if crossings is not None:
         yield DebugFile(
             "transfers.json",
-            "every transfer between meshes, with the tiles that devices send",
+            "every transfer between meshes, with its tiles",
             lambda: "[\n" + ",\n".join(map(json.dumps, crossings())) + "\n]\n",
         )
 
@@ -121,13 +123,13 @@ def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
     if part.prefix:
         yield DebugFile(
             f"{part.prefix}before.mlir",
-            f"StableHLO{of} before it was sharded",
+            f"StableHLO{of} before sharding",
             lambda: _stage_before(part.step),
         )
     if part.plan.details is not None and part.plan.details.memory is not None:
         yield DebugFile(
             f"{part.prefix}memory.txt",
-            f"what is in memory at the predicted peak{of}",
+            f"memory at the predicted peak{of}",
             lambda: _memory(part.plan),
         )
     origin = part.plan.origin
@@ -135,17 +137,17 @@ def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
         return
     yield DebugFile(
         f"{part.prefix}strategies.json",
-        f"strategies that every operator{of} could have, and the one it has",
+        f"all strategies of every operator{of}, and the chosen one",
         lambda: _strategies(origin.sharding),
     )
     yield DebugFile(
         f"{part.prefix}resharding.txt",
-        f"every value{of} that is made in one layout and read in another",
+        f"every value{of} that is produced in one layout and read in another",
         lambda: _resharding(origin.sharding),
     )
     yield DebugFile(
         f"{part.prefix}problem.lp",
-        f"the solver's integer programme{of}, for any solver that reads .lp files",
+        f"the solver's integer program{of}, as an .lp file",
         lambda: problem_text(
             origin.sharding.problem, origin.sharding.choice, _binding(part, origin)
         ),
@@ -153,7 +155,7 @@ def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
 
 
 def _binding(part: _DumpedStage, origin: Origin) -> float | None:
-    """The budget, where it made a difference."""
+    """The memory budget, if it was binding."""
     return origin.budget if part.plan.solver.unbounded else None
 
 
@@ -166,7 +168,7 @@ def _before(step: TracedStep) -> str:
 
 def _stage_before(step: TracedStep) -> str:
     mesh = _jax.fresh_mesh(jax.devices()[:1], ("x",))
-    return _text_of(annotated_function(step.program, untouched(step.program), mesh), step, "stage")
+    return _text_of(annotated_function(step.program, unsharded(step.program), mesh), step, "stage")
 
 
 def _text_of(function: Callable[..., Any], step: TracedStep, name: str) -> str:
@@ -223,7 +225,7 @@ def _itemsize(dtype: str) -> int | None:
 
 
 def _placement(plan: ParallelPlan) -> str:
-    header = ("path", "kind", "array", "spec", "on each device", "stages")
+    header = ("path", "kind", "array", "spec", "shard", "stages")
     rows = [
         (
             place["path"],
@@ -242,7 +244,7 @@ def _placement(plan: ParallelPlan) -> str:
 
 
 def _strategies(sharding: GraphSharding) -> str:
-    """Classes of operators that are decided together, and every operator with its class."""
+    """Classes of operators with a common decision, and every operator with its class."""
     problem, graph, names = sharding.problem, sharding.graph, sharding.mesh.axis_names
 
     def texts(values: Sequence[int], layouts: Sequence[Any]) -> list[str]:
@@ -312,8 +314,8 @@ def _resharding(sharding: GraphSharding) -> str:
                     format_seconds(times * seconds) if mesh.device else f"{times * seconds:.6g}",
                 )
             )
-    header = ("value", "made by", "read by", "from", "to", "by", "times", "bytes here", "cost")
-    return "\n".join(table(header, rows)) + "\n" if rows else "Nothing is resharded.\n"
+    header = ("value", "producer", "consumer", "from", "to", "by", "times", "bytes", "cost")
+    return "\n".join(table(header, rows)) + "\n" if rows else "No value is resharded.\n"
 
 
 def _memory(plan: ParallelPlan) -> str:
@@ -328,7 +330,7 @@ def _memory(plan: ParallelPlan) -> str:
             if held
         ),
         "",
-        "the largest arrays then:",
+        "largest arrays at the peak:",
     ]
     rows = [
         (own.what, own.module or "-", own.category, format_bytes(own.num_bytes))
@@ -362,7 +364,7 @@ def _schedule(plan: ParallelPlan) -> str:
 
 
 def _crossings(executable: Executable) -> Callable[[], list[dict[str, Any]]] | None:
-    """Transfers of an executable on several meshes, as data; None for others."""
+    """The transfers of a pipeline, as data; None for a step on one mesh."""
     if isinstance(executable, PipelineExecutable):
 
         def local() -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open the file.
 
-Two processes, "measured" and "predicted". In each a thread per mesh has its runs; what it sends and
-receives is on threads of their own, as many as are needed for nothing on a thread to overlap, with
-an arrow from each send to its receive. Counters are bytes on one device.
+There are two processes, "measured" and "predicted". In each, every mesh has a thread for its runs,
+and as many threads for sends and receives as overlap, with an arrow from each send to its receive.
+Counters are bytes on one device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THREADS_PER_MESH = 100
 
 @dataclass(frozen=True)
 class ShownStep:
-    """One step, `begin_s` after the trace began; `predicted` if it is drawn beside this one."""
+    """One step, `begin_s` after the start of the trace; `predicted`: drawn next to it."""
 
     name: str
     begin_s: float
@@ -37,7 +37,7 @@ class ShownStep:
 
 @dataclass(frozen=True)
 class TraceContent:
-    """`about`: what else is to be known, such as clocks and what was dropped."""
+    """`about`: metadata, such as clocks and dropped steps."""
 
     steps: tuple[ShownStep, ...]
     about: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class _StepWriter:
 
     def events(self, line: Timeline) -> Iterable[dict[str, Any]]:
         free_s: dict[tuple[int, str], list[float]] = {}
-        sends: dict[tuple, list[int]] = {}  # the arrows of sends whose receive is to come
+        sends: dict[tuple, list[int]] = {}  # arrows of sends without their receive yet
         in_order = sorted(line.events, key=lambda e: (e.start_s, _KINDS.index(e.kind)))
         for event in in_order:
             thread = self.thread(event, free_s)
@@ -138,8 +138,8 @@ class _StepWriter:
             elif event.kind == "recv" and sends.get(key):
                 flow = sends[key].pop(0)
                 yield {**arrow, "ph": "f", "bp": "e", "id": flow, "ts": round(start + duration, 3)}
-        for mesh, own in enumerate(line.memory):
-            for at_s, held in own:
+        for mesh, points in enumerate(line.memory):
+            for at_s, held in points:
                 yield {
                     "ph": "C",
                     "name": f"mesh {mesh} bytes",
@@ -150,10 +150,10 @@ class _StepWriter:
                 }
 
     def thread(self, event: Event, free_s: dict[tuple[int, str], list[float]]) -> int:
-        """The first thread of this mesh and kind that is free then."""
-        own = free_s.setdefault((event.mesh, event.kind), [])
-        lane = next((n for n, at in enumerate(own) if at <= event.start_s), len(own))
-        own[lane : lane + 1] = [event.end_s]
+        """The first free thread of this mesh and kind."""
+        lanes = free_s.setdefault((event.mesh, event.kind), [])
+        lane = next((n for n, at in enumerate(lanes) if at <= event.start_s), len(lanes))
+        lanes[lane : lane + 1] = [event.end_s]
         third = (_THREADS_PER_MESH - 1) // 3
         place = 0 if event.kind == "run" else 1 + _KINDS.index(event.kind) * third
         number = 1 + _THREADS_PER_MESH * event.mesh + place + min(lane, third - 1)
@@ -184,7 +184,7 @@ def read_timelines(text: str, where: str) -> list[Timeline]:
         )
     if about.get("version") != FORMAT_VERSION:
         raise TraceFileError(
-            f"{where}: trace format {about.get('version')!r}, this autopar reads {FORMAT_VERSION}. "
+            f"{where}: trace format {about.get('version')!r}; this autopar reads {FORMAT_VERSION}. "
             "Use the autopar that wrote it, or record again."
         )
     try:
@@ -224,12 +224,12 @@ def _timelines(rows: Sequence[Any], steps: Sequence[Any]) -> list[Timeline]:
             mesh = int(row["name"].split()[1])
             at_s = 1e-6 * float(row["ts"]) - float(steps[number]["begin_s"])
             memory[number][mesh].append((max(0.0, at_s), float(row["args"]["bytes"])))
-    found = []
-    for step, own, held in zip(steps, events, memory, strict=True):
+    timelines = []
+    for step, step_events, held in zip(steps, events, memory, strict=True):
         num_meshes = int(step["num_meshes"])
-        if any(not 0 <= event.mesh < num_meshes for event in own):
-            raise ValueError("an event of a mesh that is not there")
-        own.sort(key=lambda event: event.start_s)
+        if any(not 0 <= event.mesh < num_meshes for event in step_events):
+            raise ValueError("an event of an unknown mesh")
+        step_events.sort(key=lambda event: event.start_s)
         lines = tuple(map(tuple, held)) if any(held) else ()
-        found.append(Timeline(tuple(own), float(step["step_s"]), num_meshes, lines))
-    return found
+        timelines.append(Timeline(tuple(step_events), float(step["step_s"]), num_meshes, lines))
+    return timelines

@@ -1,7 +1,7 @@
 """Plots as inline SVG: from series of points to text.
 
-Colours are the page's CSS variables, so plots follow its light or dark scheme. Pointing at a point
-shows its figures.
+Colours are the page's CSS variables, so plots follow its light or dark scheme. Hovering over a
+point shows its values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_COLOURS = 6  # --series-0 … of the page
 
 @dataclass(frozen=True)
 class PlotMark:
-    """A point of a series; `y` None where there is nothing, which is marked with a cross."""
+    """A point of a series; None for `y` draws a cross."""
 
     x: int  # position among the plot's labels
     y: float | None
@@ -40,7 +40,7 @@ def line_plot(
     y_title: str,
     y_text: Callable[[float], str],
 ) -> str:
-    """Labels stand side by side, in equal distances; y begins at zero."""
+    """Labels are evenly spaced; y starts at zero."""
     known = [mark.y for one in series for mark in one.marks if mark.y is not None]
     ticks = nice_ticks(max(known, default=1.0))
     scale = (HEIGHT - _TOP - _BOTTOM) / ticks[-1]

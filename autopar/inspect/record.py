@@ -24,8 +24,8 @@ _FINISH_LIMIT_S = 60.0
 
 
 class Trace:
-    """What `autopar.trace` gives: a context manager, and afterwards the timelines of all steps that
-    ran in it. `notes` says what is not in them."""
+    """A context manager that records; afterwards it has the timelines of all steps that ran in it.
+    `notes`: what is missing from them."""
 
     def __init__(self, path: str | Path, profile_dir: str | Path | None, max_events: int) -> None:
         self.path = Path(path)
@@ -39,8 +39,7 @@ class Trace:
     def __enter__(self) -> Trace:
         if recording.current is not None:
             raise ArgumentError(
-                f"trace({str(self.path)!r}): another trace is active, and steps are recorded once. "
-                "Leave the outer one first."
+                f"trace({str(self.path)!r}): another trace is active. Leave that one first."
             )
         _check_target(self.path)
         recorder = recording.Recorder(self._max_events)
@@ -67,21 +66,21 @@ class Trace:
         content = self._content(recorder)
         self.timelines = [step.timeline for step in content.steps]
         if not self.timelines:
-            self.notes.append("no step ran while it was active")
+            self.notes.append("no step ran in this trace")
         for note in self.notes:
             warnings.warn(f"trace({str(self.path)!r}): {note}.", stacklevel=2)
         try:
             write_whole(self.path, trace_json(content))
         except OSError as problem:
             raise TraceFileError(
-                f"trace({str(self.path)!r}): cannot be written ({problem}). The timelines are in "
-                "the object that trace gave."
+                f"trace({str(self.path)!r}): cannot write the file ({problem}). The timelines are "
+                "in the Trace object."
             ) from problem
 
     def _content(self, recorder: recording.Recorder) -> TraceContent:
         steps: list[ShownStep] = []
         drawn: set[int] = set()
-        free_s: dict[tuple[bool, int], float] = {}  # when each device was done with a step
+        free_s: dict[tuple[bool, int], float] = {}  # when each device finished its last step
         for step in recorder.steps:
             if not any(step.marks.values()):
                 continue
@@ -105,7 +104,7 @@ class Trace:
             steps.append(ShownStep(plan.name, first_s - self._began_s, line, predicted))
         if recorder.num_dropped:
             self.notes.append(
-                f"the first {recorder.num_dropped} steps were dropped, to keep to "
+                f"the first {recorder.num_dropped} steps were dropped, to stay within "
                 f"{self._max_events} events"
             )
         clocks = {
@@ -125,7 +124,7 @@ class Trace:
 
 
 def _mesh_devices(plan: ParallelPlan) -> list[set[int]]:
-    """Positions of the devices of each mesh among all."""
+    """The indices of each mesh's devices."""
     if not plan.is_pipeline:
         return [set(range(plan.num_devices))]
     found: list[set[int]] = [set() for _ in range(1 + max(stage.mesh for stage in plan.stages))]
@@ -144,13 +143,13 @@ def trace(
                 state, loss = step(state, batch)
         plan.report("plan.html", measured=recorded.timelines[-1])
 
-    path:        the file that is written when the block ends, for ui.perfetto.dev.
-    profile_dir: a folder for captures of `jax.profiler`, of this process and of every worker (there
-                 on its own host), each in a folder of its own.
-    max_events:  how many are kept; of more, the oldest steps are dropped.
+    path:        the file to write when the block ends, for ui.perfetto.dev.
+    profile_dir: a folder for `jax.profiler` captures of this process and of every worker (on its
+                 host), each in a folder of its own.
+    max_events:  to keep; beyond that, the oldest steps are dropped.
 
-    Returns a `Trace`. Raises `TraceFileError` if the file could not be written, before anything
-    runs, and `ArgumentError` if a trace is going on already.
+    Returns a `Trace`. Raises `TraceFileError` on entry if the file cannot be written, and
+    `ArgumentError` if another trace is active.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"trace({path!r}): needs the path of a file to write.")
@@ -162,29 +161,30 @@ def trace(
 
 
 def read_trace(path: str | Path) -> list[Timeline]:
-    """The measured timelines of the file at `path` that `trace` wrote, one per step;
-    `TraceFileError` if it cannot be read or is no such file."""
+    """The measured timelines of a file that `trace` wrote, one per step. Raises `TraceFileError`
+    if `path` cannot be read or is another kind of file."""
     try:
         text = Path(path).read_text()
     except (OSError, TypeError, UnicodeDecodeError) as error:
-        raise TraceFileError(f"read_trace({str(path)!r}): cannot be read: {error}") from error
+        raise TraceFileError(f"read_trace({str(path)!r}): cannot read it: {error}") from error
     return read_timelines(text, f"read_trace({str(path)!r})")
 
 
 def _check_target(path: Path) -> None:
-    """Better now than after an hour of training."""
+    """Raise now rather than after an hour of training."""
     where = f"trace({str(path)!r})"
     if path.is_dir():
-        raise TraceFileError(f"{where}: is a folder; give the path of a file, such as trace.json.")
+        raise TraceFileError(
+            f"{where}: this is a folder; give the path of a file, such as trace.json."
+        )
     if not path.parent.is_dir():
-        raise TraceFileError(f"{where}: the folder {path.parent} does not exist; make it first.")
+        raise TraceFileError(f"{where}: the folder {path.parent} does not exist; create it first.")
     probe = temporary_path(path)
     try:
         probe.write_text("")
     except OSError as error:
         raise TraceFileError(
-            f"{where}: cannot be written ({error.strerror or error}). Choose a file in a folder "
-            "that you may write to."
+            f"{where}: cannot write the file ({error.strerror or error}). Choose a writable folder."
         ) from error
     finally:
         probe.unlink(missing_ok=True)
@@ -197,6 +197,6 @@ def _start_profile(folder: Path) -> None:
         jax.profiler.start_trace(str(own))
     except (OSError, RuntimeError) as error:
         raise TraceFileError(
-            f"trace(profile_dir={str(folder)!r}): no capture could be started there ({error}). "
-            "Choose a folder that you may write to, and stop other captures."
+            f"trace(profile_dir={str(folder)!r}): cannot start a capture ({error}). Choose a "
+            "writable folder, and stop other captures."
         ) from error

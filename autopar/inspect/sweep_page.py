@@ -48,8 +48,8 @@ _SIZES = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
 def sweep_page(sweep: Sweep) -> str:
     names = [name for name in sweep.varied if len({p.value(name) for p in sweep.points}) > 1]
-    title = "What if: " + " and ".join(map(name_text, names or sweep.varied))
-    found = (
+    title = "Sweep over " + " and ".join(map(name_text, names or sweep.varied))
+    lines = (
         "".join(f"<li>{escape(line)}</li>" for line in conclusions(sweep)) if sweep.fitting else ""
     )
     return f"""<!DOCTYPE html>
@@ -57,9 +57,9 @@ def sweep_page(sweep: Sweep) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{_STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
-<p class="soft">One train step, planned for each size on {escape(sweep.device)}. All figures are
-predictions of a cost model: nothing was run. <code>{escape(sweep.command)}</code></p>
-<ul>{found or "<li>None of them fits.</li>"}</ul>
+<p class="soft">One train step, planned for {escape(sweep.device)}. All values are predictions of a
+cost model; nothing was run. <code>{escape(sweep.command)}</code></p>
+<ul>{lines or "<li>No plan fits.</li>"}</ul>
 {_legend(sweep)}
 <div class="plots">{"".join(_plots(sweep))}</div>
 <div class="table"><table><thead><tr>{_cells("th", header_of(sweep))}</tr></thead><tbody>
@@ -72,11 +72,11 @@ def _plots(sweep: Sweep) -> list[str]:
     unit = sweep.unit
     plots = [
         _plot(sweep, f"{unit} per second", lambda p: p.per_s, _short),
-        _plot(sweep, "time of a step", lambda p: p.step_s, format_seconds, _TIMES),
+        _plot(sweep, "step time", lambda p: p.step_s, format_seconds, _TIMES),
         _plot(sweep, "peak memory per device", lambda p: p.peak_bytes, format_bytes, _SIZES),
     ]
     if sweep.price_per_hour:
-        title = f"cost of a million {unit}"
+        title = f"cost per million {unit}"
         plots.append(_plot(sweep, title, lambda p: p.cost, cost_text))
     else:
         title = f"{unit} per second and device"
@@ -87,22 +87,22 @@ def _plots(sweep: Sweep) -> list[str]:
 def _plot(
     sweep: Sweep,
     title: str,
-    figure: Callable[[SweepPoint], float],
+    value: Callable[[SweepPoint], float],
     text: Callable[[float], str],
     units: dict[str, float] | None = None,
 ) -> str:
-    """`units`: those that the axis may be in, the largest first."""
+    """`units`: for the axis, the largest first."""
     axis = _axis(sweep)
     places = list(dict.fromkeys(point.value(axis) for point in sweep.points))
-    most = max((figure(p) for p in sweep.fitting), default=1.0)
+    most = max((value(p) for p in sweep.fitting), default=1.0)
     unit, size = next((u for u in (units or {}).items() if most >= u[1]), ("", 1.0))
     series = []
     for name, points in _groups(sweep):
         marks = tuple(
             PlotMark(
                 places.index(p.value(axis)),
-                figure(p) / size if p.fits else None,
-                f"{where(p)}: {text(figure(p)) if p.fits else p.problem}",
+                value(p) / size if p.fits else None,
+                f"{where(p)}: {text(value(p)) if p.fits else p.problem}",
             )
             for p in points
         )
@@ -119,8 +119,8 @@ def _plot(
 
 
 def _guides(sweep: Sweep, title: str, places: list, size: float) -> list[Series]:
-    """Dashed lines: throughput in proportion to devices, and the memory that there is."""
-    axis, found = _axis(sweep), []
+    """Dashed lines: linear scaling of throughput, and the memory limit."""
+    axis, guides = _axis(sweep), []
     for _, points in _groups(sweep):
         known = [p for p in points if p.fits]
         if len(known) < 2:
@@ -128,22 +128,22 @@ def _guides(sweep: Sweep, title: str, places: list, size: float) -> list[Series]
         if title.endswith("per second") and axis == "devices":
             each = known[0].per_s / known[0].num_devices
             values = [each * p.num_devices for p in known]
-            name = "in proportion to devices"
+            name = "linear scaling"
         elif title.startswith("peak memory") and max(p.peak_bytes for p in known) > 0.3 * max(
             p.budget_bytes for p in known
         ):
-            values, name = [p.budget_bytes / size for p in known], "what may be used"
+            values, name = [p.budget_bytes / size for p in known], "memory limit"
         else:
             continue
         marks = [
             PlotMark(places.index(p.value(axis)), y, "") for p, y in zip(known, values, strict=True)
         ]
-        found.append(Series(name, tuple(marks), dashed=True))
-    return found
+        guides.append(Series(name, tuple(marks), dashed=True))
+    return guides
 
 
 def _axis(sweep: Sweep) -> str:
-    """The first name of which there are several values."""
+    """The first name with several values."""
     for name in sweep.varied:
         if len({point.value(name) for point in sweep.points}) > 1:
             return name
@@ -151,7 +151,7 @@ def _axis(sweep: Sweep) -> str:
 
 
 def _groups(sweep: Sweep) -> list[tuple[str, list[SweepPoint]]]:
-    """Points by what varies beside the axis."""
+    """Points by the other varied values."""
     axis = _axis(sweep)
     groups: dict[str, list[SweepPoint]] = {}
     for point in sweep.points:

@@ -1,4 +1,4 @@
-"""A sweep on the terminal: from a `Sweep` to a table, bars, and what follows from them."""
+"""A sweep on the terminal: from a `Sweep` to a table, bars and conclusions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autopar.ir.sweep import Sweep, SweepPoint
 from autopar.ir.text import format_bytes, format_seconds, table
 
 _BAR_WIDTH = 50
-_SHORTEST_PROBLEM = 60
+_PROBLEM_WIDTH = 60
 
 
 def sweep_text(sweep: Sweep) -> str:
@@ -14,7 +14,7 @@ def sweep_text(sweep: Sweep) -> str:
     if sweep.fitting:
         parts += [_bars(sweep), "\n".join(conclusions(sweep))]
     else:
-        parts.append("None of them fits.")
+        parts.append("No plan fits.")
     return "\n\n".join(parts)
 
 
@@ -31,8 +31,16 @@ def cost_text(cost: float) -> str:
 
 
 def header_of(sweep: Sweep) -> tuple[str, ...]:
-    priced = (f"cost of a million {sweep.unit}",) if sweep.price_per_hour else ()
-    columns = ("plan", "micro-batches", "step", f"{sweep.unit}/s", "per device", "peak", "memory")
+    priced = (f"cost per million {sweep.unit}",) if sweep.price_per_hour else ()
+    columns = (
+        "plan",
+        "micro-batches",
+        "step",
+        f"{sweep.unit}/s",
+        "per device",
+        "peak",
+        "of memory",
+    )
     return (*map(name_text, sweep.varied), *columns, *priced)
 
 
@@ -57,23 +65,24 @@ def row_of(sweep: Sweep, point: SweepPoint) -> tuple[str, ...]:
 
 
 def conclusions(sweep: Sweep) -> list[str]:
-    """What the figures say, in sentences."""
+    """The conclusions, in sentences."""
     fitting, unit = sweep.fitting, sweep.unit
     fastest = max(fitting, key=lambda p: p.per_s)
     lines = [f"fastest: {where(fastest)}, {fastest.per_s:,.0f} {unit}/s."]
-    frugal = max(fitting, key=lambda p: p.per_s / p.num_devices)
+    efficient = max(fitting, key=lambda p: p.per_s / p.num_devices)
     lines.append(
-        f"most per device: {where(frugal)}, {frugal.per_s / frugal.num_devices:,.1f} {unit}/s each."
+        f"most efficient: {where(efficient)}, "
+        f"{efficient.per_s / efficient.num_devices:,.1f} {unit}/s per device."
     )
     if sweep.price_per_hour:
         cheapest = min(fitting, key=lambda p: p.cost)
         lines.append(
             f"cheapest: {where(cheapest)}, {cost_text(cheapest.cost)} per million {unit} at "
-            f"{sweep.price_per_hour:g} per device and hour."
+            f"{sweep.price_per_hour:g} per device-hour."
         )
     failed = [point for point in sweep.points if not point.fits]
     if failed:
-        lines.append("without a plan that fits: " + "; ".join(map(where, failed)) + ".")
+        lines.append("no fitting plan: " + "; ".join(map(where, failed)) + ".")
     return lines
 
 
@@ -96,12 +105,12 @@ def _bars(sweep: Sweep) -> str:
     lines = [f"{sweep.unit}/s by {title}:"]
     for name, point in zip(names, sweep.points, strict=True):
         bar = "#" * max(1, round(_BAR_WIDTH * point.per_s / most)) if point.fits else ""
-        said = (
+        label = (
             f"{point.per_s:,.0f}" if point.fits else "does not fit" if point.step_s else "no plan"
         )
-        lines.append(f"  {name.rjust(width)} |{bar} {said}")
+        lines.append(f"  {name.rjust(width)} |{bar} {label}")
     return "\n".join(lines)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHORTEST_PROBLEM else text[: _SHORTEST_PROBLEM - 1] + "…"
+    return text if len(text) <= _PROBLEM_WIDTH else text[: _PROBLEM_WIDTH - 1] + "…"

@@ -1,9 +1,9 @@
-"""A Ray cluster is measured: by workers on all of its devices, from the driver.
+"""Profiles of Ray clusters: from a cluster to a `MachineProfile`, by workers on all its devices.
 
-Work and collectives are timed by `worker.MeasuringExecutor` on one mesh of all devices. What goes
-from mesh to mesh is timed by pipelines of two stages, as `autopar.parallelize` runs them: a step of
-more micro-batches has more crossings, and the slope of its time is that of one, without calls of
-the driver. Meshes are the first and the last half of the hosts, or of one host's devices.
+`worker.MeasuringExecutor` times work and collectives on one mesh of all devices. Transfers between
+meshes are timed by pipelines of two stages, as `autopar.parallelize` runs them: the slope of the
+step time over the number of micro-batches is the time of one transfer, without the driver's calls.
+The meshes are the two halves of the hosts, or of one host's devices.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def profile_cluster(
     restart: bool = False,
     report: Report | None = None,
 ) -> MachineProfile:
-    """Measures a Ray cluster, found and shared out as by `autopar.init(cluster="ray", …)`; all
-    else is as in `profile_machine`. A session that is in use is ended."""
+    """Measure a Ray cluster, which is found and allocated as by `autopar.init(cluster="ray", …)`.
+    Other arguments are as for `profile_machine`. Ends the current session."""
     parts, limit_s = checked_parts(only), checked_limit(time_limit_s)
     session.shutdown()
     machine = RayMachine(address, num_hosts, devices_per_host, quick)
@@ -94,13 +94,13 @@ class RayMachine:
         self._tied_loop_s = 0.0
 
     def look(self) -> tuple[Hardware, str]:
-        """What there is, and the GPUs' compute capability."""
+        """(hardware, compute capability of GPUs)."""
         found = self._all("hardware")
         kinds = {own.device_kind for own in found}
         if len(kinds) > 1:
             raise ProfileError(
-                f"profile_cluster: devices differ: {', '.join(sorted(kinds))}. Choose hosts of one "
-                "kind with num_hosts, or other Ray nodes."
+                f"profile_cluster: the devices differ: {', '.join(sorted(kinds))}. Choose hosts of "
+                "one kind with num_hosts, or other Ray nodes."
             )
         self._hardware = found[0]
         return found[0], self._all("capability")[0]
@@ -122,7 +122,7 @@ class RayMachine:
         return max(self._all("dispatch"), key=lambda timing: timing.seconds)
 
     def memory(self) -> float | None:
-        """The least of all; hosts on one node share its memory."""
+        """The minimum over workers; hosts on one node share its memory."""
         found = self._all("memory")
         nodes = [worker.place.node for worker in self._group.workers]
         on_cpu = self._platform == "cpu"
@@ -164,7 +164,7 @@ class RayMachine:
         spec = self._cluster.spec
         everything = tuple(range(spec.num_hosts * spec.devices_per_host))
         (self._group,) = self._cluster.groups([everything])
-        if self._hardware is not None:  # again, after crossings
+        if self._hardware is not None:  # reopened after transfers
             self.launch()
 
     def _collective(self, sample: CollectiveTime, num_samples: int | None) -> CollectiveTime:
@@ -227,8 +227,8 @@ def time_pipeline(hardware: Hardware, num_bytes: float, num_micro: int, quick: b
 def crossing_step(
     hardware: Hardware, num_bytes: float, num_micro: int
 ) -> tuple[Any, PipeshardParallel, np.ndarray]:
-    """A step, its method and its batch, in which each micro-batch takes so many bytes from every
-    device of one mesh to one of the other."""
+    """(step, method, batch): each micro-batch sends `num_bytes` from every device of one mesh to
+    one of the other."""
     pairs = hardware.num_devices // 2
     features = max(1, round(num_bytes / 4))
     hosts, per_host = hardware.num_hosts, hardware.devices_per_host

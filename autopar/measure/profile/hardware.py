@@ -1,7 +1,4 @@
-"""What is measured: from devices to the fields by which profiles are told apart, and what disturbs.
-
-Nothing here is timed.
-"""
+"""The hardware of a profile: from devices to `Hardware` and `Abilities`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from autopar.measure.profile.samples import Abilities
 
 @dataclass(frozen=True)
 class Hardware:
-    """The fields of a `MachineProfile` that say where it was made."""
+    """The fields of a `MachineProfile` that identify where it was measured."""
 
     platform: str
     device_kind: str
@@ -55,7 +52,7 @@ def profile_of(hardware: Hardware) -> MachineProfile:
 
 
 def first_difference(here: Hardware, there: Hardware | MachineProfile) -> str | None:
-    """In which field another file's hardware differs, in words."""
+    """The first field in which the hardware differs, in words."""
     for name in ("platform", "device_kind", "num_hosts", "devices_per_host"):
         mine, other = getattr(here, name), getattr(there, name)
         if mine != other:
@@ -68,12 +65,12 @@ def first_difference(here: Hardware, there: Hardware | MachineProfile) -> str | 
 
 
 def check_same(path: str, here: Hardware, there: Hardware | MachineProfile) -> None:
-    """An unfinished file can only be continued where it was begun."""
+    """Raise if a file is of other hardware or versions."""
     difference = first_difference(here, there)
     if difference is not None:
         raise ProfileError(
-            f"{path}: was begun on other hardware or with other versions: {difference}. Continue "
-            "it there, give another --output, or forget it with --restart."
+            f"{path}: measured on other hardware or with other versions: {difference}. Continue it "
+            "there, give another --output, or discard it with --restart."
         )
 
 
@@ -93,7 +90,7 @@ def abilities(hardware: Hardware, capability: str) -> Abilities:
 
 
 def others_on_gpu() -> list[str]:
-    """Other processes that use the GPUs, as `nvidia-smi` lists them; empty if it is not there."""
+    """Other processes on the GPUs, from `nvidia-smi`; empty without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

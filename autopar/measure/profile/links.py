@@ -1,8 +1,8 @@
-"""Collectives and crossings: what goes from device to device, timed.
+"""Collectives and transfers between devices: from a sample to a timed sample.
 
-A collective runs in groups of `ranks` devices that are `stride` apart, all groups at once, as along
-one axis of a mesh; it is repeated by a loop inside of one program. A crossing is an array that goes
-from one half of the devices to the other, shard by shard.
+A collective runs in groups of `ranks` devices, `stride` apart, all groups at once, as along one
+axis of a mesh; a loop inside one program repeats it. A crossing moves an array from one half of the
+devices to the other, shard by shard.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.measure.profile.works import Arrays, Operand, tie
 from autopar.runtime.timing import time_calls
 
 _NUMBER = 4  # bytes of a float32
-# What is repeated on its own result. With a tie XLA would copy: GPUs reduce in place, and CPUs
-# compute the slices of an all-to-all together with a tie.
+# Repeated on its own result. With a tie XLA would copy: GPUs reduce in place, and CPUs compute the
+# slices of an all-to-all together with a tie.
 _CHAINED = {(False, "all-reduce"), (True, "all-to-all")}  # (on CPUs, kind)
 
 
 def placements(num_devices: int, ranks_per_host: int) -> Iterator[tuple[int, int, int]]:
-    """(ranks, stride, ranks on one host) of the groups along an axis of the meshes that the devices
-    can form; several hosts are parted in equal blocks of devices."""
+    """(ranks, stride, ranks per host) of the groups along the axes of all meshes of the devices;
+    hosts have equal blocks of devices."""
     for ranks in range(2, num_devices + 1):
         for stride in range(1, num_devices // ranks + 1):
             if num_devices % (ranks * stride) == 0:
@@ -41,7 +41,7 @@ def placements(num_devices: int, ranks_per_host: int) -> Iterator[tuple[int, int
 def collective(
     sample: CollectiveTime, platform: str
 ) -> tuple[tuple[Operand, ...], Callable[[Arrays], Arrays]]:
-    """What every device holds, and one collective over the axis "g" of the mesh."""
+    """(arrays of every device, one collective over the axis "g" of the mesh)."""
     ranks = sample.ranks
     whole = max(1, round(sample.num_bytes / _NUMBER / ranks**2)) * ranks**2
     full, part = Operand((whole,), zeros=True), Operand((whole // ranks,), zeros=True)
@@ -86,7 +86,7 @@ def collective_program(
 
 
 def whole_bytes(sample: CollectiveTime, carry: Arrays, num_devices: int) -> float:
-    """Of the tensor as one device would have it if the group did not split it."""
+    """Bytes of the tensor if the group did not split it."""
     of_operand = carry[0].nbytes / num_devices
     is_whole = sample.kind in ("all-reduce", "reduce-scatter")
     return float(of_operand if is_whole else of_operand * sample.ranks)
@@ -95,7 +95,7 @@ def whole_bytes(sample: CollectiveTime, carry: Arrays, num_devices: int) -> floa
 def time_collective(
     bench: Bench, sample: CollectiveTime, num_samples: int | None = None
 ) -> CollectiveTime:
-    """The sample with its time, and the bytes that it came to."""
+    """The sample with its time and actual bytes."""
     guess_s = bench.guess_link_s(sample.kind, sample.num_bytes)
     trips = max(1, min(500, round(bench.pace.program_s / guess_s)))
     program, carry = collective_program(sample, bench.devices, trips)
@@ -128,8 +128,8 @@ def time_collective(
 def time_crossing(
     bench: Bench, sample: CrossingSample, num_samples: int | None = None
 ) -> CrossingSample:
-    """From the first devices to the ones behind them, one to one, as the runtime copies shards. A
-    crossing is waited for before the next one starts: it is the time of one."""
+    """From the first devices to the following ones, one to one, as the runtime copies shards. Each
+    crossing is awaited before the next starts, so this is the latency of one."""
     pairs = sample.num_pairs
     sides = [
         NamedSharding(Mesh(np.array(own), ("d",)), PartitionSpec("d"))

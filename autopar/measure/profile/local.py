@@ -1,4 +1,4 @@
-"""Samples taken on the devices of this process: from what is planned to samples with times."""
+"""Samples on the devices of this process: from a `PlannedSample` to a sample with its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.measure.profile.samples import PlannedSample
 
 
 class LocalMachine:
-    """How samples are taken on the devices of this process."""
+    """Takes samples on the devices of this process."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench

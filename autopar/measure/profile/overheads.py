@@ -1,9 +1,9 @@
-"""What is paid beside the work: for one more kernel, one more program, and what memory is there.
+"""Overheads of a machine: from a `Bench` to kernel launch, program dispatch and usable memory.
 
-A chain of products of 4 × 4 numbers is as many kernels on every platform, however XLA fuses: the
-slope of its time over its length is what a kernel costs at least, and what is left at length 0 is
-the loop's. Both lengths are such that XLA starts a trip's kernels together, where it does that. On
-CPUs a loop of nothing but a tie is what samples have beside their work.
+A chain of 4 × 4 products is one kernel per product on every platform, however XLA fuses: the slope
+of its time over its length is the cost of a kernel, the intercept that of the loop. Both lengths
+are long enough for XLA to launch a trip's kernels together, where it does. On CPUs, a loop with
+only a tie is the overhead of samples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tie_alone() -> Workload:
 
 
 def measure_launch(bench: Bench) -> Timing:
-    """Seconds of one more kernel; the bench learns what its loops cost."""
+    """Seconds per kernel; also sets the bench's loop overheads."""
     short, long = (bench.time_loop(chain(length), _TRIPS) for length in LENGTHS)
     slope_s = (long.seconds - short.seconds) / (LENGTHS[1] - LENGTHS[0])
     launch_s = max(slope_s, 0.01 * long.seconds / LENGTHS[1])
@@ -61,7 +61,7 @@ def measure_launch(bench: Bench) -> Timing:
 
 
 def measure_dispatch(bench: Bench) -> Timing:
-    """Of programs that do next to nothing, one after another on all devices."""
+    """Seconds per program, for trivial programs in sequence on all devices."""
     sharding = NamedSharding(bench.mesh(), PartitionSpec("d"))
     state = [placed(np.zeros(8, np.float32), sharding)]
     program = jax.jit(lambda x: x + 1, donate_argnums=0).lower(state[0]).compile()
@@ -79,8 +79,8 @@ SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8, 0.7, 0.5)
 
 
 def measure_memory(bench: Bench) -> float | None:
-    """Bytes that programs can have of one device: the most that can be allocated in one piece, of
-    what JAX may use; of CPU devices, an equal part of what the system says is free."""
+    """Bytes per device for programs: the largest allocation that succeeds, of what JAX may use; for
+    CPU devices, an equal share of the free system memory."""
     device = bench.devices[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
@@ -99,7 +99,7 @@ def measure_memory(bench: Bench) -> float | None:
 
 
 def system_memory_bytes() -> float | None:
-    """What Linux says is available, and what a control group allows if that is less."""
+    """The available memory of the system, or of its control group if that is less."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

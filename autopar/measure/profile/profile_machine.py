@@ -1,8 +1,8 @@
 """A machine is measured: from devices to a `MachineProfile`, sample by sample.
 
-Samples are kept as they come (`part_file`), so that a run can be interrupted and continued. What
-does not fit into memory or cannot run on these devices is skipped, and the profile's notes say so.
-Samples whose repetitions differ are taken again at the end; notes name those that stay so.
+Samples are written as they come (`unfinished`), so an interrupted run can continue. Samples that do
+not fit into memory or cannot run on these devices are skipped, with a note in the profile. Noisy
+samples are taken again at the end; notes name those that stay noisy.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from autopar.measure.profile.unfinished import TakenSample, UnfinishedProfile, p
 from autopar.session import checked_devices
 
 PARTS = ("overheads", "memory", *GROUPS)
-_AGAIN = 0.9  # of a time limit, after which only noisy samples are taken again
-_NAMED = 8  # so many samples are named in a note
-_MOST_FAILURES = 8  # in a row, other than for memory: the devices are not there any more
+_AGAIN = 0.9  # of the time limit; the rest is for taking noisy samples again
+_NAMED = 8  # samples that a note names
+_MOST_FAILURES = 8  # in a row, other than for memory: the devices are gone
 
 Report = Callable[[str], None]
 
@@ -50,26 +50,26 @@ def profile_machine(
     restart: bool = False,
     report: Report | None = None,
 ) -> MachineProfile:
-    """Measures the devices of this process, all of them or those that are given.
+    """Measure the devices of this process, all of them or some.
 
-    output:       the file that is written, and continued if an earlier run left it unfinished
-                  (`output`.part); None keeps nothing.
-    quick:        few samples, in about a minute.
-    only:         some of PARTS; others are kept as an `output` that is there has them.
-    time_limit_s: stops after that long with what there is; a further run continues.
-    restart:      forgets what is unfinished.
-    report:       is told what was found, a line at a time.
+    output:       the file to write. An unfinished earlier run (`output`.part) is continued. None
+                  writes nothing.
+    quick:        take few samples, in about a minute.
+    only:         measure some of PARTS, and keep the others of an existing `output`.
+    time_limit_s: stop after this time with what was measured; another run continues.
+    restart:      discard an unfinished run.
+    report:       is called with lines of text about the results.
 
-    Returns the profile. Raises `ProfileError` if an unfinished run, or a file that is kept, is of
+    Returns the profile. Raises `ProfileError` if an unfinished run, or an existing file, is of
     other hardware or versions.
     """
-    own = checked_devices("profile_machine", jax.local_devices() if devices is None else devices)
-    hardware = hardware_of(own)
-    capability = str(getattr(own[0], "compute_capability", "0"))
+    used = checked_devices("profile_machine", jax.local_devices() if devices is None else devices)
+    hardware = hardware_of(used)
+    capability = str(getattr(used[0], "compute_capability", "0"))
     pace = PACES["gpu" if hardware.platform == "gpu" else "cpu", quick]
     return ProfileRun(
         hardware,
-        LocalMachine(Bench(own, pace)),
+        LocalMachine(Bench(used, pace)),
         planned_samples(abilities(hardware, capability), quick),
         output=None if output is None else Path(output),
         only=checked_parts(only),
@@ -81,7 +81,7 @@ def profile_machine(
 
 def checked_limit(time_limit_s: float | None) -> float | None:
     if time_limit_s is not None and not time_limit_s > 0:
-        raise ArgumentError(f"time_limit_s={time_limit_s!r}: needs seconds, more than 0.")
+        raise ArgumentError(f"time_limit_s={time_limit_s!r}: needs seconds > 0.")
     return time_limit_s
 
 
@@ -91,7 +91,7 @@ def checked_parts(only: Sequence[str] | None) -> tuple[str, ...]:
     for part in only:
         if part not in PARTS:
             raise ArgumentError(
-                f"only={part!r}: is no part of a profile{near_names(part, PARTS)}; there are "
+                f"only={part!r}: unknown part of a profile{near_names(part, PARTS)}; choose from "
                 f"{', '.join(PARTS)}."
             )
     return tuple(only)
@@ -118,7 +118,7 @@ class ProfileRun:
         part = None if self.output is None else part_path(self.output)
         file = UnfinishedProfile(part, self.hardware, restart=self.restart)
         if file.taken:
-            self.report(f"going on with {len(file.taken)} samples of {file.path}")
+            self.report(f"continuing with {len(file.taken)} samples of {file.path}")
         others = self.machine.disturbed_by()
         if others:
             self.notes.append(f"other processes used the devices: {'; '.join(others[:3])}")
@@ -137,7 +137,7 @@ class ProfileRun:
         return profile
 
     def _base(self) -> MachineProfile:
-        """What is kept of a file that is there: the parts that are not measured now."""
+        """The existing file, whose other parts are kept, or an empty profile."""
         if self.output is None or self.only == PARTS or not self.output.exists():
             return profile_of(self.hardware)
         there = load_profile(self.output)
@@ -150,23 +150,23 @@ class ProfileRun:
         return share * self.time_limit_s - (time.perf_counter() - self.started_s)
 
     def _scalars(self, file: UnfinishedProfile) -> None:
-        launch = self.machine.launch()  # always: other samples need it
+        launch = self.machine.launch()  # other samples need it
         if "overheads" in self.only:
             file.set("launch_s", launch)
             file.set("dispatch_s", self.machine.dispatch())
             dispatch = file.scalars["dispatch_s"].seconds
             self.report(
-                f"a kernel costs {launch.seconds * 1e6:.1f} µs at least, a program "
+                f"launching a kernel takes {launch.seconds * 1e6:.1f} µs, a program "
                 f"{dispatch * 1e6:.0f} µs"
             )
         if "memory" in self.only:
             memory = self.machine.memory()
             file.set("usable_memory_bytes", memory)
-            known = "not known" if memory is None else f"{memory / 1e9:.1f} GB"
-            self.report(f"usable memory of a device: {known}")
+            known = "unknown" if memory is None else f"{memory / 1e9:.1f} GB"
+            self.report(f"usable memory per device: {known}")
 
     def _samples(self, file: UnfinishedProfile, wanted: list[PlannedSample]) -> bool:
-        """Whether all were taken before the time was up."""
+        """Take samples; whether all were taken within the time limit."""
         batches: dict[tuple[int, str], list[PlannedSample]] = {}
         for planned in wanted:
             batches.setdefault((planned.round, planned.group), []).append(planned)
@@ -180,8 +180,8 @@ class ProfileRun:
                     self._tell(group, taken, began_s)
                     missing = sum(p.sample not in file.taken for p in wanted)
                     self.notes.append(
-                        f"stopped by the limit of {self.time_limit_s:.0f} s, with {missing} of "
-                        f"{len(wanted)} samples not taken"
+                        f"stopped at the time limit of {self.time_limit_s:.0f} s, with {missing} "
+                        f"of {len(wanted)} samples missing"
                     )
                     self.report(self.notes[-1])
                     return False
@@ -197,7 +197,7 @@ class ProfileRun:
             self.report(f"{range_line(group, taken)}   ({seconds:.0f} s)")
 
     def _take(self, planned: PlannedSample, num_samples: int | None = None) -> Any:
-        """None if it is too large for the devices, or they cannot do it."""
+        """The sample, or None if the devices cannot run it."""
         try:
             sample = self.machine.take(planned, num_samples)
             self.failures = 0
@@ -208,13 +208,13 @@ class ProfileRun:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             text = f"{type(error).__name__}: {lines[0]}"
             if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
-                text = "too large for the memory"
+                text = "out of memory"
             else:
                 self.failures += 1
             if self.failures == _MOST_FAILURES:
                 raise ProfileError(
-                    f"{_MOST_FAILURES} samples in a row failed, the last with {text}. What was "
-                    "measured before is kept, and the same call goes on with it."
+                    f"{_MOST_FAILURES} samples in a row failed, the last with {text}. Earlier "
+                    "samples are kept; the same call continues."
                 ) from error
             self.notes.append(f"skipped {describe(planned.sample)}: {text[:200]}")
             self.report(f"  {self.notes[-1]}")
@@ -229,7 +229,7 @@ class ProfileRun:
         ]
         if not noisy:
             return
-        self.report(f"{len(noisy)} samples had a wide spread and are taken again")
+        self.report(f"taking {len(noisy)} noisy samples again")
         noisy.sort(
             key=lambda taken: (taken.planned.group == "crossings", -(_spread(taken.sample) or 0))
         )
@@ -245,8 +245,8 @@ class ProfileRun:
             named = ", ".join(describe(sample) for sample in still[:_NAMED])
             more = f" and {len(still) - _NAMED} more" if len(still) > _NAMED else ""
             self.notes.append(
-                f"{len(still)} of {len(wanted)} samples have a spread above 10 %; the devices may "
-                f"be busy with other work: {named}{more}"
+                f"{len(still)} of {len(wanted)} samples have a spread above 10 %, perhaps because "
+                f"the devices were busy: {named}{more}"
             )
             self.report(f"warning: {self.notes[-1]}")
 
@@ -274,12 +274,12 @@ class ProfileRun:
 
 
 def _is_better(again: Any, before: Any) -> bool:
-    """Of two takes of a noisy sample: other work on the devices only adds to the time."""
+    """Whether a repetition of a noisy sample replaces it: other work only adds to the time."""
     one, other = (times_of(sample)[0].seconds for sample in (again, before))
     return one <= other or (_spread(again) is None and one < 1.1 * other)
 
 
 def _spread(sample: Any) -> float | None:
-    """The widest of a sample's times, if it is flagged."""
+    """The widest spread of a sample's times if it is noisy, else None."""
     widest = max((time for time in times_of(sample)), key=lambda time: time.spread)
     return widest.spread if widest.is_noisy else None

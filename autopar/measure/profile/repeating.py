@@ -1,4 +1,4 @@
-"""Work repeated on all devices at once: from `Workload` and devices to a `Timing` of one step.
+"""Repeated work on all devices at once: from a `Workload` and devices to a `Timing` of one step.
 
 Every device runs the same loop on arrays of its own, as the devices of a mesh do with their parts
 of a step: on virtual CPU devices, which share their cores, a product takes longer than alone. The
@@ -31,8 +31,8 @@ SHORT_BYTES, SHORT_STEPS = 64e6, 8
 
 @dataclass(frozen=True)
 class Pace:
-    """How long is measured: seconds that a program should take, that a sample of several calls
-    should, and the most that all samples of one work may, beyond the first few."""
+    """The durations of a measurement: seconds per program, per sample of several calls, and the
+    limit of all samples of one workload, beyond the first few."""
 
     program_s: float
     sample_s: float
@@ -40,7 +40,7 @@ class Pace:
     num_samples: int = 5
 
 
-# GPUs that are busy for long clock lower, as in training: samples are long there.
+# GPUs under load clock lower, as in training, so samples are long there.
 PACES = {
     ("gpu", False): Pace(0.02, 0.06, 0.5),
     ("gpu", True): Pace(0.01, 0.03, 0.2),
@@ -51,11 +51,11 @@ PACES = {
 
 @dataclass
 class Bench:
-    """The devices, and what is known of them so far.
+    """The devices, and what was learned of them.
 
-    loop_s, tied_loop_s: what the loop adds to a trip of one step, without and with a tie.
-    together_s:          what it adds to a trip of several steps, which are started together.
-    slowness:            measured over guessed seconds, by the kind of the work.
+    loop_s, tied_loop_s: loop overhead per trip of one step, without and with a tie.
+    together_s:          loop overhead per trip of several steps, which are launched together.
+    slowness:            measured over estimated seconds, by kind of workload.
     """
 
     devices: tuple[Any, ...]
@@ -75,8 +75,8 @@ class Bench:
         return self.devices[0].platform
 
     def time_work(self, work: Workload, num_samples: int | None = None) -> Timing:
-        """Of one step alone: what the loop costs is taken off. It is never less than half of what
-        was measured: what is much shorter than the loop cannot be seen."""
+        """The time of one step, without the loop's overhead; at least half of the measurement,
+        since much shorter steps cannot be resolved."""
         guess_s, steps = self._guess_s(work), self.steps_per_trip(work)
         trips = min(MOST_TRIPS, max(1, round(self.pace.program_s / guess_s / steps)))
         trip = self.time_loop(work, trips, num_samples)
@@ -88,13 +88,13 @@ class Bench:
         return replace(trip, seconds=max(each_s - others_s, 0.5 * each_s))
 
     def steps_per_trip(self, work: Workload) -> int:
-        """Short works on GPUs: so many kernels that XLA starts them together, as those of a whole
-        step, and not one by one."""
+        """Several for short work on GPUs, so that XLA launches its kernels together, as in a whole
+        step."""
         is_short = 0 < work.num_bytes < SHORT_BYTES and not work.is_fusible
         return SHORT_STEPS if is_short and self.platform != "cpu" else 1
 
     def time_loop(self, work: Workload, trips: int, num_samples: int | None = None) -> Timing:
-        """Seconds per trip, everything counted."""
+        """Seconds per trip, including overheads."""
         program = self.program(work, trips)
         carry = tuple(map(self.on_all, self.carry_of(work)))
         constants = tuple(map(self.on_all, work.constants))
@@ -121,7 +121,7 @@ class Bench:
         return replace(timing, seconds=timing.seconds / num_calls / trips)
 
     def program(self, work: Workload, trips: int) -> Any:
-        """The jitted loop, on global arrays whose first dimension is the devices'."""
+        """The jitted loop, on global arrays with a leading dimension of devices."""
 
         def loop(carry: Arrays, constants: Arrays) -> Arrays:
             return lax.fori_loop(0, trips, lambda _, own: self._trip(work, own, constants), carry)
@@ -140,8 +140,8 @@ class Bench:
         )
 
     def carry_of(self, work: Workload) -> tuple[Operand, ...]:
-        """With the results of all steps of a trip, so that none is computed for nothing, and what
-        ties each step to the next."""
+        """The carry with the results of all steps of a trip, so that XLA drops none, and the ties
+        between steps."""
         steps = self.steps_per_trip(work)
         if steps == 1 or not work.is_tied:
             return work.carry
@@ -153,7 +153,7 @@ class Bench:
         if not work.is_tied:
             for _ in range(steps):
                 carry = work.step(carry, constants)
-                if steps > 1:  # or XLA would compute them as one
+                if steps > 1:  # or XLA would fuse them
                     carry = tuple(lax.optimization_barrier(carry))
             return carry
         if steps == 1:
@@ -164,7 +164,7 @@ class Bench:
             first, mark = lax.optimization_barrier((own[0], first_of(own[1])))
             own = work.step((first, *own[1:]), constants)
             results += own[1:]
-            marks.append(mark)  # or XLA would forget what it waits for
+            marks.append(mark)  # or XLA would drop the dependence
         return (own[0], *results, *marks)
 
     def mesh(self) -> Mesh:
@@ -197,7 +197,7 @@ class Bench:
 
 
 def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array whose first dimension is of devices, each of which has these values."""
+    """An array with a leading dimension of devices, each with these values."""
     here = jax.process_index()
     devices = sharding.mesh.devices
     assert devices is not None
@@ -208,7 +208,7 @@ def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def _per_device(loop: Callable[[Arrays, Arrays], Arrays]) -> Callable[[Arrays, Arrays], Arrays]:
-    """The loop on arrays with a first dimension of one."""
+    """The loop on arrays with a leading dimension of one."""
 
     def own(carry: Arrays, constants: Arrays) -> Arrays:
         result = loop(_without_first(carry), _without_first(constants))

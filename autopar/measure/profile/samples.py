@@ -1,9 +1,8 @@
-"""Which samples are taken: from a description of the devices to a list, the most useful first.
+"""The samples to take: from `Abilities` of the devices to `PlannedSample`s, most useful first.
 
-Sizes are geometric, so that times between them can be found by interpolation of logarithms: a
-coarse grid, and finer where models are. A sample has a *round*: 0 is what `--quick` takes, later
-ones fill the gaps. Every round has samples of all kinds, so that a run that is stopped early has a
-coarse picture of everything.
+Sizes are geometric, for interpolation in logarithms: a coarse grid, finer where models are. A
+sample has a *round*: 0 is what `--quick` takes, later rounds fill the gaps. Every round has all
+kinds, so a run that is stopped early has a coarse picture of everything.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """A sample that is to be taken; its times are UNTIMED."""
+    """A sample to take; its times are UNTIMED."""
 
     round: int
     group: str
@@ -43,7 +42,7 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What of the devices decides which samples make sense."""
+    """The properties of devices that decide which samples make sense."""
 
     platform: str
     num_devices: int
@@ -53,7 +52,7 @@ class Abilities:
 
 
 def planned_samples(able: Abilities, quick: bool = False) -> list[PlannedSample]:
-    """All samples, in the order in which they are taken; each once."""
+    """All samples in order, each once."""
     of_platform = _on_gpu if able.platform == "gpu" else _on_cpu
     found: dict[Any, PlannedSample] = {}
     for planned in (*of_platform(able), *_links(able)):
@@ -67,7 +66,7 @@ def _product(round: int, dtype: str, batch: int, m: int, n: int, k: int) -> Plan
 
 
 def _grid(round: int, dtype: str, sizes: tuple[int, ...], most: float) -> Iterator[PlannedSample]:
-    """All m ≥ n and k of the sizes: m and n can be exchanged by transposing everything."""
+    """All m ≥ n and k of the sizes; transposing exchanges m and n."""
     for m, n, k in pairs_of(sizes, sizes, sizes):
         if m >= n and 2.0 * m * n * k <= most:
             yield _product(round, dtype, 1, m, n, k)

@@ -1,4 +1,4 @@
-"""Profiles as text: from a `MachineProfile` to lines that can be read at a glance."""
+"""Machine profiles as text: from a `MachineProfile` or a sample to lines."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ def describe(sample: Any) -> str:
                 f"{sample.stride} apart"
             )
         case _:
-            return f"crossing of {sample.num_pairs} × {format_bytes(sample.num_bytes)}"
+            return f"transfer of {sample.num_pairs} × {format_bytes(sample.num_bytes)}"
 
 
 def rate_of(sample: Any) -> tuple[float, str]:
-    """What a sample achieved, in FLOP/s or bytes per second."""
+    """The rate of a sample, in FLOP/s or bytes per second."""
     seconds = times_of(sample)[0].seconds
     flops = getattr(sample, "flops", None)
     if flops is not None:
         return flops / seconds, "FLOP/s"
     if hasattr(sample, "num_bytes"):
         return sample.num_bytes / seconds, "B/s"
-    own = sample
-    flops = 4.0 * own.batch * own.heads * own.length**2 * own.head_dim
-    return flops * (0.5 if own.causal else 1.0) / seconds, "FLOP/s"
+    flops = 4.0 * sample.batch * sample.heads * sample.length**2 * sample.head_dim
+    return flops * (0.5 if sample.causal else 1.0) / seconds, "FLOP/s"
 
 
 def range_line(group: str, samples: Sequence[Any]) -> str:
@@ -69,7 +68,7 @@ def range_line(group: str, samples: Sequence[Any]) -> str:
 
 
 def show_profile(profile: MachineProfile) -> str:
-    """What a profile holds: where it was made, the best of every kind, and its notes."""
+    """Where a profile was measured, the best rate of every kind, and its notes."""
     versions = ", ".join(f"{name} {number}" for name, number in profile.versions.items())
     head = (
         f"{profile.name or 'profile'}: {profile.num_hosts} × {profile.devices_per_host} "
@@ -78,11 +77,11 @@ def show_profile(profile: MachineProfile) -> str:
     when = f"measured {profile.date} in {profile.seconds:.0f} s, digest {profile.digest}"
     lines = [head, when]
     if profile.launch_s is not None:
-        lines.append(f"one more kernel costs {_seconds(profile.launch_s.seconds)}")
+        lines.append(f"kernel launch: {_seconds(profile.launch_s.seconds)}")
     if profile.dispatch_s is not None:
-        lines.append(f"one more program costs {_seconds(profile.dispatch_s.seconds)}")
+        lines.append(f"program dispatch: {_seconds(profile.dispatch_s.seconds)}")
     if profile.usable_memory_bytes is not None:
-        lines.append(f"usable memory of a device: {format_bytes(profile.usable_memory_bytes)}")
+        lines.append(f"usable memory per device: {format_bytes(profile.usable_memory_bytes)}")
     for group, by in (
         ("products", ("dtype",)),
         ("convolutions", ("dtype", "kind")),

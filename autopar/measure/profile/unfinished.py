@@ -1,7 +1,7 @@
-"""The file of a run that is under way: FILE.part, a line of JSON per sample, in the order taken.
+"""The file of an unfinished run: FILE.part, a line of JSON per sample, in the order taken.
 
-The first line says on what hardware. A run that was interrupted is continued from it; a last line
-that was cut short is dropped. When everything is measured, the profile is written and this removed.
+The first line is the hardware. An interrupted run continues from the file; a truncated last line is
+dropped. When all samples are taken, the profile is written and this file removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KIND = "autopar unfinished profile"
 
 @dataclass(frozen=True)
 class TakenSample:
-    """One result: of `planned`, the sample with its time; None if it did not fit into memory."""
+    """`sample`: with its time; None if it did not fit into memory."""
 
     planned: PlannedSample
     sample: Any
@@ -52,7 +52,7 @@ def part_path(output: str | Path) -> Path:
 
 
 class UnfinishedProfile:
-    """What was measured so far, in memory and (unless `path` is None) on the disk."""
+    """The samples so far, in memory and, unless `path` is None, in the file."""
 
     def __init__(self, path: Path | None, hardware: Hardware, *, restart: bool = False) -> None:
         self.path = path
@@ -95,15 +95,15 @@ class UnfinishedProfile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(body) + "\n")
         except OSError as error:
-            raise ProfileError(f"{self.path}: samples cannot be written: {error}") from error
+            raise ProfileError(f"{self.path}: cannot write samples: {error}") from error
 
     def _read(self, path: Path, hardware: Hardware) -> None:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ProfileError(f"{path}: cannot be read ({error}); see --restart.") from error
+            raise ProfileError(f"{path}: cannot read the file ({error}); see --restart.") from error
         lines = text.splitlines()
-        if text and not text.endswith("\n"):  # the run was killed while it wrote
+        if text and not text.endswith("\n"):  # the run was killed while writing
             lines.pop()
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         if not lines:
@@ -119,15 +119,15 @@ class UnfinishedProfile:
             return read(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(
-                f"{path}, line {number}: is no line of an unfinished profile ({error}). Begin "
-                "again with --restart."
+                f"{path}, line {number}: not a line of an unfinished profile ({error}). Start "
+                "over with --restart."
             ) from error
 
     def _take(self, body: dict[str, Any]) -> None:
         if "name" in body:
             name, value = body["name"], body["value"]
             if name not in SCALARS:
-                raise ValueError(f"{name!r} is none of {SCALARS}")
+                raise ValueError(f"{name!r} is not one of {SCALARS}")
             self.scalars[name] = decode(Timing, value) if isinstance(value, dict) else value
             return
         kind = SAMPLES[body["group"]]

@@ -1,8 +1,7 @@
-"""What a worker of a Ray cluster does when the cluster is measured: an executor of `RayCluster`.
+"""The worker that measures a Ray cluster: an executor of `RayCluster`.
 
-Work that needs no other device is timed by every worker on its own devices, all at the same time.
-Collectives run over all devices of the mesh, so every process must run them equally often: how
-often is told by the driver.
+All workers time local work on their devices at the same time. Collectives run over all devices of
+the mesh, so every process must run them equally often: the driver says how often.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class MeasuringExecutor:
         self._machine: Any = None
 
     def hardware(self) -> Hardware:
-        """Of the whole mesh."""
+        """The hardware of the whole mesh."""
         return hardware_of(tuple(jax.devices()))
 
     def capability(self) -> str:
         return str(getattr(jax.devices()[0], "compute_capability", "0"))
 
     def begin(self, quick: bool) -> tuple[Timing, float]:
-        """Seconds of one more kernel, and of a loop with a tie."""
+        """(launch of a kernel, seconds of a loop with a tie)."""
         bench = Bench(tuple(jax.local_devices()), self._paces[quick])
         self._machine = LocalMachine(bench)
         return self._machine.launch(), bench.tied_loop_s
@@ -54,7 +53,7 @@ class MeasuringExecutor:
     def collective(
         self, sample: CollectiveTime, trips: int, num_calls: int
     ) -> tuple[float, list[float]]:
-        """The bytes it came to, and the seconds of each call."""
+        """(actual bytes, seconds of each call)."""
         program, carry = collective_program(sample, tuple(jax.devices()), trips)
         num_bytes = whole_bytes(sample, carry, len(jax.devices()))
         compiled = program.lower(*carry).compile()

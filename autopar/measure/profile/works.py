@@ -1,10 +1,10 @@
-"""What is timed on every device: from a sample of a profile to `Workload`, which can be repeated.
+"""The work of a sample on every device: from a profile's sample to a repeatable `Workload`.
 
-A step takes its *carry* to the next one's and reads *constants*. It is repeated by a loop inside of
-one program, so each must depend on the one before, or XLA would compute it once. Where a result
-does not have the shape of an operand, the carry has both, and they are *tied* before each step. On
-GPUs an optimization barrier does that, which costs nothing. For CPUs XLA drops barriers too early:
-there one number of the result is written into the operand, in place.
+A step maps its *carry* to the next and reads *constants*. A loop inside one program repeats it, so
+each step must depend on the previous one, or XLA would compute it once. If the result has another
+shape than the operand, the carry has both, *tied* before each step: on GPUs by an optimization
+barrier, which is free; on CPUs, where XLA drops barriers too early, by writing one number of the
+result into the operand in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """An array on every device. `limit` is of whole numbers below it, None of numbers in −½ … ½."""
+    """An array on every device, of integers below `limit` or, if None, of floats in −½ … ½."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -39,7 +39,7 @@ class Operand:
         return prod(self.shape) * np_dtype(self.dtype).itemsize
 
     def values(self) -> np.ndarray:
-        """Random numbers, since devices use less power, and clock higher, on zeros."""
+        """Random numbers: on zeros, devices use less power and clock higher."""
         if self.zeros:
             return np.zeros(self.shape, np_dtype(self.dtype))
         if self.limit is not None:
@@ -50,9 +50,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Workload:
-    """`flops` and `num_bytes` are of one step on one device. `is_tied`: the first of the carry has
-    to be tied to the second before each step. `kind`: of works whose guessed times are wrong by
-    about the same factor. `is_fusible`: XLA would compute several steps of a trip as one."""
+    """`flops`, `num_bytes`: of one step on one device. `is_tied`: the first of the carry must be
+    tied to the second before each step. `kind`: of workloads whose estimates are off by about the
+    same factor. `is_fusible`: XLA would fuse several steps of a trip."""
 
     kind: str
     step: Callable[[Arrays, Arrays], Arrays]
@@ -72,7 +72,7 @@ _numbers: dict[str, np.ndarray] = {}
 
 
 def _random(dtype: str, count: int) -> np.ndarray:
-    """So many numbers, of which a million are different; the longest array so far is kept."""
+    """`count` numbers, a million of them distinct; the longest array is cached."""
     if dtype not in _numbers:
         own = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
         _numbers[dtype] = own.astype(np_dtype(dtype))
@@ -98,7 +98,7 @@ def first_of(array: jax.Array) -> jax.Array:
 
 
 def product(sample: ProductTime) -> Workload:
-    """Results of fp8 products are bfloat16, as those of training are."""
+    """Results of fp8 products are bfloat16, as in training."""
     batch = () if sample.batch == 1 else (sample.batch,)
     out = "bfloat16" if sample.dtype.startswith("float8") else sample.dtype
     left = Operand((*batch, sample.m, sample.k), sample.dtype)
@@ -152,11 +152,11 @@ def convolution(sample: ConvolutionTime) -> Workload:
     return Workload(own.kind, step, carry, (constant,), own.flops, moved, is_tied=True)
 
 
-ROW = 1024  # numbers in a row of what is reduced, gathered and scattered
+ROW = 1024  # numbers per row of reductions, gathers and scatters
 
 
 def stream(sample: StreamTime) -> Workload:
-    """`sample.num_bytes` is taken as what is wanted; that of the work is what it comes to."""
+    """`sample.num_bytes` is the wanted size; the workload has the actual one."""
     wanted, dtype = sample.num_bytes / np_dtype(sample.dtype).itemsize, sample.dtype
     return _STREAMS[sample.kind](wanted, dtype)
 
@@ -191,8 +191,8 @@ def _reduced(dimension: int) -> Callable[[float, str], Workload]:
 
 
 def _transpose(wanted: float, dtype: str) -> Workload:
-    """A matrix and its transpose are added: XLA could choose a layout that makes a transposition
-    alone free. The number that ties is carried by itself, so that nothing is copied."""
+    """A matrix plus its transpose, since XLA could make a transposition alone free by its layout.
+    The tying number is carried separately, so nothing is copied."""
     side = max(8, int((wanted / 3) ** 0.5))
     x = Operand((side, side), dtype)
 
@@ -228,7 +228,7 @@ def _gather(wanted: float, dtype: str) -> Workload:
 
 
 def _scatter(wanted: float, dtype: str) -> Workload:
-    """Rows are added to those of a table, in place: read, and read and written."""
+    """Rows added to a table in place: rows are read, the table read and written."""
     rows = _at_least_one(wanted / 3 / ROW)
     table = Operand((2 * rows, ROW), dtype)
     numbers = Operand((rows,), "int32", limit=2 * rows)
@@ -254,7 +254,7 @@ _STREAMS: dict[str, Callable[[float, str], Workload]] = {
 
 
 def attention(sample: AttentionTime, *, backward: bool) -> Workload:
-    """With `backward`, the forward pass and the gradient by all three operands."""
+    """With `backward`, the forward pass and the gradients of all three operands."""
     own = sample
     x = Operand((own.batch, own.length, own.heads, own.head_dim), own.dtype)
     kind: Any = own.implementation

@@ -172,7 +172,7 @@ def test_a_sweep_of_devices(tmp_path, capsys) -> None:
     assert eight["peak_bytes"] < two["peak_bytes"]
     assert eight["samples_per_s"] == pytest.approx(32 / eight["step_s"])
     assert eight["cost"] == pytest.approx(3 * 8 * eight["step_s"] / 3600 / (32 / 1e6))
-    assert "without a plan that fits: devices 1." in out and "cheapest: " in out
+    assert "no fitting plan: devices 1." in out and "cheapest: " in out
     text = page.read_text()
     assert text.count("<svg") == 4 and "http" not in text.replace("http-equiv", "")
 
@@ -201,7 +201,7 @@ def test_nothing_of_a_sweep_fits(capsys) -> None:
         capsys, "sweep", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1KB,2KB",
         "--jobs", "1",
     )  # fmt: skip
-    assert code == 1 and "None of them fits." in out
+    assert code == 1 and "No plan fits." in out
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_versions_memory_and_reshardings(one_mesh) -> None:
     assert "predicted peak" in files["memory.txt"]
     figures = json.loads(files["figures.json"])
     assert figures["memory_bytes"] == parallel.last_executable.memory_bytes()
-    assert files["resharding.txt"].split()[0] in ("value", "Nothing")
+    assert files["resharding.txt"].split()[0] in ("value", "No")
 
 
 def test_what_cannot_be_made_is_said(tmp_path: Path, one_mesh, monkeypatch) -> None:

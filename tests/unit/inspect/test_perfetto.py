@@ -102,5 +102,5 @@ def test_other_files_are_refused(change: Any, said: str) -> None:
 def test_an_event_of_no_mesh_is_refused() -> None:
     document = json.loads(trace_json(CONTENT))
     next(e for e in document["traceEvents"] if e["ph"] == "X")["args"]["mesh"] = 5
-    with pytest.raises(TraceFileError, match="mesh that is not there"):
+    with pytest.raises(TraceFileError, match="an event of an unknown mesh"):
         read_timelines(json.dumps(document), "here")

@@ -186,7 +186,7 @@ def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
     for path, said in (
         (tmp_path, "is a folder"),
         (tmp_path / "none" / "trace.json", "does not exist"),
-        (Path("/proc/trace.json"), "cannot be written"),
+        (Path("/proc/trace.json"), "cannot write the file"),
     ):
         with pytest.raises(autopar.TraceFileError, match=said), autopar.trace(path):
             raise AssertionError("the body runs")
@@ -206,7 +206,7 @@ def test_arguments_that_cannot_work(arguments: dict[str, Any], said: str) -> Non
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
-    with pytest.raises(autopar.TraceFileError, match="cannot be read"):
+    with pytest.raises(autopar.TraceFileError, match="cannot read it"):
         autopar.read_trace(tmp_path / "none.json")
 
 

@@ -88,7 +88,7 @@ def test_an_interrupted_run_is_continued(tmp_path):
         file.write('{"round": 0, "gro')  # killed while it wrote
     devices = Devices()
     profile, said = run(devices, output)
-    assert "going on with 2 samples" in said
+    assert "continuing with 2 samples" in said
     assert [sample.time for sample in devices.taken] == [UNTIMED] * 3
     assert len(profile.products) == 4 and len(profile.streams) == 1
     assert not part_path(output).exists()
@@ -112,7 +112,7 @@ def test_an_unfinished_run_of_other_hardware_is_refused(tmp_path):
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, line):
     output = tmp_path / "p.json"
     part_path(output).write_text(line)
-    with pytest.raises(ProfileError, match=r"line 1: is no line of an unfinished profile.*restart"):
+    with pytest.raises(ProfileError, match=r"line 1: not a line of an unfinished profile.*restart"):
         run(Devices(), output)
 
 
@@ -122,7 +122,7 @@ def test_noisy_samples_are_taken_again_and_flagged_if_they_stay_so():
     assert [s.m for s in devices.taken if isinstance(s, ProductTime)][4:] == [128, 256]
     assert [p.time.is_noisy for p in profile.products] == [False, False, True, False]
     (note,) = profile.notes
-    assert "busy with other work" in note and "256 × 256 × 256" in note and "128" not in note
+    assert "the devices were busy" in note and "256 × 256 × 256" in note and "128" not in note
     assert note in said and "1 noisy" in show_profile(profile)
 
 
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_skipped_and_noted(tmp_path):
     failing = {128: "RESOURCE_EXHAUSTED: Out of memory", 256: "no such kernel\nand more"}
     profile, _ = run(Devices(failing=failing), output)
     assert [p.m for p in profile.products] == [64, 512]
-    assert "128 × 128 × 128: too large for the memory" in profile.notes[0]
+    assert "128 × 128 × 128: out of memory" in profile.notes[0]
     assert profile.notes[1].endswith("RuntimeError: no such kernel")
 
 
@@ -139,7 +139,7 @@ def test_a_time_limit_ends_with_what_there_is(tmp_path):
     output = tmp_path / "p.json"
     profile, _ = run(Devices(), output, time_limit_s=1e-9)
     assert profile.products == () and profile.launch_s is not None
-    assert "5 of 5 samples not taken" in profile.notes[0]
+    assert "5 of 5 samples missing" in profile.notes[0]
     assert load_profile(output) == profile and part_path(output).exists()
     profile, _ = run(Devices(), output)
     assert len(profile.products) == 4 and profile.notes == ()
@@ -213,11 +213,11 @@ def test_a_real_machine_from_the_command_line(tmp_path, capsys):
     ("typed", "said"),
     [
         (["--only", "product"], "did you mean|products"),
-        (["--devices", "9"], "there are 8 here"),
+        (["--devices", "9"], "requested 9 devices, found 8"),
         (["--hosts", "2"], "--cluster ray"),
-        (["--output", "no/such/folder/p.json"], "no folder no/such/folder"),
+        (["--output", "no/such/folder/p.json"], "no/such/folder does not exist"),
         (["--enumerate"], "needs --model"),
-        (["--show", "p.json", "--quick"], "--quick: is an option of a measurement"),
+        (["--show", "p.json", "--quick"], "--quick: belongs to a measurement"),
         (["--model", "m.py:f", "--restart"], "--restart"),
     ],
 )
