@@ -205,7 +205,7 @@ def _plan_text(plan: ParallelPlan) -> str:
     shapes = [stage.mesh_shape for stage in plan.stages]
     meshes = ["×".join(map(str, shape)) for shape in dict.fromkeys(shapes)]
     shown = " and ".join(meshes[:3]) + (" …" if len(meshes) > 3 else "")
-    return f"{plan.num_stages} stages on {shown}" if plan.num_stages > 1 else f"{shown} mesh"
+    return f"{plan.num_stages} stages on {shown}" if plan.num_stages > 1 else f"mesh {shown}"
 
 
 def _command(arguments: Namespace) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.inspect.lines import counted
+from autopar.inspect.lines import counted, mesh_text
 from autopar.ir.blocks import Block, Blocks, Segment
 from autopar.ir.text import format_bytes, format_seconds, table
 
@@ -13,8 +13,7 @@ _HEADER = (
 
 
 def blocks_text(blocks: Blocks) -> str:
-    mesh = "×".join(map(str, blocks.mesh_shape))
-    parts = [f"{blocks_line(blocks)}, on a {mesh} mesh"]
+    parts = [f"{blocks_line(blocks)}, on {mesh_text(blocks.mesh_shape)}"]
     total = sum(block.cost_s for block in blocks.blocks)
     for segment in blocks.segments:
         parts.append("\n".join([_title(blocks, segment, total), *_rows(blocks, segment)]))

@@ -22,7 +22,7 @@ from autopar.inspect.breakdown import (
     shares_of,
 )
 from autopar.inspect.explain import cluster_text, costs_text, where_text
-from autopar.inspect.lines import WIDTH, elided, number_range, paragraph
+from autopar.inspect.lines import WIDTH, elided, mesh_text, number_range, paragraph
 from autopar.inspect.module_tree import words_text
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.text import (
@@ -169,7 +169,7 @@ def _stages(plan: ParallelPlan) -> str:
         return "1"
     parts = (
         f"layers {number_range(*stage.layers)} on {'×'.join(map(str, stage.submesh))} devices as "
-        f"a {'×'.join(map(str, stage.mesh_shape))} mesh"
+        f"{mesh_text(stage.mesh_shape)}"
         for stage in plan.stages
     )
     return f"{plan.num_stages}: {'; '.join(parts)}"

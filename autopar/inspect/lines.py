@@ -33,6 +33,14 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}{many if count != 1 else ''}"
 
 
+def mesh_text(shape: Sequence[int]) -> str:
+    """`a 4×2 mesh`, `an 8×4 mesh`, `a mesh of 8`."""
+    if len(shape) == 1:
+        return f"a mesh of {shape[0]}"
+    article = "an" if str(shape[0]).startswith("8") or shape[0] in (11, 18) else "a"
+    return f"{article} {'×'.join(map(str, shape))} mesh"
+
+
 def number_range(first: int, end: int) -> str:
     return str(first) if end == first + 1 else f"{first}–{end - 1}"
 

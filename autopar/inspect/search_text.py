@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 
 from autopar.inspect.breakdown import is_timed
-from autopar.inspect.lines import counted, paragraph
+from autopar.inspect.lines import counted, mesh_text, paragraph
 from autopar.ir.plan import ParallelPlan, SolverReport, StagePlan
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
@@ -108,7 +108,7 @@ def stages_text(stages: Sequence[StageChoice | StagePlan]) -> str:
         text = f"{counted(layers, 'layer')} on {'×'.join(map(str, submesh))} devices"
         is_row = prod(shape) == shape[0] and submesh[0] == 1  # the only mesh of one axis
         if tuple(submesh) != tuple(shape) and not is_row:
-            text += f" as a {'×'.join(map(str, shape))} mesh"
+            text += f" as {mesh_text(shape)}"
         text += ", recomputed" if remat else ""
         texts.append(f"{count} × ({text})" if count > 1 else text)
     return "; ".join(texts)

@@ -210,13 +210,13 @@ def _record(one: _TimedCandidate, is_chosen: bool) -> TriedPlan:
 
 
 def plan_summary(plan: ParallelPlan) -> str:
-    """`2×4 mesh, 12 × (x data y column), 3 × (x ZeRO y row)` by the parallelism of parameters, or
+    """`mesh 2×4, 12 × (x data y column), 3 × (x ZeRO y row)` by the parallelism of parameters, or
     the stages of a pipeline."""
     parts = []
     if plan.is_pipeline:
         parts = [f"{plan.num_stages} stages: {stages_text(plan.stages)}", plan.schedule]
     else:
-        parts.append(f"{'×'.join(map(str, plan.mesh_shape))} mesh")
+        parts.append(f"mesh {'×'.join(map(str, plan.mesh_shape))}")
         if plan.details is not None:
             parts += _parallelism_counts(plan.details)
     if plan.num_micro_batches > 1:

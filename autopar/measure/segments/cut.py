@@ -92,7 +92,7 @@ class _SegmentCutter:
         self.outside: dict[int, int] = {}  # a loop's carry -> the result that it becomes
         for position, equation in enumerate(self.program.equations):
             self.first.append(len(position_of))
-            position_of += [position] * _size(equation)
+            position_of += [position] * equation.num_equations()
             inside.update(dict.fromkeys(_inner_values(equation), position))
             self.outside.update(_carried(equation))
         self.position = [
@@ -216,7 +216,7 @@ class _SegmentCutter:
         start, first = 0, {}
         for at in positions:
             first[at] = start
-            start += _size(self.program.equations[at])
+            start += self.program.equations[at].num_equations()
         found = []
         for place, index in enumerate(order):
             if index < 0:
@@ -252,10 +252,6 @@ class _SegmentCutter:
             outputs.append(out)
             graph_outputs.append(value)
         return outputs, graph_outputs, state
-
-
-def _size(equation: Equation) -> int:
-    return 1 + sum(body.num_equations() for body in equation.bodies)
 
 
 def _inner_values(equation: Equation) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.inspect.lines import mesh_text
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.measure.segments.files import (
@@ -32,7 +33,7 @@ def analysis_text(analysis: Analysis) -> str:
 def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
     num = len(analysis.parts)
     yield (
-        f"{analysis.step} on a {_shape(space.shape)} mesh: {num} segments, {len(space.segments)} "
+        f"{analysis.step} on {mesh_text(space.shape)}: {num} segments, {len(space.segments)} "
         f"of them unique; the cost model's plan takes {format_seconds(space.symbolic_s)}"
     )
     rows = [
@@ -139,7 +140,7 @@ def search_text(analysis: Analysis, result: SearchResult) -> str:
     space = next(own for own in analysis.meshes if own.shape == best.mesh)
     lines = [
         f"best of {_count(result.num_choices)} plans by measured times: "
-        f"{format_seconds(best.step_s)} per step on a {_shape(best.mesh)} mesh",
+        f"{format_seconds(best.step_s)} per step on {mesh_text(best.mesh)}",
         f"  {_chosen(space, best)}",
         f"  including {format_seconds(best.reshard_s)} of resharding between segments; "
         f"{format_bytes(best.peak_bytes)} per device",
@@ -151,8 +152,8 @@ def search_text(analysis: Analysis, result: SearchResult) -> str:
         for one in result.others:
             own = next(s for s in analysis.meshes if s.shape == one.mesh)
             lines.append(
-                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on a "
-                f"{_shape(one.mesh)} mesh: {_chosen(own, one)}"
+                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on "
+                f"{mesh_text(one.mesh)}: {_chosen(own, one)}"
             )
     return "\n".join(lines)
 
