@@ -84,6 +84,10 @@ class Equation:
         for body in self.bodies:
             yield from body.all_equations()
 
+    def num_equations(self) -> int:
+        """The number of equations in it: itself and those of its bodies."""
+        return sum(1 for _ in self.with_bodies())
+
 
 def source_line(source_info: _jax.SourceInfo, callers: tuple[_jax.SourceInfo, ...]) -> str:
     lines = (_jax.source_line(source) for source in (source_info, *callers))

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.errors import MeshError, TraceError
@@ -49,9 +50,9 @@ from autopar.rewrite.batch_dependence import (
 )
 from autopar.rewrite.fold_transposes import fold_transposes
 from autopar.rewrite.layers import Layer
-from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope, add
+from autopar.rewrite.micro_batch_body import MicroBatches, Notes, Scope
 from autopar.rewrite.micro_batch_placement import MicroBatchPlacement, Pair
-from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
+from autopar.rewrite.program_writer import Env, ProgramWriter, add, read_all
 from autopar.rewrite.remat import rematerialise, with_remat
 
 
@@ -85,7 +86,7 @@ def batch_size(step: TracedStep, num_micro_batches: int) -> int:
     return size
 
 
-def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[Any]:
+def micro_batch_leaves(step: TracedStep, num_micro_batches: int) -> list[jax.ShapeDtypeStruct]:
     """The leaves of a call with one micro-batch in placement of the batch, as shapes."""
     size = batch_size(step, num_micro_batches) // num_micro_batches
     leaves = []
@@ -330,7 +331,7 @@ class _LoopWriter:
             inside, out, {"shape": aval.shape, "dtype": sum_dtype, "fill": start}, is_average
         )
 
-    def scan(self, body: Program, inits: list[Operand], carries: list[Any]) -> list[int]:
+    def scan(self, body: Program, inits: list[Operand], carries: list[ShapedArray]) -> list[int]:
         outer, num = self.outer, self.micro_batches.num
         stacked = [
             _jax.stacked_aval(self.inner.aval(out), num) for out in body.outputs[len(inits) :]
@@ -387,13 +388,13 @@ def _neutral_element(combined_by: str, dtype: Any) -> Any:
     return int(combined_by == "mul")
 
 
-def _filled(*, shape: tuple[int, ...], dtype: Any, fill: Any) -> Any:
+def _filled(*, shape: tuple[int, ...], dtype: Any, fill: Any) -> jax.Array:
     return jnp.full(shape, fill, dtype)
 
 
-def _convert(value: Any, *, dtype: Any) -> Any:
+def _convert(value: jax.Array, *, dtype: Any) -> jax.Array:
     return value.astype(dtype)
 
 
-def _divide(value: Any, *, num: int) -> Any:
+def _divide(value: jax.Array, *, num: int) -> jax.Array:
     return value / np.asarray(num, value.dtype)

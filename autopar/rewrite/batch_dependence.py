@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,8 +84,8 @@ def join(first: BatchDependence, second: BatchDependence) -> BatchDependence:
 class RowShapes:
     """The two traces' shapes: values have rows where they differ."""
 
-    full: Sequence[Any]
-    micro: Sequence[Any]
+    full: Sequence[ShapedArray]
+    micro: Sequence[ShapedArray]
 
     def dims(self, value: int) -> tuple[int, ...]:
         whole, part = _shape(self.full[value]), _shape(self.micro[value])

@@ -10,8 +10,11 @@ swapped before the loop is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from jax.core import ShapedArray
 
 from autopar.ir.program import Equation, Program
 
@@ -52,15 +55,15 @@ def fold_transposes(program: Program) -> Program:
     )
 
 
-def _swap_of(product: Equation, avals: Any) -> tuple[int, ...]:
+def _swap_of(product: Equation, avals: Sequence[ShapedArray]) -> tuple[int, ...]:
     """The permutation that swapping the operands amounts to: batch dimensions, then those of the
     second operand, then those of the first. Empty if they must not be swapped."""
     if product.params.get("out_sharding") is not None:
         return ()
-    if not all(isinstance(o, int) for o in product.operands):
+    if len(product.inputs) < 2:  # a constant operand
         return ()
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    first = len(avals[product.operands[0]].shape) - len(contracted) - len(batch)
+    first = len(avals[product.inputs[0]].shape) - len(contracted) - len(batch)
     rank = len(avals[product.results[0]].shape)
     middle = len(batch) + first
     return (*range(len(batch)), *range(middle, rank), *range(len(batch), middle))

@@ -15,12 +15,11 @@ layer, since all their users share them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 from jax.core import ShapedArray
 
@@ -167,7 +166,7 @@ class Flow:
         program = self.program
         equations = [program.equations[i] for i in indices]
         heavy = tuple(p for p, e in enumerate(equations) if products(e))
-        numbers: dict[Any, int] = {}
+        numbers: dict[Hashable, int] = {}
         signatures = tuple(
             numbers.setdefault(_signature(equations[p], program.avals), len(numbers)) for p in heavy
         )
@@ -297,7 +296,7 @@ def _flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
     return equation_flops(equation, avals) if equation.results else 0.0
 
 
-def _signature(equation: Equation, avals: Sequence[ShapedArray]) -> Any:
+def _signature(equation: Equation, avals: Sequence[ShapedArray]) -> Hashable:
     """Equal for equal products; loops are compared by their inner ops and operand types."""
     if not equation.bodies:
         return equation_key(equation, avals)

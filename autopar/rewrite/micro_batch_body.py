@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,7 +36,7 @@ from autopar.rewrite.batch_dependence import (
     output_dependence,
     result_dependence,
 )
-from autopar.rewrite.program_writer import Env, ProgramWriter
+from autopar.rewrite.program_writer import Env, ProgramWriter, add
 from autopar.tracer.regions import BACKWARD, region_by_name
 
 # Ops that move data along a dimension, and the parameter that names it.
@@ -51,16 +52,12 @@ _ALONG = {
 }
 
 
-def times(value: Any, *, num: int) -> Any:
+def times(value: jax.Array, *, num: int) -> jax.Array:
     return value * np.asarray(num, value.dtype)
 
 
-def zeros_like(value: Any) -> Any:
+def zeros_like(value: jax.Array) -> jax.Array:
     return jnp.zeros_like(value)
-
-
-def add(first: Any, second: Any) -> Any:
-    return first + second
 
 
 @dataclass

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd, lcm, prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ def block_rows(num_rows: int, sizes: Iterable[int]) -> int:
     return lcm(*(num_rows // gcd(num_rows, size) for size in sizes))
 
 
-def cut(array: Any, *, num: int, dim: int, blocks: int) -> Any:
+def cut(array: jax.Array, *, num: int, dim: int, blocks: int) -> jax.Array:
     """(…, B, …) → (n, …, b, …): the stack of micro-batches, each of so many blocks."""
     shape = array.shape
     inside = shape[dim] // (num * blocks)
@@ -36,7 +35,7 @@ def cut(array: Any, *, num: int, dim: int, blocks: int) -> Any:
     return stacked.reshape(num, *shape[:dim], blocks * inside, *shape[dim + 1 :])
 
 
-def join(stack: Any, *, dim: int, blocks: int) -> Any:
+def join(stack: jax.Array, *, dim: int, blocks: int) -> jax.Array:
     """The inverse of `cut`; `dim` is the batch dimension of the result."""
     num, *shape = stack.shape
     inside = shape[dim] // blocks
@@ -45,24 +44,24 @@ def join(stack: Any, *, dim: int, blocks: int) -> Any:
     return ordered.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
 
 
-def indices(*, num: int) -> Any:
+def indices(*, num: int) -> jax.Array:
     return jnp.arange(num, dtype=jnp.uint32)
 
 
 def bits_of_rows(
-    key: Any,
-    index: Any,
+    key: jax.Array,
+    index: jax.Array,
     *,
     shape: tuple[int, ...],
     dim: int,
     num: int,
     blocks: int,
     bit_width: int,
-) -> Any:
+) -> jax.Array:
     """The random bits of the whole batch's program in the rows of micro-batch `index`."""
     high, low = _positions(index, shape, dim, num, blocks)
 
-    def one(key: Any) -> Any:
+    def one(key: jax.Array) -> jax.Array:
         return _jax.threefry_bits(key, high, low, bit_width)
 
     for _ in key.shape:
@@ -70,10 +69,12 @@ def bits_of_rows(
     return one(key)
 
 
-def bits_of_micro_batch(key: Any, index: Any, *, shape: tuple[int, ...], bit_width: int) -> Any:
+def bits_of_micro_batch(
+    key: jax.Array, index: jax.Array, *, shape: tuple[int, ...], bit_width: int
+) -> jax.Array:
     """Separate random bits for a micro-batch, for keys whose bits cannot be drawn by position."""
 
-    def one(key: Any) -> Any:
+    def one(key: jax.Array) -> jax.Array:
         folded = jax.random.fold_in(key, index)
         return jax.random.bits(folded, shape, f"uint{bit_width}")
 
@@ -83,8 +84,8 @@ def bits_of_micro_batch(key: Any, index: Any, *, shape: tuple[int, ...], bit_wid
 
 
 def _positions(
-    index: Any, shape: tuple[int, ...], dim: int, num: int, blocks: int
-) -> tuple[Any, Any]:
+    index: jax.Array, shape: tuple[int, ...], dim: int, num: int, blocks: int
+) -> tuple[jax.Array, jax.Array]:
     """The row-major position of each element in the whole batch's array: 64 bits as two words."""
     inside = shape[dim] // blocks
     whole = (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
@@ -104,7 +105,7 @@ def _positions(
     return high, low
 
 
-def _product(word: Any, factor: int) -> tuple[Any, Any]:
+def _product(word: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """(high, low) words of a word times a number below 2⁶⁴ (modulo 2⁶⁴)."""
     factor_high, factor_low = divmod(factor, 2**32)
     a_high, a_low = word >> 16, word & 0xFFFF

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from autopar import _jax
@@ -41,7 +42,7 @@ class ProgramWriter:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def aval(self, operand: Operand) -> Any:
+    def aval(self, operand: Operand) -> ShapedArray:
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
 
     def capture(self, array: Any, aval: ShapedArray) -> int:
@@ -58,7 +59,7 @@ class ProgramWriter:
             tuple(self.captured),
         )
 
-    def copy(self, equation: Equation, source: Sequence[Any], env: Env) -> None:
+    def copy(self, equation: Equation, source: Sequence[ShapedArray], env: Env) -> None:
         """Add an equation of another program whose avals are `source`."""
         operands = tuple(read_all(equation.operands, env))
         bodies = tuple(self.copy_program(body, source) for body in equation.bodies)
@@ -66,7 +67,7 @@ class ProgramWriter:
         env.update(zip(equation.results, results, strict=True))
         self.equations.append(replace(equation, operands=operands, results=results, bodies=bodies))
 
-    def copy_program(self, program: Program, source: Sequence[Any]) -> Program:
+    def copy_program(self, program: Program, source: Sequence[ShapedArray]) -> Program:
         inside, env = self.inner(), Env()
         for value, array in program.captured:
             env[value] = inside.capture(array, source[value])
@@ -124,6 +125,17 @@ class ProgramWriter:
             self.equations[first:] = [_named_like(e, like) for e in self.equations[first:]]
         (out,) = read_all(program.outputs, env)
         return out
+
+
+# -- functions to emit
+
+
+def zeros(*, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def add(first: jax.Array, second: jax.Array) -> jax.Array:
+    return first + second
 
 
 def _named_like(equation: Equation, like: Equation) -> Equation:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jax.core import ShapedArray
 
 from autopar import _jax
-from autopar.ir.program import Equation, Program, values_in
+from autopar.ir.program import Equation, Operand, Program, values_in
 from autopar.tracer.copy_equations import Copier, needed_equations, rename
 from autopar.tracer.costs import aval_bytes
 from autopar.tracer.regions import BACKWARD
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class ScanPair:
 
 
 @dataclass(frozen=True)
-class ScanParts:
+class ScanParts(Generic[T]):
     """The operands of a scan, or the inputs of its body, by kind."""
 
-    consts: tuple[Any, ...]
-    carry: tuple[Any, ...]
-    xs: tuple[Any, ...]
+    consts: tuple[T, ...]
+    carry: tuple[T, ...]
+    xs: tuple[T, ...]
 
 
-def scan_parts(scan: Equation, values: Sequence[Any]) -> ScanParts:
+def scan_parts(scan: Equation, values: Sequence[T]) -> ScanParts[T]:
     num_consts, num_carry = _jax.scan_sizes(scan.params)
     first_x = num_consts + num_carry
     return ScanParts(
@@ -144,7 +146,7 @@ class ScanRewriter:
         inside = replace(body, outputs=outputs, equations=live_equations(body.equations, outputs))
         return replace(scan, results=results, bodies=(inside,), params=_params(scan))
 
-    def rewritten_backward(self, operands: Sequence[Any]) -> Equation:
+    def rewritten_backward(self, operands: Sequence[Operand]) -> Equation:
         """The backward scan with these operands; it recomputes the dropped slices."""
         scan, copier = self.backward, self.copier
         (body,) = scan.bodies
@@ -182,7 +184,9 @@ class ScanRewriter:
         wanted = {o for p in self.pair.dropped if isinstance(o := body.outputs[p], int)}
         return (read | wanted) - made
 
-    def bring_in(self, consts: list[tuple[int, Any]], xs: list[tuple[int, Any]]) -> dict[int, int]:
+    def bring_in(
+        self, consts: list[tuple[int, Operand]], xs: list[tuple[int, Operand]]
+    ) -> dict[int, int]:
         """Brings the values that the forward body reads into the backward body, as constants and
         slices that exist already or are added: {forward value: backward value}."""
         (body,) = self.forward.bodies
@@ -252,7 +256,9 @@ def _params(scan: Equation) -> dict[str, Any]:
     return {name: scan.params[name] for name in ("length", "reverse", "unroll")} | sizes
 
 
-def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> tuple[Equation, ...]:
+def live_equations(
+    equations: Sequence[Equation], outputs: Sequence[Operand]
+) -> tuple[Equation, ...]:
     """The equations that the outputs need, or that have an effect."""
     needed = set(values_in(outputs))
     live = []

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import jax.numpy as jnp
+import jax
 
 from autopar.errors import TraceError
 from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.program_writer import Env, ProgramWriter, read_all
+from autopar.rewrite.program_writer import Env, ProgramWriter, read_all, zeros
 from autopar.tracer.regions import UPDATE, equation_regions
 
 
@@ -31,12 +30,8 @@ def loop_single_microbatch(step: TracedStep) -> TracedStep:
     return replace(step, program=program, loop=loop)
 
 
-def _stacked(array: Any) -> Any:
+def _stacked(array: jax.Array) -> jax.Array:
     return array[None]
-
-
-def _zeros(*, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jnp.zeros(shape, dtype)
 
 
 class _Writer:
@@ -105,7 +100,7 @@ class _Writer:
         for equation in equations:
             inner.copy(equation, self.avals, inside)
         inits = [
-            outer.emit(_zeros, [], shape=tuple(self.avals[v].shape), dtype=self.avals[v].dtype)
+            outer.emit(zeros, [], shape=tuple(self.avals[v].shape), dtype=self.avals[v].dtype)
             for v in results
         ]
         carries = [inner.new_value(self.avals[v]) for v in results]

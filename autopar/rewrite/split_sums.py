@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import jax.numpy as jnp
 
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program
-from autopar.rewrite.program_writer import ProgramWriter
+from autopar.rewrite.program_writer import ProgramWriter, add, zeros
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, is_zero, zeros_made
 
 
@@ -33,14 +30,6 @@ def split_sums(
     """(program, position of its loop, stage per equation of its body). `stage_of`: the stage of
     every equation of the body, negative if it belongs to none."""
     return _SumSplitter(program, loop, stage_of).split()
-
-
-def _zeros(*, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jnp.zeros(shape, dtype)
-
-
-def _add(first: Any, second: Any) -> Any:
-    return first + second
 
 
 class _SumSplitter:
@@ -82,9 +71,9 @@ class _SumSplitter:
                 inner.equations.clear()
                 total: Operand = carry
                 for term in terms:
-                    total = inner.emit(_add, [total, self.copy_term(inner, term)], like)
+                    total = inner.emit(add, [total, self.copy_term(inner, term)], like)
                 later += ((equation, stage) for equation in inner.equations)
-                start = outer.emit(_zeros, [], shape=tuple(aval.shape), dtype=aval.dtype)
+                start = outer.emit(zeros, [], shape=tuple(aval.shape), dtype=aval.dtype)
                 parts.append(outer.new_value(aval))
                 carries.append((start, carry, total, parts[-1]))
             finals.append((result, parts, like))
@@ -97,7 +86,7 @@ class _SumSplitter:
         for result, parts, like in finals:
             total = parts[0]
             for part in parts[1:]:
-                total = outer.emit(_add, [total, part], like)
+                total = outer.emit(add, [total, part], like)
             outer.equations[-1] = replace(outer.equations[-1], results=(result,))
         outer.equations += self.program.equations[self.position + 1 :]
         program = replace(self.program, equations=tuple(outer.equations))

@@ -19,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-from jax import lax
+from jax import Array, lax
 
 from autopar import _jax
 from autopar.ir.program import Equation, Operand, Program, values_in
@@ -272,7 +271,7 @@ class _Unroller:
         first = len(writer.equations)
         for equation in body.equations:
             writer.copy(equation, self.program.avals, env)
-        stacks: dict[Any, tuple[Any, str]] = {}
+        stacks: dict[_jax.NameStack, tuple[_jax.NameStack, str]] = {}
         for index in range(first, len(writer.equations)):
             equation = writer.equations[index]
             if equation.name_stack not in stacks:
@@ -288,7 +287,7 @@ class _Unroller:
             )
 
 
-def _named_below(body: Program, around: Any) -> Program:
+def _named_below(body: Program, around: _jax.NameStack) -> Program:
     """The body with full scopes; name stacks in a loop stay relative to it."""
     equations = []
     for equation in body.equations:
@@ -305,9 +304,9 @@ def _recomputes(body: Program) -> bool:
     return any("rematted_computation" in e.scope for e in body.equations)
 
 
-def _index(stack: Any, *, index: int) -> Any:
+def _index(stack: Array, *, index: int) -> Array:
     return lax.index_in_dim(stack, index, keepdims=False)
 
 
-def _stacked(*slices: Any) -> Any:
+def _stacked(*slices: Array) -> Array:
     return lax.concatenate([lax.expand_dims(array, (0,)) for array in slices], 0)

@@ -29,7 +29,6 @@ from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
-from autopar.ir.program import Equation
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
 from autopar.ir.stages import LayerTable, Submesh
 from autopar.ir.traced_step import TracedStep
@@ -111,11 +110,11 @@ def stage_tables(
 def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodeLayers:
     """The layer and phase of every node of a looped step's graph."""
     assert step.loop is not None
-    number = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
+    number = sum(e.num_equations() for e in step.program.equations[: step.loop]) + 1
     (body,) = step.program.equations[step.loop].bodies
     is_backward: dict[int, bool] = {}
     for equation, backward in zip(body.equations, layers.is_backward, strict=True):
-        count = _num_equations(equation)
+        count = equation.num_equations()
         is_backward.update(dict.fromkeys(range(number, number + count), backward))
         number += count
     own = equation_layers(step, layers)
@@ -150,23 +149,19 @@ def kept_values(step: TracedStep, layers: LoopLayers) -> dict[int, int]:
     return {v: home[v] if home[v] in readers else min(readers) for v, readers in kept.items()}
 
 
-def _num_equations(equation: Equation) -> int:
-    return 1 + sum(_num_equations(e) for body in equation.bodies for e in body.equations)
-
-
 def stage_costs(sharding: GraphSharding, stage: StageSlice, submesh: Submesh) -> LayerTable:
     """Costs of a stage under a sharding, as a table of one layer."""
     step = stage.step
     assert step.loop is not None
     graph, problem = sharding.graph, sharding.problem
     forward = set(stage.forward)
-    first = sum(_num_equations(e) for e in step.program.equations[: step.loop]) + 1
+    first = sum(e.num_equations() for e in step.program.equations[: step.loop]) + 1
     is_backward: dict[int, bool] = {}
     for position, equation in enumerate(stage.body.equations):
-        count = _num_equations(equation)
+        count = equation.num_equations()
         is_backward.update(dict.fromkeys(range(first, first + count), position not in forward))
         first += count
-    total = sum(_num_equations(e) for e in step.program.equations)
+    total = step.program.num_equations()
     places = place_nodes(graph, [0] * total, is_backward, 1)
     places = replace(places, residuals=dict.fromkeys(stage.residual_values(), 0))
     terms = LayerTerms(graph, places, problem.classes, step.num_micro_batches)

@@ -15,7 +15,7 @@ Values keep the program's numbers; values that only the graph has get numbers be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -98,7 +98,7 @@ class _Builder:
     # -- rules
 
     def find_signatures(self) -> None:
-        number_of: dict[Any, int] = {}
+        number_of: dict[Hashable, int] = {}
         distinct: list[Equation] = []
         numbers: list[int | None] = []
         for equation in self.program.all_equations():

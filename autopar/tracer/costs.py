@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import prod
-from typing import Any
 
 from jax.core import ShapedArray
 
 from autopar import _jax
 from autopar.ir.graph import Node, NodeKind, Value
-from autopar.ir.program import Constant, Equation, Program
+from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.tracer.regions import UPDATE
 
 # Ops whose result shares its operand's memory.
@@ -66,7 +65,7 @@ def equation_flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
     """Floating point operations: two per multiply-add of a product or convolution, one per
     element of the largest operand or result elsewhere."""
 
-    def shape_of(operand: Any) -> tuple[int, ...]:
+    def shape_of(operand: Operand) -> tuple[int, ...]:
         aval = operand.aval if isinstance(operand, Constant) else avals[operand]
         return getattr(aval, "shape", ())
 

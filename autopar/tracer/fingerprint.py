@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from jax.core import ShapedArray
 
 from autopar.ir.program import Program
 
@@ -38,7 +39,7 @@ def program_fingerprint(program: Program) -> str:
     return digest.hexdigest()
 
 
-def _type_text(aval: Any) -> str:
+def _type_text(aval: ShapedArray) -> str:
     return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
 
 

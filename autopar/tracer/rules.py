@@ -11,7 +11,7 @@ are generated in a loop or a kernel, yet every element is independent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -32,7 +32,7 @@ _CHUNK = 512
 Avals = list[ShapedArray]
 
 
-def equation_key(equation: Equation, avals: Sequence[ShapedArray]) -> Any:
+def equation_key(equation: Equation, avals: Sequence[ShapedArray]) -> Hashable:
     """Equal keys lower to equal ops. The values of scalar constants do not matter to sharding."""
     operands = tuple(
         (_aval_key(o.aval), "constant") if isinstance(o, Constant) else _aval_key(avals[o])
@@ -43,11 +43,11 @@ def equation_key(equation: Equation, avals: Sequence[ShapedArray]) -> Any:
     return equation.name, _params_key(params), operands
 
 
-def _aval_key(aval: ShapedArray) -> Any:
+def _aval_key(aval: ShapedArray) -> Hashable:
     return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
 
 
-def _params_key(params: dict[str, Any]) -> Any:
+def _params_key(params: dict[str, Any]) -> Hashable:
     key = tuple(params.items())
     try:
         hash(key)

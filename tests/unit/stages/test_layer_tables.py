@@ -188,8 +188,8 @@ def test_what_is_kept_is_what_the_backward_stage_program_reads() -> None:
     made = {r for e in backward for r in e.results}
     read = {o for e in backward for o in e.operands if isinstance(o, int)}
     handed = {r for e in forward for r in e.results} & (read - made)
-    assert own.places.kept is not None
-    assert set(own.places.kept) == handed
+    assert own.places.residuals is not None
+    assert set(own.places.residuals) == handed
     (table,) = own.tables([(1, 1)], remat=(False,))
     size = sum(own.graph.values[v].num_bytes for v in handed)
     assert table.in_flight_bytes.sum() == pytest.approx(size)
