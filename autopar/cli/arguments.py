@@ -195,6 +195,10 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: GPUs if there are any, else 8 virtual CPU devices",
     )
+    _add_profile_of_model(profile)
+
+
+def _add_profile_of_model(profile: argparse.ArgumentParser) -> None:
     model = profile.add_argument_group("a model's segments, or its strategies")
     model.add_argument("--model", metavar="FACTORY", help="my_train.py:make_step")
     _add_set(model)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 
@@ -52,20 +53,7 @@ def compile_all(
                 with lock:
                     if stopped.is_set():
                         raise CompileError(f"verify: compiling {job.name} was cancelled.")
-                    process = subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-m",
-                            _CHILD,
-                            name,
-                            str(os.getpid()),
-                        ],
-                        env=_environment(),
-                        cwd=name,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                    )
+                    process = _start(folder, log)
                     running.add(process)
                 try:
                     code = process.wait(time_limit_s)
@@ -95,6 +83,17 @@ def compile_all(
                 future.cancel()
             stop()
     return [future.result() for future in futures]
+
+
+def _start(folder: Path, log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", _CHILD, str(folder), str(os.getpid())],
+        env=_environment(),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+    )
 
 
 def _environment() -> dict[str, str]:
