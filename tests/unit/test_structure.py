@@ -1,11 +1,16 @@
-"""Every module says in one line what it holds, or from what type to what type it goes."""
+"""What every file of the package keeps to; `python -m benchmarks.structure` shows the rest.
+
+A module says in one line what it holds, or from what type to what type it goes. A class name names
+one class. Few files stand beside the rooms' folders.
+"""
 
 import ast
 from pathlib import Path
 
-from benchmarks.structure import ROOT, read_folder
+from benchmarks.structure import ROOT, read_folder, repeated_classes
 
 LIMIT = 100
+MOST_FILES_AT_THE_ROOT = 12
 
 
 def first_line_fault(source: str) -> str:
@@ -18,6 +23,14 @@ def first_line_fault(source: str) -> str:
         return f"the first line does not end with a period: {first}"
     length = len(f'"""{first}')
     return f"the first line has {length} columns, more than {LIMIT}" if length > LIMIT else ""
+
+
+def test_a_class_name_names_one_class():
+    assert repeated_classes(read_folder(ROOT, "autopar")) == {}
+
+
+def test_few_files_stand_at_the_root():
+    assert 0 < len(list((ROOT / "autopar").glob("*.py"))) <= MOST_FILES_AT_THE_ROOT
 
 
 def test_every_module_says_what_it_is():
