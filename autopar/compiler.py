@@ -120,7 +120,9 @@ def _plan(
             task = AutoTask(source, AutoParallel(), cluster, log)
             return plan_automatically(task, one_mesh=one_mesh)
         case _:
-            return plan_whole(WholeStep(source, cluster, method or ShardParallel(), log, mesh))
+            return plan_whole(
+                WholeStep(source, cluster, ShardParallel() if method is None else method, log, mesh)
+            )
 
 
 def _bind(

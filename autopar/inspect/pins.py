@@ -20,7 +20,7 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.spec import spec_to_text
 from autopar.sharding.layout_constraints import matching_paths
 from autopar.sharding.origin import pins_of
-from autopar.sharding.plan_mesh import MeshTask, plan_mesh
+from autopar.sharding.plan_mesh import ShardingTask, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages.solve_pipeline import PipelineOrigin, repin_pipeline
 
@@ -47,7 +47,7 @@ def with_pins(plan: ParallelPlan, pins: Mapping[str, Any]) -> ParallelPlan:
                 f"with_pins: this is the plan of one stage of {plan.name}. Call with_pins on the "
                 "whole plan; it re-solves only the stages whose pins changed."
             )
-        task = MeshTask(
+        task = ShardingTask(
             origin.traced,
             origin.cluster,
             origin.method,

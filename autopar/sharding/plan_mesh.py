@@ -46,7 +46,7 @@ from autopar.tracer.build import build_graph
 
 
 @dataclass(frozen=True)
-class MeshTask:
+class ShardingTask:
     """A step to plan on one mesh.
 
     mesh:        the mesh; None for the best of those that the method may use.
@@ -74,7 +74,7 @@ class MeshTask:
 class MeshProblem:
     """A task with its graph, and the meshes to solve it on. `built`: the graph before `change`."""
 
-    task: MeshTask
+    task: ShardingTask
     step: TracedStep
     constraints: LayoutConstraints
     built: Graph
@@ -92,7 +92,7 @@ class MeshSolution:
     warnings: tuple[str, ...]
 
 
-def plan_mesh(task: MeshTask, log: PlanningLog | None = None) -> PlannedStep:
+def plan_mesh(task: ShardingTask, log: PlanningLog | None = None) -> PlannedStep:
     """The plan of a step on one mesh. On a single device there is nothing to search."""
     log = log or PlanningLog()
     problem = mesh_problem(task, log)
@@ -102,7 +102,7 @@ def plan_mesh(task: MeshTask, log: PlanningLog | None = None) -> PlannedStep:
     return planned_as(solution.origin, solution.sharding, log, solution.warnings)
 
 
-def mesh_problem(task: MeshTask, log: PlanningLog) -> MeshProblem:
+def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
     """The graph of a step under its constraints."""
     check_solver(options_of(task.method).solver)
     constraints = task.constraints or constraints_with_pins(task.step, task.method, task.pins)
@@ -185,7 +185,7 @@ def bind_mesh_plan(plan: ParallelPlan, step: TracedStep, cluster: ClusterSpec) -
 # -- meshes
 
 
-def _meshes(task: MeshTask, graph: Graph) -> tuple[list[LogicalMesh], tuple[str, ...]]:
+def _meshes(task: ShardingTask, graph: Graph) -> tuple[list[LogicalMesh], tuple[str, ...]]:
     """The meshes to solve on, and a warning if they leave devices unused."""
     given = [task.mesh] if task.mesh is not None else candidate_meshes(task.cluster, task.method)
     if task.step.remat and not task.in_full:  # one order of the axes will do for a try

@@ -16,7 +16,7 @@ from autopar.methods import OneMeshMethod, ShardParallel, options_of
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
-from autopar.sharding.plan_mesh import MeshTask, bind_mesh_plan, plan_mesh
+from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.remat_choice import choose_remat
 
@@ -57,7 +57,7 @@ class WholeStep:
         if mesh is None and mesh_shape is not None:
             meshes = candidate_meshes(self.cluster, self.method)
             mesh = next((m for m in meshes if m.shape == mesh_shape), None)
-        task = MeshTask(step, self.cluster, self.method, mesh, in_full=in_full)
+        task = ShardingTask(step, self.cluster, self.method, mesh, in_full=in_full)
         return self.log.note(plan_mesh(task, self.log))
 
 

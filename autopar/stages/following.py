@@ -36,7 +36,7 @@ from autopar.rewrite.stage_placement import place_stages
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
 from autopar.sharding.origin import bound_origin
-from autopar.sharding.plan_mesh import MeshTask, plan_mesh
+from autopar.sharding.plan_mesh import ShardingTask, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
@@ -63,7 +63,7 @@ def plan_following(
         if plan.is_pipeline:
             return _follow_pipeline(source, plan, matches, cluster, log)
         placed = _placed_arguments(source.whole, plan, matches, cluster)
-    return plan_mesh(MeshTask(source.whole, cluster, placed), log)
+    return plan_mesh(ShardingTask(source.whole, cluster, placed), log)
 
 
 # -- beside a step on one mesh
@@ -118,7 +118,7 @@ def _follow_pipeline(
     except TraceError:
         mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
         method = PlacedParallel("FollowParallel", mesh)
-        return plan_mesh(MeshTask(source.whole, cluster, method), log)
+        return plan_mesh(ShardingTask(source.whole, cluster, method), log)
     matches = {i: tensor for i, tensor in matches.items() if tensor.role != "batch"}
     chosen = _choose(step, plan, matches)
     stages = [plan.stages[s] for s in chosen.stages]
@@ -234,7 +234,7 @@ def _make_on_stages(
         mesh = replace(mesh, axis_names=stage.plan.axis_names)
         specs = tuple(plan.spec_of(tensors[o]) for o in positions)
         method = PlacedParallel("CreateStateParallel", mesh, out_specs=specs)
-        made.append(plan_mesh(MeshTask(only_results(step, positions), cluster, method), log))
+        made.append(plan_mesh(ShardingTask(only_results(step, positions), cluster, method), log))
         stages.append(stage)
     owners = [used.index(tensor.stages[0]) for tensor in tensors]
     whole = _made_plan(step, [planned.plan for planned in made], stages, owners, cluster, log)

@@ -27,7 +27,7 @@ from autopar.sharding.layout_constraints import (
     unconstrained,
 )
 from autopar.sharding.origin import Pins
-from autopar.sharding.plan_mesh import MeshTask, mesh_problem, planned_as, solve_mesh
+from autopar.sharding.plan_mesh import ShardingTask, mesh_problem, planned_as, solve_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
@@ -89,7 +89,7 @@ def plan_stage(
     is_plain = is_plain and not task.in_specs and not pins
     key = program_fingerprint(step.program) if is_plain else step.name
     shape = "auto" if task.mesh_shape is None else task.mesh_shape
-    mesh_task = MeshTask(
+    mesh_task = ShardingTask(
         step,
         submesh_cluster(cluster, task.submesh),
         ShardParallel(mesh_shape=shape, options=options),

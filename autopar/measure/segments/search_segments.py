@@ -36,7 +36,7 @@ from autopar.measure.segments.profile import ONE_ARRAY, segment_layouts
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.kbest import Solution as Ranked
 from autopar.sharding.kbest import k_best, sharding_of
-from autopar.sharding.plan_mesh import MeshTask, plan_mesh, planned_as
+from autopar.sharding.plan_mesh import ShardingTask, plan_mesh, planned_as
 from autopar.sharding.problem import FoldedGraph, problem_on_mesh
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, reduce_problem
 from autopar.sharding.solve import GraphSharding, fold_graph
@@ -115,7 +115,7 @@ def search(
                 _planned(step, *_completed(step, own, dict(enumerate(one.choice))), own.mesh)
             )
         method = replace(step.method, mesh_shape=table.mesh.shape)
-        candidates.append(plan_mesh(MeshTask(step.traced, step.cluster, method)))
+        candidates.append(plan_mesh(ShardingTask(step.traced, step.cluster, method)))
     num_choices = sum(float(np.prod([float(len(c)) for c in t.costs.values()])) for t in tables)
     return SearchResult(best, planned, tuple(others[:runners_up]), num_choices, tuple(candidates))
 
