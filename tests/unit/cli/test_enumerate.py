@@ -47,9 +47,9 @@ def test_plans_are_run_and_compared(tmp_path, capsys):
     ("options", "message"),
     [
         (["--mesh", "2x2x2"], "--mesh 2x2x2: needs one or two sizes"),
-        (["--mesh", "4x4"], "needs 16 devices; 8 were given"),
+        (["--mesh", "4x4"], "needs 16 devices, got 8"),
         (["--devices", "9"], "requested 9 devices, found 8"),
-        (["--devices", "1"], "on one device there is one way to run a step"),
+        (["--devices", "1"], "needs at least two devices, got 1"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json"),
         (["--quick"], "autopar profile --quick: belongs to"),
     ],

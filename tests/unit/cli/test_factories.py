@@ -84,5 +84,5 @@ def test_a_file_is_run_once() -> None:
 def test_the_examples_of_the_repository(name: str) -> None:
     found = load_step(f"examples.{name}:make_step", {"size": "tiny", "batch": 16})
     assert found.args[1]["tokens"].shape[0] == 16
-    with pytest.raises(FactoryError, match=r"raised ArgumentError: size='huge': there are .*tiny"):
+    with pytest.raises(FactoryError, match=r"raised ArgumentError: unknown size 'huge'; .*tiny"):
         load_step(f"examples.{name}:make_step", {"size": "huge"})
