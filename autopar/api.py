@@ -15,6 +15,7 @@ from autopar import _jax, session
 from autopar.compiler import last_search, plan_step
 from autopar.errors import ArgumentError, MeshError
 from autopar.executables import make_executable, make_remote_executable
+from autopar.inspect.dump import describing
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.objects.equinox_modules import is_equinox_module
 from autopar.ir.objects.nnx import NO_OBJECTS, has_objects, is_object, split_objects, update_objects
@@ -216,14 +217,21 @@ class ParallelFunction:
         planned = self.planned(args, kwargs)
         remote = session.current().remote
         if remote is None:
-            executable = next((e for timed, e in self._timed if timed is planned), None)
-            self._timed = [entry for entry in self._timed if entry[0] is not planned]
-            executable = executable or make_executable(planned, local_devices())
-            if is_multi_controller():
-                assert isinstance(executable, LocalExecutable)  # plan_together allows no other
-                compile_together(planned.plan.name, lambda: executable.compiled)
-            return planned, executable
-        return planned, make_remote_executable(planned, remote)
+            executable = self._compile_here(planned)
+        else:
+            executable = make_remote_executable(planned, remote)
+        executable.describe = describing(planned)
+        return planned, executable
+
+    def _compile_here(self, planned: PlannedStep) -> Executable:
+        """On devices of this process; a plan that was timed is compiled already."""
+        executable = next((e for timed, e in self._timed if timed is planned), None)
+        self._timed = [entry for entry in self._timed if entry[0] is not planned]
+        executable = executable or make_executable(planned, local_devices())
+        if is_multi_controller():
+            assert isinstance(executable, LocalExecutable)  # plan_together allows no other
+            compile_together(planned.plan.name, lambda: executable.compiled)
+        return executable
 
 
 def _check_rerank(num: int, is_remote: bool) -> None:

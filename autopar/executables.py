@@ -7,7 +7,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from autopar.inspect.dump import describing
 from autopar.lower.lower_step import AbstractDevices, annotate, lower_pipeline
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.remote_step import lower_for_workers
@@ -23,9 +22,7 @@ def make_executable(
 ) -> LocalExecutable | PipelineExecutable:
     """The step on devices of this process."""
     make = _make_pipeline if planned.plan.is_pipeline else _make_local
-    executable = make(planned, devices)
-    executable.describe = describing(planned)
-    return executable
+    return make(planned, devices)
 
 
 def _make_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> PipelineExecutable:
@@ -55,7 +52,7 @@ def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> Remot
     """The step on the meshes of a cluster."""
     spec, traced = remote.cluster.spec, planned.traced
     devices = AbstractDevices(spec.num_hosts * spec.devices_per_host, remote.cluster.platform)
-    executable = RemoteExecutable(
+    return RemoteExecutable(
         planned.plan,
         lower_for_workers(planned, devices),
         remote,
@@ -63,5 +60,3 @@ def make_remote_executable(planned: PlannedStep, remote: RemoteSession) -> Remot
         traced.out_avals,
         traced.flat_fn,
     )
-    executable.describe = describing(planned)
-    return executable

@@ -33,7 +33,7 @@ if "--measured" not in sys.argv:  # before JAX is imported
 import jax
 
 import autopar
-from autopar.api import make_executable
+from autopar.executables import make_executable
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.candidates import repriced
 from autopar.measure.enumerate_plans import strategies_in_words

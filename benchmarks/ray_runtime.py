@@ -65,7 +65,7 @@ import numpy as np
 
 import autopar
 from autopar import session
-from autopar.api import make_executable
+from autopar.executables import make_executable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.remote.executable import RemoteExecutable
 from benchmarks.pipeline_rows import machine

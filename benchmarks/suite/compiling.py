@@ -26,8 +26,8 @@ import jax
 
 import autopar
 from autopar import _jax
-from autopar.api import make_executable
 from autopar.compiler import plan_step
+from autopar.executables import make_executable
 from autopar.ir.pipeline import PER_MICRO_BATCH
 from autopar.measure.verify.targets import load_target
 from autopar.runtime.pipeline import PipelineExecutable

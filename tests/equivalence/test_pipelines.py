@@ -15,7 +15,8 @@ import jax
 import pytest
 
 import autopar
-from autopar.api import local_devices, make_executable
+from autopar.api import local_devices
+from autopar.executables import make_executable
 from autopar.ir.pipeline import EACH
 from autopar.ir.schedule import SCHEDULES
 from autopar.lower.planned_step import PlannedStep

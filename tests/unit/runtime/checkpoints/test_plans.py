@@ -105,7 +105,8 @@ def test_a_state_is_restored_onto_another_plan(tmp_path: Path, route: Any):
 
 def _shardings(step: Any, state: Any) -> list[Any]:
     """What the compiled step wants of its arguments."""
-    from autopar.api import local_devices, make_executable
+    from autopar.api import local_devices
+    from autopar.executables import make_executable
 
     planned = step.planned((state, BATCH), {})
     shardings = make_executable(planned, local_devices()).input_shardings
