@@ -134,10 +134,18 @@ def one_to_watch(
 # -- the recorder of a process that calls steps
 
 
+class ClockOffset(NamedTuple):
+    """A worker's clock minus the driver's, and by how much that may be wrong."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
 class StepCollector(Protocol):
-    """Fetches the marks of the steps of one cluster; says what is missing."""
+    """Fetches the marks of the steps of one cluster; says what is missing. `offsets`: by worker."""
 
     num_missed: int
+    offsets: dict[int, ClockOffset]
 
     def collect(self, limit_s: float) -> list[str]: ...
 

@@ -34,7 +34,7 @@ from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
-from autopar.stages.pruning import min_times, may_lack_memory, too_slow_submeshes
+from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes

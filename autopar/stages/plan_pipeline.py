@@ -1,10 +1,10 @@
 """Inter-operator planning: from a step's source to a pipeline.
 
-    loop     StepSource, micro-batches → a step with a loop       (rewrite.accumulate)
-    layers   its body → layers, and every equation's layer        (rewrite.layers, attach_layers)
-    tables   Graph, submeshes → costs of every layer              (stages.layer_tables)
-    search   tables → stages on submeshes                         (stages.stage_search)
-    solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pipeline)
+loop     StepSource, micro-batches → a step with a loop       (rewrite.accumulate)
+layers   its body → layers, and every equation's layer        (rewrite.layers, attach_layers)
+tables   Graph, submeshes → costs of every layer              (stages.layer_tables)
+search   tables → stages on submeshes                         (stages.stage_search)
+solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pipeline)
 """
 
 from __future__ import annotations

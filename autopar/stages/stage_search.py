@@ -38,7 +38,7 @@ from autopar.ir.text import format_bytes
 from autopar.lower.schedules import in_flight_bound
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.stage_dp import SAME, StageDP, StageRange
-from autopar.stages.submeshes import candidate_submeshes, can_tile
+from autopar.stages.submeshes import can_tile, candidate_submeshes
 
 MAX_UNPLACED = 100  # plans that cannot be laid out, after which a search gives up
 ALTERNATIVES = 1.25  # plans of other numbers of stages may have a stage that much slower

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
 from autopar.cost.simulator import (
-    SimulationResult,
     SimulationInput,
+    SimulationResult,
     TransferTime,
     host_routes,
-    simulation_input,
     simulate,
+    simulation_input,
     timeline,
 )
 from autopar.ir.pipeline import EACH, Phase, Pipeline, PipelinePrograms, Run

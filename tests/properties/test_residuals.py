@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from autopar.ir.program import Equation
-from autopar.rewrite.residuals import is_cheap, choose_residuals
+from autopar.rewrite.residuals import choose_residuals, is_cheap
 
 NUM_INPUTS = 2
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, database=None)

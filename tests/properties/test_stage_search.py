@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import ClusterSpec, DeviceSpec
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import LayerTable
-from autopar.stages.pruning import min_times, may_lack_memory, too_slow_submeshes
+from autopar.stages.pruning import may_lack_memory, min_times, too_slow_submeshes
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 from autopar.stages.submeshes import candidate_submeshes, place_submeshes

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.runtime.recording import (
+    ClockOffset,
     MeshLog,
     RecordedStep,
     Recorder,
@@ -70,13 +71,6 @@ class WorkerRecord:
 
 
 # -- in the driver
-
-
-class ClockOffset(NamedTuple):
-    """A worker's clock minus the driver's, and by how much that may be wrong."""
-
-    offset_s: float
-    uncertainty_s: float
 
 
 def offset_of(pings: Sequence[tuple[float, float, float]]) -> ClockOffset:

@@ -9,8 +9,15 @@ import pytest
 
 from autopar.ir.pipeline import Free, MeshProgram, Phase, PipelinePrograms, Recv, Run, Send
 from autopar.runtime import recording
-from autopar.runtime.recording import MeshLog, Recorder, Waiters, may_be_used_up, one_to_watch
-from autopar.runtime.remote.recording import ClockOffset, WorkerRecord, combined, offset_of
+from autopar.runtime.recording import (
+    ClockOffset,
+    MeshLog,
+    Recorder,
+    Waiters,
+    may_be_used_up,
+    one_to_watch,
+)
+from autopar.runtime.remote.recording import WorkerRecord, combined, offset_of
 from autopar.runtime.timestamps import (
     InstructionMark,
     ProgramLabel,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.mesh import ClusterSpec
-from autopar.stages.submeshes import candidate_submeshes, place_submeshes, can_tile, uniform_submesh
+from autopar.stages.submeshes import can_tile, candidate_submeshes, place_submeshes, uniform_submesh
 
 
 @pytest.mark.parametrize(

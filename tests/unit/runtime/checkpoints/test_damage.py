@@ -87,9 +87,7 @@ def test_manifests_that_are_cut_or_altered(saved: Path):
     text = path.read_bytes()
     for length in range(0, len(text), 50):
         path.write_bytes(text[:length])
-        with pytest.raises(
-            CheckpointError, match=r"manifest.json: (is damaged|not an autopar)"
-        ):
+        with pytest.raises(CheckpointError, match=r"manifest.json: (is damaged|not an autopar)"):
             autopar.restore_checkpoint(saved)
     for position in range(0, len(text), 11):
         altered = bytearray(text)
