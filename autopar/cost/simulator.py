@@ -225,9 +225,7 @@ def simulate(work: SimulationInput) -> SimulationResult:
         begin_s[number], arrival_s[number] = start, end
         if number in stopped:
             advance(stopped.pop(number))
-    assert all(at == len(steps) for at, steps in zip(position, lists, strict=True)), (
-        "lists that wait"
-    )
+    assert position == list(map(len, lists)), "lists that wait"
     return SimulationResult(
         tuple(map(tuple, starts)),
         tuple(zip(begin_s, arrival_s, strict=True)),
