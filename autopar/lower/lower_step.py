@@ -183,8 +183,8 @@ def _buffer(shape: Sequence[int], aval: Any, sharding: NamedSharding) -> jax.Sha
 def check_devices(plan: ParallelPlan, devices: Sequence[Any] | AbstractDevices) -> None:
     if len(devices) < plan.num_devices:
         raise MeshError(
-            f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices; "
-            f"{len(devices)} were given. Use more devices or a smaller mesh."
+            f"the plan's mesh {plan.mesh_shape} needs {plan.num_devices} devices, "
+            f"got {len(devices)}. Use more devices or a smaller mesh."
         )
 
 

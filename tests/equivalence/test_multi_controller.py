@@ -72,9 +72,9 @@ ERRORS = {
     "a_pipeline": ("ArgumentError", 'cluster="ray"', "ArgumentError", 'cluster="ray"'),
     "too_small_a_mesh": (
         "MeshError",
-        "mesh (2,) has 2 devices, but the processes have 4 together",
+        "mesh (2,) has 2 devices, but the processes have 4 in total",
         "PlanError",
-        "mesh (2,) has 2 devices, but the processes have 4 together",
+        "mesh (2,) has 2 devices, but the processes have 4 in total",
     ),
     "unequal_shares": (
         "MeshError",

@@ -35,7 +35,7 @@ def check(program: RandomProgram, num_micro_batches: int, cuts: list[float], sch
     try:
         looped = loop_of(step, args, num_micro_batches)
     except TraceError as error:
-        assume("nothing in it reads one" not in str(error))
+        assume("nothing in the step reads one" not in str(error))
         raise
     layers = layers_cut_at(body_of(looped), cuts)
     schedule = schedule if program.gradient else "inference"

@@ -411,13 +411,13 @@ class Unknown:
     (
         "plan nothing",
         ArgumentError,
-        ("3 is not a function", "first argument"),
+        ("first argument must be the train step", "first argument"),
         lambda: autopar.plan(3, STATE, cluster=autopar.ClusterSpec(1, 8)),  # type: ignore[arg-type]
     ),
     (
         "solve nothing",
         ArgumentError,
-        ("{} is not a function", "first argument"),
+        ("first argument must be the train step", "first argument"),
         lambda: autopar.solve_sharding({}, mesh=autopar.LogicalMesh((8,))),  # type: ignore[arg-type]
     ),
 )
@@ -534,12 +534,12 @@ def test_init(error, parts, call) -> None:
 def test_too_few_devices_for_a_plan() -> None:
     plan = plan_with(ShardParallel((2, 4)))
     few = jax.devices()[:4]
-    parts = ("compile(devices=…)", "(2, 4)", "needs 8 devices", "4 were given", "smaller mesh")
+    parts = ("compile(devices=…)", "(2, 4)", "needs 8 devices", "got 4", "smaller mesh")
     call = lambda: autopar.compile(step, STATE, BATCH, plan=plan, devices=few)  # noqa: E731
     check(MeshError, parts, call)
     autopar.init(devices=few)
     state, batch = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((32, 8))}
-    parts = ("(2, 4)", "needs 8 devices", "4 were given", "smaller mesh")
+    parts = ("(2, 4)", "needs 8 devices", "got 4", "smaller mesh")
     check(MeshError, parts, lambda: autopar.parallelize(step, method=plan)(state, batch))
 
 
@@ -572,7 +572,7 @@ def test_a_folder_for_debug_info_that_is_a_file(tmp_path: Path) -> None:
     parallel(jnp.ones(8))
     path = tmp_path / "taken"
     path.write_text("")
-    parts = ("dump_debug_info", "taken", "not a folder")
+    parts = ("dump_debug_info", "taken", "this is a file")
     check(ArgumentError, parts, lambda: parallel.last_executable.dump_debug_info(path))
 
 

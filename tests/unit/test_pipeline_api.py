@@ -164,7 +164,7 @@ def test_every_stage_program_is_compiled(trained: Any, plan: ParallelPlan) -> No
     assert set(programs) == {f"stage{s}_{phase}" for s in (0, 1) for phase in phases}
     for program in programs.values():
         assert isinstance(program, jax.stages.Compiled)
-    with pytest.raises(MeshError, match="needs 8 devices; 4 were given"):
+    with pytest.raises(MeshError, match="needs 8 devices, got 4"):
         autopar.compile(step, STATE, BATCH, plan=plan, devices=jax.devices()[:4])
 
 
@@ -211,7 +211,7 @@ def test_plans_for_something_else(plan: ParallelPlan) -> None:
         train.plan({"w": STATE["w"][:1], "step": STATE["step"]}, BATCH)
     autopar.init(devices=jax.devices()[:4])
     try:
-        with pytest.raises(MeshError, match="needs 8 devices; 4 were given"):
+        with pytest.raises(MeshError, match="needs 8 devices, got 4"):
             train(STATE, BATCH)
     finally:
         autopar.shutdown()
@@ -287,8 +287,8 @@ def test_explanation(plan: ParallelPlan) -> None:
     assert lines[0] == "step: a pipeline of 2 stages on 8 devices"
     assert "  schedule  1f1b, 4 micro-batches" in lines
     assert any(line.startswith("predicted step: ") for line in lines)
-    assert any(line.startswith("  waiting for other stages (bubble)") for line in lines)
-    table = lines[lines.index("stages, with times of one micro-batch:") :]
+    assert any(line.startswith("  pipeline bubble") for line in lines)
+    table = lines[lines.index("stages (times per micro-batch):") :]
     assert table[1].split()[:6] == ["stage", "layers", "submesh", "mesh", "devices", "forward"]
     assert table[3].split()[:3] == ["0", "0–1", "1×4"]
     assert table[4].split()[4] == "4–7"
@@ -305,10 +305,10 @@ def test_explanation(plan: ParallelPlan) -> None:
 def test_explanation_of_a_search(searched: ParallelPlan) -> None:
     text = searched.explain()
     assert "without a pipeline: " in text
-    assert "pipelines, by what the tables predict:" in text
-    assert f"search: {searched.search.num_candidates} ways to run layers of " in text
-    assert f"{searched.search.num_pruned} pruned" in text
-    found = text[text.index("tables predict:") :].split("\n")[1]
+    assert "best pipelines by the cost tables:" in text
+    assert f"search: priced {searched.search.num_candidates} stage candidates over " in text
+    assert f"pruned {searched.search.num_pruned}, " in text
+    found = text[text.index("by the cost tables:") :].split("\n")[1]
     assert "4 micro-batches: " in found and " on 2×2" in found
     assert max(map(len, text.split("\n"))) <= 100
 
@@ -408,7 +408,7 @@ BAD: dict[str, tuple[Any, PipeshardParallel, type, str]] = {
         scan_with_marks,
         uniform(2, layers=ManualLayers()),
         TraceError,
-        "inside a scan body: .*test_pipeline_api.py.*write the loop out",
+        "inside a scan body: .*test_pipeline_api.py.*unroll the loop",
     ),
     "no boundary": (step, uniform(2, layers=ManualLayers()), TraceError, "marks no layer boundary"),
     "an odd number of interleaved stages": (

@@ -21,8 +21,8 @@ ATTRIBUTE = "Python's protocol of __getattr__"
 READER = "the reader of the file or text catches it, and raises an AutoparError that names it"
 ALLOWED: dict[tuple[str, str], str] = {
     ("__init__.py", "AttributeError"): ATTRIBUTE,
-    ("ir/objects/nodes.py", "AttributeError"): ATTRIBUTE,
-    ("ir/objects/nodes.py", "KeyError"): "Python's protocol of __getitem__",
+    ("ir/objects/object_tree.py", "AttributeError"): ATTRIBUTE,
+    ("ir/objects/object_tree.py", "KeyError"): "Python's protocol of __getitem__",
     ("training/data_loader.py", "StopIteration"): "Python's protocol of __next__",
     ("runtime/ray/worker.py", "AttributeError"): "the driver raises a WorkerError with its text",
     ("runtime/remote/frames.py", "MemoryError"): "as NumPy's, for arrays that are a bit smaller",

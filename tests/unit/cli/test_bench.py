@@ -18,7 +18,7 @@ def test_rows_are_listed(capsys):
     [
         (["--list", "--models", "mole"], ["--models mole", "'moe'"]),
         (["--list", "--devices", "8,many"], ["--devices 8,many", "whole numbers"]),
-        (["--show", "nowhere.json"], ["--show nowhere.json", "cannot be read"]),
+        (["--show", "nowhere.json"], ["--show nowhere.json", "not readable"]),
     ],
 )
 def test_wrong_input_is_told(arguments, words, capsys):
@@ -37,14 +37,14 @@ def test_tables_of_a_file_are_shown_and_put_into_a_text(tmp_path, capsys):
     file.write_text(json.dumps({"h100": {"rows": [row]}}))
     text.write_text("<!-- bench:h100 -->\n<!-- /bench:h100 -->\n")
     assert main(["bench", "--show", str(file), "--rewrite", str(text)]) == 0
-    line = "| gpt-2.6b | 8 | 64 | 9.0 ms (4×2) | 10.0 ms, FSDP, remat full | – | 0.90 |  |"
+    line = "| gpt-2.6b | 8 | 64 | 9.0 ms on a 4×2 mesh | 10.0 ms, FSDP, remat full | – | 0.90 |  |"
     assert line in capsys.readouterr().out.splitlines()
     assert line in text.read_text().splitlines()
 
 
 def test_an_installed_package_without_the_suite_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    installed = tmp_path / "site-packages" / "autopar" / "cli" / "benching.py"
+    installed = tmp_path / "site-packages" / "autopar" / "cli" / "bench.py"
     monkeypatch.setattr(bench, "__file__", str(installed))
     assert main(["bench", "--list"]) == 2
     told = capsys.readouterr().err

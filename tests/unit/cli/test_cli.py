@@ -39,8 +39,8 @@ def test_demo() -> None:
         "all devices",
         "3/3",
         "train_step: on a mesh ",
-        "state.params['Block_*']['qkv']['kernel']",
-        "Block_0–3 (4)",
+        "state.params['TransformerBlock_*']['qkv']['kernel']",
+        "TransformerBlock_0–3 (4)",
         "losses agree",
     ):
         assert part in done.stdout

@@ -107,12 +107,12 @@ def test_without_highs_and_ray_and_an_internal(tmp_path: Path) -> None:
         "  1. highspy is not installed. (required)",
         f"     pip install '{REQUIRED['highspy']}'",
         f"  2. JAX {jax.__version__} has no {removed}, which autopar needs for {CACHE}.",
-        f"     pip install '{REQUIRED['jax']}'; if it is in that range, please report it",
+        f"     pip install '{REQUIRED['jax']}'; if it already matches, please report it",
         "",
         "autopar cannot plan and run on this machine.",
     ]
     for line in (
-        "not installed; for clusters: pip install 'autopar[ray]'",
+        "not installed (for clusters: pip install 'autopar[ray]')",
         "highspy, which autopar needs, cannot be imported",
         f"× {jax.devices()[0].device_kind}",
     ):

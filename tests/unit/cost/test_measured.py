@@ -181,7 +181,7 @@ def test_the_objective_is_what_the_report_adds_up(planned) -> None:
     total = sum(m.compute_s + m.communication_s for m in planned.modules)
     assert planned.solver.objective == pytest.approx(total)
     assert planned.estimated_step_s == pytest.approx(total + 1e-4), "and one program is started"
-    assert "starting programs" in planned.explain()
+    assert "launch overhead" in planned.explain()
 
 
 def test_a_product_costs_what_was_measured_of_its_part() -> None:
@@ -227,7 +227,7 @@ def test_parts_that_were_not_measured_are_named() -> None:
     )
     assert plan.estimated_step_s > 0
     text = " ".join(plan.explain().split())
-    assert "By the device's figures: collectives (links), transfers between meshes" in text
+    assert "from the data sheet: collectives (links), transfers between meshes" in text
 
 
 # -- bad input

@@ -235,7 +235,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("autopar.measure.profile.local.LocalMachine.take", interrupted)
     output = tmp_path / "p.json"
     assert main(["profile", "--only", "crossings", "-o", str(output)]) == 130
-    assert "same command goes on" in capsys.readouterr().err
+    assert "same command continues" in capsys.readouterr().err
     assert part_path(output).exists() and not output.exists()
 
 

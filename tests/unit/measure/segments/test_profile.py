@@ -62,7 +62,7 @@ def test_out_of_memory_is_a_result(step, monkeypatch):
         calls.append(program.name)
         if program.name.startswith("layer") and len(calls) < 4:
             return StepTiming(None, 0.1, 0.0, "RESOURCE_EXHAUSTED: out of memory")
-        return real(program, **{**how, "min_samples": 1, "limit_s": 0.0})
+        return real(program, **{**how, "limit_s": 0.0})
 
     monkeypatch.setattr(timing, "time_executable", first_fails)
     lines = []

@@ -113,7 +113,7 @@ def test_a_program_that_does_not_fit(tmp_path):
     small.write_text(config.replace("84942979072", "1000000"))
     report = autopar.verify(train_step, *args, plan=plan, target=small, time_limit_s=300)
     assert not report.fits
-    assert "of small" in (report.problem() or "")
+    assert "on small" in (report.problem() or "")
 
 
 def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
