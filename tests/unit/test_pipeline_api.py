@@ -297,7 +297,7 @@ def test_explanation(plan: ParallelPlan) -> None:
     arrays = lines[lines.index("inputs:") :]
     held = [line for line in arrays if "state['w'][*]" in line]
     assert [line.split()[-2:] for line in held] == [["4", "0–1"]]
-    assert "results that are not state:" in lines
+    assert "outputs other than state:" in lines
     assert "named values:" in lines
     assert max(map(len, lines)) <= 100
 
