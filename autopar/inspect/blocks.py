@@ -82,7 +82,7 @@ def chosen_blocks(blocks: Blocks, sharding: GraphSharding, lines: EquationLines)
             spec=spec_text(
                 layout, len(graph.values[node.results[0]].shape), sharding.mesh.axis_names
             ),
-            num_astray=num_deviating,
+            num_deviating=num_deviating,
             compute_s=rounded(compute_s),
             communication_s=rounded(communication_s),
             communication_bytes=rounded(sent_bytes),

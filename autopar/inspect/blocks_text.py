@@ -87,7 +87,7 @@ def _row(
         str(block.num_strategies),
         block.words or "-",
         block.spec,
-        str(block.num_astray) if block.num_astray else "-",
+        str(block.num_deviating) if block.num_deviating else "-",
         format_seconds(compute_s),
         format_seconds(communication_s) if communication_s else "-",
         format_bytes(num_bytes) if num_bytes else "-",

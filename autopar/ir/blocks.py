@@ -51,7 +51,7 @@ class Block:
                    before there is a plan.
     words, spec:   of the chosen strategy: `x: data, y: tensor, column`, and the spec of the
                    entry's result.
-    num_astray:    nodes of the first occurrence that do not follow the entry in the plan: there
+    num_deviating: nodes of the first occurrence that do not follow the entry in the plan: there
                    resharding inside the block, or a reduce-scatter, pays.
     compute_s, communication_s, communication_bytes: of all occurrences in one step, on each
                    device, as the plan has it.
@@ -71,7 +71,7 @@ class Block:
     chosen: int | None = None
     words: str = ""
     spec: str = ""
-    num_astray: int = 0
+    num_deviating: int = 0
     compute_s: float = 0.0
     communication_s: float = 0.0
     communication_bytes: float = 0.0

@@ -1,16 +1,26 @@
 """What every file of the package keeps to; `python -m benchmarks.structure` shows the rest.
 
 A module says in one line what it holds, or from what type to what type it goes. A class name names
-one class. Few files stand beside the rooms' folders.
+one class. No function is long. Few files stand beside the rooms' folders, and imports between
+rooms form a short chain.
 """
 
 import ast
 from pathlib import Path
 
-from benchmarks.structure import ROOT, read_folder, repeated_classes
+from benchmarks.structure import (
+    ROOT,
+    import_graph,
+    long_functions,
+    longest_chain,
+    read_folder,
+    repeated_classes,
+    room_graph,
+)
 
 LIMIT = 100
 MOST_FILES_AT_THE_ROOT = 12
+LONGEST_CHAIN = 14
 
 
 def first_line_fault(source: str) -> str:
@@ -27,6 +37,15 @@ def first_line_fault(source: str) -> str:
 
 def test_a_class_name_names_one_class():
     assert repeated_classes(read_folder(ROOT, "autopar")) == {}
+
+
+def test_no_function_is_long():
+    assert long_functions(read_folder(ROOT, "autopar")) == {}
+
+
+def test_imports_between_rooms_form_a_short_chain():
+    chain = longest_chain(room_graph(import_graph(read_folder(ROOT, "autopar"))))
+    assert chain[-1] == "errors" and len(chain) <= LONGEST_CHAIN, " > ".join(chain)
 
 
 def test_few_files_stand_at_the_root():

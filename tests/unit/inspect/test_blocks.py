@@ -46,7 +46,7 @@ def test_blocks_say_what_the_plan_chose(plan, blocks) -> None:
         named = {s.index: s.words for s in block.strategies}
         assert block.words == named.get(block.chosen, block.words)
         assert all(words.startswith("x: ") for words in named.values())
-        assert 0 <= block.num_astray < len(block.nodes)
+        assert 0 <= block.num_deviating < len(block.nodes)
         assert "mlp.py" in block.source
     assert {b.words for b in blocks.blocks if b.operator == "dot_general"} & {"x: data, y: data"}
 
