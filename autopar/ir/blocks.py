@@ -134,7 +134,7 @@ class Blocks:
     @cached_property
     def block_of_node(self) -> dict[int, int]:
         """Node -> position of its block in the sequence."""
-        return {n: at for at, own in enumerate(self.sequence) for n in own.nodes}
+        return {n: at for at, occurrence in enumerate(self.sequence) for n in occurrence.nodes}
 
     def occurrences(self, segment: Segment) -> Iterator[tuple[Occurrence, ...]]:
         for start in segment.starts:
@@ -143,24 +143,26 @@ class Blocks:
     def nodes_of(self, segment: Segment, occurrence: int = 0) -> tuple[int, ...]:
         """All nodes of one occurrence of a segment, in program order."""
         start = segment.starts[occurrence]
-        own = self.sequence[start : start + len(segment.blocks)]
-        return tuple(sorted(n for one in own for n in one.nodes))
+        occurrences = self.sequence[start : start + len(segment.blocks)]
+        return tuple(sorted(n for one in occurrences for n in one.nodes))
 
 
 def check_blocks(blocks: Blocks) -> None:
     """Every node is in one block, every block in one segment."""
-    nodes = sorted(n for own in blocks.sequence for n in own.nodes)
+    nodes = sorted(n for occurrence in blocks.sequence for n in occurrence.nodes)
     assert nodes == list(range(blocks.num_nodes)), "nodes in no block, or in two"
     covered = []
     for segment in blocks.segments:
         for start in segment.starts:
             stop = start + len(segment.blocks)
             covered += range(start, stop)
-            found = [blocks.blocks[own.block].alike for own in blocks.sequence[start:stop]]
-            assert found == [blocks.blocks[b].alike for b in segment.blocks], (segment, found)
+            kinds = [
+                blocks.blocks[occurrence.block].alike for occurrence in blocks.sequence[start:stop]
+            ]
+            assert kinds == [blocks.blocks[b].alike for b in segment.blocks], (segment, kinds)
     assert sorted(covered) == list(range(len(blocks.sequence))), "blocks in no segment, or in two"
     for at, block in enumerate(blocks.blocks):
         assert block.entry in block.nodes, block
-        own = [one for one in blocks.sequence if one.block == at]
-        assert len(own) == block.count and own[0].nodes == block.nodes, block
+        occurrences = [one for one in blocks.sequence if one.block == at]
+        assert len(occurrences) == block.count and occurrences[0].nodes == block.nodes, block
         assert all(len(s.nodes) == len(block.nodes) for s in block.strategies), block

@@ -106,9 +106,9 @@ def _dataclass_codec(kind: Any) -> _Codec:
     def write(value: Any) -> Json:
         body = {}
         for key, member in members().items():
-            own = getattr(value, member.name)
-            if own is not None or not member.omit_none:
-                body[key] = member.codec.encode(own)
+            member_value = getattr(value, member.name)
+            if member_value is not None or not member.omit_none:
+                body[key] = member.codec.encode(member_value)
         return body
 
     def read(body: Json) -> Any:
@@ -156,14 +156,14 @@ def _union_codec(kinds: tuple[Any, ...]) -> _Codec:
     def write(value: Any) -> Json:
         if value is None:
             return None
-        own = (codec for kind, codec in inner if isinstance(value, get_origin(kind) or kind))
-        return next(own, inner[0][1]).encode(value)
+        matching = (codec for kind, codec in inner if isinstance(value, get_origin(kind) or kind))
+        return next(matching, inner[0][1]).encode(value)
 
     def read(body: Json) -> Any:
         if body is None and is_optional:
             return None
-        own = (codec for _, codec in inner if type(body) in codec.json_types)
-        return next(own, inner[0][1]).decode(body)
+        matching = (codec for _, codec in inner if type(body) in codec.json_types)
+        return next(matching, inner[0][1]).decode(body)
 
     return _Codec(write, read, tuple({t for _, codec in inner for t in codec.json_types}))
 

@@ -34,8 +34,8 @@ def _plan(plan: ParallelPlan) -> Iterator[Any]:
             yield stage.layers, stage.devices, stage.mesh, stage.remat
             yield from _plan(stage.plan)
     for tensor in (*plan.inputs, *plan.outputs):
-        own = plan.stages[tensor.stages[0]].plan or plan
-        yield placement(tensor.layout, own.mesh_shape), tensor.stages
+        mesh_plan = plan.stages[tensor.stages[0]].plan or plan
+        yield placement(tensor.layout, mesh_plan.mesh_shape), tensor.stages
 
 
 def _program(program: ProgramSharding, shape: Sequence[int]) -> Iterator[Any]:
@@ -67,13 +67,13 @@ def placement(layout: Layout, shape: Sequence[int]) -> tuple[Any, ...]:
     for size in reversed(shape):
         strides.insert(0, stride)
         stride *= size
-    found: dict[int, list[tuple[int, int]]] = {}
-    for entry, own, size in zip(layout, strides, shape, strict=True):
+    runs_by_dim: dict[int, list[tuple[int, int]]] = {}
+    for entry, stride, size in zip(layout, strides, shape, strict=True):
         if entry == WHOLE or size == 1:
             continue
-        runs = found.setdefault(entry, [])
-        if runs and runs[-1][0] == own * size:
-            runs[-1] = (own, runs[-1][1] * size)
+        runs = runs_by_dim.setdefault(entry, [])
+        if runs and runs[-1][0] == stride * size:
+            runs[-1] = (stride, runs[-1][1] * size)
         else:
-            runs.append((own, size))
-    return tuple(sorted((dim, tuple(runs)) for dim, runs in found.items()))
+            runs.append((stride, size))
+    return tuple(sorted((dim, tuple(runs)) for dim, runs in runs_by_dim.items()))

@@ -31,8 +31,8 @@ class Layering:
 
     def __str__(self) -> str:
         """As in plan files: `auto`, `8`, `following held`."""
-        own = self.source.value if self.num_layers is None else str(self.num_layers)
-        return (_FOLLOWING if self.is_following else "") + own
+        layers = self.source.value if self.num_layers is None else str(self.num_layers)
+        return (_FOLLOWING if self.is_following else "") + layers
 
 
 BY_ARGUMENTS = Layering(LayerSource.BY_ARGUMENTS)
@@ -43,10 +43,10 @@ def parse_layering(text: str) -> Layering | None:
     """From a plan file; None from a plan without a pipeline."""
     if not text:
         return None
-    own, is_following = text.removeprefix(_FOLLOWING), text.startswith(_FOLLOWING)
-    if own.isdecimal():
-        return Layering(LayerSource.AUTO, int(own), is_following)
-    return Layering(LayerSource(own), None, is_following)
+    layers, is_following = text.removeprefix(_FOLLOWING), text.startswith(_FOLLOWING)
+    if layers.isdecimal():
+        return Layering(LayerSource.AUTO, int(layers), is_following)
+    return Layering(LayerSource(layers), None, is_following)
 
 
 STORED_LAYERING = Stored(str, write=lambda layering: str(layering or ""), read=parse_layering)

@@ -53,11 +53,11 @@ def bytes_over_time(
 ) -> tuple[tuple[int, ...], ...]:
     """The same in bytes, where a buffer has `bytes_of(stage, ref)`. A buffer that is updated in
     place counts once; other donated buffers count beside the buffers written."""
-    found = []
+    per_mesh = []
     for program in programs.meshes:
         size = {b: bytes_of(*slot) for b, slot in buffer_slots(pipeline, program).items()}
-        found.append(sizes_over_time(program, size.__getitem__))
-    return tuple(found)
+        per_mesh.append(sizes_over_time(program, size.__getitem__))
+    return tuple(per_mesh)
 
 
 def live_bytes(

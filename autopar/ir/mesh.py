@@ -206,8 +206,10 @@ class ClusterSpec:
             profile = find_profile(profile)
             object.__setattr__(self, "profile", profile)
         if self.device == "":
-            own = None if profile is None else known_preset(profile.platform, profile.device_kind)
-            object.__setattr__(self, "device", own or FALLBACK_PRESET)
+            preset = (
+                None if profile is None else known_preset(profile.platform, profile.device_kind)
+            )
+            object.__setattr__(self, "device", preset or FALLBACK_PRESET)
         for name in ("num_hosts", "devices_per_host"):
             given = getattr(self, name)
             if not _is_count(given):
@@ -244,15 +246,15 @@ class ClusterSpec:
     @property
     def spec(self) -> DeviceSpec:
         """The device with this cluster's overrides and the measured memory."""
-        own = {
+        overrides = {
             name: getattr(self, name)
             for name in ("memory_bytes", "intra_host_bandwidth", "host_bandwidth")
             if getattr(self, name) is not None
         }
         measured = self.priced_by
         if measured is not None and measured.usable_memory_bytes is not None:
-            own.setdefault("memory_bytes", measured.usable_memory_bytes)
-        return replace(device_spec(self.device), **own)
+            overrides.setdefault("memory_bytes", measured.usable_memory_bytes)
+        return replace(device_spec(self.device), **overrides)
 
     def link(
         self, group_size: int, stride: int, num_devices: int | None = None

@@ -252,8 +252,8 @@ def find_profile(given: object) -> MachineProfile:
 def restored_profile(summary: ProfileSummary) -> MachineProfile | ProfileSummary:
     """The profile of a plan file's summary, if it comes with autopar and is unchanged."""
     name = summary.name.removesuffix(".json")
-    if name in shipped_profiles() and (own := find_profile(name)).digest == summary.digest:
-        return own
+    if name in shipped_profiles() and (shipped := find_profile(name)).digest == summary.digest:
+        return shipped
     return summary
 
 

@@ -73,7 +73,7 @@ def check_program_sharding(
         if layout is not None and (len(layout) != num_axes or any(e < smallest for e in layout)):
             raise PlanError(f"{where}: a layout {layout} for a mesh of {num_axes} axes.")
 
-    for layout in (*program.inputs, *(own for chain in program.outputs for own in chain)):
+    for layout in (*program.inputs, *(layout for chain in program.outputs for layout in chain)):
         check(layout, smallest_entry)
     for equation in program.equations:
         for chain in (*equation.operands, *equation.results, *equation.local):

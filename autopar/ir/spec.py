@@ -132,7 +132,7 @@ def spec_from_text(text: str) -> PartitionSpec:
         entries = ast.literal_eval(f"({inner},)") if inner else ()
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is no spec") from error
-    names = [e for own in entries for e in (own if isinstance(own, tuple) else (own,))]
+    names = [e for entry in entries for e in (entry if isinstance(entry, tuple) else (entry,))]
     if not all(name is None or isinstance(name, str) for name in names):
         raise ValueError(f"{text!r} is no spec")
     return PartitionSpec(*entries)

@@ -59,19 +59,19 @@ def table(
     """Lines of a table, columns two spaces apart. The columns numbered in `right` are aligned to
     the right. With a `width`, the last column is wrapped to keep lines within it."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    indent = 2 + sum(own + 2 for own in widths[:-1])
+    indent = 2 + sum(column_width + 2 for column_width in widths[:-1])
     room = widths[-1] if width is None else max(width - indent, _NARROWEST)
 
     def lines_of(row: Sequence[str]) -> list[str]:
         cells = [
-            cell.rjust(own) if number in right else cell.ljust(own)
-            for number, (cell, own) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(column_width) if number in right else cell.ljust(column_width)
+            for number, (cell, column_width) in enumerate(zip(row, widths, strict=True))
         ]
         first, *rest = wrapped(cells[-1].rstrip(), room) or [""]
         start = "  " + "".join(cell + "  " for cell in cells[:-1])
         return [(start + first).rstrip(), *(" " * indent + line for line in rest)]
 
-    rules = ["-" * own for own in (*widths[:-1], min(widths[-1], room))]
+    rules = ["-" * column_width for column_width in (*widths[:-1], min(widths[-1], room))]
     return [line for row in (header, rules, *rows) for line in lines_of(row)]
 
 

@@ -79,8 +79,8 @@ class TilePlan:
         for gather in self.gathers:
             received = dict(gather.parts)
             for device in gather.devices:
-                own = num_elements(received[device]) if device in received else 0
-                total += num_elements(gather.box) - own
+                num_received = num_elements(received[device]) if device in received else 0
+                total += num_elements(gather.box) - num_received
         return self.itemsize * total
 
 
@@ -131,8 +131,8 @@ def check_tile_plan(plan: TilePlan) -> None:
     device's shard is never written, or written twice."""
     received: dict[int, list[Box]] = {}
     for tile in plan.tiles:
-        own = shard_box(plan.shape, plan.source_layout, plan.source_mesh, tile.source)
-        _require(_contains(own, tile.box), f"{tile} is not held by its source, which has {own}")
+        held = shard_box(plan.shape, plan.source_layout, plan.source_mesh, tile.source)
+        _require(_contains(held, tile.box), f"{tile} is not held by its source, which has {held}")
         received.setdefault(tile.target, []).append(tile.box)
     for target, boxes in received.items():
         _require(_disjoint(boxes), f"device {target} receives elements twice: {boxes}")
@@ -155,8 +155,8 @@ def check_tile_plan(plan: TilePlan) -> None:
 def _position(mesh_shape: Sequence[int], device: int) -> list[int]:
     position = []
     for size in reversed(mesh_shape):
-        device, own = divmod(device, size)
-        position.append(own)
+        device, coordinate = divmod(device, size)
+        position.append(coordinate)
     return position[::-1]
 
 
