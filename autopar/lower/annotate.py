@@ -333,7 +333,7 @@ def _shard_shape(
     return tuple(shard)
 
 
-def _where(which: Any, new: Any, old: Any) -> Any:
-    """`which` has the leading dimensions of the other two."""
-    dims = tuple(range(which.ndim))
-    return jax.lax.select(jax.lax.broadcast_in_dim(which, new.shape, dims), new, old)
+def _where(mask: Any, new: Any, old: Any) -> Any:
+    """`mask` has the leading dimensions of the other two."""
+    dims = tuple(range(mask.ndim))
+    return jax.lax.select(jax.lax.broadcast_in_dim(mask, new.shape, dims), new, old)

@@ -141,11 +141,11 @@ def solver_constraints(
     constraints: LayoutConstraints,
 ) -> tuple[Allowed, StrategyFilter | None]:
     """(layouts that values may have, strategy filter) of a method."""
-    own = allowed_layouts(graph, traced, mesh, constraints, options_of(method))
+    requested = allowed_layouts(graph, traced, mesh, constraints, options_of(method))
     if isinstance(method, DataParallel):
         allowed, keep = data_parallel_constraints(graph, traced, mesh, method)
-        return {**allowed, **own}, keep
-    return own, None
+        return {**allowed, **requested}, keep
+    return requested, None
 
 
 def _manual_specs(
@@ -167,16 +167,16 @@ def _broadcast_specs(
 ) -> list[PartitionSpec | None]:
     """One spec per array leaf, from a pytree of specs that is a prefix of the target: the
     arguments or the result, with the number of each array leaf in its place."""
-    found: list[PartitionSpec | None] = [None] * num_leaves
+    leaf_specs: list[PartitionSpec | None] = [None] * num_leaves
 
     def walk(spec: Any, tree: Any, path: str) -> None:
         if spec is None or isinstance(spec, PartitionSpec):
             for leaf in tree_flatten(tree)[0]:
                 if isinstance(leaf, int):
-                    found[leaf] = spec
+                    leaf_specs[leaf] = spec
             return
-        own, own_def = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)
-        is_leaf = len(own) == 1 and own[0][1] is spec
+        child_specs, spec_def = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)
+        is_leaf = len(child_specs) == 1 and child_specs[0][1] is spec
         if is_leaf or isinstance(tree, int):
             raise SpecError(
                 f"ManualParallel({argument}=…): {path} is {shortened(spec)}, of type "
@@ -184,15 +184,15 @@ def _broadcast_specs(
                 "all arrays of a subtree, or None to leave it open."
             )
         try:
-            children = own_def.flatten_up_to(tree)
+            children = spec_def.flatten_up_to(tree)
         except (ValueError, TypeError) as error:
             what = "arguments" if argument == "in_specs" else "result"
             raise SpecError(
                 f"ManualParallel({argument}=…): {path} does not match the {what} of the function: "
                 f"{error} Give a pytree like the {what}, or a prefix of it."
             ) from error
-        for (key, child_spec), child in zip(own, children, strict=True):
+        for (key, child_spec), child in zip(child_specs, children, strict=True):
             walk(child_spec, child, path + jax.tree_util.keystr(key))
 
     walk(specs, target, argument)
-    return found
+    return leaf_specs

@@ -85,8 +85,8 @@ def constrain_layouts(
             everything[i] = everything[i].with_spec(spec, f"pins[{pattern!r}]")
     for pattern, axes in options.forbid_axes.items():
         for i in _matching(everything, "forbid_axes", pattern):
-            own = everything[i]
-            everything[i] = replace(own, forbidden_axes=(*own.forbidden_axes, *axes))
+            request = everything[i]
+            everything[i] = replace(request, forbidden_axes=(*request.forbidden_axes, *axes))
     first, second = len(inputs), len(inputs) + len(outputs)
     values = [value for value, _ in named]
     return LayoutConstraints(
@@ -99,15 +99,15 @@ def constrain_layouts(
 def overridden(constraints: LayoutConstraints, by: LayoutConstraints) -> LayoutConstraints:
     """The first constraints, with the second's specs in place of theirs."""
 
-    def one(own: LayoutRequest, other: LayoutRequest) -> LayoutRequest:
-        return own if other.spec is None else replace(own, spec=other.spec, source=other.source)
+    def one(base: LayoutRequest, other: LayoutRequest) -> LayoutRequest:
+        return base if other.spec is None else replace(base, spec=other.spec, source=other.source)
 
     return LayoutConstraints(
         tuple(map(one, constraints.inputs, by.inputs)),
         tuple(map(one, constraints.outputs, by.outputs)),
         tuple(
-            (v, one(own, other))
-            for (v, own), (_, other) in zip(constraints.named, by.named, strict=True)
+            (v, one(base, other))
+            for (v, base), (_, other) in zip(constraints.named, by.named, strict=True)
         ),
     )
 
@@ -150,9 +150,9 @@ def matching_paths(paths: Sequence[str], pattern: str) -> list[int]:
 
 
 def _matching(requests: Sequence[LayoutRequest], option: str, pattern: str) -> list[int]:
-    found = matching_paths([request.path for request in requests], pattern)
-    if found:
-        return found
+    matches = matching_paths([request.path for request in requests], pattern)
+    if matches:
+        return matches
     paths = list(dict.fromkeys(request.path for request in requests))
     near = get_close_matches(pattern, paths, n=5, cutoff=0.3) or paths[:5]
     raise SpecError(
@@ -240,8 +240,8 @@ def allowed_layouts(
     def restrict(value: int | None, request: LayoutRequest) -> None:
         if value is None or request.is_empty:
             return
-        own = _layouts_of(request, mesh)
-        both = allowed.get(value, own) & own
+        layouts = _layouts_of(request, mesh)
+        both = allowed.get(value, layouts) & layouts
         if not both:
             raise SpecError(
                 f"{request.path}: its constraints leave no layout on the mesh {_sizes(mesh)}; "
@@ -278,7 +278,7 @@ def _layouts_of(request: LayoutRequest, mesh: LogicalMesh) -> frozenset[Layout]:
         shape = [request.shape[d] for d in own_dims]
         path = f"{request.path} ({request.source})"
         wanted = from_partition_spec(request.spec, shape, mesh.axis_names, mesh.shape, path)
-    found = []
+    layouts = []
     for layout in all_layouts(request.shape, mesh.shape):
         splitting = [n for n, e in zip(mesh.axis_names, layout, strict=True) if e >= 0]
         if any(axis in request.forbidden_axes for axis in splitting):
@@ -287,13 +287,13 @@ def _layouts_of(request: LayoutRequest, mesh: LogicalMesh) -> frozenset[Layout]:
             entry == own_dims[want] if want >= 0 else entry == WHOLE or entry in request.vmapped
             for entry, want in zip(layout, wanted, strict=True)
         ):
-            found.append(layout)
-    if not found:
+            layouts.append(layout)
+    if not layouts:
         raise SpecError(
             f"{request.path}: {request.source} asks for {request.spec}, but forbid_axes forbids "
             f"to split it over {request.forbidden_axes}. Drop one of the two."
         )
-    return frozenset(found)
+    return frozenset(layouts)
 
 
 def _split_parameters(

@@ -134,27 +134,27 @@ def _remedies(
             wide_state += holding.num_bytes
     activations = peak - by_kind["state"] - by_kind["update"]
     excess = peak - budget
-    found = []
+    remedies = []
     if activations > excess and graph.batch:
         count = ceil(activations / (activations - excess))
-        found.append(
+        remedies.append(
             f"  - micro-batches: num_micro_batches={count} or more keeps about 1/{count} of the "
             f"{format_bytes(activations)} that depend on the batch; or a smaller batch"
         )
     if options.remat == "none" and by_kind["activations"] > 0:
         kept = format_bytes(by_kind["activations"])
-        found.append(
+        remedies.append(
             f'  - rematerialisation: ShardingOptions(remat="auto") computes activations ({kept}) '
             "again in the backward pass instead of keeping them"
         )
     if wide_state / 2 > 0 and by_kind["state"] > 0.2 * peak:
-        found.append(
+        remedies.append(
             f"  - state in bfloat16: halves {format_bytes(wide_state)} of float32 state, "
             f"{'enough' if wide_state / 2 >= excess else 'not enough by itself'}"
         )
     devices = ceil(mesh.num_devices * peak / budget)
-    found.append(
+    remedies.append(
         f"  - more devices: about {devices} instead of {mesh.num_devices}, if all of it is split "
         "further; or devices with more memory"
     )
-    return found
+    return remedies

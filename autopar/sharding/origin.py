@@ -158,13 +158,13 @@ class Origin:
             )
 
         try:
-            found = solve(self._pinned_values(graph))
+            sharding = solve(self._pinned_values(graph))
         except SolverError:
-            found = solve({})
+            sharding = solve({})
         if self.budget is None:
-            return found
+            return sharding
         try:
-            return fit_into_memory(found, self.budget, solver=options.solver)
+            return fit_into_memory(sharding, self.budget, solver=options.solver)
         except DoesNotFit as miss:
             return miss.smallest
 
@@ -174,7 +174,7 @@ class Origin:
         values = dict(zip(self.step.call.paths, graph.inputs, strict=False))
         named = {n.name: n.value for n in self.step.program.named_values()}
         known = {**named, **values}
-        return {known[path]: own for path, own in self.layouts.items() if path in known}
+        return {known[path]: layout for path, layout in self.layouts.items() if path in known}
 
 
 def _is_choice(problem: ShardingProblem, choice: Mapping[int, int]) -> bool:
@@ -210,8 +210,8 @@ def bound_origin(
     say for which links it was made. `pins`: those of the plan itself, if None."""
     if plan.num_devices == 1 or not plan.is_timed:
         return None
-    own = plan.cluster or cluster
-    if own.num_devices < plan.num_devices:
+    plan_cluster = plan.cluster or cluster
+    if plan_cluster.num_devices < plan.num_devices:
         return None
     made_by = read_method(plan.method)
     budget = None if plan.memory_budget_bytes == inf else plan.memory_budget_bytes
@@ -231,12 +231,12 @@ def bound_origin(
             *notes,
             "The plan does not say for which cluster it was made: this is for the one at hand.",
         )
-    mesh = replace(mesh_of_cluster(own, plan.mesh_shape), axis_names=plan.axis_names)
+    mesh = replace(mesh_of_cluster(plan_cluster, plan.mesh_shape), axis_names=plan.axis_names)
     pins = pins_of(plan) if pins is None else pins
     return Origin(
         traced=traced,
         mesh=mesh,
-        cluster=own,
+        cluster=plan_cluster,
         method=method,
         constraints=constraints_with_pins(traced, method, pins),
         choice=None,

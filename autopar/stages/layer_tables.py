@@ -83,28 +83,30 @@ def stage_tables(
     """
     if bench is None:
         bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
-    found: list[LayerTable] = []
+    tables: list[LayerTable] = []
     refused: list[AutoparError] = []
     shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
     with Progress("meshes", sum(map(len, shapes_of))) as progress:
-        for submesh, own_shapes in zip(submeshes, shapes_of, strict=True):
+        for submesh, submesh_shapes in zip(submeshes, shapes_of, strict=True):
             stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
             in_flight = (stages + 1) / 2
-            own: list[LayerTable] = []
-            for shape in own_shapes:
+            submesh_tables: list[LayerTable] = []
+            for shape in submesh_shapes:
                 mesh = replace(
                     mesh_of_cluster(submesh_cluster(cluster, submesh), shape), forbidden=forbidden
                 )
                 try:
                     allowed, keep = constraints(mesh) if constraints else ({}, None)
-                    own += bench.tables(submesh, mesh, allowed, keep, prices, in_flight, remat)
+                    submesh_tables += bench.tables(
+                        submesh, mesh, allowed, keep, prices, in_flight, remat
+                    )
                 except (MeshError, SolverError, SpecError) as error:
                     refused.append(error)
                 progress.step()
-            found += undominated(own)
-    if not found and refused:
+            tables += undominated(submesh_tables)
+    if not tables and refused:
         raise refused[0]
-    return found
+    return tables
 
 
 def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodeLayers:
@@ -117,8 +119,8 @@ def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodeLayer
         count = equation.num_equations()
         is_backward.update(dict.fromkeys(range(number, number + count), backward))
         number += count
-    own = equation_layers(step, layers)
-    places = place_nodes(graph, own, is_backward, len(layers.layers))
+    layer_of_equation = equation_layers(step, layers)
+    places = place_nodes(graph, layer_of_equation, is_backward, len(layers.layers))
     return replace(places, residuals=kept_values(step, layers))
 
 
@@ -276,7 +278,7 @@ class TableBench:
         if known is not None:
             folded = folded_for(self.graph, allowed, folded=self.folded)
             return problem_on_mesh(folded, mesh, allowed, keep), *known
-        found = solve_graph(
+        sharding = solve_graph(
             self.graph,
             mesh,
             allowed=allowed,
@@ -286,8 +288,8 @@ class TableBench:
             folded=self.folded,
             gap=TABLE_GAP,
         )
-        self.known[submesh, mesh.shape] = found.choice, found.objective
-        return found.problem, found.choice, found.objective
+        self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
+        return sharding.problem, sharding.choice, sharding.objective
 
     def solve(self, problem: PairwiseProblem) -> Choice:
         reduction = reduce_problem(problem)
@@ -331,8 +333,8 @@ class _Pricer:
         key = (group, chosen)
         if key not in self.known_nodes:
             strategies = self.problem.strategies[self.problem.classes[index]]
-            own = [strategies[chosen]]
-            cost = node_costs(self.graph, self.graph.nodes[index], self.mesh, own)
+            chosen_strategies = [strategies[chosen]]
+            cost = node_costs(self.graph, self.graph.nodes[index], self.mesh, chosen_strategies)
             self.known_nodes[key] = float(cost[0])
         return self.known_nodes[key]
 
@@ -378,8 +380,8 @@ class _Pricer:
         for (owner, result), size in zip(self.terms.value_groups, value_bytes, strict=True):
             strategies = problem.strategies[owner]
             if size:
-                own = [1.0 / num_shards(s.results[result], shape) for s in strategies]
-                add(nodes, owner, size * np.array(own))
+                shares = [1.0 / num_shards(s.results[result], shape) for s in strategies]
+                add(nodes, owner, size * np.array(shares))
         for edge, size in zip(self.terms.edge_groups, copy_bytes, strict=True):
             if not size:
                 continue

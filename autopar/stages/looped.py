@@ -73,8 +73,8 @@ class LoopedStep:
         flops = [0.0] * len(self.layers)
         for equation, layer in zip(self.body.equations, self.attached.layer_of, strict=True):
             if layer >= 0:
-                own = replace(self.body, equations=(equation,))
-                flops[layer] += program_flops(own)
+                one_equation = replace(self.body, equations=(equation,))
+                flops[layer] += program_flops(one_equation)
         return tuple(flops)
 
     @property
@@ -113,10 +113,10 @@ def find_looped(
     if isinstance(layers, ManualLayers):
         return LoopedStep(step, layers_by_marks(loop.bodies[0], batch))
     count = None if layers.num_layers == "auto" else int(layers.num_layers)
-    found = find_layers(loop.bodies[0], count, batch=batch)
-    if count is None and len(found) < at_least:
-        found = find_layers(loop.bodies[0], at_least, batch=batch)
-    return LoopedStep(step, found)
+    loop_layers = find_layers(loop.bodies[0], count, batch=batch)
+    if count is None and len(loop_layers) < at_least:
+        loop_layers = find_layers(loop.bodies[0], at_least, batch=batch)
+    return LoopedStep(step, loop_layers)
 
 
 def slice_into(
@@ -138,8 +138,8 @@ def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
     rows = batch_rows(step)
     most = max(2, rows // (2 * cluster.devices_per_host))
     wanted = min(most, 4 * min(max(2, cluster.num_hosts), _MOST_STAGES))
-    found = [n for n in range(1, rows + 1) if rows % n == 0]
-    return min(found, key=lambda n: abs(n - wanted))
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return min(divisors, key=lambda n: abs(n - wanted))
 
 
 def batch_rows(step: TracedStep) -> int:

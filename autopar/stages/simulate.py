@@ -307,9 +307,9 @@ def _on_one_mesh(plan: ParallelPlan) -> Timeline:
     runs += [(r, None, regions[r] * scale) for r in once]
     events, now = [], 0.0
     for region, micro_batch, took_s in runs:
-        which = micro_batch if number > 1 else None
+        index = micro_batch if number > 1 else None
         name = region or "other"
-        events.append(Event(0, "run", name, 0, which, now, now + took_s, region))
+        events.append(Event(0, "run", name, 0, index, now, now + took_s, region))
         now += took_s
     return Timeline(tuple(events), plan.estimated_step_s, 1, _one_mesh_memory(plan))
 

@@ -165,9 +165,9 @@ class _StageSearch:
                 heappush(heap, (floor_s + weight * bounds[first], first, last, floor_s))
 
         def try_bound(first: int, bound: int) -> None:
-            found = self._at(bounds[bound], weight * bounds[first])
-            if found is not None:  # bounds down to its slowest stage give the same
-                add(first, self._bound_of(found.plan, bound) - 1, found.sum_s)
+            optimum = self._at(bounds[bound], weight * bounds[first])
+            if optimum is not None:  # bounds down to its slowest stage give the same
+                add(first, self._bound_of(optimum.plan, bound) - 1, optimum.sum_s)
 
         if len(bounds):
             self._start(add)
@@ -218,8 +218,8 @@ class _StageSearch:
             return optimum
         suffixes = self.sums.suffixes(bound_s, limit_s, prefixes)
         counts = range(1, len(suffixes)) if self.num_stages is None else (self.num_stages,)
-        found = [(suffixes[s][0, self.sums.num_units], s) for s in counts if s < len(suffixes)]
-        least_s, count = min(found, default=(inf, 0))
+        candidates = [(suffixes[s][0, self.sums.num_units], s) for s in counts if s < len(suffixes)]
+        least_s, count = min(candidates, default=(inf, 0))
         if least_s >= limit_s:
             return None
         plan = self._plan(self.sums.stages_of_suffixes(suffixes, count, bound_s))

@@ -80,8 +80,8 @@ def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...]
     counts = [1, num_states] if num_states > 1 and num_needed > 2 else [1]
     if has_objects(state):
         counts.reverse()
-    found = ((count, rest_beside(count)) for count in counts)
-    count, rest = next(((c, r) for c, r in found if r is not None), (1, None))
+    candidates = ((count, rest_beside(count)) for count in counts)
+    count, rest = next(((c, r) for c, r in candidates if r is not None), (1, None))
     if rest is None:
         raise ArgumentError(
             f"CreateStateParallel(batch={shortened(batch)}): {step!r} takes {num_needed - 1} "
@@ -95,8 +95,8 @@ def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...]
     total = len(rest) + count
     free = [i for i in range(total) if i not in taken]
     positions = tuple(sorted([*free, *(i for i in range(total)[::-1] if i in taken)][:count]))
-    for position, own in zip(positions, states, strict=True):
-        rest.insert(position, own)
+    for position, argument in zip(positions, states, strict=True):
+        rest.insert(position, argument)
     return tuple(rest), positions
 
 
@@ -123,10 +123,10 @@ def arguments_of_training(
         )
     plan = train.plan
     names = _names(train.traced.call)
-    known = [_Placed(own, tensor) for own, tensor in zip(names, plan.inputs, strict=True)]
+    known = [_Placed(name, tensor) for name, tensor in zip(names, plan.inputs, strict=True)]
     matches: dict[int, Tensor] = {}
-    for index, own in enumerate(_names(traced.call)):
-        match = _best_match(own, tuple(traced.avals[index].shape), known)
+    for index, name in enumerate(_names(traced.call)):
+        match = _best_match(name, tuple(traced.avals[index].shape), known)
         if match is not None:
             matches[index] = match.tensor
     if not any(tensor.role != "batch" for tensor in matches.values()):
@@ -140,11 +140,11 @@ def arguments_of_training(
 
 def _names(call: FlatCall) -> list[tuple[str, ...]]:
     """Argument name and keys of every leaf, whether they are attributes, dict keys or indices."""
-    found = []
+    names = []
     for path, keys in zip(call.paths, call.key_paths, strict=True):
         argument = path[: len(path) - len(keystr(keys))]
-        found.append((argument, *map(_key_name, keys)))
-    return found
+        names.append((argument, *map(_key_name, keys)))
+    return names
 
 
 def _key_name(key: Any) -> str:
