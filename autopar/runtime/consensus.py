@@ -187,16 +187,16 @@ def _processes(who: Sequence[int]) -> str:
 
 def _differences(name: str, reports: Mapping[int, Mapping[str, Any]]) -> str:
     first = reports[0]
-    found: dict[int, str] = {}
+    differences: dict[int, str] = {}
     for process, report in reports.items():
         keys = [k for k in dict.fromkeys([*first, *report]) if report.get(k) != first.get(k)]
         if keys:
             shown = [f"{k} is {_shown(report, k)}, not {_shown(first, k)}" for k in keys[:3]]
             more = [f"{len(keys) - 3} more"] if len(keys) > 3 else []
-            found[process] = "; ".join([*shown, *more])
-    if not found:
+            differences[process] = "; ".join([*shown, *more])
+    if not differences:
         return ""
-    texts = [f"{_processes(who)}: {text}" for text, who in _grouped(found).items()]
+    texts = [f"{_processes(who)}: {text}" for text, who in _grouped(differences).items()]
     return (
         f"{name}: processes differ from process 0. " + ". ".join(texts) + ". Start every process "
         "with the same code, versions and devices, and give each the same global arrays."

@@ -109,8 +109,8 @@ def read_dot_flops(hlo_text: str) -> float:
 
 def _product_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
     """Two per multiply-add: for every element of the result, as many as the contracted size."""
-    found = _LHS_CONTRACTING.search(one.attributes)
-    contracting = re.findall(r"\d+", found[1] or found[2] or "") if found else []
+    match = _LHS_CONTRACTING.search(one.attributes)
+    contracting = re.findall(r"\d+", match[1] or match[2] or "") if match else []
     return 2.0 * prod(one.results[0].shape) * prod(operands[0][int(d)] for d in contracting)
 
 
@@ -118,7 +118,7 @@ def _convolution_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) ->
     """Two per multiply-add: for every output of the forward convolution, a window of the filter
     over all input features. Gradients take equally many, with their operands in other places."""
     kind, window, labels = (
-        found[1] if (found := form.search(one.attributes)) else ""
+        match[1] if (match := form.search(one.attributes)) else ""
         for form in (_CUDNN, _WINDOW, _KERNEL_LABELS)
     )
     result = one.results[0].shape

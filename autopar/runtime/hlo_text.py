@@ -128,8 +128,8 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     def groups(self, num_devices: int) -> Groups:
         """The groups of devices of a collective; for a permutation, (source, target) pairs."""
@@ -162,8 +162,8 @@ class HloModule:
         for line in text.splitlines():
             if not line.startswith(" ") and (start := _COMPUTATION.match(line)):
                 computation = start[1]
-            elif found := _INSTRUCTION.match(line):
-                parts = found["name"], found["type"], found["opcode"], found["rest"]
+            elif match := _INSTRUCTION.match(line):
+                parts = match["name"], match["type"], match["opcode"], match["rest"]
                 self.instructions.append(Instruction(computation, *parts, line))
 
     @cached_property
@@ -174,10 +174,10 @@ class HloModule:
             if not one.is_first:  # some versions repeat the computation of the start
                 continue
             callees: dict[str, int | None] = {}
-            for found in _CALLED.finditer(one.rest):
-                trips = _TRIPS.search(one.rest) if found["how"] == "body" else None
-                count = int(trips[1]) if trips else 1 if found["how"] == "body" else None
-                names = (found["one"] or found["several"]).split(",")
+            for call in _CALLED.finditer(one.rest):
+                trips = _TRIPS.search(one.rest) if call["how"] == "body" else None
+                count = int(trips[1]) if trips else 1 if call["how"] == "body" else None
+                names = (call["one"] or call["several"]).split(",")
                 callees.update((name.strip(" %"), count) for name in names)
             for callee, count in callees.items():
                 calls.setdefault(callee, []).append((one.computation, count))
@@ -187,29 +187,29 @@ class HloModule:
     def runs(self) -> dict[str, int]:
         """computation -> how often it runs per run of the module. A loop with an unknown trip count
         counts once, and so does every branch of a conditional."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
 
         def runs(name: str) -> int:
-            if name not in found:
+            if name not in counts:
                 calls = self._calls.get(name)
-                found[name] = sum((n or 1) * runs(caller) for caller, n in calls) if calls else 1
-            return found[name]
+                counts[name] = sum((n or 1) * runs(caller) for caller, n in calls) if calls else 1
+            return counts[name]
 
         for one in self.instructions:
             runs(one.computation)
-        return found
+        return counts
 
     @cached_property
     def looped(self) -> frozenset[str]:
         """Computations that run in a loop."""
-        found: set[str] = set()
+        in_loops: set[str] = set()
         while more := {
             name
             for name, calls in self._calls.items()
-            if name not in found and any(n is not None or who in found for who, n in calls)
+            if name not in in_loops and any(n is not None or who in in_loops for who, n in calls)
         }:
-            found |= more
-        return frozenset(found)
+            in_loops |= more
+        return frozenset(in_loops)
 
 
 def _closing(text: str) -> int:
@@ -257,8 +257,8 @@ def _groups(text: str, empty: Groups) -> Groups:
 
 def _form(form: re.Pattern[str], text: str) -> re.Match[str] | None:
     """A match up to the end of the attribute."""
-    found = form.match(text)
-    return found if found and text[found.end() :].lstrip()[:1] in ("", ",") else None
+    match = form.match(text)
+    return match if match and text[match.end() :].lstrip()[:1] in ("", ",") else None
 
 
 def _mesh_groups(sizes: dict[str, int], axes: Sequence[str], devices: np.ndarray) -> Groups:
@@ -266,10 +266,10 @@ def _mesh_groups(sizes: dict[str, int], axes: Sequence[str], devices: np.ndarray
     ends; the dimensions of the factors go last, in XLA's order of the mesh."""
     parts: dict[str, list[tuple[int, int]]] = {axis: [] for axis in sizes}
     for text in axes:
-        found = _GROUPED_AXIS.fullmatch(text)
-        if found is None:
+        match = _GROUPED_AXIS.fullmatch(text)
+        if match is None:
             raise ValueError(text)
-        axis, before, part = found.groups()
+        axis, before, part = match.groups()
         parts[axis].append((int(before), int(part)) if part else (1, sizes[axis]))
     shape: list[int] = []
     grouped: list[int] = []

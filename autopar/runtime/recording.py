@@ -115,11 +115,11 @@ def may_be_used_up(
 ) -> frozenset[int]:
     """Buffers of a mesh that a program may use up, in this step or in a later one. `donated`: per
     stage program, positions in its reads."""
-    found = {buffer for _, buffer in program.outputs}
+    buffers = {buffer for _, buffer in program.outputs}
     for run in program.instructions:
         if isinstance(run, Run):
-            found.update(run.reads[position] for position in donated[run.stage_program])
-    return frozenset(found)
+            buffers.update(run.reads[position] for position in donated[run.stage_program])
+    return frozenset(buffers)
 
 
 def one_to_watch(

@@ -310,15 +310,15 @@ def _placed(batch: Any, step: ParallelFunction, argument: Arguments) -> Any:
     """The batch, placed as a plan of the step wants it. Without a plan for such batches, a copy of
     it on the host."""
     for planned, executable in step.compiled_entries():
-        found = _positions_in(planned, step, batch, argument)
-        if found is None:
+        positions = _positions_in(planned, step, batch, argument)
+        if positions is None:
             continue
         flat, treedef = tree_flatten_with_path(batch)
         leaves = [leaf for _, leaf in flat]
-        wanted = {position: leaves[i] for i, position in found.items() if _can_move(leaves[i])}
+        wanted = {position: leaves[i] for i, position in positions.items() if _can_move(leaves[i])}
         placed = executable.place_inputs(wanted)
         return tree_unflatten(
-            treedef, [placed.get(found.get(i, -1), leaf) for i, leaf in enumerate(leaves)]
+            treedef, [placed.get(positions.get(i, -1), leaf) for i, leaf in enumerate(leaves)]
         )
     flat, treedef = tree_flatten_with_path(batch)
     copied = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in flat]
@@ -347,7 +347,7 @@ def _positions_in(
         values = batch if isinstance(argument, tuple) else [batch]
     if not owners or not isinstance(values, (tuple, list)) or len(values) != len(owners):
         return None
-    found: dict[int, int] = {}
+    input_of_leaf: dict[int, int] = {}
     num_leaves = 0
     for owner, value in zip(owners, values, strict=True):
         positions = [i for i, one in enumerate(call.argument) if one == owner]
@@ -358,9 +358,9 @@ def _positions_in(
         for i, position in zip(arrays, positions, strict=True):
             if not _has_type(flat[i][1], avals[position]):
                 return None
-            found[num_leaves + i] = position
+            input_of_leaf[num_leaves + i] = position
         num_leaves += len(flat)
-    return found
+    return input_of_leaf
 
 
 def _owner(given: Argument, step: ParallelFunction, owners: Sequence[Argument]) -> Argument:

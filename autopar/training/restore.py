@@ -51,8 +51,8 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
     Returns the state. Raises `CheckpointError` if there is no checkpoint, if it is damaged or
     incomplete, or, naming the first differences, if its leaves are not those of the target.
     """
-    found = find_checkpoint(directory, step)
-    source = OrbaxSource(found.path) if found.is_orbax else OwnSource(found.path)
+    checkpoint = find_checkpoint(directory, step)
+    source = OrbaxSource(checkpoint.path) if checkpoint.is_orbax else OwnSource(checkpoint.path)
     if target is None:
         return restore_nested(source)
     if not isinstance(target, (ParallelFunction, ParallelPlan)):
@@ -61,7 +61,7 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
     differences = [differing(source.manifest, argument.wanted) for argument in arguments]
     chosen = next((i for i, lines in enumerate(differences) if not lines), 0)
     if differences[chosen]:
-        raise CheckpointError(difference_text(found.path, differences[chosen]))
+        raise CheckpointError(difference_text(checkpoint.path, differences[chosen]))
     argument = arguments[chosen]
     return argument.rebuilt(source.leaves(argument.wanted))
 

@@ -68,8 +68,8 @@ class LocalBackend:
     ) -> Callable[[], list[Entry]]:
         process = jax.process_index() if jax.distributed.is_initialized() else 0
         # Leaves that are not JAX arrays should be the same in every process; the first writes them.
-        own = [leaf for leaf in leaves if isinstance(leaf[1], jax.Array) or process == 0]
-        parts = snapshot(own) if background else own_parts(own)
+        to_write = [leaf for leaf in leaves if isinstance(leaf[1], jax.Array) or process == 0]
+        parts = snapshot(to_write) if background else own_parts(to_write)
         return lambda: write_parts(folder, f"process_{process:05d}", parts)
 
     def restore_leaves(
@@ -116,14 +116,14 @@ def register_backend(type_: type, backend: Backend) -> None:
 
 
 def backend_of(leaf_or_place: object) -> Backend:
-    found = (backend for type_, backend in _registered if isinstance(leaf_or_place, type_))
-    return next(found, _local)
+    backends = (backend for type_, backend in _registered if isinstance(leaf_or_place, type_))
+    return next(backends, _local)
 
 
 def by_backend(values: Sequence[Any]) -> list[tuple[Backend, list[int]]]:
     """Backends, each with the positions of its values."""
-    found: dict[int, tuple[Backend, list[int]]] = {}
+    groups: dict[int, tuple[Backend, list[int]]] = {}
     for i, value in enumerate(values):
         backend = backend_of(value)
-        found.setdefault(id(backend), (backend, []))[1].append(i)
-    return list(found.values())
+        groups.setdefault(id(backend), (backend, []))[1].append(i)
+    return list(groups.values())

@@ -52,9 +52,9 @@ def find_checkpoint(directory: Any, step: Any) -> FoundCheckpoint:
             )
     if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
         raise ArgumentError(f"restore_checkpoint(step={step!r}): needs a whole number, or None.")
-    own = folders.step_folder(path, step)
-    if (own / MANIFEST).is_file():
-        return FoundCheckpoint(own)
+    folder = folders.step_folder(path, step)
+    if (folder / MANIFEST).is_file():
+        return FoundCheckpoint(folder)
     if step in _orbax_steps(path):
         return FoundCheckpoint(_orbax_item(path / str(step)), is_orbax=True)
     there = checkpoint_steps(path)

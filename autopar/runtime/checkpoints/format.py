@@ -93,10 +93,10 @@ class Manifest:
 def with_shards(leaves: Sequence[Leaf], entries: Sequence[Entry]) -> tuple[Leaf, ...]:
     """Leaves with the shards that writers wrote. Of a box that two writers have, since each holds
     a copy of the array, the first is taken."""
-    found: dict[str, dict[Box, Shard]] = {leaf.key: {} for leaf in leaves}
+    shards_of: dict[str, dict[Box, Shard]] = {leaf.key: {} for leaf in leaves}
     for key, shard in entries:
-        found[key].setdefault(shard.box, shard)
-    return tuple(replace(leaf, shards=tuple(found[leaf.key].values())) for leaf in leaves)
+        shards_of[key].setdefault(shard.box, shard)
+    return tuple(replace(leaf, shards=tuple(shards_of[leaf.key].values())) for leaf in leaves)
 
 
 def scalar_text(value: bool | int | float | complex) -> str:

@@ -50,20 +50,20 @@ def is_saved(leaf: object) -> bool:
 def named_leaves(tree: Any, function: str) -> list[NamedLeaf]:
     """The leaves of a pytree that are saved; `function` names the user's call in errors."""
     flat, _ = tree_flatten_with_path(tree)
-    found = [
+    named = [
         NamedLeaf(keystr(path), tuple(map(path_entry, path)), leaf)
         for path, leaf in flat
         if is_saved(leaf)
     ]
     seen: set[str] = set()
-    for leaf in found:
+    for leaf in named:
         if leaf.key in seen:
             raise ArgumentError(
                 f"{function}: two leaves of the state are both called {leaf.key!r}. Give the keys "
                 "of its dictionaries texts that differ."
             )
         seen.add(leaf.key)
-    return found
+    return named
 
 
 def path_entry(key: Any) -> PathEntry:

@@ -102,18 +102,18 @@ class OrbaxSource:
         if tree is None:
             raise CheckpointError(f"{folder}: is no checkpoint of a pytree that orbax can read.")
         flat, self._tree = tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-        self._types = [found for _, found in flat]
-        leaves = tuple(self._leaf(path, found) for path, found in flat)
+        self._types = [type_ for _, type_ in flat]
+        leaves = tuple(self._leaf(path, type_) for path, type_ in flat)
         self.manifest = Manifest(0, leaves, (), "", "")
 
     def name(self, path: Sequence[Any]) -> str:
         return "/".join(str(path_entry(entry)[1]) for entry in path)
 
-    def _leaf(self, path: Sequence[Any], found: Any) -> Leaf:
+    def _leaf(self, path: Sequence[Any], type_: Any) -> Leaf:
         entries = tuple(map(path_entry, path))
-        if self._is_number(found):
-            return Leaf(self.name(path), entries, _number_kind(found))
-        return Leaf(self.name(path), entries, ARRAY, tuple(found.shape), np.dtype(found.dtype).name)
+        if self._is_number(type_):
+            return Leaf(self.name(path), entries, _number_kind(type_))
+        return Leaf(self.name(path), entries, ARRAY, tuple(type_.shape), np.dtype(type_.dtype).name)
 
     def values(self) -> list[Any]:
         return self._read([None] * len(self._types))
@@ -121,8 +121,8 @@ class OrbaxSource:
     def leaves(self, wanted: Sequence[tuple[str, Any]]) -> list[Any]:
         places = dict(wanted)
         values = self._read([places[leaf.key] for leaf in self.manifest.leaves])
-        found = {leaf.key: v for leaf, v in zip(self.manifest.leaves, values, strict=True)}
-        return [_placed(found[key], place) for key, place in wanted]
+        restored = {leaf.key: v for leaf, v in zip(self.manifest.leaves, values, strict=True)}
+        return [_placed(restored[key], place) for key, place in wanted]
 
     def _read(self, places: Sequence[Any]) -> list[Any]:
         args = [self._restore_args(f, p) for f, p in zip(self._types, places, strict=True)]
@@ -132,21 +132,21 @@ class OrbaxSource:
             )
         return self._tree.flatten_up_to(tree)
 
-    def _restore_args(self, found: Any, place: Any) -> Any:
-        if self._is_number(found):
-            return self._ocp.RestoreArgs(restore_type=SCALARS[_number_kind(found)])
+    def _restore_args(self, type_: Any, place: Any) -> Any:
+        if self._is_number(type_):
+            return self._ocp.RestoreArgs(restore_type=SCALARS[_number_kind(type_)])
         if getattr(place, "sharding", None) is None or _is_key(place):
             return self._ocp.RestoreArgs(restore_type=np.ndarray)
         return self._ocp.ArrayRestoreArgs(
             sharding=place.sharding, global_shape=place.shape, dtype=place.dtype
         )
 
-    def _is_number(self, found: Any) -> bool:
-        return isinstance(found, self._ocp.metadata.value.ScalarMetadata)
+    def _is_number(self, type_: Any) -> bool:
+        return isinstance(type_, self._ocp.metadata.value.ScalarMetadata)
 
 
-def _number_kind(found: Any) -> str:
-    return next(kind for kind in SCALARS if is_number_type(found.dtype, kind))
+def _number_kind(type_: Any) -> str:
+    return next(kind for kind in SCALARS if is_number_type(type_.dtype, kind))
 
 
 def _is_key(place: Any) -> bool:

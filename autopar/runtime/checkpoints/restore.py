@@ -71,8 +71,8 @@ class OwnSource:
         restored: list[Any] = [None] * len(wanted)
         for backend, positions in by_backend([place for _, place in wanted]):
             pairs = [wanted[i] for i in positions]
-            own = backend.restore_leaves(self.folder, self.manifest, pairs)
-            for i, leaf in zip(positions, own, strict=True):
+            leaves = backend.restore_leaves(self.folder, self.manifest, pairs)
+            for i, leaf in zip(positions, leaves, strict=True):
                 restored[i] = leaf
         return restored
 

@@ -205,8 +205,8 @@ class _Save:
         values = [leaf.leaf for leaf in named]
         try:
             for backend, positions in by_backend(values):
-                own = [(named[i].key, values[i]) for i in positions if not _is_number(values[i])]
-                self._writes.append(backend.save_leaves(self._folder, own, background))
+                arrays = [(named[i].key, values[i]) for i in positions if not _is_number(values[i])]
+                self._writes.append(backend.save_leaves(self._folder, arrays, background))
         except BaseException as error:
             failed = error
 

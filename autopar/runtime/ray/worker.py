@@ -206,13 +206,13 @@ def _travels(error: AutoparError) -> bool:
 
 def _log_files() -> tuple[str, ...]:
     """The files of this process's standard output and standard error."""
-    found = []
+    paths = []
     for number in (1, 2):
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{number}")
             if stat.S_ISREG(os.stat(path).st_mode):
-                found.append(path)
-    return tuple(dict.fromkeys(found))
+                paths.append(path)
+    return tuple(dict.fromkeys(paths))
 
 
 def _rss_bytes() -> int:

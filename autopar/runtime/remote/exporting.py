@@ -89,18 +89,18 @@ def _exported(
             with _jax.kernels_without_devices():
                 return export.export(jitted, platforms=[platform], disabled_checks=checks)(*reads)
         except ValueError as error:
-            found = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
-            found |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
+            targets = set(re.findall(r'call_target_name = "([^"]+)"', str(error)))
+            targets |= set(re.findall(r"stablehlo.custom_call @([\w.$-]+)", str(error)))
             if any(words in str(error) for words in _NEEDS_DEVICES):
                 needing = _jax.primitives_that_need_devices(jitted.trace(*reads).jaxpr.jaxpr)
                 if needing and not any("callback" in primitive for primitive in needing):
                     raise _partitions_itself(name, needing) from error
                 raise _calls_back(name) from error
-            if any("callback" in target for target in found):
+            if any("callback" in target for target in targets):
                 raise _calls_back(name) from error
-            if not found - known:
+            if not targets - known:
                 raise
-            known |= found
+            known |= targets
         except NotImplementedError as error:
             if "callback" not in str(error):
                 raise

@@ -149,8 +149,8 @@ class Collector(StepCollector):
                         reply.result(limit_s + _PING_LIMIT_S)
         except (AutoparError, TimeoutError) as error:
             notes.append(f"some marks of workers are lost: {error}")
-        for key, found in marks.items():
-            for worker, recorded in zip(self._meshes[key].places, found, strict=True):
+        for key, worker_marks in marks.items():
+            for worker, recorded in zip(self._meshes[key].places, worker_marks, strict=True):
                 self.num_missed += recorded.num_missed
                 if recorded.num_dropped:
                     notes.append(f"worker {worker.worker} dropped {recorded.num_dropped} steps")
@@ -179,10 +179,10 @@ class Collector(StepCollector):
 
 def collector_of(recorder: Recorder, session: RemoteSession) -> Collector:
     """The recorder's collector for a cluster, created when first needed."""
-    found = recorder.collectors.get(id(session))
-    if not isinstance(found, Collector):
-        found = recorder.collectors[id(session)] = Collector(recorder, session)
-    return found
+    collector = recorder.collectors.get(id(session))
+    if not isinstance(collector, Collector):
+        collector = recorder.collectors[id(session)] = Collector(recorder, session)
+    return collector
 
 
 def _pinged(mesh: RemoteMesh, worker: int) -> ClockOffset:
@@ -204,11 +204,11 @@ def _shifted(mark: InstructionMark, offset_s: float) -> InstructionMark:
 
 def _joined_marks(workers: Sequence[Sequence[InstructionMark]]) -> list[InstructionMark]:
     """Joins the marks of a mesh's processes: from the first begin to the last end."""
-    found: dict[int, InstructionMark] = {}
+    joined: dict[int, InstructionMark] = {}
     for marks in workers:
         for mark in marks:
-            known = found.setdefault(mark.place, mark)
+            known = joined.setdefault(mark.place, mark)
             ends_s = [one.ended_s for one in (known, mark) if one.ended_s is not None]
             began_s = min(known.began_s, mark.began_s)
-            found[mark.place] = InstructionMark(mark.place, began_s, max(ends_s, default=None))
-    return [found[place] for place in sorted(found)]
+            joined[mark.place] = InstructionMark(mark.place, began_s, max(ends_s, default=None))
+    return [joined[place] for place in sorted(joined)]

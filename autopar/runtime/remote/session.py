@@ -326,10 +326,10 @@ def _one_holder_each(type_: ShardedType) -> dict[Box, int]:
 def _boxes_by_worker(type_: ShardedType, owners: tuple[tuple[int, int], ...]) -> list[list[Box]]:
     """Per worker, the shards of its devices, in order."""
     boxes = type_.boxes()
-    found: list[list[Box]] = [[] for _ in range(owners[-1][0] + 1)]
+    by_worker: list[list[Box]] = [[] for _ in range(owners[-1][0] + 1)]
     for device, (worker, _) in enumerate(owners):
-        found[worker].append(boxes[device])
-    return found
+        by_worker[worker].append(boxes[device])
+    return by_worker
 
 
 @lru_cache(maxsize=65536)

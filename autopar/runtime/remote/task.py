@@ -53,10 +53,10 @@ class _ArrivingArray:
 
 def array_in(slots: Slots, slot: int) -> jax.Array:
     """The array of a slot; joins its tiles if it was received and not read yet."""
-    found = slots[slot]
-    if isinstance(found, _ArrivingArray):
-        found = slots[slot] = found.array()
-    return found
+    value = slots[slot]
+    if isinstance(value, _ArrivingArray):
+        value = slots[slot] = value.array()
+    return value
 
 
 class WorkerTask:
@@ -135,15 +135,15 @@ class WorkerTask:
 
     def links(self) -> list[Link]:
         """The links on which this worker sends and receives."""
-        found: dict[Link, None] = {}
+        links: dict[Link, None] = {}
         for place, instruction in enumerate(self.task.program.instructions):
             if isinstance(instruction, Recv) and place in self._incoming:
                 for tile in self._incoming[place].tiles:
-                    found[Link(tile.source, tile.targets)] = None
+                    links[Link(tile.source, tile.targets)] = None
             elif isinstance(instruction, Send) and instruction.to_mesh != self.task.mesh:
                 for link in self._outgoing(place, instruction).links():
-                    found[link] = None
-        return list(found)
+                    links[link] = None
+        return list(links)
 
     def _operation(self, place: int, instruction: Instruction) -> Operation:
         match instruction:

@@ -64,7 +64,7 @@ def _landing_places(plan: TilePlan, workers: tuple[int, ...]) -> dict[int, tuple
             landing[place] = {workers[place]: place}
     for place in _target_places(plan):
         landing[origins[place]].setdefault(workers[place], place)
-    return {place: tuple(found.values()) for place, found in landing.items()}
+    return {place: tuple(by_worker.values()) for place, by_worker in landing.items()}
 
 
 def target_places(transfer: RemoteTransfer, endpoints: Sequence[Endpoint]) -> list[tuple[int, ...]]:
@@ -134,7 +134,7 @@ class OutgoingTiles:
         ]
 
     def tiles(self, arrays: Sequence[jax.Array]) -> list[OutTile]:
-        found: list[OutTile] = []
+        out_tiles: list[OutTile] = []
         for array, cuts in zip(arrays, self._cuts_by_transfer, strict=True):
             if not cuts:
                 continue
@@ -143,8 +143,8 @@ class OutgoingTiles:
             for device, cut, tiles in cuts:
                 for (number, source, targets), data in zip(tiles, cut(shards[device]), strict=True):
                     numbered.append((number, OutTile(data, source, targets)))
-            found += [tile for _, tile in sorted(numbered, key=lambda one: one[0])]
-        return found
+            out_tiles += [tile for _, tile in sorted(numbered, key=lambda one: one[0])]
+        return out_tiles
 
 
 def _uncut(data: jax.Array) -> list[jax.Array]:

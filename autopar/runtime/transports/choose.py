@@ -19,15 +19,15 @@ def available_transports(platform: str) -> tuple[str, ...]:
     """The transports that this process could use."""
     from autopar.runtime.transports.cuda import import_cupy, import_nccl
 
-    found = ["jax_transfer"]
+    available = ["jax_transfer"]
     if platform == "gpu":
         for name, needs in (("cuda_ipc", lambda: import_cupy("cuda_ipc")), ("nccl", import_nccl)):
             try:
                 needs()
             except ClusterError:
                 continue
-            found.append(name)
-    return tuple(found)
+            available.append(name)
+    return tuple(available)
 
 
 def choose(

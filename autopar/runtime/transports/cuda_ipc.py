@@ -118,7 +118,7 @@ class CudaIpc:
     def _receive(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
         keys = incoming_keys(tiles)
         wanted = self._wanted(tiles)
-        found = {
+        places = {
             (worker, key): place
             for worker, tile_keys in wanted.items()
             for key, place in self._wait_for(worker, tag, tile_keys).items()
@@ -133,13 +133,13 @@ class CudaIpc:
             landing = Landing(tile.shape, tile.dtype, device, self._in[tile.target.device])
             self._copy(
                 landing.pointer,
-                found[tile.source.worker, key].pointer(self, device),
+                places[tile.source.worker, key].pointer(self, device),
                 landing.num_bytes,
                 tile.target.device,
                 self._in[tile.target.device],
             )
             landed.setdefault(tile.target.device, []).append((i, landing))
-        tickets = {(worker, place.ticket) for (worker, _), place in found.items()}
+        tickets = {(worker, place.ticket) for (worker, _), place in places.items()}
         self._acknowledge(tickets, landed, arrays)
         return arrays
 
@@ -270,9 +270,9 @@ class CudaIpc:
 
     def _wait_for(self, worker: int, tag: int, keys: set[TileKey]) -> dict[TileKey, _IpcPlace]:
         """Where the sender has put the tiles; it sends one message per device."""
-        found: dict[TileKey, _IpcPlace] = {}
+        places: dict[TileKey, _IpcPlace] = {}
         deadline = time.monotonic() + RECV_LIMIT_S
-        while set(found) != keys:
+        while set(places) != keys:
             with self._changed:
                 self._changed.wait_for(
                     lambda: (worker, tag) in self._inbox or worker in self._gone,
@@ -288,8 +288,8 @@ class CudaIpc:
                 )
             for message in messages:
                 for key, start in message["places"]:
-                    found[_key(key)] = _IpcPlace(worker, message, start)
-        return found
+                    places[_key(key)] = _IpcPlace(worker, message, start)
+        return places
 
     def _acknowledge(
         self,

@@ -124,9 +124,9 @@ class Nccl:
         written = self._post(calls)
         return [
             empty(tile.shape, tile.dtype, self.devices[tile.target.device])
-            if found is None
-            else found[1].array(self.cupy, written[found[0].stream.ptr])
-            for tile, found in zip(tiles, landings, strict=True)
+            if landed is None
+            else landed[1].array(self.cupy, written[landed[0].stream.ptr])
+            for tile, landed in zip(tiles, landings, strict=True)
         ]
 
     def close(self) -> None:
