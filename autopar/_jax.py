@@ -178,13 +178,13 @@ _KERNELS_LOCK = threading.Lock()
 
 def primitives_that_need_devices(jaxpr: _core.Jaxpr) -> set[str]:
     """Names of primitives that JAX lowers only for present devices."""
-    found = set()
+    names = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive in _dispatch.prim_requires_devices_during_lowering:
-            found.add(eqn.primitive.name)
+            names.add(eqn.primitive.name)
         for inner in _core.jaxprs_in_params(eqn.params):
-            found |= primitives_that_need_devices(inner)
-    return found
+            names |= primitives_that_need_devices(inner)
+    return names
 
 
 @contextlib.contextmanager
@@ -237,12 +237,17 @@ def line_of_user(tracebacks: tuple[Any, ...]) -> str:
     """`models/gpt.py:12 (Block.__call__)`: the innermost frame outside installed packages, or else
     the innermost; "" if there is none. Takes the tracebacks of an equation and of the calls around
     it, the innermost first."""
-    frames = [f for own in tracebacks if own is not None for f in _source_info.user_frames(own)]
+    frames = [
+        f
+        for traceback in tracebacks
+        if traceback is not None
+        for f in _source_info.user_frames(traceback)
+    ]
     if not frames:
         return ""
     installed = ("site-packages", "dist-packages")
-    own = (f for f in frames if not any(part in f.file_name for part in installed))
-    frame = next(own, frames[0])
+    outside_packages = (f for f in frames if not any(part in f.file_name for part in installed))
+    frame = next(outside_packages, frames[0])
     file = "/".join(frame.file_name.replace("\\", "/").split("/")[-2:])
     return f"{file}:{frame.start_line} ({frame.function_name.replace('.<locals>', '')})"
 
@@ -287,17 +292,17 @@ def installed_versions(platform: str) -> dict[str, str]:
     supports."""
     from jax._src import lib
 
-    found = {"jax": jax.__version__, "jaxlib": lib.version_str}
-    own = lib.cuda_versions
-    if platform == "gpu" and own is not None:
+    versions = {"jax": jax.__version__, "jaxlib": lib.version_str}
+    cuda = lib.cuda_versions
+    if platform == "gpu" and cuda is not None:
         for name, ask in (
             ("cuda", "cuda_runtime_get_version"),
             ("cudnn", "cudnn_get_version"),
             ("driver", "cuda_driver_get_version"),
         ):
             with contextlib.suppress(AttributeError, RuntimeError):
-                found[name] = str(getattr(own, ask)())
-    return found
+                versions[name] = str(getattr(cuda, ask)())
+    return versions
 
 
 def op_result_or_none(value: Any) -> Any | None:
@@ -453,13 +458,13 @@ def call_step(function: Callable[..., _T], *args: Any) -> _T:
 def _loop_around() -> str | None:
     """The outermost loop function of JAX, such as `scan`, that traces a body of the step."""
     frame: Any = sys._getframe(1)
-    found = None
+    outermost = None
     while frame is not None and frame.f_code is not call_step.__code__:
         code = frame.f_code
         if code.co_name in _LOOP_FUNCTIONS and code.co_filename.startswith(_CONTROL_FLOW):
-            found = code.co_name
+            outermost = code.co_name
         frame = frame.f_back
-    return found
+    return outermost
 
 
 def has_effect(eqn: JaxprEqn) -> bool:
@@ -562,7 +567,7 @@ def _grid_on_parts(params: dict[str, Any], shapes: Sequence[tuple[int, ...]]) ->
     grid = list(given.grid)
     cut_in = []  # for each array, the grid axes of its dimensions that are cut
     for mapping, shape in zip(given.block_mappings, shapes, strict=True):
-        own: set[int] = set()
+        axes: set[int] = set()
         for dim, (before, after) in enumerate(zip(mapping.array_aval.shape, shape, strict=True)):
             if before == after:
                 continue
@@ -570,16 +575,16 @@ def _grid_on_parts(params: dict[str, Any], shapes: Sequence[tuple[int, ...]]) ->
             if not steps or axis is None or after * steps % before:
                 raise CannotSplit("its blocks do not run over that dimension, one per step")
             grid[axis] = after * steps // before
-            own.add(axis)
-        cut_in.append(own)
+            axes.add(axis)
+        cut_in.append(axes)
     cut = set().union(*cut_in)
-    for number, (mapping, own) in enumerate(zip(given.block_mappings, cut_in, strict=True)):
+    for number, (mapping, axes) in enumerate(zip(given.block_mappings, cut_in, strict=True)):
         computed = _axes_computed_with(open_jaxpr(mapping.index_map_jaxpr)[0])
-        if mapping.index_map_jaxpr.consts or cut & ({*_grid_axes(mapping), *computed} - own):
+        if mapping.index_map_jaxpr.consts or cut & ({*_grid_axes(mapping), *computed} - axes):
             raise CannotSplit("the grid moves another block along with it")
         if cut & computed:
             raise CannotSplit("the index of a block is computed from it")
-        if number >= given.num_inputs and cut - own:
+        if number >= given.num_inputs and cut - axes:
             raise CannotSplit("a result has one block for all steps along it")
     asked = [a for a in range(len(grid)) if a not in given.vmapped_dims]
     if cut & {asked[a] for a in _program_ids(params["jaxpr"])}:

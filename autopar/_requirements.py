@@ -209,29 +209,29 @@ def raise_if_missing(error: ImportError) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """(0, 12, 0) of "0.12.0.dev3+cpu"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _fault(path: str) -> str:
     name, _, argument = path.rstrip(")").partition("(")
     try:
-        found = _look_up(name)
+        target = _look_up(name)
     except Exception as error:  # importing a part of JAX may raise anything
         return f"{type(error).__name__}: {error}"
-    if argument and argument not in inspect.signature(found).parameters:
+    if argument and argument not in inspect.signature(target).parameters:
         return f"it takes no argument {argument!r}"
     return ""
 
 
 def _look_up(path: str) -> Any:
     names = path.split(".")
-    found: Any = importlib.import_module(names[0])
+    target: Any = importlib.import_module(names[0])
     for end, part in enumerate(names[1:], 2):
-        if inspect.ismodule(found) and not hasattr(found, part):
-            found = importlib.import_module(".".join(names[:end]))
-        elif part in getattr(found, "__dataclass_fields__", ()):
-            found = found.__dataclass_fields__[part]
+        if inspect.ismodule(target) and not hasattr(target, part):
+            target = importlib.import_module(".".join(names[:end]))
+        elif part in getattr(target, "__dataclass_fields__", ()):
+            target = target.__dataclass_fields__[part]
         else:
-            found = getattr(found, part)
-    return found
+            target = getattr(target, part)
+    return target

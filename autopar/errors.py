@@ -123,7 +123,7 @@ def shortened(value: object) -> str:
 def near_names(given: str, known: Iterable[str]) -> str:
     """ " (did you mean 'a' or 'b'?)" for similar names; empty if there are none."""
     lowered = {name.lower(): name for name in known}
-    found = get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
-    found += [name for name in lowered if given and name.startswith(given.lower())]
-    names = " or ".join(repr(lowered[name]) for name in dict.fromkeys(found))
+    matches = get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
+    matches += [name for name in lowered if given and name.startswith(given.lower())]
+    names = " or ".join(repr(lowered[name]) for name in dict.fromkeys(matches))
     return f" (did you mean {names}?)" if names else ""

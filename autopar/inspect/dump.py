@@ -111,11 +111,11 @@ def _parts(planned: PlannedStep) -> list[_DumpedStage]:
         ]
     if planned.sliced is None:
         return [_DumpedStage("", plan.name, planned.traced, plan)]
-    found = []
+    stages = []
     for k, (cut, stage) in enumerate(zip(planned.sliced.stages, plan.stages, strict=True)):
         assert stage.plan is not None
-        found.append(_DumpedStage(f"stage{k}.", f"stage {k}", cut.step, stage.plan))
-    return found
+        stages.append(_DumpedStage(f"stage{k}.", f"stage {k}", cut.step, stage.plan))
+    return stages
 
 
 def _part_files(part: _DumpedStage) -> Iterator[DebugFile]:
@@ -194,9 +194,9 @@ def _places(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
 
 
 def _place(plan: ParallelPlan, kind: str, tensor: Tensor) -> dict[str, Any]:
-    own = plan.stages[tensor.stages[0]].plan or plan
+    mesh_plan = plan.stages[tensor.stages[0]].plan or plan
     parts = [1] * len(tensor.shape)
-    for entry, size in zip(tensor.layout, own.mesh_shape, strict=True):
+    for entry, size in zip(tensor.layout, mesh_plan.mesh_shape, strict=True):
         if entry >= 0:
             parts[entry] *= size
     shard = [size // n for size, n in zip(tensor.shape, parts, strict=True)]
@@ -207,11 +207,11 @@ def _place(plan: ParallelPlan, kind: str, tensor: Tensor) -> dict[str, Any]:
         "role": tensor.role,
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
-        "spec": layout_text(tensor.layout, len(tensor.shape), own.axis_names),
+        "spec": layout_text(tensor.layout, len(tensor.shape), mesh_plan.axis_names),
         "layout": list(tensor.layout),
         "stages": list(tensor.stages),
-        "mesh_shape": list(own.mesh_shape),
-        "axis_names": list(own.axis_names),
+        "mesh_shape": list(mesh_plan.mesh_shape),
+        "axis_names": list(mesh_plan.axis_names),
         "shard_shape": shard,
         "bytes_per_device": None if itemsize is None else prod(shard) * itemsize,
     }
@@ -249,8 +249,8 @@ def _strategies(sharding: GraphSharding) -> str:
 
     def texts(values: Sequence[int], layouts: Sequence[Any]) -> list[str]:
         return [
-            layout_text(own, len(graph.values[v].shape), names)
-            for v, own in zip(values, layouts, strict=True)
+            layout_text(layout, len(graph.values[v].shape), names)
+            for v, layout in zip(values, layouts, strict=True)
         ]
 
     classes = {}
@@ -261,11 +261,11 @@ def _strategies(sharding: GraphSharding) -> str:
             "chosen": sharding.choice[owner],
             "strategies": [
                 {
-                    "operands": texts(node.operands, own.operands),
-                    "results": texts(node.results, own.results),
+                    "operands": texts(node.operands, strategy.operands),
+                    "results": texts(node.results, strategy.results),
                     "cost": float(costs[s]),
                 }
-                for s, own in enumerate(strategies)
+                for s, strategy in enumerate(strategies)
             ],
         }
     nodes = [
@@ -333,8 +333,8 @@ def _memory(plan: ParallelPlan) -> str:
         "largest arrays at the peak:",
     ]
     rows = [
-        (own.what, own.module or "-", own.category, format_bytes(own.num_bytes))
-        for own in memory.largest
+        (array.what, array.module or "-", array.category, format_bytes(array.num_bytes))
+        for array in memory.largest
     ]
     if rows:
         lines += table(("what", "module", "category", "bytes"), rows)
@@ -394,8 +394,8 @@ def _crossings(executable: Executable) -> Callable[[], list[dict[str, Any]]] | N
                 for number in instruction.transfers
             }
             return [
-                _crossing(number, *ends.get(number, ("", "")), own.source, own.tiles)
-                for number, own in sorted(known.items())
+                _crossing(number, *ends.get(number, ("", "")), transfer.source, transfer.tiles)
+                for number, transfer in sorted(known.items())
             ]
 
         return remote
@@ -405,16 +405,16 @@ def _crossings(executable: Executable) -> Callable[[], list[dict[str, Any]]] | N
 def _crossing(
     number: int, source: str, target: str, array: Any, tiles: TilePlan | None
 ) -> dict[str, Any]:
-    told = {
+    summary = {
         "transfer": number,
         "from": source,
         "to": target,
         "array": f"{array.dtype}{list(array.shape)}",
     }
     if tiles is None:
-        return {**told, "tiles": "as it is, shard by shard, or through the host"}
+        return {**summary, "tiles": "as it is, shard by shard, or through the host"}
     return {
-        **told,
+        **summary,
         "link_bytes": tiles.link_bytes,
         "lower_bound_bytes": tiles.lower_bound_bytes,
         "busiest_sender_bytes": tiles.max_sender_bytes,
@@ -427,12 +427,12 @@ def _crossing(
 
 
 def _versions() -> str:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    found["autopar"] = getattr(sys.modules.get("autopar"), "__version__", "")
+    versions = {"python": platform.python_version(), "machine": platform.machine()}
+    versions["autopar"] = getattr(sys.modules.get("autopar"), "__version__", "")
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     devices = sorted({f"{d.platform}: {d.device_kind}" for d in jax.devices()})
-    return json.dumps({**found, "devices": devices}, indent=1)
+    return json.dumps({**versions, "devices": devices}, indent=1)

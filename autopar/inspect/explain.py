@@ -196,8 +196,8 @@ def _stages(plan: ParallelPlan) -> list[str]:
     header = ("stage", "layers", "submesh", "mesh", "devices")
     header += ("forward", "backward", "per step", "transfer", "peak", "budget")
     rows = []
-    for number, (stage, own) in enumerate(zip(plan.stages, mesh_plans(plan), strict=True)):
-        budget, peak = own.memory_budget_bytes, own.estimated_peak_bytes
+    for number, (stage, mesh_plan) in enumerate(zip(plan.stages, mesh_plans(plan), strict=True)):
+        budget, peak = mesh_plan.memory_budget_bytes, mesh_plan.estimated_peak_bytes
         rows.append(
             (
                 str(number),

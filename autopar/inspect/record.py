@@ -86,12 +86,13 @@ class Trace:
                 continue
             plan = step.described.plan
             devices = [
-                [(step.remote is None, device) for device in own] for own in _mesh_devices(plan)
+                [(step.remote is None, device) for device in mesh_devices]
+                for mesh_devices in _mesh_devices(plan)
             ]
             before_s = {
-                mesh: max(free_s[device] for device in own if device in free_s)
-                for mesh, own in enumerate(devices)
-                if not free_s.keys().isdisjoint(own)
+                mesh: max(free_s[device] for device in mesh_devices if device in free_s)
+                for mesh, mesh_devices in enumerate(devices)
+                if not free_s.keys().isdisjoint(mesh_devices)
             }
             line, first_s = measured_timeline(step.described, step.marks, before_s)
             for event in line.events:
@@ -127,10 +128,10 @@ def _mesh_devices(plan: ParallelPlan) -> list[set[int]]:
     """The indices of each mesh's devices."""
     if not plan.is_pipeline:
         return [set(range(plan.num_devices))]
-    found: list[set[int]] = [set() for _ in range(1 + max(stage.mesh for stage in plan.stages))]
+    devices: list[set[int]] = [set() for _ in range(1 + max(stage.mesh for stage in plan.stages))]
     for stage in plan.stages:
-        found[stage.mesh].update(stage.devices)
-    return found
+        devices[stage.mesh].update(stage.devices)
+    return devices
 
 
 def trace(
@@ -191,10 +192,10 @@ def _check_target(path: Path) -> None:
 
 
 def _start_profile(folder: Path) -> None:
-    own = folder / "driver"
+    driver_folder = folder / "driver"
     try:
-        own.mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(str(own))
+        driver_folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(str(driver_folder))
     except (OSError, RuntimeError) as error:
         raise TraceFileError(
             f"trace(profile_dir={str(folder)!r}): cannot start a capture ({error}). Choose a "
