@@ -60,11 +60,11 @@ def profile_cluster(
         able = abilities(hardware, capability)
         half = hardware.num_devices // 2
         planned = [
-            own
-            for own in planned_samples(able, quick)
-            if own.group != "crossings" or own.sample.num_pairs == half
+            entry
+            for entry in planned_samples(able, quick)
+            if entry.group != "crossings" or entry.sample.num_pairs == half
         ]
-        planned.sort(key=lambda own: own.group == "crossings")
+        planned.sort(key=lambda entry: entry.group == "crossings")
         return ProfileRun(
             hardware,
             machine,
@@ -95,15 +95,15 @@ class RayMachine:
 
     def look(self) -> tuple[Hardware, str]:
         """(hardware, compute capability of GPUs)."""
-        found = self._all("hardware")
-        kinds = {own.device_kind for own in found}
+        per_worker = self._all("hardware")
+        kinds = {hardware.device_kind for hardware in per_worker}
         if len(kinds) > 1:
             raise ProfileError(
                 f"profile_cluster: the devices differ: {', '.join(sorted(kinds))}. Choose hosts of "
                 "one kind with num_hosts, or other Ray nodes."
             )
-        self._hardware = found[0]
-        return found[0], self._all("capability")[0]
+        self._hardware = per_worker[0]
+        return per_worker[0], self._all("capability")[0]
 
     def close(self) -> None:
         if self._cluster is not None:
@@ -123,13 +123,13 @@ class RayMachine:
 
     def memory(self) -> float | None:
         """The minimum over workers; hosts on one node share its memory."""
-        found = self._all("memory")
+        per_worker = self._all("memory")
         nodes = [worker.place.node for worker in self._group.workers]
         on_cpu = self._platform == "cpu"
         shares = [
-            own / (nodes.count(node) if on_cpu else 1)
-            for own, node in zip(found, nodes, strict=True)
-            if own is not None
+            num_bytes / (nodes.count(node) if on_cpu else 1)
+            for num_bytes, node in zip(per_worker, nodes, strict=True)
+            if num_bytes is not None
         ]
         return min(shares, default=None)
 
@@ -180,9 +180,9 @@ class RayMachine:
 
     def _rounds(self, sample: CollectiveTime, trips: int, calls: int) -> tuple[float, list[float]]:
         """The bytes, and the seconds of each call on the slowest worker."""
-        found = self._all("collective", sample, trips, calls)
-        slowest = [max(own) for own in zip(*(seconds for _, seconds in found), strict=True)]
-        return found[0][0], slowest
+        per_worker = self._all("collective", sample, trips, calls)
+        slowest = [max(call) for call in zip(*(seconds for _, seconds in per_worker), strict=True)]
+        return per_worker[0][0], slowest
 
     def _crossing(self, sample: CrossingSample) -> CrossingSample:
         if not self._is_in_session:

@@ -76,9 +76,9 @@ def collective_program(
     operands, step = collective(sample, devices[0].platform)
 
     def loop(*carry: jax.Array) -> Arrays:
-        own = tuple(x.reshape(x.shape[1:]) for x in carry)
-        own = lax.fori_loop(0, trips, lambda _, x: step(x), own)
-        return tuple(x[None] for x in own)
+        local = tuple(x.reshape(x.shape[1:]) for x in carry)
+        local = lax.fori_loop(0, trips, lambda _, x: step(x), local)
+        return tuple(x[None] for x in local)
 
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped, donate_argnums=tuple(range(len(operands))))
@@ -132,8 +132,8 @@ def time_crossing(
     crossing is awaited before the next starts, so this is the latency of one."""
     pairs = sample.num_pairs
     sides = [
-        NamedSharding(Mesh(np.array(own), ("d",)), PartitionSpec("d"))
-        for own in (bench.devices[:pairs], bench.devices[pairs : 2 * pairs])
+        NamedSharding(Mesh(np.array(side), ("d",)), PartitionSpec("d"))
+        for side in (bench.devices[:pairs], bench.devices[pairs : 2 * pairs])
     ]
     numbers = np.zeros(max(1, round(sample.num_bytes / _NUMBER)), np.float32)
     array = placed(numbers, sides[0])

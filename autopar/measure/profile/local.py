@@ -32,26 +32,26 @@ class LocalMachine:
 
     def take(self, planned: PlannedSample, num_samples: int | None = None) -> Any:
         """The sample with its time."""
-        own, bench = planned.sample, self.bench
+        sample, bench = planned.sample, self.bench
         match planned.group:
             case "products":
-                return replace(own, time=bench.time_work(works.product(own), num_samples))
+                return replace(sample, time=bench.time_work(works.product(sample), num_samples))
             case "convolutions":
-                return replace(own, time=bench.time_work(works.convolution(own), num_samples))
+                return replace(sample, time=bench.time_work(works.convolution(sample), num_samples))
             case "streams":
-                work = works.stream(own)
+                work = works.stream(sample)
                 time = bench.time_work(work, num_samples)
-                return replace(own, num_bytes=float(work.num_bytes), time=time)
+                return replace(sample, num_bytes=float(work.num_bytes), time=time)
             case "attentions":
                 forward, both = (
-                    bench.time_work(works.attention(own, backward=backward), num_samples)
+                    bench.time_work(works.attention(sample, backward=backward), num_samples)
                     for backward in (False, True)
                 )
                 alone_s = max(both.seconds - forward.seconds, 0.1 * both.seconds)
                 spread = max(forward.spread, both.spread)
                 backward = Timing(alone_s, spread, both.num_samples)
-                return replace(own, forward=forward, backward=backward)
+                return replace(sample, forward=forward, backward=backward)
             case "collectives":
-                return links.time_collective(bench, own, num_samples)
+                return links.time_collective(bench, sample, num_samples)
             case _:
-                return links.time_crossing(bench, own, num_samples)
+                return links.time_crossing(bench, sample, num_samples)

@@ -30,10 +30,10 @@ def chain(length: int) -> Workload:
     x = Operand((4, 4))
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
-        (own,) = carry
+        (value,) = carry
         for _ in range(length):
-            own = own @ constants[0]
-        return (own,)
+            value = value @ constants[0]
+        return (value,)
 
     return Workload("chain", step, (x,), (x,))
 
@@ -100,19 +100,19 @@ def measure_memory(bench: Bench) -> float | None:
 
 def system_memory_bytes() -> float | None:
     """The available memory of the system, or of its control group if that is less."""
-    found = []
+    available_bytes = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found.append(float(line.split()[1]) * 1024)
+                available_bytes.append(float(line.split()[1]) * 1024)
     except OSError:
         if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            found.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
+            available_bytes.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
         if limit != "max":
-            found.append(float(limit) - float(used))
+            available_bytes.append(float(limit) - float(used))
     except (OSError, ValueError):
         pass
-    return min(found) if found and min(found) > 0 else None
+    return min(available_bytes) if available_bytes and min(available_bytes) > 0 else None

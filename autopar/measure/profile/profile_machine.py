@@ -221,11 +221,11 @@ class ProfileRun:
             return None
 
     def _noisy_again(self, file: UnfinishedProfile, wanted: list[PlannedSample]) -> None:
-        own = {planned.sample for planned in wanted}
+        samples = {planned.sample for planned in wanted}
         noisy = [
             taken
             for key, taken in file.taken.items()
-            if key in own and taken.sample is not None and _spread(taken.sample) is not None
+            if key in samples and taken.sample is not None and _spread(taken.sample) is not None
         ]
         if not noisy:
             return
@@ -275,8 +275,8 @@ class ProfileRun:
 
 def _is_better(again: Any, before: Any) -> bool:
     """Whether a repetition of a noisy sample replaces it: other work only adds to the time."""
-    one, other = (times_of(sample)[0].seconds for sample in (again, before))
-    return one <= other or (_spread(again) is None and one < 1.1 * other)
+    again_s, before_s = (times_of(sample)[0].seconds for sample in (again, before))
+    return again_s <= before_s or (_spread(again) is None and again_s < 1.1 * before_s)
 
 
 def _spread(sample: Any) -> float | None:

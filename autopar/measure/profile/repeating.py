@@ -124,7 +124,7 @@ class Bench:
         """The jitted loop, on global arrays with a leading dimension of devices."""
 
         def loop(carry: Arrays, constants: Arrays) -> Arrays:
-            return lax.fori_loop(0, trips, lambda _, own: self._trip(work, own, constants), carry)
+            return lax.fori_loop(0, trips, lambda _, x: self._trip(work, x, constants), carry)
 
         if len(self.devices) == 1:
             return jax.jit(loop, donate_argnums=0)
@@ -158,14 +158,14 @@ class Bench:
             return carry
         if steps == 1:
             return work.step((tie(carry[0], carry[1], self.platform), *carry[1:]), constants)
-        own = carry[: len(work.carry)]
+        state = carry[: len(work.carry)]
         results, marks = [], []
         for _ in range(steps):
-            first, mark = lax.optimization_barrier((own[0], first_of(own[1])))
-            own = work.step((first, *own[1:]), constants)
-            results += own[1:]
+            first, mark = lax.optimization_barrier((state[0], first_of(state[1])))
+            state = work.step((first, *state[1:]), constants)
+            results += state[1:]
             marks.append(mark)  # or XLA would drop the dependence
-        return (own[0], *results, *marks)
+        return (state[0], *results, *marks)
 
     def mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), ("d",))
@@ -201,8 +201,8 @@ def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
     here = jax.process_index()
     devices = sharding.mesh.devices
     assert devices is not None
-    own = [device for device in devices.flat if device.process_index == here]
-    parts = [jax.device_put(values[None], device) for device in own]
+    local_devices = [device for device in devices.flat if device.process_index == here]
+    parts = [jax.device_put(values[None], device) for device in local_devices]
     shape = (sharding.num_devices, *values.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -210,11 +210,11 @@ def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
 def _per_device(loop: Callable[[Arrays, Arrays], Arrays]) -> Callable[[Arrays, Arrays], Arrays]:
     """The loop on arrays with a leading dimension of one."""
 
-    def own(carry: Arrays, constants: Arrays) -> Arrays:
+    def per_device(carry: Arrays, constants: Arrays) -> Arrays:
         result = loop(_without_first(carry), _without_first(constants))
         return tuple(x[None] for x in result)
 
-    return own
+    return per_device
 
 
 def _without_first(arrays: Sequence[jax.Array]) -> Arrays:

@@ -54,11 +54,11 @@ class Abilities:
 def planned_samples(able: Abilities, quick: bool = False) -> list[PlannedSample]:
     """All samples in order, each once."""
     of_platform = _on_gpu if able.platform == "gpu" else _on_cpu
-    found: dict[Any, PlannedSample] = {}
+    by_sample: dict[Any, PlannedSample] = {}
     for planned in (*of_platform(able), *_links(able)):
         if not quick or planned.round == 0:
-            found.setdefault(planned.sample, planned)
-    return sorted(found.values(), key=lambda planned: planned.round)
+            by_sample.setdefault(planned.sample, planned)
+    return sorted(by_sample.values(), key=lambda planned: planned.round)
 
 
 def _product(round: int, dtype: str, batch: int, m: int, n: int, k: int) -> PlannedSample:

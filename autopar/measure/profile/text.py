@@ -11,8 +11,8 @@ from autopar.ir.text import format_bytes, table
 
 
 def times_of(sample: Any) -> list[Timing]:
-    found = [getattr(sample, part.name) for part in fields(sample)]
-    return [value for value in found if isinstance(value, Timing)]
+    values = [getattr(sample, part.name) for part in fields(sample)]
+    return [value for value in values if isinstance(value, Timing)]
 
 
 def describe(sample: Any) -> str:
@@ -103,16 +103,16 @@ def _section(group: str, samples: Sequence[Any], by: tuple[str, ...]) -> list[st
     for sample in samples:
         kinds.setdefault(tuple(getattr(sample, name) for name in by), []).append(sample)
     rows = []
-    for kind, own in kinds.items():
-        best = max(own, key=rate_of)
+    for kind, of_kind in kinds.items():
+        best = max(of_kind, key=rate_of)
         rate, unit = rate_of(best)
         prefix, scale = _unit(rate)
-        times = [time.seconds for sample in own for time in times_of(sample)]
-        noisy = sum(any(time.is_noisy for time in times_of(sample)) for sample in own)
+        times = [time.seconds for sample in of_kind for time in times_of(sample)]
+        noisy = sum(any(time.is_noisy for time in times_of(sample)) for sample in of_kind)
         rows.append(
             (
                 *map(str, kind),
-                str(len(own)),
+                str(len(of_kind)),
                 f"up to {rate / scale:.3g} {prefix}{unit}",
                 f"{_seconds(min(times))} … {_seconds(max(times))}",
                 f"{noisy} noisy" if noisy else "",

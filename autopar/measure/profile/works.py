@@ -43,8 +43,8 @@ class Operand:
         if self.zeros:
             return np.zeros(self.shape, np_dtype(self.dtype))
         if self.limit is not None:
-            own = np.random.default_rng(1).integers(0, self.limit, self.shape)
-            return own.astype(np_dtype(self.dtype))
+            numbers = np.random.default_rng(1).integers(0, self.limit, self.shape)
+            return numbers.astype(np_dtype(self.dtype))
         return _random(self.dtype, prod(self.shape)).reshape(self.shape)
 
 
@@ -74,8 +74,8 @@ _numbers: dict[str, np.ndarray] = {}
 def _random(dtype: str, count: int) -> np.ndarray:
     """`count` numbers, a million of them distinct; the longest array is cached."""
     if dtype not in _numbers:
-        own = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
-        _numbers[dtype] = own.astype(np_dtype(dtype))
+        numbers = np.random.default_rng(0).random(2**20 - 3, np.float32) - 0.5
+        _numbers[dtype] = numbers.astype(np_dtype(dtype))
     if _numbers[dtype].size < count:
         _numbers[dtype] = np.resize(_numbers[dtype], count)
     return _numbers[dtype][:count]
@@ -117,15 +117,16 @@ def product(sample: ProductTime) -> Workload:
 
 
 def convolution(sample: ConvolutionTime) -> Workload:
-    own = sample
-    out_size = -(-own.size // own.stride)
-    images = Operand((own.images, own.size, own.size, own.in_channels), own.dtype)
-    kernel = Operand((own.window, own.window, own.in_channels, own.out_channels), own.dtype)
-    result = Operand((own.images, out_size, out_size, own.out_channels), own.dtype)
+    out_size = -(-sample.size // sample.stride)
+    images = Operand((sample.images, sample.size, sample.size, sample.in_channels), sample.dtype)
+    kernel = Operand(
+        (sample.window, sample.window, sample.in_channels, sample.out_channels), sample.dtype
+    )
+    result = Operand((sample.images, out_size, out_size, sample.out_channels), sample.dtype)
 
     def forward(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.conv_general_dilated(
-            x, w, (own.stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x, w, (sample.stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
     def of_images(carry: Arrays, constants: Arrays) -> Arrays:
@@ -133,13 +134,13 @@ def convolution(sample: ConvolutionTime) -> Workload:
 
     def to_images(carry: Arrays, constants: Arrays) -> Arrays:
         dy = carry[0]
-        like = jax.ShapeDtypeStruct(images.shape, np_dtype(own.dtype))
+        like = jax.ShapeDtypeStruct(images.shape, np_dtype(sample.dtype))
         (dx,) = jax.linear_transpose(lambda x: forward(x, constants[0]), like)(dy)
         return dy, dx
 
     def to_kernel(carry: Arrays, constants: Arrays) -> Arrays:
         dy = carry[0]
-        like = jax.ShapeDtypeStruct(kernel.shape, np_dtype(own.dtype))
+        like = jax.ShapeDtypeStruct(kernel.shape, np_dtype(sample.dtype))
         (dw,) = jax.linear_transpose(lambda w: forward(constants[0], w), like)(dy)
         return dy, dw
 
@@ -147,9 +148,9 @@ def convolution(sample: ConvolutionTime) -> Workload:
         "forward": (of_images, (images, result), kernel),
         "input-gradient": (to_images, (result, images), kernel),
         "kernel-gradient": (to_kernel, (result, kernel), images),
-    }[own.kind]
+    }[sample.kind]
     moved = images.num_bytes + kernel.num_bytes + result.num_bytes
-    return Workload(own.kind, step, carry, (constant,), own.flops, moved, is_tied=True)
+    return Workload(sample.kind, step, carry, (constant,), sample.flops, moved, is_tied=True)
 
 
 ROW = 1024  # numbers per row of reductions, gathers and scatters
@@ -255,12 +256,11 @@ _STREAMS: dict[str, Callable[[float, str], Workload]] = {
 
 def attention(sample: AttentionTime, *, backward: bool) -> Workload:
     """With `backward`, the forward pass and the gradients of all three operands."""
-    own = sample
-    x = Operand((own.batch, own.length, own.heads, own.head_dim), own.dtype)
-    kind: Any = own.implementation
+    x = Operand((sample.batch, sample.length, sample.heads, sample.head_dim), sample.dtype)
+    kind: Any = sample.implementation
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=own.causal, implementation=kind)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=sample.causal, implementation=kind)
 
     def step(carry: Arrays, constants: Arrays) -> Arrays:
         q = carry[0]
@@ -269,10 +269,10 @@ def attention(sample: AttentionTime, *, backward: bool) -> Workload:
         out, pull = jax.vjp(forward, q, *constants)
         return q, *pull(out)
 
-    flops = 4.0 * prod(x.shape) * own.length * (0.5 if own.causal else 1.0)
+    flops = 4.0 * prod(x.shape) * sample.length * (0.5 if sample.causal else 1.0)
     results = (x, x, x) if backward else (x,)
     return Workload(
-        f"attention {own.implementation}",
+        f"attention {sample.implementation}",
         step,
         (x, *results),
         (x, x),
