@@ -64,13 +64,13 @@ class PreparedStep:
         return divisible_meshes(self.graph, meshes, self.method, self.cluster)
 
     def mesh(self, shape: tuple[int, ...]) -> LogicalMesh:
-        found = next((m for m in self.meshes() if m.shape == shape), None)
-        if found is None:
+        mesh = next((m for m in self.meshes() if m.shape == shape), None)
+        if mesh is None:
             raise ProfileError(
                 f"analysis.json: these devices cannot form its mesh {shape}. Give --mesh, or run "
                 "the analysis pass again."
             )
-        return found
+        return mesh
 
     def origin(self, mesh: LogicalMesh) -> Origin:
         return Origin(
@@ -103,17 +103,17 @@ def analyse(
 ) -> Analysis:
     started = time.perf_counter()
     cut = step.cut
-    found = []
+    spaces = []
     for mesh in step.meshes():
-        found.append(_on_mesh(step, mesh, top))
-        tell(found[-1])
+        spaces.append(_on_mesh(step, mesh, top))
+        tell(spaces[-1])
     return Analysis(
         step=step.traced.name,
         program=step.fingerprint,
         jax_version=jax.__version__,
         device=step.cluster.spec.name,
         parts=tuple(part.name for part in cut.parts),
-        meshes=tuple(found),
+        meshes=tuple(spaces),
         seconds=time.perf_counter() - started,
     )
 
@@ -140,15 +140,15 @@ def _chosen(
     sources."""
     part = cut.parts[number]
     source_of = {port.node: port.sources[0] for port in part.ports}
-    found = []
+    factors = []
     for node, whole in enumerate(part.nodes):
         if whole >= 0:
-            found.append(sharding.strategies[whole].factors)
+            factors.append(sharding.strategies[whole].factors)
             continue
         source = source_of[node]
         layout = sharding.layouts[source.node][1][source.result]
-        found.append(_factors_of_layout(part.graph, node, layout))
-    return tuple(found)
+        factors.append(_factors_of_layout(part.graph, node, layout))
+    return tuple(factors)
 
 
 def _factors_of_layout(graph: Graph, node: int, layout: tuple[int, ...]) -> tuple[int, ...]:

@@ -35,18 +35,18 @@ def crossings(
     cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
 ) -> Iterator[SegmentBoundary]:
     """`layouts`: of every node, by segment and combination."""
-    segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
+    segment_of = {p: n for n, segment in enumerate(space.segments) for p in segment.parts}
     places = [{whole: n for n, whole in enumerate(part.nodes)} for part in cut.parts]
     for number, part in enumerate(cut.parts):
         for port in part.ports:
             value = part.graph.values[port.value]
             if not value.shape:
                 continue
-            wanted = tuple(own[port.node][1][0] for own in layouts[segment_of[number]])
+            wanted = tuple(nodes[port.node][1][0] for nodes in layouts[segment_of[number]])
             for source in port.sources:
                 node = places[source.part][source.node]
                 made = tuple(
-                    own[node][1][source.result] for own in layouts[segment_of[source.part]]
+                    nodes[node][1][source.result] for nodes in layouts[segment_of[source.part]]
                 )
                 yield SegmentBoundary(source.part, number, value.shape, value.dtype, made, wanted)
 
@@ -55,11 +55,11 @@ def reshards(
     cut: CutStep, space: MeshSpace, layouts: Sequence[Sequence[Sequence[NodeLayouts]]]
 ) -> list[Reshard]:
     """Every resharding that may occur between two segments."""
-    found = {
+    moves = {
         Reshard(c.shape, c.dtype, made, wanted): None
         for c in crossings(cut, space, layouts)
         for made in c.made
         for wanted in c.wanted
         if made != wanted
     }
-    return list(found)
+    return list(moves)

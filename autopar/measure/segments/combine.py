@@ -54,13 +54,13 @@ def layouts_of(problem: ShardingProblem, factors: _Factors) -> tuple[NodeLayouts
     combination."""
     if len(factors) != len(problem.strategies):
         return None
-    found = []
-    for node, own in enumerate(factors):
-        one = next((s for s in problem.strategies[node] if s.factors == own), None)
-        if one is None:
+    layouts = []
+    for node, node_factors in enumerate(factors):
+        strategy = next((s for s in problem.strategies[node] if s.factors == node_factors), None)
+        if strategy is None:
             return None
-        found.append((one.operands, one.results))
-    return tuple(found)
+        layouts.append((strategy.operands, strategy.results))
+    return tuple(layouts)
 
 
 def segment_space(
@@ -78,16 +78,16 @@ def segment_space(
     blocks = find_blocks(problem)
     entries = _entries(part.graph, problem, blocks)
     known = [factors for factors in given if layouts_of(problem, factors) is not None]
-    found = dict.fromkeys(known, "best plan of the step")
+    reasons = dict.fromkeys(known, "best plan of the step")
     seen = {_inside(part.graph, factors) for factors in known}
     for factors, why in _leading(part, problem, time_limit_s):
-        if len(found) >= top:
+        if len(reasons) >= top:
             break
         inside = _inside(part.graph, factors)
         if inside not in seen:
             seen.add(inside)
-            found[factors] = why
-    described = [_described(part, problem, mesh, factors, why) for factors, why in found.items()]
+            reasons[factors] = why
+    described = [_described(part, problem, mesh, factors, why) for factors, why in reasons.items()]
     return SegmentSpace(
         name=part.name,
         key=part.key,
@@ -112,52 +112,52 @@ def _leading(
         node: [s.results[r] for s in problem.strategies[node]]
         for node, r in _boundary_nodes(part).items()
     }
-    own = strategy_labels(problem, [i for i in _decisions(graph) if i not in crossing])
+    inside = strategy_labels(problem, [i for i in _decisions(graph) if i not in crossing])
     shared = [set(layouts) for layouts in crossing.values()]
     layouts = sorted(set.intersection(*shared)) if shared else []
     boundaries = [dict.fromkeys(crossing, layout) for layout in layouts] or [{}]
-    pairs = [(node, label) for node, labels in own.items() for label in dict.fromkeys(labels)]
+    pairs = [(node, label) for node, labels in inside.items() for label in dict.fromkeys(labels)]
     wanted = [{**fixed, node: label} for node, label in pairs for fixed in boundaries]
-    every = solutions_of_each(problem.pairwise, {**own, **crossing}, [*boundaries, *wanted])
+    every = solutions_of_each(problem.pairwise, {**inside, **crossing}, [*boundaries, *wanted])
     mesh_shape = problem.mesh.shape
     ways, others = every[: len(boundaries)], every[len(boundaries) :]
     first = _next_of(ways, ends)
     if not first:
         return
     limit = _FAR * first[0][0].objective
-    near = [(one, n) for one, n in first if one.objective <= limit]
-    for one, _ in near:
-        yield _factors(problem, one.choice), "best with its boundary"
+    near = [(solution, n) for solution, n in first if solution.objective <= limit]
+    for solution, _ in near:
+        yield _factors(problem, solution.choice), "best with its boundary"
     whole = [n for _, n in near if set(boundaries[n].values()) == {(WHOLE,) * len(mesh_shape)}]
     turns = []
     for number in dict.fromkeys([*(n for _, n in near[:_BOUNDARIES]), *whole]):
-        (best,) = (one for one, n in near if n == number)
+        (best,) = (solution for solution, n in near if n == number)
         new = [at for at, (node, label) in enumerate(pairs) if best.labels[node] != label]
         mine = [others[at * len(boundaries) + number] for at in new]
         share_s = max(0.0, ends - time.monotonic()) / (_BOUNDARIES + 1)
-        turns.append([one for one, _ in _next_of(mine, time.monotonic() + share_s)])
+        turns.append([solution for solution, _ in _next_of(mine, time.monotonic() + share_s)])
     for row in zip_longest(*turns):
-        for one in row:
-            if one is not None and one.objective <= limit:
-                yield _factors(problem, one.choice), "best with a product split differently"
+        for solution in row:
+            if solution is not None and solution.objective <= limit:
+                yield _factors(problem, solution.choice), "best with a product split differently"
     while near and time.monotonic() < ends:
-        near = [(one, near[n][1]) for one, n in _next_of([ways[n] for _, n in near], ends)]
-        near = [(one, n) for one, n in near if one.objective <= limit]
-        for one, _ in near:
-            yield _factors(problem, one.choice), "next in cost"
+        near = [(s, near[n][1]) for s, n in _next_of([ways[n] for _, n in near], ends)]
+        near = [(solution, n) for solution, n in near if solution.objective <= limit]
+        for solution, _ in near:
+            yield _factors(problem, solution.choice), "next in cost"
 
 
 def _next_of(ways: Sequence[Iterator[Solution]], ends: float) -> list[tuple[Solution, int]]:
     """The next solution of each iterator with its number, the cheapest first, until the
     deadline."""
-    found = []
+    solutions = []
     for number, way in enumerate(ways):
-        if found and time.monotonic() > ends:
+        if solutions and time.monotonic() > ends:
             break
-        one = next(way, None)
-        if one is not None:
-            found.append((one, number))
-    return sorted(found, key=lambda entry: entry[0].objective)
+        solution = next(way, None)
+        if solution is not None:
+            solutions.append((solution, number))
+    return sorted(solutions, key=lambda entry: entry[0].objective)
 
 
 def _decisions(graph: Graph) -> list[int]:
@@ -201,20 +201,20 @@ def _boundary_nodes(part: SegmentPart) -> dict[int, int]:
 def _made(part: SegmentPart, value: int) -> int:
     """The graph's value of a sent value of the program."""
     at = part.program.outputs.index(value)
-    found = part.graph.outputs[at]
-    assert found is not None
-    return found
+    graph_value = part.graph.outputs[at]
+    assert graph_value is not None
+    return graph_value
 
 
 def _entries(graph: Graph, problem: ShardingProblem, blocks: Blocks) -> tuple[tuple[str, int], ...]:
     """Block entries with more than one strategy."""
-    found = []
-    for own in blocks.sequence:
-        node, count = graph.nodes[own.entry], len(problem.strategies[own.entry])
+    entries = []
+    for block in blocks.sequence:
+        node, count = graph.nodes[block.entry], len(problem.strategies[block.entry])
         if count > 1 and node.kind is NodeKind.OP:
             name = f"{node.name} of {node.module}" if node.module else node.name
-            found.append((f"{name} ({node.region})", count))
-    return tuple(found)
+            entries.append((f"{name} ({node.region})", count))
+    return tuple(entries)
 
 
 def _described(
@@ -253,12 +253,12 @@ def _spec(
 
 def _words(graph: Graph, mesh: LogicalMesh, layouts: Sequence[NodeLayouts]) -> str:
     """The specs of the forward products, as `P('x'): qkv, out`."""
-    found: dict[str, list[str]] = {}
+    names_by_spec: dict[str, list[str]] = {}
     for index, node in enumerate(graph.nodes):
         if not node.is_heavy or node.region != "forward":
             continue
         name = node.module.rsplit("/", 1)[-1] or node.name
-        own = found.setdefault(_spec(graph, mesh, layouts, index, 0), [])
-        if name not in own:
-            own.append(name)
-    return "; ".join(f"{spec}: {', '.join(names)}" for spec, names in found.items())
+        names = names_by_spec.setdefault(_spec(graph, mesh, layouts, index, 0), [])
+        if name not in names:
+            names.append(name)
+    return "; ".join(f"{spec}: {', '.join(names)}" for spec, names in names_by_spec.items())

@@ -67,7 +67,7 @@ class CutStep:
     segments: tuple[tuple[int, ...], ...]
 
     def segment_of(self, part: int) -> int:
-        return next(n for n, own in enumerate(self.segments) if part in own)
+        return next(n for n, parts in enumerate(self.segments) if part in parts)
 
 
 def cut_step(traced: TracedStep, graph: Graph) -> CutStep:
@@ -123,11 +123,11 @@ class _SegmentCutter:
         }
 
         def first_read(index: int) -> int:
-            found = []
+            segments = []
             for reader in readers.get(index, ()):
-                own = segment[reader]
-                found.append(first_read(reader) if own is None else own)
-            return min(found, default=0)
+                placed = segment[reader]
+                segments.append(first_read(reader) if placed is None else placed)
+            return min(segments, default=0)
 
         for index, node in enumerate(graph.nodes):
             if segment[index] is not None:
@@ -141,20 +141,20 @@ class _SegmentCutter:
 
     def part(self, segment: int, name: str, number_of: Mapping[int, int]) -> SegmentPart:
         graph, program = self.graph, self.program
-        own = {i: None for i, s in enumerate(self.segment) if s == segment}
+        members = {i: None for i, s in enumerate(self.segment) if s == segment}
         positions = [at for at, s in enumerate(self.placed) if s == segment]
         equations = tuple(program.equations[at] for at in positions)
-        captured = tuple((v, a) for v, a in program.captured if graph.producer[v][0] in own)
+        captured = tuple((v, a) for v, a in program.captured if graph.producer[v][0] in members)
         made = {*(r for e in equations for r in e.results), *(v for v, _ in captured)}
-        mine = [v for v in program.inputs if graph.producer[v][0] in own]
+        mine = [v for v in program.inputs if graph.producer[v][0] in members]
         inputs = dict.fromkeys(v for e in equations for v in e.inputs if v not in made)
         inputs.update(dict.fromkeys(mine))
-        sources = self.sources(own, [v for v in inputs if v not in set(mine)], number_of)
+        sources = self.sources(members, [v for v in inputs if v not in set(mine)], number_of)
         order = [graph.producer[v][0] if v not in sources else -1 for v in inputs]
-        order += [i for i in own if i not in set(order)]
-        nodes = self.nodes(list(inputs), order, own, positions)
+        order += [i for i in members if i not in set(order)]
+        nodes = self.nodes(list(inputs), order, members, positions)
         producer = {r: (n, k) for n, node in enumerate(nodes) for k, r in enumerate(node.results)}
-        outputs, graph_outputs, state = self.outputs(segment, own, list(inputs))
+        outputs, graph_outputs, state = self.outputs(segment, members, list(inputs))
         sent = [v for v in made if self.read_in.get(v, set()) - {segment}]
         sent = sorted(v for v in sent if v not in dict(captured))
         outputs += [v for v in sent if v not in outputs]
@@ -172,22 +172,22 @@ class _SegmentCutter:
             producer=producer,
             unfinished=graph.unfinished,
         )
-        ports = tuple(SegmentPort(v, producer[v][0], found) for v, found in sources.items())
+        ports = tuple(SegmentPort(v, producer[v][0], sources[v]) for v in sources)
         key = _key(cut, own_graph, [port.node for port in ports])
         return SegmentPart(name, cut, own_graph, tuple(order), ports, tuple(sent), key)
 
     def sources(
-        self, own: Mapping[int, None], ports: Collection[int], number_of: Mapping[int, int]
+        self, members: Mapping[int, None], ports: Collection[int], number_of: Mapping[int, int]
     ) -> dict[int, tuple[PortSource, ...]]:
         """Of every port the nodes elsewhere whose results are read through it."""
         graph = self.graph
-        found: dict[int, dict[int, None]] = {v: {} for v in ports}
-        for index in own:
+        read_through: dict[int, dict[int, None]] = {v: {} for v in ports}
+        for index in members:
             for value in graph.nodes[index].operands:
-                if graph.producer[value][0] not in own:
-                    found[self.program_value(value)][value] = None
+                if graph.producer[value][0] not in members:
+                    read_through[self.program_value(value)][value] = None
         inward = {result: carry for carry, result in self.outside.items()}
-        for value, known in found.items():
+        for value, known in read_through.items():
             if not known:  # read by nothing that is sharded
                 known[value if value in graph.producer else inward[value]] = None
         return {
@@ -195,7 +195,7 @@ class _SegmentCutter:
                 PortSource(number_of[self.segment[node]], node, result)
                 for node, result in (graph.producer[g] for g in known)
             )
-            for value, known in found.items()
+            for value, known in read_through.items()
         }
 
     def program_value(self, value: int) -> int:
@@ -209,7 +209,7 @@ class _SegmentCutter:
         self,
         inputs: Sequence[int],
         order: Sequence[int],
-        own: Mapping[int, None],
+        members: Mapping[int, None],
         positions: Sequence[int],
     ) -> tuple[Node, ...]:
         graph = self.graph
@@ -217,25 +217,26 @@ class _SegmentCutter:
         for at in positions:
             first[at] = start
             start += self.program.equations[at].num_equations()
-        found = []
+        nodes = []
         for place, index in enumerate(order):
             if index < 0:
                 value = inputs[place]
                 rule = identity_rule(graph.values[value].shape, 0)
-                found.append(Node(NodeKind.INPUT, PORT, rule, (), (value,)))
+                nodes.append(Node(NodeKind.INPUT, PORT, rule, (), (value,)))
                 continue
             node = graph.nodes[index]
             operands = tuple(
-                v if graph.producer[v][0] in own else self.program_value(v) for v in node.operands
+                v if graph.producer[v][0] in members else self.program_value(v)
+                for v in node.operands
             )
             number, at = node.equation, self.position[index]
             if number is not None and at is not None:
                 number = first[at] + number - self.first[at]
-            found.append(replace(node, operands=operands, equation=number))
-        return tuple(found)
+            nodes.append(replace(node, operands=operands, equation=number))
+        return tuple(nodes)
 
     def outputs(
-        self, segment: int, own: Mapping[int, None], inputs: list[int]
+        self, segment: int, members: Mapping[int, None], inputs: list[int]
     ) -> tuple[list[int], list[int | None], list[tuple[int, int]]]:
         """(the step's results that are made here, as the program and as the graph number them;
         pairs of state)."""
@@ -245,7 +246,7 @@ class _SegmentCutter:
         graph_outputs: list[int | None] = []
         state = []
         for o, (out, value) in enumerate(zip(program.outputs, graph.outputs, strict=True)):
-            if not isinstance(out, int) or value is None or graph.producer[value][0] not in own:
+            if not isinstance(out, int) or value is None or graph.producer[value][0] not in members:
                 continue
             if o in input_of:
                 state.append((inputs.index(program.inputs[input_of[o]]), len(outputs)))
@@ -283,8 +284,8 @@ def _key(program: Program, graph: Graph, ports: Sequence[int]) -> str:
     digest = hashlib.sha256(program_fingerprint(program).encode())
     for node in graph.nodes:
         operands = [graph.producer[v] for v in node.operands]
-        own = (node.kind.value, node.name, node.rule, operands, node.weight, node.region)
-        digest.update(repr((own, node.equation, node.flops)).encode())
+        signature = (node.kind.value, node.name, node.rule, operands, node.weight, node.region)
+        digest.update(repr((signature, node.equation, node.flops)).encode())
     outputs = [None if v is None else graph.producer[v] for v in graph.outputs]
     digest.update(repr((graph.state, outputs, list(ports))).encode())
     return digest.hexdigest()

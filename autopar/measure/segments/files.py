@@ -144,14 +144,14 @@ class SegmentProfile:
 
     @property
     def timings(self) -> list[Timing]:
-        found = [s.time for s in self.combinations if s.time is not None]
-        return [*found, *(s.time for s in self.reshards), *(s.time for s in self.dispatches)]
+        times = [s.time for s in self.combinations if s.time is not None]
+        return [*times, *(s.time for s in self.reshards), *(s.time for s in self.dispatches)]
 
 
-def save(found: Analysis | SegmentProfile, path: Path) -> None:
+def save(document: Analysis | SegmentProfile, path: Path) -> None:
     """Written whole or not at all."""
-    kind = _KINDS["analysis" if isinstance(found, Analysis) else "profile"]
-    text = json.dumps({"kind": kind, "format": FORMAT, **encode(found)}, separators=(",", ":"))
+    kind = _KINDS["analysis" if isinstance(document, Analysis) else "profile"]
+    text = json.dumps({"kind": kind, "format": FORMAT, **encode(document)}, separators=(",", ":"))
     try:
         write_whole(path, text + "\n")
     except OSError as error:
@@ -159,25 +159,25 @@ def save(found: Analysis | SegmentProfile, path: Path) -> None:
 
 
 def load_analysis(path: Path) -> Analysis:
-    found: Analysis = _load(path, "analysis", Analysis)
+    analysis: Analysis = _load(path, "analysis", Analysis)
     axes_fit = all(
         len(factors) == len(mesh.shape)
-        for mesh in found.meshes
+        for mesh in analysis.meshes
         for segment in mesh.segments
         for combination in segment.combinations
         for factors in combination.factors
     )
     if not axes_fit:
         raise _unusable(path, "a combination has another number of axes than its mesh", "analysis")
-    return found
+    return analysis
 
 
 def load_segment_profile(path: Path) -> SegmentProfile:
-    found: SegmentProfile = _load(path, "profile", SegmentProfile)
-    for timing in found.timings:
+    profile: SegmentProfile = _load(path, "profile", SegmentProfile)
+    for timing in profile.timings:
         if not (0 < timing.seconds < inf and 0 <= timing.spread < inf and timing.num_samples > 0):
             raise _unusable(path, f"{timing} cannot have been measured", "profile")
-    return found
+    return profile
 
 
 def _load(path: Path, name: str, kind: Any) -> Any:

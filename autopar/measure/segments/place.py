@@ -42,17 +42,17 @@ def place_equations(traced: TracedStep) -> tuple[list[str], list[int]]:
 def _with_ends_apart(program: Program, layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Cut a layer in two that equals its neighbour except for a prefix or suffix."""
     keys = [[_key(program, i) for i in layer.equations] for layer in layers]
-    found: list[Layer] = []
-    for number, (layer, own) in enumerate(zip(layers, keys, strict=True)):
+    cut_layers: list[Layer] = []
+    for number, (layer, layer_keys) in enumerate(zip(layers, keys, strict=True)):
         parts = [layer]
         after = keys[number + 1] if number + 1 < len(keys) else []
         before = keys[number - 1] if number else []
-        if after and len(own) > len(after) and own[-len(after) :] == after:
-            parts = _cut(layer, len(own) - len(after), ("before ", ""))
-        elif before and len(own) > len(before) and own[: len(before)] == before:
+        if after and len(layer_keys) > len(after) and layer_keys[-len(after) :] == after:
+            parts = _cut(layer, len(layer_keys) - len(after), ("before ", ""))
+        elif before and len(layer_keys) > len(before) and layer_keys[: len(before)] == before:
             parts = _cut(layer, len(before), ("", "after "))
-        found += parts
-    return tuple(found)
+        cut_layers += parts
+    return tuple(cut_layers)
 
 
 def _cut(layer: Layer, at: int, words: tuple[str, str]) -> list[Layer]:
@@ -85,9 +85,9 @@ class _SegmentPlacer:
         self.follow_layers()
         self.follow_readers(updates=False)
         for value in self.program.inputs:
-            found = [self.segment[r] for r in self.readers.get(value, ())]
-            if any(s != _NONE for s in found):
-                self.owner[value] = min(s for s in found if s != _NONE)
+            segments = [self.segment[r] for r in self.readers.get(value, ())]
+            if any(s != _NONE for s in segments):
+                self.owner[value] = min(s for s in segments if s != _NONE)
         for _ in range(2):
             self.follow_bytes()
             self.follow_readers(updates=True)
@@ -124,10 +124,10 @@ class _SegmentPlacer:
             if self.segment[index] != _NONE or (self.regions[index] == UPDATE) != updates:
                 continue
             readers = {r for v in self.equations[index].results for r in self.readers.get(v, ())}
-            found = {self.segment[r] for r in readers if self.segment[r] != _NONE}
-            if len(found) > 1 and not updates:  # so that equal layers stay equal
-                found = {0}
-            self.segment[index] = min(found, default=_NONE)
+            segments = {self.segment[r] for r in readers if self.segment[r] != _NONE}
+            if len(segments) > 1 and not updates:  # so that equal layers stay equal
+                segments = {0}
+            self.segment[index] = min(segments, default=_NONE)
 
     def follow_bytes(self) -> None:
         for index, equation in enumerate(self.equations):

@@ -94,13 +94,13 @@ def segment_layouts(
     """The layouts of every node, per combination."""
     part = step.cut.parts[space.parts[0]]
     problem = part_problem(part, mesh)
-    found = [layouts_of(problem, c.factors) for c in space.combinations]
-    if part.key != space.key or None in found:
+    layouts = [layouts_of(problem, c.factors) for c in space.combinations]
+    if part.key != space.key or None in layouts:
         raise ProfileError(
             f"analysis.json: the segment {space.name} has changed; another version of autopar may "
             "have written the file. Run the analysis pass again."
         )
-    return [own for own in found if own is not None]
+    return [nodes for nodes in layouts if nodes is not None]
 
 
 def profile_segments(
@@ -123,8 +123,8 @@ def profile_segments(
         TimingTask(m, s, c)
         for m, mesh in enumerate(analysis.meshes)
         for s, segment in enumerate(mesh.segments)
-        for c, own in enumerate(segment.combinations)
-        if (segment.key, mesh.shape, own.digest) not in have
+        for c, combination in enumerate(segment.combinations)
+        if (segment.key, mesh.shape, combination.digest) not in have
     ]
     if compile_ahead is not None and tasks:
         compile_ahead(tasks)
@@ -180,27 +180,27 @@ class _Timer:
     ) -> Iterator[tuple[str, Sample]]:
         part = self.step.cut.parts[segment.parts[0]]
         state, shape = part.graph.state, self.mesh.shape
-        programs = [segment_program(part, self.mesh, own, self.on) for own in layouts]
+        programs = [segment_program(part, self.mesh, nodes, self.on) for nodes in layouts]
         if segment.key not in self.calls:
             handed = [(i, n) for n, (i, _) in enumerate(state)]
-            found = _timed(empty_program(programs[0], state), handed, self.limit_s)
-            if found.step is not None:
-                call = DispatchTime(segment.key, shape, found.step)
+            timing = _timed(empty_program(programs[0], state), handed, self.limit_s)
+            if timing.step is not None:
+                call = DispatchTime(segment.key, shape, timing.step)
                 yield f"dispatch of {segment.name}", call
         first: dict[int, CombinationTime] = {}
-        for number, own in enumerate(segment.combinations):
-            if (segment.key, own.digest) in self.known:
-                first[number] = self.known[segment.key, own.digest]
+        for number, combination in enumerate(segment.combinations):
+            if (segment.key, combination.digest) in self.known:
+                first[number] = self.known[segment.key, combination.digest]
                 continue
-            found = _timed(programs[number], state, self.limit_s)
+            timing = _timed(programs[number], state, self.limit_s)
             first[number] = CombinationTime(
                 segment.key,
                 shape,
-                own.digest,
-                found.step,
-                found.memory_bytes,
-                found.compile_s,
-                found.failure,
+                combination.digest,
+                timing.step,
+                timing.memory_bytes,
+                timing.compile_s,
+                timing.failure,
             )
             yield f"{segment.name}, {number + 1} of {len(segment.combinations)}", first[number]
         for number, sample in self.in_turns(first, programs, state):
@@ -224,21 +224,23 @@ class _Timer:
             return
         for _ in range(ROUNDS):
             for number in leading:
-                found = time_executable(programs[number], state=state, limit_s=self.limit_s / 2)
-                if found.step is not None and found.step.seconds < taken[number].seconds:
-                    taken[number] = found.step
+                timing = time_executable(programs[number], state=state, limit_s=self.limit_s / 2)
+                if timing.step is not None and timing.step.seconds < taken[number].seconds:
+                    taken[number] = timing.step
         for number in leading:
             yield number, replace(first[number], time=taken[number])
 
     def of_reshards(self, moves: Sequence[Reshard]) -> Iterator[tuple[str, Sample]]:
         mesh, shape, limit_s = self.mesh, self.mesh.shape, self.limit_s / 2
         if moves and ONE_ARRAY not in self.calls:
-            one = moves[0]
-            program = reshard_program(mesh, one.shape, one.dtype, one.source, one.source, self.on)
-            found = _timed(empty_program(program, ()), (), limit_s)
-            if found.step is not None:
-                yield "dispatch with one array", DispatchTime(ONE_ARRAY, shape, found.step)
-        found_times: dict[Reshard, Timing] = {}
+            move = moves[0]
+            program = reshard_program(
+                mesh, move.shape, move.dtype, move.source, move.source, self.on
+            )
+            timing = _timed(empty_program(program, ()), (), limit_s)
+            if timing.step is not None:
+                yield "dispatch with one array", DispatchTime(ONE_ARRAY, shape, timing.step)
+        best_times: dict[Reshard, Timing] = {}
         left = [move for move in moves if move not in self.moved]
         programs = {
             move: reshard_program(mesh, move.shape, move.dtype, move.source, move.target, self.on)
@@ -246,27 +248,27 @@ class _Timer:
         }
         for _ in range(RESHARD_ROUNDS):
             for move, program in programs.items():
-                found = _timed(program, (), limit_s)
-                if found.step is None:
+                timing = _timed(program, (), limit_s)
+                if timing.step is None:
                     raise ProfileError(
-                        f"{program.name} ran out of memory: {found.failure}. Use a smaller batch."
+                        f"{program.name} ran out of memory: {timing.failure}. Use a smaller batch."
                     )
-                before = found_times.get(move, found.step)
-                found_times[move] = min(before, found.step, key=lambda time: time.seconds)
-        for move, timing in found_times.items():
-            sample = ReshardTime(shape, move.shape, move.dtype, move.source, move.target, timing)
+                before = best_times.get(move, timing.step)
+                best_times[move] = min(before, timing.step, key=lambda time: time.seconds)
+        for move, best in best_times.items():
+            sample = ReshardTime(shape, move.shape, move.dtype, move.source, move.target, best)
             yield programs[move].name, sample
 
 
 def _timed(program: Runnable, state: Sequence[tuple[int, int]], limit_s: float) -> StepTiming:
     """A timing; if it is noisy, the steadier of two."""
-    found = time_executable(program, state=state, limit_s=limit_s)
-    if found.step is None or not found.step.is_noisy:
-        return found
+    timing = time_executable(program, state=state, limit_s=limit_s)
+    if timing.step is None or not timing.step.is_noisy:
+        return timing
     again = time_executable(program, state=state, limit_s=limit_s)
-    if again.step is None or again.step.spread >= found.step.spread:
-        return found
-    return replace(found, step=again.step)
+    if again.step is None or again.step.spread >= timing.step.spread:
+        return timing
+    return replace(timing, step=again.step)
 
 
 def program_of_task(

@@ -111,10 +111,10 @@ def segment_program(
         annotated_function(part.program, sharding, on),
         avals,
         [
-            _sharding(on, whole if own is None else own, a)
-            for a, own in zip(avals, sharding.inputs, strict=True)
+            _sharding(on, whole if layout is None else layout, a)
+            for a, layout in zip(avals, sharding.inputs, strict=True)
         ],
-        [_sharding(on, own, a) for a, own in zip(out_avals, outputs, strict=True)],
+        [_sharding(on, layout, a) for a, layout in zip(out_avals, outputs, strict=True)],
         [i for i, _ in part.graph.state],
     )
 

@@ -86,33 +86,38 @@ def search(
     num_candidates: int = 0,
 ) -> SearchResult:
     tables = [_CostTable(step, space, profile) for space in analysis.meshes]
-    found: list[tuple[FoundCombination, GraphSharding, _CostTable]] = []
+    best_of_meshes: list[tuple[FoundCombination, GraphSharding, _CostTable]] = []
     misses: list[MemoryBudgetError] = []
     for table in tables:
         try:
-            found.append((*_fitting(step, table), table))
+            best_of_meshes.append((*_fitting(step, table), table))
         except MemoryBudgetError as error:
             misses.append(error)
-    if not found:
+    if not best_of_meshes:
         raise min(misses, key=lambda error: error.peak_bytes)
-    found.sort(key=lambda one: one[0].step_s)
-    best, sharding, table = found[0]
-    uniform = [one for t in tables for one in t.uniform(runners_up + 1)]
+    best_of_meshes.sort(key=lambda entry: entry[0].step_s)
+    best, sharding, table = best_of_meshes[0]
+    uniform = [combination for t in tables for combination in t.uniform(runners_up + 1)]
     known = {(best.mesh, best.choice)}
     others = []
-    for one in sorted([*(f for f, _, _ in found[1:]), *uniform], key=lambda one: one.step_s):
-        if (one.mesh, one.choice) not in known:
-            known.add((one.mesh, one.choice))
-            others.append(one)
+    rest = [*(c for c, _, _ in best_of_meshes[1:]), *uniform]
+    for combination in sorted(rest, key=lambda c: c.step_s):
+        if (combination.mesh, combination.choice) not in known:
+            known.add((combination.mesh, combination.choice))
+            others.append(combination)
     planned = _planned(step, best, sharding, table.mesh)
     candidates = []
     if num_candidates:
         by_shape = {t.mesh.shape: t for t in tables}
         candidates = [planned]
-        for one in others[: num_candidates - 1]:
-            own = by_shape[one.mesh]
+        for combination in others[: num_candidates - 1]:
+            mesh_table = by_shape[combination.mesh]
             candidates.append(
-                _planned(step, *_completed(step, own, dict(enumerate(one.choice))), own.mesh)
+                _planned(
+                    step,
+                    *_completed(step, mesh_table, dict(enumerate(combination.choice))),
+                    mesh_table.mesh,
+                )
             )
         method = replace(step.method, mesh_shape=table.mesh.shape)
         candidates.append(plan_mesh(ShardingTask(step.traced, step.cluster, method)))
@@ -127,8 +132,8 @@ class _CostTable:
         self.step, self.space = step, space
         self.cut: CutStep = step.cut
         self.mesh = step.mesh(space.shape)
-        self.layouts = [segment_layouts(step, self.mesh, own) for own in space.segments]
-        self.segment_of = {p: n for n, own in enumerate(space.segments) for p in own.parts}
+        self.layouts = [segment_layouts(step, self.mesh, segment) for segment in space.segments]
+        self.segment_of = {p: n for n, segment in enumerate(space.segments) for p in segment.parts}
         shape = self.mesh.shape
         dispatch = {s.segment: s.time.seconds for s in profile.dispatches if s.mesh == shape}
         self.call_s = max(dispatch.values(), default=0.0)
@@ -143,12 +148,12 @@ class _CostTable:
         taken = {(s.segment, s.combination): s for s in profile.combinations if s.mesh == shape}
         self.times: list[np.ndarray] = []
         self.bytes: list[np.ndarray] = []
-        for own in space.segments:
-            samples = [taken.get((own.key, c.digest)) for c in own.combinations]
+        for segment in space.segments:
+            samples = [taken.get((segment.key, c.digest)) for c in segment.combinations]
             missing = sum(sample is None for sample in samples)
             if missing:
                 raise ProfileError(
-                    f"profile.json: {missing} of {len(samples)} combinations of {own.name} on "
+                    f"profile.json: {missing} of {len(samples)} combinations of {segment.name} on "
                     f"{shape} were not timed. Complete the profile pass."
                 )
             known = [sample for sample in samples if sample is not None]
@@ -157,7 +162,7 @@ class _CostTable:
                     [
                         FORBIDDEN
                         if s.time is None
-                        else max(s.time.seconds - dispatch.get(own.key, 0.0), _SMALLEST_S)
+                        else max(s.time.seconds - dispatch.get(segment.key, 0.0), _SMALLEST_S)
                         for s in known
                     ]
                 )
@@ -183,16 +188,16 @@ class _CostTable:
         place = {
             whole: (p, n) for p, x in enumerate(self.cut.parts) for n, whole in enumerate(x.nodes)
         }
-        found = {p: np.zeros(len(own)) for p, own in self.costs.items()}
+        held = {p: np.zeros(len(costs)) for p, costs in self.costs.items()}
         for life in graph.liveness.lives:
             if not life.start <= at <= life.end:
                 continue
             node, result = graph.producer[life.value]
-            part, own = place[node]
+            part, local = place[node]
             size = graph.values[life.value].num_bytes * life.count
             for number, layouts in enumerate(self.layouts[self.segment_of[part]]):
-                found[part][number] += size / num_shards(layouts[own][1][result], self.mesh.shape)
-        return found
+                held[part][number] += size / num_shards(layouts[local][1][result], self.mesh.shape)
+        return held
 
     def matrix(self, crossing: SegmentBoundary) -> np.ndarray:
         return np.array(
@@ -213,7 +218,7 @@ class _CostTable:
             )
         return self.moved[key]
 
-    def found(self, choice: Mapping[int, int]) -> FoundCombination:
+    def combination_of(self, choice: Mapping[int, int]) -> FoundCombination:
         inside = sum(float(self.costs[p][c]) for p, c in choice.items())
         between = sum(
             self.reshard_s(c, c.made[choice[c.source]], c.wanted[choice[c.target]])
@@ -228,15 +233,15 @@ class _CostTable:
 
     def uniform(self, num: int) -> Iterator[FoundCombination]:
         """The best choices in which all occurrences of a segment take one combination."""
-        costs = {n: self.times[n] * len(own.parts) for n, own in enumerate(self.space.segments)}
+        costs = {n: self.times[n] * len(s.parts) for n, s in enumerate(self.space.segments)}
         problem = PairwiseProblem(costs)
         for crossing in self.crossings:
             ends = self.segment_of[crossing.source], self.segment_of[crossing.target]
             problem.add_edge(*ends, self.matrix(crossing))
-        labels = {n: list(range(len(own))) for n, own in costs.items()}
+        labels = {n: list(range(len(row))) for n, row in costs.items()}
         ranked: list[Ranked] = k_best(problem, labels, num)
-        for one in ranked:
-            yield self.found({p: one.choice[n] for p, n in self.segment_of.items()})
+        for solution in ranked:
+            yield self.combination_of({p: solution.choice[n] for p, n in self.segment_of.items()})
 
 
 def _modelled_s(mesh: LogicalMesh, move: ReshardTime) -> float:
@@ -258,19 +263,19 @@ def _fitting(step: PreparedStep, table: _CostTable) -> tuple[FoundCombination, G
     the bytes held at the peaks."""
     budget = step.origin(table.mesh).budget
     try:
-        found, sharding = _completed(step, table, solve(table.problem()))
+        combination, sharding = _completed(step, table, solve(table.problem()))
     except SolverError as error:
         raise MemoryBudgetError(
             f"{step.traced.name}: a segment ran out of memory in every combination on the mesh "
             f"{table.mesh.shape}. Use a smaller batch, more devices or a larger --top.",
-            float(max(own.max() for own in table.bytes)),
+            float(max(sizes.max() for sizes in table.bytes)),
             budget or 0.0,
         ) from error
-    if budget is None or found.peak_bytes <= budget:
-        return found, sharding
+    if budget is None or combination.peak_bytes <= budget:
+        return combination, sharding
     best: tuple[FoundCombination, GraphSharding] | None = None
-    smallest, times = found.peak_bytes, [sharding.memory.peak_time]
-    low, high, price = 0.0, None, found.step_s / found.peak_bytes
+    smallest, times = combination.peak_bytes, [sharding.memory.peak_time]
+    low, high, price = 0.0, None, combination.step_s / combination.peak_bytes
     for _ in range(_PRICES):
         prices = dict.fromkeys(times, price / len(times))
         tried = _completed(step, table, solve(table.problem(prices)))
@@ -304,10 +309,10 @@ def _completed(
     factors: list[tuple[int, ...]] = [()] * len(graph.nodes)
     for number, part in enumerate(step.cut.parts):
         segment = table.space.segments[table.segment_of[number]]
-        own = segment.combinations[choice[number]].factors
+        segment_factors = segment.combinations[choice[number]].factors
         for node, whole in enumerate(part.nodes):
             if whole >= 0:
-                factors[whole] = own[node]
+                factors[whole] = segment_factors[node]
     classes = _split_classes(fold_graph(graph).classes, factors)
     problem = problem_on_mesh(FoldedGraph(graph, classes), table.mesh, {})
     chosen = {
@@ -320,10 +325,10 @@ def _completed(
     }
     objective = problem.pairwise.objective(chosen)
     sharding = sharding_of(problem, Ranked(chosen, objective, {}))
-    found = replace(
-        table.found(choice), symbolic_s=objective, peak_bytes=sharding.memory.peak_bytes
+    combination = replace(
+        table.combination_of(choice), symbolic_s=objective, peak_bytes=sharding.memory.peak_bytes
     )
-    return found, sharding
+    return combination, sharding
 
 
 def _split_classes(classes: Sequence[int], factors: Sequence[tuple[int, ...]]) -> list[int]:

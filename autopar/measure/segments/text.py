@@ -39,32 +39,32 @@ def _mesh_lines(analysis: Analysis, space: MeshSpace) -> Iterator[str]:
     rows = [
         (
             letter,
-            own.name,
-            f"{len(own.parts)}×",
-            str(own.num_equations),
-            str(own.num_blocks),
-            _count(own.num_strategies),
-            str(len(own.combinations)),
+            segment.name,
+            f"{len(segment.parts)}×",
+            str(segment.num_equations),
+            str(segment.num_blocks),
+            _count(segment.num_strategies),
+            str(len(segment.combinations)),
         )
-        for letter, own in _lettered(space)
+        for letter, segment in _lettered(space)
     ]
     header = ("", "segment", "occurs", "equations", "blocks", "strategies", "kept")
     yield from table(header, rows)
-    for letter, own in _lettered(space):
+    for letter, segment in _lettered(space):
         yield ""
-        yield from _segment_lines(letter, own)
+        yield from _segment_lines(letter, segment)
     yield ""
 
 
-def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
-    yield f"{letter}  {own.name}: block entries"
-    for name, count in own.entries[:_ENTRIES]:
+def _segment_lines(letter: str, segment: SegmentSpace) -> Iterator[str]:
+    yield f"{letter}  {segment.name}: block entries"
+    for name, count in segment.entries[:_ENTRIES]:
         yield f"     {name}: {count} strategies"
-    if len(own.entries) > _ENTRIES:
-        yield f"     and {len(own.entries) - _ENTRIES} more"
-    pruned = own.num_strategies - len(own.combinations)
+    if len(segment.entries) > _ENTRIES:
+        yield f"     and {len(segment.entries) - _ENTRIES} more"
+    pruned = segment.num_strategies - len(segment.combinations)
     yield (
-        f"   {_count(own.num_strategies)} combinations, of which the cost model pruned "
+        f"   {_count(segment.num_strategies)} combinations, of which the cost model pruned "
         f"{_count(max(pruned, 0.0))}; kept:"
     )
     yield from (
@@ -80,7 +80,7 @@ def _segment_lines(letter: str, own: SegmentSpace) -> Iterator[str]:
                     _short(c.words),
                     c.why,
                 )
-                for number, c in enumerate(own.combinations, 1)
+                for number, c in enumerate(segment.combinations, 1)
             ],
         )
     )
@@ -106,11 +106,13 @@ def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
         taken = {
             (s.segment, s.combination): s for s in profile.combinations if s.mesh == space.shape
         }
-        for letter, own in _lettered(space):
-            lines.append(f"{letter}  {own.name} ({len(own.parts)}×) on {_shape(space.shape)}")
+        for letter, segment in _lettered(space):
+            lines.append(
+                f"{letter}  {segment.name} ({len(segment.parts)}×) on {_shape(space.shape)}"
+            )
             rows = []
-            for number, c in enumerate(own.combinations, 1):
-                sample = taken.get((own.key, c.digest))
+            for number, c in enumerate(segment.combinations, 1):
+                sample = taken.get((segment.key, c.digest))
                 rows.append(
                     (
                         f"{letter}{number}",
@@ -137,7 +139,7 @@ def profile_text(analysis: Analysis, profile: SegmentProfile) -> str:
 
 def search_text(analysis: Analysis, result: SearchResult) -> str:
     best = result.best
-    space = next(own for own in analysis.meshes if own.shape == best.mesh)
+    space = next(mesh for mesh in analysis.meshes if mesh.shape == best.mesh)
     lines = [
         f"best of {_count(result.num_choices)} plans by measured times: "
         f"{format_seconds(best.step_s)} per step on {mesh_text(best.mesh)}",
@@ -149,11 +151,11 @@ def search_text(analysis: Analysis, result: SearchResult) -> str:
     ]
     if result.others:
         lines.append("runners-up:")
-        for one in result.others:
-            own = next(s for s in analysis.meshes if s.shape == one.mesh)
+        for other in result.others:
+            mesh = next(s for s in analysis.meshes if s.shape == other.mesh)
             lines.append(
-                f"  {format_seconds(one.step_s)} ({one.step_s / best.step_s:.2f}×) on "
-                f"{mesh_text(one.mesh)}: {_chosen(own, one)}"
+                f"  {format_seconds(other.step_s)} ({other.step_s / best.step_s:.2f}×) on "
+                f"{mesh_text(other.mesh)}: {_chosen(mesh, other)}"
             )
     return "\n".join(lines)
 
@@ -162,19 +164,19 @@ def checked_text(plan: ParallelPlan) -> str:
     """The times of whole steps, which check the search."""
     assert plan.search is not None
     lines = ["timed as whole steps:"]
-    for one in plan.search.tried:
-        took = "does not fit" if one.measured_s is None else format_seconds(one.measured_s)
-        kept = " (kept)" if one.is_chosen else ""
-        lines.append(f"  {took}, predicted {format_seconds(one.predicted_s)}: {one.what}{kept}")
+    for trial in plan.search.tried:
+        took = "does not fit" if trial.measured_s is None else format_seconds(trial.measured_s)
+        kept = " (kept)" if trial.is_chosen else ""
+        lines.append(f"  {took}, predicted {format_seconds(trial.predicted_s)}: {trial.what}{kept}")
     return "\n".join(lines)
 
 
-def _chosen(space: MeshSpace, found: FoundCombination) -> str:
+def _chosen(space: MeshSpace, combination: FoundCombination) -> str:
     """`A1, 4 × B2, C1`: combinations in the order of the step."""
     names = {}
-    for letter, own in _lettered(space):
-        for part in own.parts:
-            names[part] = f"{letter}{found.choice[part] + 1}"
+    for letter, segment in _lettered(space):
+        for part in segment.parts:
+            names[part] = f"{letter}{combination.choice[part] + 1}"
     runs: list[list] = []
     for part in sorted(names):
         if runs and runs[-1][0] == names[part]:
@@ -185,8 +187,8 @@ def _chosen(space: MeshSpace, found: FoundCombination) -> str:
 
 
 def _lettered(space: MeshSpace) -> Iterator[tuple[str, SegmentSpace]]:
-    for number, own in enumerate(space.segments):
-        yield chr(ord("A") + number) if number < 26 else f"S{number}.", own
+    for number, segment in enumerate(space.segments):
+        yield chr(ord("A") + number) if number < 26 else f"S{number}.", segment
 
 
 def _measured(sample: CombinationTime | None) -> str:
