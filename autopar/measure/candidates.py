@@ -84,8 +84,8 @@ def plan_candidates(
     for planned in list(programs.values())[:_MOST_PROGRAMS]:
         plans += best_on_meshes(planned.plan.origin, _meshes(planned, cluster, method), num)
     different = {plan_digest(planned.plan): planned for planned in reversed(plans)}
-    found = sorted(different.values(), key=_predicted_s)
-    others = [p for p in found if p is not different[plan_digest(chosen.plan)]]
+    ranked = sorted(different.values(), key=_predicted_s)
+    others = [p for p in ranked if p is not different[plan_digest(chosen.plan)]]
     return sorted([chosen, *others[: num - 1]], key=_predicted_s)
 
 
@@ -113,16 +113,16 @@ def best_on_meshes(
     deadline = time.monotonic() + time_limit_s
     streams = [_ordered(_fitting(on_mesh(origin, m)), number) for number, m in enumerate(meshes)]
     heads = sorted(entry for stream in streams if (entry := next(stream, None)) is not None)
-    found: dict[tuple, PlannedStep] = {}
-    for _, _, own, sharding in chain(
+    plans: dict[tuple, PlannedStep] = {}
+    for _, _, mesh_origin, sharding in chain(
         heads[: max(1, num // 2)], heapq.merge(heads[max(1, num // 2) :], *streams)
     ):
         key = _places(sharding)
-        if key not in found:
-            found[key] = planned_as(own, sharding)
-        if len(found) >= num or time.monotonic() > deadline:
+        if key not in plans:
+            plans[key] = planned_as(mesh_origin, sharding)
+        if len(plans) >= num or time.monotonic() > deadline:
             break
-    return list(found.values())
+    return list(plans.values())
 
 
 def _places(sharding: GraphSharding) -> tuple:
@@ -142,7 +142,7 @@ def _places(sharding: GraphSharding) -> tuple:
 def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> list[PlannedStep]:
     """At most `num` plans on the origin's mesh that cover its decisions, the best first."""
     problem = _problem(origin)
-    found = covering(
+    ranked = covering(
         problem.pairwise,
         decisions(problem),
         num,
@@ -150,7 +150,7 @@ def covering_on_mesh(origin: Origin, num: int, *, time_limit_s: float = inf) -> 
         solver=origin.options.solver,
         time_limit_s=origin.options.solver_time_limit_s,
     )
-    shardings = (_within(origin, sharding_of(problem, one)) for one in found)
+    shardings = (_within(origin, sharding_of(problem, solution)) for solution in ranked)
     return [planned_as(origin, sharding) for sharding in shardings if sharding is not None]
 
 
@@ -225,11 +225,11 @@ def _fitting(origin: Origin) -> Iterator[tuple[Origin, GraphSharding]]:
         every = solutions(_priced(problem, first, best, origin.budget), labels, **how)
     yield origin, best
     misfits = 0
-    for one in every:
-        if one.choice == best.choice:
+    for solution in every:
+        if solution.choice == best.choice:
             continue
-        own = replace(one, objective=problem.pairwise.objective(one.choice))
-        sharding = _within(origin, sharding_of(problem, own))
+        unpriced = replace(solution, objective=problem.pairwise.objective(solution.choice))
+        sharding = _within(origin, sharding_of(problem, unpriced))
         misfits = misfits + 1 if sharding is None else 0
         if sharding is not None:
             yield origin, sharding
@@ -252,7 +252,7 @@ def _priced(
 def _within(origin: Origin, sharding: GraphSharding) -> GraphSharding | None:
     """The sharding if it fits into memory, unchanged or with gathers repeated in the backward
     pass; else None."""
-    for own in (sharding, replace(sharding, refetch=True)):
-        if origin.budget is None or own.memory.peak_bytes <= origin.budget:
-            return own
+    for variant in (sharding, replace(sharding, refetch=True)):
+        if origin.budget is None or variant.memory.peak_bytes <= origin.budget:
+            return variant
     return None

@@ -123,12 +123,12 @@ class Database:
 
     def find(self, key: Key) -> StepTiming | None:
         def read(connection: sqlite3.Connection) -> StepTiming | None:
-            found = connection.execute(
+            row = connection.execute(
                 f"SELECT seconds, spread, num_samples, compile_s, memory_bytes, failure "
                 f"FROM {_TABLE} WHERE key = ?",
                 (key.digest,),
             ).fetchone()
-            return None if found is None else _decoded(*found)
+            return None if row is None else _decoded(*row)
 
         return self._with(read, None)
 
@@ -157,10 +157,10 @@ class Database:
         """The plan, as JSON, that was chosen for the same request."""
 
         def read(connection: sqlite3.Connection) -> str | None:
-            found = connection.execute(
+            row = connection.execute(
                 f"SELECT plan FROM {_CHOICES} WHERE key = ?", (_digest(request),)
             ).fetchone()
-            return str(found[0]) if found else None
+            return str(row[0]) if row else None
 
         return self._with(read, None)
 
@@ -176,14 +176,14 @@ class Database:
         """All timings, the latest first."""
 
         def read(connection: sqlite3.Connection) -> list[Row]:
-            found = []
+            rows = []
             for row in connection.execute(f"SELECT * FROM {_TABLE} ORDER BY made DESC"):
                 _, program, plan, devices, versions, name, made, *columns = row
                 timing = _decoded(*columns)
                 if timing is not None:
                     key = Key(program, plan, devices, versions)
-                    found.append(Row(str(name), key, float(made), timing))
-            return found
+                    rows.append(Row(str(name), key, float(made), timing))
+            return rows
 
         return self._with(read, [])
 

@@ -121,8 +121,8 @@ def enumerate_plans(
     plans = covering_plans(
         fn, args, devices, limit, mesh_shapes=mesh_shapes, cluster=cluster, options=options
     )
-    found = list(timed_plans(plans, devices, limit_s=limit_s, rounds=rounds))
-    return sorted(found, key=lambda one: (one.step_s is None, one.step_s or 0.0))
+    results = list(timed_plans(plans, devices, limit_s=limit_s, rounds=rounds))
+    return sorted(results, key=lambda result: (result.step_s is None, result.step_s or 0.0))
 
 
 def covering_plans(
@@ -167,18 +167,18 @@ def covering_plans(
         )
     meshes = [mesh_of_cluster(cluster, shape) for shape in shapes]
     meshes = meshes or candidate_meshes(cluster, method)
-    found: list[PlannedStep] = []
+    candidates: list[PlannedStep] = []
     # Meshes share some plans, so ask each for more.
     share = limit if len(meshes) == 1 else -(-3 * limit // (2 * len(meshes)))
     with Progress("solving meshes", len(meshes)) as progress:
         for mesh in meshes:
             try:
-                found += covering_on_mesh(on_mesh(origin, mesh), share)
+                candidates += covering_on_mesh(on_mesh(origin, mesh), share)
             except (MeshError, SolverError, SpecError):
                 if shapes:
                     raise
             progress.step()
-    different = {plan_digest(planned.plan): planned for planned in reversed(found)}
+    different = {plan_digest(planned.plan): planned for planned in reversed(candidates)}
     plans = sorted(different.values(), key=lambda planned: planned.plan.estimated_step_s)
     step = max(1.0, (len(plans) - 1) / max(1, limit - 1))  # of too many, keep some at every cost
     places = dict.fromkeys(round(k * step) for k in range(min(limit, len(plans))))
@@ -207,13 +207,13 @@ def timed_plans(
     executables = [make_executable(planned, devices) for planned in plans]
     timings: list[list[StepTiming]] = [[] for _ in plans]
     for _ in range(rounds):
-        for planned, executable, own in zip(plans, executables, timings, strict=True):
-            if not own or own[-1].step is not None:
-                own.append(_once(planned, executable, limit_s))
-                if len(own) == 1:
-                    tell(planned, own[0])
-    for planned, executable, own in zip(plans, executables, timings, strict=True):
-        yield _timed(planned, executable, own, times)
+        for planned, executable, plan_timings in zip(plans, executables, timings, strict=True):
+            if not plan_timings or plan_timings[-1].step is not None:
+                plan_timings.append(_once(planned, executable, limit_s))
+                if len(plan_timings) == 1:
+                    tell(planned, plan_timings[0])
+    for planned, executable, plan_timings in zip(plans, executables, timings, strict=True):
+        yield _timed(planned, executable, plan_timings, times)
 
 
 def _once(planned: PlannedStep, executable: Any, limit_s: float) -> StepTiming:
@@ -258,9 +258,9 @@ def strategies_in_words(plan: ParallelPlan) -> tuple[tuple[str, str], ...]:
         key = (name_skeleton(row.module), counts[row.module])
         counts[row.module] += 1
         groups.setdefault(key, {}).setdefault(row.words, []).append(row.module)
-    found = []
+    strategies = []
     for (_, place), ways in groups.items():
         for words, modules in ways.items():
             name = name_pattern(modules) or "product"
-            found.append((f"{name} #{place + 1}" if counts[modules[0]] > 1 else name, words))
-    return tuple(found)
+            strategies.append((f"{name} #{place + 1}" if counts[modules[0]] > 1 else name, words))
+    return tuple(strategies)

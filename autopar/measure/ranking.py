@@ -13,12 +13,12 @@ def ranks(values: Sequence[float]) -> list[float]:
     return rankdata(values).tolist()
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's: 1 for the same order, −1 for the opposite order, NaN where all values of one
     sequence are equal."""
     from scipy.stats import spearmanr  # slow to import
 
-    if min(len(set(one)), len(set(other))) < 2:
+    if min(len(set(first)), len(set(second))) < 2:
         return float("nan")
-    result: Any = spearmanr(one, other)
+    result: Any = spearmanr(first, second)
     return float(result.statistic)

@@ -101,7 +101,7 @@ def _as_known(planned: PlannedStep) -> PlannedStep:
     """The step with its earlier timings marked as known."""
     plan = planned.plan
     assert plan.search is not None
-    tried = tuple(replace(one, is_known=True) for one in plan.search.tried)
+    tried = tuple(replace(trial, is_known=True) for trial in plan.search.tried)
     return replace(planned, plan=replace(plan, search=replace(plan.search, tried=tried)))
 
 
@@ -142,15 +142,15 @@ def fastest(
             if debugs("solver"):
                 tell("solver", f"autopar rerank: {_text(tried[-1])}")
             progress.step()
-    first = min(tried, key=lambda one: one.step_s)
+    first = min(tried, key=lambda candidate: candidate.step_s)
     if first.timing.step is None:
         raise _none_fits(tried)
-    near = [one for one in tried if one.range_s[0] <= first.range_s[1]]
+    near = [candidate for candidate in tried if candidate.range_s[0] <= first.range_s[1]]
     if len(near) > 1:
-        tried = [_retimed(one, devices, database) if one in near else one for one in tried]
-    winner = min(tried, key=lambda one: one.step_s)
+        tried = [_retimed(c, devices, database) if c in near else c for c in tried]
+    winner = min(tried, key=lambda candidate: candidate.step_s)
     report = winner.planned.plan.search or SearchReport(0, 0, 0, 0)
-    report = replace(report, tried=tuple(_record(one, one is winner) for one in tried))
+    report = replace(report, tried=tuple(_record(c, c is winner) for c in tried))
     plan = winner.planned.plan
     plan = replace(plan, search=report, warnings=(*plan.warnings, *_busy(winner, near)))
     return Fastest(replace(winner.planned, plan=plan), winner.executable)
@@ -167,19 +167,21 @@ def _timed(planned: PlannedStep, devices: Sequence[Any], database: Database) -> 
     return _TimedCandidate(planned, timing, executable)
 
 
-def _retimed(one: _TimedCandidate, devices: Sequence[Any], database: Database) -> _TimedCandidate:
+def _retimed(
+    candidate: _TimedCandidate, devices: Sequence[Any], database: Database
+) -> _TimedCandidate:
     """A candidate timed once more, if it was timed here. Other work only makes steps longer, so the
     shorter time counts."""
-    if one.executable is None:
-        return one
-    planned = one.planned
-    timing = time_executable(one.executable, state=planned.traced.state)
-    if timing.step is None or timing.step.seconds >= one.step_s:
-        return one
-    timing = replace(timing, compile_s=one.timing.compile_s)
+    if candidate.executable is None:
+        return candidate
+    planned = candidate.planned
+    timing = time_executable(candidate.executable, state=planned.traced.state)
+    if timing.step is None or timing.step.seconds >= candidate.step_s:
+        return candidate
+    timing = replace(timing, compile_s=candidate.timing.compile_s)
     key = key_of(planned.plan, planned.traced.donated, devices)
     database.keep(key, timing, f"{planned.plan.name}: {plan_summary(planned.plan)}")
-    return replace(one, timing=timing)
+    return replace(candidate, timing=timing)
 
 
 def _busy(winner: _TimedCandidate, near: Sequence[_TimedCandidate]) -> list[str]:
@@ -194,17 +196,17 @@ def _busy(winner: _TimedCandidate, near: Sequence[_TimedCandidate]) -> list[str]
     ]
 
 
-def _record(one: _TimedCandidate, is_chosen: bool) -> TriedPlan:
-    plan, step = one.planned.plan, one.timing.step
+def _record(candidate: _TimedCandidate, is_chosen: bool) -> TriedPlan:
+    plan, step = candidate.planned.plan, candidate.timing.step
     return TriedPlan(
         what=plan_summary(plan),
         predicted_s=plan.estimated_step_s,
         measured_s=None if step is None else step.seconds,
         spread=0.0 if step is None else step.spread,
         predicted_bytes=plan.estimated_peak_bytes,
-        memory_bytes=one.timing.memory_bytes,
-        failure=one.timing.failure,
-        is_known=one.is_known,
+        memory_bytes=candidate.timing.memory_bytes,
+        failure=candidate.timing.failure,
+        is_known=candidate.is_known,
         is_chosen=is_chosen,
     )
 
@@ -234,21 +236,21 @@ def _parallelism_counts(details: PlanDetails) -> list[str]:
     return [f"{count} × ({words})" for words, count in counts.items()]
 
 
-def _text(one: _TimedCandidate) -> str:
-    plan = one.planned.plan
-    measured = one.timing.failure
-    if one.timing.step is not None:
-        measured = f"measured {format_seconds(one.step_s)}"
-    source = ", from the database" if one.is_known else ""
+def _text(candidate: _TimedCandidate) -> str:
+    plan = candidate.planned.plan
+    measured = candidate.timing.failure
+    if candidate.timing.step is not None:
+        measured = f"measured {format_seconds(candidate.step_s)}"
+    source = ", from the database" if candidate.is_known else ""
     predicted = format_seconds(plan.estimated_step_s)
     return f"{plan_summary(plan)}: predicted {predicted}, {measured}{source}"
 
 
 def _none_fits(tried: Sequence[_TimedCandidate]) -> MemoryBudgetError:
     first = tried[0]
-    needed = min(one.timing.memory_bytes for one in tried)
+    needed = min(candidate.timing.memory_bytes for candidate in tried)
     budget = first.planned.plan.memory_budget_bytes
-    lines = "\n".join(f"  - {_text(one)}" for one in tried)
+    lines = "\n".join(f"  - {_text(candidate)}" for candidate in tried)
     return MemoryBudgetError(
         f"{first.planned.plan.name}: all {len(tried)} plans that ShardingOptions(rerank=…) timed "
         f"ran out of memory; the smallest needs {format_bytes(needed)} per device according to "

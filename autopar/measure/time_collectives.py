@@ -76,8 +76,8 @@ class CollectiveTimes:
         every = PartitionSpec(("groups", "ranks"))
 
         def repeated(trips: jax.Array, part: jax.Array) -> jax.Array:
-            def trip(_: jax.Array, own: jax.Array) -> jax.Array:
-                return lax.dynamic_update_slice(own, moved(own)[:1], (0,))
+            def trip(_: jax.Array, carry: jax.Array) -> jax.Array:
+                return lax.dynamic_update_slice(carry, moved(carry)[:1], (0,))
 
             return lax.fori_loop(0, trips, trip, part)
 

@@ -36,22 +36,24 @@ def verified_programs(
     costs: Sequence[ProgramCosts],
 ) -> tuple[VerifiedProgram, ...]:
     runs = _runs(lowered)
-    found = []
+    programs = []
     for number, (job, program_costs) in enumerate(zip(jobs, costs, strict=True)):
         stage_programs = [p for p, j in enumerate(job_of_stage_program) if j == number]
         names = tuple(lowered.stage_programs[p].name for p in stage_programs)
-        found.append(
+        programs.append(
             VerifiedProgram(
                 names, tuple(runs[p] for p in stage_programs), job.topology, program_costs
             )
         )
-    return tuple(found)
+    return tuple(programs)
 
 
 def _runs(lowered: LoweredStep) -> Counter[int]:
     """How often each stage program runs in a step."""
     lists = (mesh.instructions for mesh in lowered.programs.meshes)
-    return Counter(i.stage_program for own in lists for i in own if isinstance(i, Run))
+    return Counter(
+        i.stage_program for instructions in lists for i in instructions if isinstance(i, Run)
+    )
 
 
 def verified_meshes(
@@ -68,20 +70,20 @@ def verified_meshes(
     own_bytes = [costs[job].peak_bytes for job in job_of_stage_program]
     peaks = peak_bytes(order, programs, size_of, own_bytes)
     between = peak_live_bytes(order, programs, size_of)
-    found = []
+    verified = []
     for mesh in range(len(lowered.meshes)):
-        stages = tuple(s for s, own in enumerate(lowered.stage_mesh) if own == mesh)
-        stage_programs = [p for p, own in enumerate(lowered.stage_program_mesh) if own == mesh]
+        stages = tuple(s for s, on in enumerate(lowered.stage_mesh) if on == mesh)
+        stage_programs = [p for p, on in enumerate(lowered.stage_program_mesh) if on == mesh]
         plans = [plan.stages[s].plan or plan for s in stages]
-        budget = min(own.memory_budget_bytes for own in plans)
-        found.append(
+        budget = min(p.memory_budget_bytes for p in plans)
+        verified.append(
             VerifiedMesh(
                 mesh=mesh,
                 stages=stages,
                 topology=jobs[job_of_stage_program[stage_programs[0]]].topology,
                 mesh_shape=plans[0].mesh_shape,
                 # Stages that share a mesh use memory at the same time.
-                peak_bytes=Compared(peaks[mesh], sum(own.estimated_peak_bytes for own in plans)),
+                peak_bytes=Compared(peaks[mesh], sum(p.estimated_peak_bytes for p in plans)),
                 buffer_bytes=between[mesh],
                 limit_bytes=limit_bytes,
                 budget_bytes=budget if budget < inf else None,
@@ -91,15 +93,15 @@ def verified_meshes(
                 ),
                 collectives=compared_collectives(
                     _added(
-                        Collectives(one.kind, runs[p] * one.count, runs[p] * one.sent_bytes)
+                        Collectives(c.kind, runs[p] * c.count, runs[p] * c.sent_bytes)
                         for p in stage_programs
-                        for one in costs[job_of_stage_program[p]].collectives
+                        for c in costs[job_of_stage_program[p]].collectives
                     ),
                     _predicted_collectives(plans),
                 ),
             )
         )
-    return tuple(found)
+    return tuple(verified)
 
 
 def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
@@ -115,8 +117,8 @@ def _buffer_sizes(lowered: LoweredStep) -> dict[tuple[int, int], int]:
             elif isinstance(instruction, Recv):
                 targets = [lowered.transfers[t].target for t in instruction.transfers]
                 held.update(zip(((mesh, b) for b in instruction.buffers), targets, strict=True))
-    sizes = {one: bytes_on_one_device(one) for one in set(held.values())}
-    return {buffer: sizes[one] for buffer, one in held.items()}
+    sizes = {sharded: bytes_on_one_device(sharded) for sharded in set(held.values())}
+    return {buffer: sizes[sharded] for buffer, sharded in held.items()}
 
 
 def bytes_on_one_device(held: ShardedType) -> int:
@@ -137,10 +139,10 @@ def _predicted_collectives(plans: Sequence[ParallelPlan]) -> tuple[Collectives, 
     if any(plan.details is None for plan in plans):
         return None
     return _added(
-        Collectives(_XLA_KIND.get(one.kind, one.kind), one.count, one.num_bytes)
+        Collectives(_XLA_KIND.get(c.kind, c.kind), c.count, c.num_bytes)
         for plan in plans
         if plan.details is not None
-        for one in plan.details.collectives
+        for c in plan.details.collectives
     )
 
 
@@ -148,7 +150,7 @@ def _added(parts: Iterable[Collectives]) -> tuple[Collectives, ...]:
     """Summed by kind."""
     counts: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)
-    for one in parts:
-        counts[one.kind] += one.count
-        sent[one.kind] += one.sent_bytes
+    for collective in parts:
+        counts[collective.kind] += collective.count
+        sent[collective.kind] += collective.sent_bytes
     return tuple(Collectives(kind, counts[kind], sent[kind]) for kind in sorted(counts))

@@ -122,8 +122,8 @@ def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:
         )
         words = "\n".join(lines[-_LOG_LINES:])
         raise CompileError(f"verify: the process compiling {job.name} {reason}.\n{words}")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if "error" in found:
-        raise CompileError(f"verify: XLA cannot compile {job.name}. {found['error']}")
-    collectives = tuple(Collectives(*one) for one in found.pop("collectives"))
-    return ProgramCosts(**found, collectives=collectives)
+    result = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise CompileError(f"verify: XLA cannot compile {job.name}. {result['error']}")
+    collectives = tuple(Collectives(*fields) for fields in result.pop("collectives"))
+    return ProgramCosts(**result, collectives=collectives)

@@ -90,7 +90,7 @@ class CompiledPlan:
     def step_s(self) -> float:
         """The predicted step, its communication scaled by the bytes of XLA's collectives over the
         predicted bytes."""
-        pairs = [one.sent_bytes for mesh in self.report.meshes for one in mesh.collectives]
+        pairs = [c.sent_bytes for mesh in self.report.meshes for c in mesh.collectives]
         predicted = sum(pair.predicted or 0.0 for pair in pairs)
         compute_s = sum(module.compute_s for module in self.plan.modules)
         communication_s = sum(module.communication_s for module in self.plan.modules)
@@ -103,35 +103,35 @@ class CompiledPlan:
 
 def best_compiled(compiled: Sequence[CompiledPlan]) -> ParallelPlan:
     """The plan with the shortest corrected step of those that fit; its search report has all."""
-    fitting = [one for one in compiled if one.report.fits]
+    fitting = [candidate for candidate in compiled if candidate.report.fits]
     if not fitting:
         raise _none_fits(compiled)
-    winner = min(fitting, key=lambda one: one.step_s)
+    winner = min(fitting, key=lambda candidate: candidate.step_s)
     tried = tuple(
         TriedPlan(
-            what=plan_summary(one.plan),
-            predicted_s=one.plan.estimated_step_s,
+            what=plan_summary(candidate.plan),
+            predicted_s=candidate.plan.estimated_step_s,
             measured_s=None,
             spread=0.0,
-            predicted_bytes=one.plan.estimated_peak_bytes,
-            memory_bytes=one.report.peak_bytes,
-            failure="" if one.report.fits else f"exceeds the memory by {_excess(one)}",
-            is_chosen=one is winner,
-            compiled_s=one.step_s,
+            predicted_bytes=candidate.plan.estimated_peak_bytes,
+            memory_bytes=candidate.report.peak_bytes,
+            failure="" if candidate.report.fits else f"exceeds the memory by {_excess(candidate)}",
+            is_chosen=candidate is winner,
+            compiled_s=candidate.step_s,
         )
-        for one in compiled
+        for candidate in compiled
     )
     report = winner.plan.search or SearchReport(0, 0, 0, 0)
     return replace(winner.plan, search=replace(report, tried=tried))
 
 
-def _excess(one: CompiledPlan) -> str:
-    return format_bytes(one.report.excess_bytes)
+def _excess(candidate: CompiledPlan) -> str:
+    return format_bytes(candidate.report.excess_bytes)
 
 
 def _none_fits(compiled: Sequence[CompiledPlan]) -> MemoryBudgetError:
-    least = min(compiled, key=lambda one: one.report.excess_bytes)
-    lines = "\n".join(f"  - {plan_summary(one.plan)}: {_excess(one)} too much" for one in compiled)
+    least = min(compiled, key=lambda candidate: candidate.report.excess_bytes)
+    lines = "\n".join(f"  - {plan_summary(c.plan)}: {_excess(c)} too much" for c in compiled)
     peak = least.report.peak_bytes
     return MemoryBudgetError(
         f"{least.plan.name}: none of {len(compiled)} plans compiled for {least.report.target} "

@@ -185,8 +185,8 @@ def compared_collectives(
     of_xla: tuple[Collectives, ...], predicted: tuple[Collectives, ...] | None
 ) -> tuple[ComparedCollectives, ...]:
     """Kind by kind; a kind missing on one side counts as zero."""
-    by_plan = {one.kind: one for one in predicted or ()}
-    by_xla = {one.kind: one for one in of_xla}
+    by_plan = {collective.kind: collective for collective in predicted or ()}
+    by_xla = {collective.kind: collective for collective in of_xla}
     rows = []
     for kind in sorted({*by_plan, *by_xla}):
         none = Collectives(kind, 0, 0.0)
@@ -260,7 +260,8 @@ def _program_row(program: VerifiedProgram) -> tuple[str, ...]:
     costs = program.figures
     others = len(program.pieces) - 1
     collectives = ", ".join(
-        f"{one.kind} {one.count:.0f} ({format_bytes(one.sent_bytes)})" for one in costs.collectives
+        f"{collective.kind} {collective.count:.0f} ({format_bytes(collective.sent_bytes)})"
+        for collective in costs.collectives
     )
     return (
         program.pieces[0] + (f" and {others} equal" if others else ""),
@@ -288,21 +289,21 @@ def _work_rows(report: VerifyReport, mesh: VerifiedMesh) -> list[tuple[str, ...]
             _ratio(flops),
         )
     ]
-    for one in mesh.collectives:
-        known = one.count.predicted is not None
+    for collective in mesh.collectives:
+        known = collective.count.predicted is not None
         rows.append(
             (
                 where,
-                one.kind,
-                f"{one.count.predicted:.0f}, {_bytes(one.sent_bytes.predicted)}"
+                collective.kind,
+                f"{collective.count.predicted:.0f}, {_bytes(collective.sent_bytes.predicted)}"
                 if known
                 else _UNKNOWN,
-                f"{one.count.xla:.0f}, {format_bytes(one.sent_bytes.xla)}",
-                _ratio(one.sent_bytes),
+                f"{collective.count.xla:.0f}, {format_bytes(collective.sent_bytes.xla)}",
+                _ratio(collective.sent_bytes),
             )
         )
     if len(mesh.collectives) > 1:
-        rows.append((where, *_sum_cells([one.sent_bytes for one in mesh.collectives])))
+        rows.append((where, *_sum_cells([c.sent_bytes for c in mesh.collectives])))
     return rows
 
 
