@@ -175,18 +175,18 @@ def _read_toml(path: Path, profile: str | None) -> ClusterTarget:
         raise ArgumentError(f"{where}: not TOML: {error}.") from error
     _check_names(body, _FIELDS, str(path))
     for section, names in _FIELDS.items():
-        own = body.get(section, {})
-        if not isinstance(own, dict):
+        table = body.get(section, {})
+        if not isinstance(table, dict):
             raise ArgumentError(
-                f"{path}: {section} is {shortened(own)}; needs a table [{section}]."
+                f"{path}: {section} is {shortened(table)}; needs a table [{section}]."
             )
-        _check_names(own, names, f"{path}: [{section}]")
-    own = body.get("cluster", {})
-    hosts, per_host = (_count(own, name, path) for name in ("hosts", "devices_per_host"))
+        _check_names(table, names, f"{path}: [{section}]")
+    cluster_table = body.get("cluster", {})
+    hosts, per_host = (_count(cluster_table, name, path) for name in ("hosts", "devices_per_host"))
     _check_size(hosts, per_host, str(path))
     links = body.get("links", {})
     is_relative = "alpha" in links or "beta" in links
-    measured = find_profile(profile) if profile else _profile(own, path)
+    measured = find_profile(profile) if profile else _profile(cluster_table, path)
     if measured is not None and is_relative:
         raise ArgumentError(
             f"{path}: [links] is in relative units (alpha, beta), a profile in seconds. Give only "
@@ -235,13 +235,13 @@ def _device(
     profile: MachineProfile | None,
 ) -> DeviceSpec:
     values: dict[str, Any] = {}
-    for section, own, fields in (
+    for section, table, fields in (
         ("device", body, _DEVICE_FIELDS),
         ("links", links, _LINK_FIELDS),
     ):
         for name, (field, kind) in fields.items():
-            if name in own:
-                values[field] = parse_quantity(own[name], kind, f"{path}: [{section}] {name}")
+            if name in table:
+                values[field] = parse_quantity(table[name], kind, f"{path}: [{section}] {name}")
     if "efficiency" in body:
         given = body["efficiency"]
         if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given <= 1:
@@ -269,8 +269,8 @@ def _device(
             raise ArgumentError(f"{path}: [device] memory is missing; needs text such as '32 GB'.")
         base = replace(device_spec("h100-sxm"), **values)
         return replace(base, name=body.get("name", "device"))
-    for section, own, needed in (("device", body, _NEEDED), ("links", links, _NEEDED_LINKS)):
-        missing = [name for name in needed if name not in own]
+    for section, table, needed in (("device", body, _NEEDED), ("links", links, _NEEDED_LINKS)):
+        missing = [name for name in needed if name not in table]
         if missing:
             raise ArgumentError(
                 f"{path}: [{section}] {', '.join(missing)} missing. Give them, or a preset that "

@@ -93,7 +93,7 @@ class Section:
 class ProbeOutcome:
     """A probe's result, or its error."""
 
-    found: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
@@ -126,18 +126,18 @@ def examine(probe: Probe) -> list[Section]:
     if not internals.error:
         wanted += [name for name in by_jax if name != "compiler" or _plugins()]
     with ThreadPoolExecutor(_PROCESSES) as threads:
-        found = dict(zip(wanted, threads.map(probe, wanted), strict=True))
+        outcomes = dict(zip(wanted, threads.map(probe, wanted), strict=True))
     sections = [
         _machine(),
         packages,
-        _devices(found.get("devices")),
-        _solvers(found["highs"], found["pulp"]),
-        _ray(found.get("ray")),
-        _cuda(found),
+        _devices(outcomes.get("devices")),
+        _solvers(outcomes["highs"], outcomes["pulp"]),
+        _ray(outcomes.get("ray")),
+        _cuda(outcomes),
         _internals(internals),
     ]
     is_broken = any(problem.is_required for section in sections for problem in section.problems)
-    sections.insert(-1, _step(found.get("step"), is_broken))
+    sections.insert(-1, _step(outcomes.get("step"), is_broken))
     return sections
 
 
@@ -180,7 +180,7 @@ def _check_jax(section: Section, internals: ProbeOutcome, version: str) -> None:
             Problem(f"JAX {version} cannot be imported. {internals.error}", remedy, True)
         )
         return
-    version = internals.found["version"]
+    version = internals.result["version"]
     section.facts["jax"] = f"{version}, tested: {TESTED_RANGE}"
     if not is_tested(version):
         what = untested_text(version).partition(" If ")[0]
@@ -188,10 +188,10 @@ def _check_jax(section: Section, internals: ProbeOutcome, version: str) -> None:
 
 
 def _internals(internals: ProbeOutcome) -> Section:
-    states = internals.found.get("internals", [])
+    states = internals.result.get("internals", [])
     section = Section("JAX internals", {s["path"]: s["fault"] or "found" for s in states})
     missing = [s for s in states if s["fault"]]
-    version = internals.found.get("version", "")
+    version = internals.result.get("version", "")
     for use in dict.fromkeys(s["use"] for s in missing):
         paths = ", ".join(s["path"] for s in missing if s["use"] == use)
         section.problems.append(
@@ -217,7 +217,7 @@ def _devices(outcome: ProbeOutcome | None) -> Section:
             )
         )
     kinds = Counter(
-        (d["platform"], d["kind"], d["memory_bytes"]) for d in outcome.found.get("devices", ())
+        (d["platform"], d["kind"], d["memory_bytes"]) for d in outcome.result.get("devices", ())
     )
     for (name, kind, memory), count in kinds.items():
         usable = f", {format_bytes(memory)} each for JAX" if memory else ""
@@ -227,7 +227,7 @@ def _devices(outcome: ProbeOutcome | None) -> Section:
 
 def _solvers(highs: ProbeOutcome, pulp: ProbeOutcome) -> Section:
     section = Section("solvers")
-    section.facts["HiGHS"] = highs.error or f"{highs.found['version']}, works"
+    section.facts["HiGHS"] = highs.error or f"{highs.result['version']}, works"
     if highs.error and _version("highspy"):  # if it is missing, the packages section says so
         section.problems.append(
             Problem(
@@ -236,7 +236,7 @@ def _solvers(highs: ProbeOutcome, pulp: ProbeOutcome) -> Section:
                 is_required=True,
             )
         )
-    section.facts["PuLP"] = pulp.error or ", ".join(pulp.found["solvers"]) or "none"
+    section.facts["PuLP"] = pulp.error or ", ".join(pulp.result["solvers"]) or "none"
     if pulp.error and _version("pulp"):
         section.problems.append(
             Problem(
@@ -264,7 +264,7 @@ def _ray(outcome: ProbeOutcome | None) -> Section:
         remedy = "pip install --force-reinstall 'autopar[ray]'"
         section.problems.append(Problem(f"Ray does not work. {outcome.error}", remedy))
         return section
-    nodes, refused = outcome.found["nodes"], outcome.found["refused"]
+    nodes, refused = outcome.result["nodes"], outcome.result["refused"]
     section.facts["cluster"] = refused or "; ".join(nodes) or "none running"
     if refused and "RAY_ADDRESS" in os.environ:
         section.problems.append(
@@ -276,13 +276,13 @@ def _ray(outcome: ProbeOutcome | None) -> Section:
     return section
 
 
-def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
+def _cuda(outcomes: Mapping[str, ProbeOutcome]) -> Section:
     section = Section("CUDA")
     gpus, driver = _gpus()
     section.facts["GPUs"] = gpus
     section.facts |= {name: _version(name) for name in _distributions(_CUDA_PACKAGES)}
-    devices = found.get("devices", ProbeOutcome())
-    versions = devices.found.get("versions", {})
+    devices = outcomes.get("devices", ProbeOutcome())
+    versions = devices.result.get("versions", {})
     for name, parts in (("cuda", (1000, 10)), ("cudnn", (10000, 100)), ("driver", (1000, 10))):
         if name in versions:
             major, minor = parts
@@ -296,9 +296,11 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
         section.problems.append(Problem(f"NVIDIA's driver does not work. {gpus}", remedy))
     if driver and not devices.error:
         _check_plugin(section, driver, devices)
-    if "cupy" in found:
-        cupy = found["cupy"]
-        section.facts["CuPy"] = cupy.error or f"{cupy.found['version']}, NCCL {cupy.found['nccl']}"
+    if "cupy" in outcomes:
+        cupy = outcomes["cupy"]
+        section.facts["CuPy"] = (
+            cupy.error or f"{cupy.result['version']}, NCCL {cupy.result['nccl']}"
+        )
         if cupy.error and driver:
             remedy = f"pip install --force-reinstall 'autopar[{_extra(driver)}]'"
             section.problems.append(Problem(f"CuPy does not work. {cupy.error}", remedy))
@@ -306,7 +308,7 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
         remedy = f"pip install 'autopar[{_extra(driver)}]'"
         what = "CuPy is not installed; transfers between workers are slower without it."
         section.problems.append(Problem(what, remedy))
-    compiler = found.get("compiler")
+    compiler = outcomes.get("compiler")
     if compiler is None:
         compiles = "not installed (to verify plans: pip install 'autopar[verify]')"
     else:
@@ -324,7 +326,7 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Section:
 
 def _check_plugin(section: Section, driver: str, devices: ProbeOutcome) -> None:
     """Add a problem if JAX does not use the driver's GPUs."""
-    if any(device["platform"] == "gpu" for device in devices.found.get("devices", ())):
+    if any(device["platform"] == "gpu" for device in devices.result.get("devices", ())):
         return
     extra = _extra(driver)
     if not _plugins():
@@ -356,7 +358,7 @@ def _step(outcome: ProbeOutcome | None, is_broken: bool) -> Section:
     if outcome is None:
         return section
     section.facts["planned and run"] = (
-        outcome.error or f"matches jax.jit on {counted(outcome.found['devices'], 'device')}"
+        outcome.error or f"matches jax.jit on {counted(outcome.result['devices'], 'device')}"
     )
     if outcome.error and not is_broken:  # otherwise another problem explains it
         section.problems.append(
@@ -399,11 +401,11 @@ def _gpus() -> tuple[str, str]:
     if command is None:
         return "no NVIDIA driver", ""
     fields = "--query-gpu=name,memory.total,driver_version"
-    found = _run([command, fields, "--format=csv,noheader"], dict(os.environ), 20.0)
-    if found is None or found[0] != 0 or not found[1].strip():
-        reason = "timed out" if found is None else " ".join(found[1].split()) or "finds none"
+    ended = _run([command, fields, "--format=csv,noheader"], dict(os.environ), 20.0)
+    if ended is None or ended[0] != 0 or not ended[1].strip():
+        reason = "timed out" if ended is None else " ".join(ended[1].split()) or "finds none"
         return f"nvidia-smi: {reason}", ""
-    kinds = Counter(tuple(x.strip() for x in line.split(",")) for line in found[1].splitlines())
+    kinds = Counter(tuple(x.strip() for x in line.split(",")) for line in ended[1].splitlines())
     lines = [f"{count} × {', '.join(kind[:2])}" for kind, count in kinds.items()]
     driver = next(iter(kinds))[-1]
     return f"{'; '.join(lines)}; driver {driver}", driver
@@ -432,8 +434,8 @@ def run_probe(name: str, time_limit_s: float) -> ProbeOutcome:
         if not file.is_file():
             log = " | ".join(ended[1].splitlines()[-_LOG_LINES:])
             return ProbeOutcome(error=f"The check ended with status {ended[0]}. {log}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    return ProbeOutcome(error=found["error"]) if "error" in found else ProbeOutcome(found)
+        result = json.loads(file.read_text(encoding="utf-8"))
+    return ProbeOutcome(error=result["error"]) if "error" in result else ProbeOutcome(result)
 
 
 def _environment(name: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ def devices() -> dict[str, Any]:
     """The devices that JAX finds, and the versions of the CUDA libraries it loaded."""
     import jax
 
-    found = [
+    rows = [
         {
             "platform": device.platform,
             "kind": device.device_kind,
@@ -46,10 +46,10 @@ def devices() -> dict[str, Any]:
     try:
         from autopar import _jax
 
-        versions = _jax.installed_versions(found[0]["platform"])
+        versions = _jax.installed_versions(rows[0]["platform"])
     except AutoparError:  # the probe of the internals reports it
         versions = {}
-    return {"devices": found, "versions": versions}
+    return {"devices": rows, "versions": versions}
 
 
 def highs() -> dict[str, Any]:
@@ -61,9 +61,9 @@ def highs() -> dict[str, Any]:
     x, y = solver.addIntegral(), solver.addIntegral()
     solver.addConstr(3 * x + 2 * y >= 7)
     solver.minimize(x + y)
-    found = solver.getInfo().objective_function_value
-    if found != 3:
-        return {"error": f"HiGHS returned {found} where the optimum is 3"}
+    objective = solver.getInfo().objective_function_value
+    if objective != 3:
+        return {"error": f"HiGHS returned {objective} where the optimum is 3"}
     return {"version": solver.version()}
 
 
@@ -131,10 +131,10 @@ def step() -> dict[str, Any]:
     batch = jnp.linspace(0, 1, 8 * num_devices * 64).reshape(-1, 64)
     expected = jax.jit(train_step)(weights, batch)
     parallel = autopar.parallelize(train_step, donate_argnums=())
-    found = parallel(weights, batch)
-    for one, other in zip(found, expected, strict=True):
+    results = parallel(weights, batch)
+    for result, other in zip(results, expected, strict=True):
         # Products may be rounded to TensorFloat-32 on GPUs.
-        if not jnp.allclose(jax.device_get(one), jax.device_get(other), rtol=1e-2, atol=1e-3):
+        if not jnp.allclose(jax.device_get(result), jax.device_get(other), rtol=1e-2, atol=1e-3):
             return {"error": "a sharded step and jax.jit of the same step differ"}
     return {"devices": num_devices}
 
@@ -151,10 +151,10 @@ PROBES = {
 
 def main(name: str, file: Path) -> None:
     try:
-        found = PROBES[name]()
+        result = PROBES[name]()
     except Exception as error:
-        found = {"error": _one_line(error)}
-    write_whole(file, json.dumps(found))
+        result = {"error": _one_line(error)}
+    write_whole(file, json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -77,27 +77,27 @@ def run_enumerate(arguments: Namespace) -> int:
         text = _line(planned.plan, timing)
         print(f"  plan {numbers[id(planned)]} of {len(plans)}: {text}", flush=True)
 
-    found: list[TimedPlan] = []
-    for one in timed_plans(plans, devices, rounds=ROUNDS, tell=tell):
-        found.append(one)
+    results: list[TimedPlan] = []
+    for result in timed_plans(plans, devices, rounds=ROUNDS, tell=tell):
+        results.append(result)
         if arguments.json is not None:
-            _write(arguments.json, arguments.model, devices, found)
+            _write(arguments.json, arguments.model, devices, results)
     print()
-    print("\n".join(comparison(found)))
+    print("\n".join(comparison(results)))
     if arguments.json is not None:
         print(f"\nresults: {arguments.json}")
-    return OK if any(one.step_s is not None for one in found) else NOT_FITTING
+    return OK if any(result.step_s is not None for result in results) else NOT_FITTING
 
 
-def _write(path: str, model: str, devices: Sequence[Any], found: Sequence[TimedPlan]) -> None:
+def _write(path: str, model: str, devices: Sequence[Any], results: Sequence[TimedPlan]) -> None:
     """The results so far."""
     text = json.dumps(
         {
             "model": model,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             "jax": jax.__version__,
-            "rank_correlation": correlations(found),
-            "plans": [one.as_row() for one in found],
+            "rank_correlation": correlations(results),
+            "plans": [result.as_row() for result in results],
         },
         indent=1,
     )
@@ -117,74 +117,76 @@ def _shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
 
 
-def _predicted(one: TimedPlan) -> float:
-    return one.plan.estimated_step_s
+def _predicted(result: TimedPlan) -> float:
+    return result.plan.estimated_step_s
 
 
 # -- the comparison
 
 
-def comparison(found: Sequence[TimedPlan]) -> list[str]:
+def comparison(results: Sequence[TimedPlan]) -> list[str]:
     """The plans in words, their times side by side, and where predictions mislead."""
-    ran = [one for one in found if one.step_s is not None]
-    lines = strategy_lines(found)
+    ran = [result for result in results if result.step_s is not None]
+    lines = strategy_lines(results)
     if not ran:
         return [*lines, "", "No plan ran: all ran out of memory."]
-    return [*lines, "", *time_lines(found, ran), "", *verdict_lines(found, ran)]
+    return [*lines, "", *time_lines(results, ran), "", *verdict_lines(results, ran)]
 
 
-def strategy_lines(found: Sequence[TimedPlan]) -> list[str]:
+def strategy_lines(results: Sequence[TimedPlan]) -> list[str]:
     """How the first plan of each mesh splits its operators, and how others differ from it."""
     lines = []
     first: dict[tuple[int, ...], tuple[int, TimedPlan]] = {}
-    for number, one in enumerate(found, 1):
-        shape = one.plan.mesh_shape
+    for number, result in enumerate(results, 1):
+        shape = result.plan.mesh_shape
         if shape not in first:
-            first[shape] = number, one
-            axes = zip(one.plan.axis_names, shape, strict=True)
+            first[shape] = number, result
+            axes = zip(result.plan.axis_names, shape, strict=True)
             sizes = ", ".join(f"{name}={size}" for name, size in axes)
             lines.append(f"plan {number} (mesh {_shape(shape)}, {sizes}):")
-            width = max((len(name) for name, _ in one.strategies), default=0)
-            lines += [f"  {name:<{width}}  {words}" for name, words in one.strategies]
+            width = max((len(name) for name, _ in result.strategies), default=0)
+            lines += [f"  {name:<{width}}  {words}" for name, words in result.strategies]
             continue
         like, other = first[shape]
-        own, base = dict(one.strategies), dict(other.strategies)
-        changed = [f"{name}: {words}" for name, words in own.items() if base.get(name) != words]
+        strategies, base = dict(result.strategies), dict(other.strategies)
+        changed = [
+            f"{name}: {words}" for name, words in strategies.items() if base.get(name) != words
+        ]
         what = "; ".join(changed) or "with other operators split differently"
         lines.append(f"plan {number}: like plan {like}, but {what}")
     return lines
 
 
-def time_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
+def time_lines(results: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
     header = (
         "plan", "mesh", "sent", "comm.", "compute", "step", "rank",
         "comm.", "compute", "step", "spread", "rank", "memory", "predicted",
     )  # fmt: skip
-    predicted_rank = dict(zip(map(id, ran), ranks([_predicted(one) for one in ran]), strict=True))
-    measured_rank = dict(zip(map(id, ran), ranks([one.step_s or 0 for one in ran]), strict=True))
+    predicted_rank = dict(zip(map(id, ran), ranks([_predicted(r) for r in ran]), strict=True))
+    measured_rank = dict(zip(map(id, ran), ranks([r.step_s or 0 for r in ran]), strict=True))
     rows = []
-    for number, one in enumerate(found, 1):
-        step, plan = one.timing.step, one.plan
+    for number, result in enumerate(results, 1):
+        step, plan = result.timing.step, result.plan
         measured = ("-", "-", "out of memory", "-", "-")
         if step is not None:
             measured = (
-                format_seconds(one.communication_s or 0.0),
-                format_seconds(one.computation_s or 0.0),
+                format_seconds(result.communication_s or 0.0),
+                format_seconds(result.computation_s or 0.0),
                 format_seconds(step.seconds),
                 f"{step.spread:.0%}",
-                f"{measured_rank[id(one)]:g}",
+                f"{measured_rank[id(result)]:g}",
             )
         rows.append(
             (
                 str(number),
                 _shape(plan.mesh_shape),
                 format_bytes(plan.communication_bytes),
-                format_seconds(one.predicted_communication_s),
-                format_seconds(one.predicted_computation_s),
-                format_seconds(_predicted(one)),
-                f"{predicted_rank[id(one)]:g}" if id(one) in predicted_rank else "-",
+                format_seconds(result.predicted_communication_s),
+                format_seconds(result.predicted_computation_s),
+                format_seconds(_predicted(result)),
+                f"{predicted_rank[id(result)]:g}" if id(result) in predicted_rank else "-",
                 *measured,
-                format_bytes(one.timing.memory_bytes) if one.timing.memory_bytes else "-",
+                format_bytes(result.timing.memory_bytes) if result.timing.memory_bytes else "-",
                 format_bytes(plan.estimated_peak_bytes),
             )
         )
@@ -195,39 +197,39 @@ def time_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str
     return [above, *lines]
 
 
-def correlations(found: Sequence[TimedPlan]) -> dict[str, float | None]:
+def correlations(results: Sequence[TimedPlan]) -> dict[str, float | None]:
     """Rank correlations of predicted with measured values; None if nothing varies."""
-    ran = [one for one in found if one.step_s is not None]
-    steps = [one.step_s or 0.0 for one in ran]
+    ran = [result for result in results if result.step_s is not None]
+    steps = [result.step_s or 0.0 for result in ran]
     pairs = {
-        "step": ([_predicted(one) for one in ran], steps),
+        "step": ([_predicted(result) for result in ran], steps),
         "communication": (
-            [one.predicted_communication_s for one in ran],
-            [one.communication_s or 0.0 for one in ran],
+            [result.predicted_communication_s for result in ran],
+            [result.communication_s or 0.0 for result in ran],
         ),
         "computation": (
-            [one.predicted_computation_s for one in ran],
-            [one.computation_s or 0.0 for one in ran],
+            [result.predicted_computation_s for result in ran],
+            [result.computation_s or 0.0 for result in ran],
         ),
-        "sent bytes with the step": ([one.plan.communication_bytes for one in ran], steps),
+        "sent bytes with the step": ([result.plan.communication_bytes for result in ran], steps),
         "memory": (
-            [one.plan.estimated_peak_bytes for one in ran],
-            [one.timing.memory_bytes for one in ran],
+            [result.plan.estimated_peak_bytes for result in ran],
+            [result.timing.memory_bytes for result in ran],
         ),
     }
     values = {name: rank_correlation(*pair) for name, pair in pairs.items()}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
-def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
+def verdict_lines(results: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[str]:
     """How well predictions rank plans, what following them costs, and where they mislead most."""
     texts = [
         f"{name} {'-' if value is None else f'{value:.2f}'}"
-        for name, value in correlations(found).items()
+        for name, value in correlations(results).items()
     ]
     lines = [f"rank correlation, predicted with measured: {', '.join(texts)}"]
-    numbers = {id(one): number for number, one in enumerate(found, 1)}
-    fastest = min(ran, key=lambda one: one.step_s or 0.0)
+    numbers = {id(result): number for number, result in enumerate(results, 1)}
+    fastest = min(ran, key=lambda result: result.step_s or 0.0)
     promised = min(ran, key=_predicted)
     factor = (promised.step_s or 0.0) / (fastest.step_s or 1.0)
     text = f"best predicted: plan {numbers[id(promised)]}, {format_seconds(promised.step_s or 0.0)}"
@@ -238,7 +240,7 @@ def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[
             f"{text}; fastest: plan {numbers[id(fastest)]}, "
             f"{format_seconds(fastest.step_s or 0.0)}; following the prediction costs {factor:.2f}×"
         )
-    ratios = {id(one): (one.step_s or 0.0) / _predicted(one) for one in ran if _predicted(one)}
+    ratios = {id(r): (r.step_s or 0.0) / _predicted(r) for r in ran if _predicted(r)}
     if len(ratios) < 2:
         return lines
     middle = statistics.median(ratios.values())
@@ -246,14 +248,15 @@ def verdict_lines(found: Sequence[TimedPlan], ran: Sequence[TimedPlan]) -> list[
         f"a step takes {middle:.3g}× its prediction (median); the largest deviations from that:"
     )
     off = sorted(ratios, key=lambda key: -abs(math.log(ratios[key] / middle)))
-    by_id = {id(one): one for one in ran}
+    by_id = {id(result): result for result in ran}
     for key in off[:3]:
         ratio = ratios[key] / middle
         kind = "slower" if ratio >= 1 else "faster"
-        one = by_id[key]
+        result = by_id[key]
         lines.append(
             f"  plan {numbers[key]}: {max(ratio, 1 / ratio):.2f}× {kind} (predicted "
-            f"{format_seconds(_predicted(one))}, measured {format_seconds(one.step_s or 0.0)})"
+            f"{format_seconds(_predicted(result))}, measured "
+            f"{format_seconds(result.step_s or 0.0)})"
         )
     lines.append(
         "measured communication: the sum of the program's collectives, each timed alone; "

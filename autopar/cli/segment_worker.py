@@ -43,8 +43,8 @@ def main(lines: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as own:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(
             sys.stderr.fileno(), sys.stdout.fileno()
         )  # what the user's code prints is no answer
-        main(sys.stdin, own)
+        main(sys.stdin, answers)

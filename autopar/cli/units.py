@@ -62,9 +62,9 @@ def _what_it_is(unit: str) -> str:
         if unit in units:
             return f" but of {kind}"
     for units, _ in _KINDS.values():
-        found = [known for known in units if known.lower() == unit.lower()]
-        if found:
-            confused = any(known.count("b") != unit.count("b") for known in found)
+        similar = [known for known in units if known.lower() == unit.lower()]
+        if similar:
+            confused = any(known.count("b") != unit.count("b") for known in similar)
             bits = "; b is a bit and B a byte" if confused else ""
-            return f" (did you mean {' or '.join(map(repr, found[:2]))}?{bits})"
+            return f" (did you mean {' or '.join(map(repr, similar[:2]))}?{bits})"
     return ""

@@ -156,7 +156,7 @@ def test_what_crashes_is_told_with_its_last_words(setup_of_probes: Any) -> None:
 
 def test_an_internal_that_is_missing_is_found(setup_of_probes: Any) -> None:
     setup_of_probes("from jax._src import xla_bridge\ndel xla_bridge.backends_are_initialized\n")
-    found = run_probe("internals", LIMIT_S).found["internals"]
+    found = run_probe("internals", LIMIT_S).result["internals"]
     assert [(s["path"], s["use"]) for s in found if s["fault"]] == [
         ("jax._src.xla_bridge.backends_are_initialized", STEPS)
     ]
@@ -167,7 +167,7 @@ def test_files_in_the_current_folder_are_not_taken_for_packages(
 ) -> None:
     (tmp_path / "highspy.py").write_text("raise ImportError('not HiGHS')")
     monkeypatch.chdir(tmp_path)
-    assert "version" in run_probe("highs", LIMIT_S).found
+    assert "version" in run_probe("highs", LIMIT_S).result
 
 
 # -- other machines, as probes would find them
