@@ -29,8 +29,8 @@ from autopar.runtime.remote.frames import (
 )
 from autopar.runtime.remote.sockets import (
     GREETING_S,
+    challenge_client,
     connect,
-    greet_client,
     hang_up,
     listen,
     shown,
@@ -129,11 +129,12 @@ class ChannelServer:
             target=self._give, args=(connection, asked, done), name="autopar-channel", daemon=True
         )
         try:
-            greet_client(connection, self._token)
-            connection.settimeout(self._limit_s)
-            with self._changed:
+            welcome = challenge_client(connection, self._token)
+            with self._changed:  # before the client knows that it is connected
                 self._proven.add(connection)
                 self._gone = ""
+            write_frame(connection, welcome)
+            connection.settimeout(self._limit_s)
             while True:
                 header, arrays = read_frame(connection)
                 kind, key = header.get("kind"), header.get("key")

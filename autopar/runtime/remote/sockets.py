@@ -65,14 +65,19 @@ def connect(address: tuple[str, int], token: str, limit_s: float) -> socket.sock
 
 def greet_client(connection: socket.socket, token: str) -> None:
     """The worker's half of the greeting: challenge, hello, welcome."""
+    write_frame(connection, challenge_client(connection, token))
+
+
+def challenge_client(connection: socket.socket, token: str) -> dict[str, Any]:
+    """The greeting up to the client's proof; returns the welcome, which the caller sends once it
+    is ready for the client."""
     _tune(connection, GREETING_S)
     deadline = time.monotonic() + GREETING_S
     nonce = secrets.token_hex(16)
     write_frame(connection, {"kind": "challenge", "nonce": nonce})
     hello = _read_greeting(connection, "hello", deadline)
     _check_proof(hello, token, nonce)
-    proof = _proof(token, "welcome", hello.get("nonce"))
-    write_frame(connection, {"kind": "welcome", "proof": proof})
+    return {"kind": "welcome", "proof": _proof(token, "welcome", hello.get("nonce"))}
 
 
 def _greet_server(connection: socket.socket, token: str, limit_s: float) -> None:
