@@ -43,11 +43,6 @@ def num_devices(plan: ParallelPlan) -> int:
     return len(used) or plan.num_devices
 
 
-def is_timed(plan: ParallelPlan) -> bool:
-    """Whether costs are seconds; a mesh without a device has units of its own."""
-    return plan.is_timed
-
-
 @dataclass(frozen=True)
 class StepShares:
     """Seconds. `bubble`: waiting for other stages; `launch`: starting programs."""
@@ -106,7 +101,7 @@ class AchievedRates:
 
 def rates_of(plan: ParallelPlan) -> AchievedRates | None:
     """None for a plan without a cluster or details."""
-    if plan.cluster is None or not plan.estimated_step_s or not is_timed(plan):
+    if plan.cluster is None or not plan.estimated_step_s or not plan.is_timed:
         return None
     model = distinct = computed = 0.0
     precision = {True: 0.0, False: 0.0}
@@ -164,7 +159,7 @@ def cause_text(one: CollectiveCost) -> str:
 
 def limits_of(plan: ParallelPlan) -> list[str]:
     """What limits the step, the largest share first, in sentences."""
-    if not plan.estimated_step_s or not is_timed(plan):
+    if not plan.estimated_step_s or not plan.is_timed:
         return []
     shares = shares_of(plan)
     parts = {

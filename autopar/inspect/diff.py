@@ -15,7 +15,6 @@ from autopar.errors import ArgumentError
 from autopar.inspect.arrays_text import common_path, tail_of
 from autopar.inspect.breakdown import (
     cause_text,
-    is_timed,
     mesh_plans,
     num_devices,
     rates_of,
@@ -112,11 +111,11 @@ def _other_program(a: ParallelPlan, b: ParallelPlan) -> list[str]:
 
 def _costs(a: ParallelPlan, b: ParallelPlan) -> list[str]:
     rows = []
-    if is_timed(a) and is_timed(b):
+    if a.is_timed and b.is_timed:
         one, two = shares_of(a), shares_of(b)
         for name in ("step", "compute", "communication", "bubble"):
             rows.append((name, getattr(one, name), getattr(two, name), format_seconds))
-    elif is_timed(a) == is_timed(b):
+    elif a.is_timed == b.is_timed:
         rows.append(("objective", a.solver.objective, b.solver.objective, "{:.6g}".format))
     rows += [
         ("peak memory per device", a.estimated_peak_bytes, b.estimated_peak_bytes, format_bytes),
@@ -261,7 +260,7 @@ def _collectives(a: ParallelPlan, b: ParallelPlan) -> list[str]:
 def _sum_text(sums: list[float], plan: ParallelPlan) -> str:
     if not sums[0]:
         return "-"
-    cost = format_seconds(sums[2]) if is_timed(plan) else f"{sums[2]:.6g}"
+    cost = format_seconds(sums[2]) if plan.is_timed else f"{sums[2]:.6g}"
     return f"{sums[0]:.0f} in {cost}"
 
 

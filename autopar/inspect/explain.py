@@ -11,7 +11,6 @@ from autopar.errors import ArgumentError
 from autopar.inspect.arrays_text import array_table
 from autopar.inspect.blocks_text import blocks_line
 from autopar.inspect.breakdown import (
-    is_timed,
     limits_of,
     mesh_plans,
     num_devices,
@@ -28,12 +27,18 @@ from autopar.ir.plan import ParallelPlan, StagePlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names, table
 
 
+def explain(plan: ParallelPlan, depth: int | None = None) -> str:
+    """The plan as text, with the blocks of its step if these are known."""
+    is_known = getattr(plan.origin, "choice", None) is not None  # of a plan on one mesh
+    return explain_plan(plan, depth, plan.origin.blocks if is_known else None)
+
+
 def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | None = None) -> str:
     """`depth`: levels of modules; None for as many as fit on a screen. `blocks`: of the step, if
     known."""
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
         raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
-    cost = _time if is_timed(plan) else _plain
+    cost = _time if plan.is_timed else _plain
     sections = [
         _head(plan),
         _step(plan),
@@ -104,7 +109,7 @@ def _head(plan: ParallelPlan) -> list[str]:
 
 def cluster_text(plan: ParallelPlan) -> str:
     cluster = plan.cluster
-    if cluster is None or not is_timed(plan):
+    if cluster is None or not plan.is_timed:
         return plan.device
     device = cluster.spec
     hosts = counted(cluster.num_hosts, "host")
@@ -120,7 +125,7 @@ def cluster_text(plan: ParallelPlan) -> str:
 def costs_text(plan: ParallelPlan) -> str | None:
     """Which costs were measured, and which come from the data sheet."""
     profile = None if plan.cluster is None else plan.cluster.priced_by
-    if profile is None or not is_timed(plan):
+    if profile is None or not plan.is_timed:
         return None
     text = f"measured: {', '.join(profile.parts) or 'overheads only'}, from {profile.text}"
     missing = [_UNMEASURED.get(part, part) for part in profile.missing]
@@ -141,7 +146,7 @@ _UNMEASURED = {
 
 def _step(plan: ParallelPlan) -> list[str]:
     lines = []
-    if is_timed(plan):
+    if plan.is_timed:
         shares = shares_of(plan)
         lines.append(f"predicted step: {format_seconds(plan.estimated_step_s)}")
         parts = [

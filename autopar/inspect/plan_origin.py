@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autopar.errors import PlanError
-from autopar.inspect.breakdown import is_timed
 from autopar.ir.plan import ParallelPlan
 from autopar.sharding.origin import Origin
 
@@ -12,7 +11,7 @@ def origin_of(plan: ParallelPlan, call: str) -> Origin:
     """`call`: the user's, for the error of a plan that has no origin."""
     if isinstance(plan.origin, Origin):
         return plan.origin
-    if not is_timed(plan):
+    if not plan.is_timed:
         raise PlanError(
             f"plan.{call}: needs the link costs of the mesh {plan.mesh_shape}, which plan files do "
             "not store. Solve again with autopar.solve_sharding(…, mesh=…)."

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 
-from autopar.inspect.breakdown import is_timed
 from autopar.inspect.lines import counted, mesh_text, paragraph
 from autopar.ir.plan import ParallelPlan, SolverReport, StagePlan
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice, TriedPlan
@@ -16,7 +15,7 @@ from autopar.ir.text import format_bytes, format_seconds
 def solver_lines(plan: ParallelPlan) -> list[str]:
     """The objective with its proof, the size of the problem, and seconds per pass."""
     solver = plan.solver
-    objective = format_seconds(solver.objective) if is_timed(plan) else f"{solver.objective:.6g}"
+    objective = format_seconds(solver.objective) if plan.is_timed else f"{solver.objective:.6g}"
     lines = [f"solver: objective {objective}, {_proof(solver)}"]
     sizes = solver.sizes
     if "variables" in sizes:

@@ -12,7 +12,6 @@ from math import inf
 
 from autopar.errors import ArgumentError
 from autopar.inspect.alternatives import SolvedLayouts, solve_layouts, value_in
-from autopar.inspect.breakdown import is_timed
 from autopar.inspect.find_arrays import (
     ArrayKind,
     PlanArray,
@@ -24,6 +23,7 @@ from autopar.inspect.layouts_text import layout_sentence, layout_text
 from autopar.inspect.neighbours import Uses, neighbours, uses_in
 from autopar.inspect.plan_origin import origin_of
 from autopar.inspect.resharding import changed_collectives
+from autopar.inspect.why_text import explain_why
 from autopar.ir.plan import ParallelPlan, Tensor
 from autopar.ir.spec import spec_to_text
 from autopar.ir.why import Alternative, Why
@@ -33,6 +33,11 @@ from autopar.sharding.marginals import Marginal
 from autopar.sharding.origin import Origin
 
 MOST_ALTERNATIVES = 12
+
+
+def explain_path(plan: ParallelPlan, path: str) -> str:
+    """Why an array is sharded as it is, as text."""
+    return explain_why(why(plan, path))
 
 
 def why(plan: ParallelPlan, path: str, *, most: int = MOST_ALTERNATIVES) -> Why:
@@ -116,7 +121,7 @@ def _on_mesh(plan: ParallelPlan, arrays: Sequence[PlanArray], most: int) -> Why:
         step_s=plan.estimated_step_s,
         peak_bytes=plan.estimated_peak_bytes,
         budget_bytes=plan.memory_budget_bytes,
-        is_timed=is_timed(plan),
+        is_timed=plan.is_timed,
     )
     if plan.num_devices == 1:
         return replace(answer, notes=("The plan has one device, so no array is split.",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from autopar.inspect.breakdown import is_timed
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import (
     format_bytes,
@@ -52,7 +51,7 @@ def pin_lines(plan: ParallelPlan) -> list[str]:
     lines = [f"pinned by with_pins: {pattern} as {spec}" for pattern, spec in plan.pinned]
     before_s = plan.unpinned_step_s
     if before_s is not None:
-        lines.append(f"pins cost {_difference(plan.estimated_step_s, before_s, is_timed(plan))}")
+        lines.append(f"pins cost {_difference(plan.estimated_step_s, before_s, plan.is_timed)}")
     return lines
 
 

@@ -250,7 +250,9 @@ class ParallelPlan:
     def explain(self, path: str | None = None, *, depth: int | None = None) -> str:
         """The plan in words, by the user's modules, down to `depth` levels. With a path of an
         input, an output or a named value: why it is sharded as it is."""
-        return late_method("explain")(self, path, depth)
+        if path is not None:
+            return late_method("explain_path")(self, path)
+        return late_method("explain")(self, depth)
 
     def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
         """Write the plan as one HTML page that needs no network, with the `measured` timeline

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cost.pipeline_links import boundary_s, transfer_time
 from autopar.cost.pipeline_times import pipeline_of_times, pipeline_times
@@ -35,7 +35,9 @@ from autopar.lower.stage_programs import StagePrograms, cut_into_stage_programs
 from autopar.lower.tiles import plan_tiles
 from autopar.lower.unreduced import partial_axes, unreduced_layout
 from autopar.rewrite.stage_slices import SlicedStep
-from autopar.stages.stage_plans import SolvedStage
+
+if TYPE_CHECKING:  # a timeline needs no solver
+    from autopar.stages.stage_plans import SolvedStage
 
 # Planning tiles of larger meshes takes seconds; transfers between them are priced in closed form.
 MAX_TILED = 256

@@ -336,6 +336,21 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, package: str, name: 
         assert f"pip install '{REQUIRED[package]}'" in text
 
 
+def test_a_plan_from_a_file_is_shown_without_a_solver(tmp_path: Path) -> None:
+    plan_file = ROOT / "tests/unit/ir/recorded/pipeline_plan.json"
+    code = (
+        "import autopar\n"
+        f"plan = autopar.ParallelPlan.load({str(plan_file)!r})\n"
+        "plan.report('page.html')\n"
+        "print(plan.explain(), plan.strategies(), plan.timeline().num_meshes)\n"
+        "try: plan.explain(plan.inputs[0].path)\n"
+        "except autopar.DependencyError as error: print(error)\n"
+    )
+    said = run(tmp_path, setup="import sys\nsys.modules['highspy'] = None\n", code=code).stdout
+    assert "predicted step:" in said
+    assert "highspy, which autopar needs, cannot be imported" in said
+
+
 def test_what_the_user_lacks_is_not_taken_for_ours() -> None:
     _requirements.raise_if_missing(ModuleNotFoundError("No module named 'mine'", name="mine"))
     _requirements.raise_if_missing(ImportError("of no name"))

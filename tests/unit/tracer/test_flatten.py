@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from autopar.ir.program import Equation, Program
-from autopar.ir.program_sharding import EquationSharding, ProgramSharding
 from autopar.lower.annotate import annotated_function
+from autopar.sharding.assemble import unsharded
 from autopar.tracer.flatten import flatten_jaxpr
 from autopar.tracer.trace_step import trace_step
 
@@ -26,23 +26,8 @@ def flatten(fn: Callable[..., Any], *args: Any) -> Program:
 
 def evaluate(program: Program, *args: Any) -> list[Any]:
     """Bind every equation again, without any sharding."""
-
-    def plain(program: Program) -> ProgramSharding:
-        return ProgramSharding(
-            (None,) * len(program.inputs),
-            tuple(
-                EquationSharding(
-                    ((),) * len(e.operands),
-                    ((),) * len(e.results),
-                    tuple(plain(body) for body in e.bodies),
-                )
-                for e in program.equations
-            ),
-            ((),) * len(program.outputs),
-        )
-
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    return annotated_function(program, plain(program), mesh)(*args)
+    return annotated_function(program, unsharded(program), mesh)(*args)
 
 
 def names(program: Program) -> list[str]:
