@@ -76,6 +76,10 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.doctor import run_doctor
 
             return run_doctor(arguments)
+        case "launch":
+            from autopar.cli.launch import run_launch
+
+            return run_launch(arguments)
         case _:
             from autopar.cli import show
 

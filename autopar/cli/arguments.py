@@ -43,9 +43,15 @@ Exit codes: 0 if autopar can plan and run here, 1 if something required is missi
 Devices, Ray and solvers are checked in separate processes, each with a time limit. See
 docs/doctor.md.
 """
+_LAUNCH = """\
+With fewer GPUs than ranks, several ranks share a GPU: this needs NCCL 2.30 or newer, and CUDA's MPS
+daemon, which is started and ended. A plain jax.distributed.initialize() in the command joins the
+ranks. See docs/howto/test_without_a_cluster.md.
+"""
 _EPILOGS = {
     "bench": _BENCH,
     "doctor": _DOCTOR,
+    "launch": _LAUNCH,
     "plan": _FACTORY,
     "sweep": _FACTORY,
     "profile": _PROFILE,
@@ -73,6 +79,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_explain(_command(commands, "explain", "describe a saved plan"))
     _add_diff(_command(commands, "diff", "compare two saved plans"))
     _add_doctor(_command(commands, "doctor", "check the installation, and suggest fixes"))
+    _add_launch(
+        _command(commands, "launch", "run a command as several ranks on this host, even on one GPU")
+    )
     _command(commands, "devices", "list known devices and their specifications")
     return parser
 
@@ -257,6 +266,27 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--rewrite", metavar="TEXT.md", help="update the tables between the markers of this file"
     )
+
+
+def _add_launch(launch: argparse.ArgumentParser) -> None:
+    launch.add_argument("--ranks", type=_positive, required=True, help="number of processes")
+    launch.add_argument(
+        "--platform",
+        choices=("gpu", "cpu"),
+        help="default: gpu if the host has one, else cpu",
+    )
+    launch.add_argument(
+        "--devices-per-rank", type=_positive, default=1, help="virtual CPU devices (default 1)"
+    )
+    launch.add_argument(
+        "--nccl", metavar="FILE", help="a libnccl.so.2 from 2.30 on; default: the installed one"
+    )
+    launch.add_argument(
+        "--no-mps", dest="mps", action="store_false", help="let ranks take turns on a shared GPU"
+    )
+    launch.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="end the ranks then")
+    launch.add_argument("rank_command", nargs="+", metavar="COMMAND", help="what each rank runs")
+    launch.usage = "autopar launch --ranks N [options] -- COMMAND …"
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:

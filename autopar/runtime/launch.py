@@ -83,11 +83,12 @@ class RankProcess:
 
     def _read(self, show: Callable[[int, str], None] | None) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            self.lines.append(text)
-            if show is not None:
-                show(self.rank, text)
+        with self.process.stdout as lines:
+            for line in lines:
+                text = line.decode(errors="replace").rstrip("\n")
+                self.lines.append(text)
+                if show is not None:
+                    show(self.rank, text)
 
     def signal(self, sent: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -277,7 +277,7 @@ def gpu_names() -> list[str]:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return run.stdout.splitlines() if run.returncode == 0 else []
+    return list(filter(None, run.stdout.splitlines())) if run.returncode == 0 else []
 
 
 def find_nccl(given: str | Path | None = None) -> tuple[Path, str]:
