@@ -137,7 +137,10 @@ def run_ranks(
         for one in started:
             guard.forget_group(one.process.pid)
         guard.close()
-    return [one.result(one.rank in timed_out) for one in started]
+    results = [one.result(one.rank in timed_out) for one in started]
+    if any(result.failed for result in results):
+        ranks.recover()
+    return results
 
 
 def group_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

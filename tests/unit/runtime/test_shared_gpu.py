@@ -13,6 +13,7 @@ import pytest
 
 from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime import shared_gpu
+from autopar.runtime.launch import run_ranks
 from autopar.runtime.shared_gpu import (
     CpuRanks,
     OwnGpus,
@@ -110,6 +111,18 @@ def test_the_daemon_is_started_without_nccl_and_ended(driver, monkeypatch):
         ranks.close()
         assert not folder.exists()
     assert log.read_text().split() == ["started", "quit"]
+
+
+def test_ranks_after_one_that_died_have_another_daemon(driver):
+    log = driver(1)
+    with SharedGpu(2) as ranks:
+        first = ranks.environment()["CUDA_MPS_PIPE_DIRECTORY"]
+        run_ranks(["true"], ranks, limit_s=30.0)
+        assert ranks.environment()["CUDA_MPS_PIPE_DIRECTORY"] == first
+        run_ranks(["false"], ranks, limit_s=30.0)
+        assert ranks.environment()["CUDA_MPS_PIPE_DIRECTORY"] != first
+        assert not Path(first).exists()
+    assert log.read_text().split() == ["started", "quit"] * 2
 
 
 def test_the_daemon_ends_when_its_owner_is_killed(driver, tmp_path):
