@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from examples.models import Example, moe, wide_resnet
+from examples.models import Example, dlrm, moe, wide_resnet
 
-from . import images, mixtures, transformers
+from . import images, mixtures, recommenders, transformers
 from .accumulation import can_accumulate, rows_together
 from .expert import Expert
 from .handwritten import HandWritten
@@ -30,6 +30,7 @@ TENSOR_SEQUENCE = "Megatron + sequence"
 FSDP_TENSOR = "FSDP + TP"
 EXPERTS = "expert parallel"
 CHANNELS = "channels"
+TABLES = "table parallel"
 PIPELINE = "3-D by hand"
 MICRO_BATCHES = (2, 4, 8)
 
@@ -63,6 +64,8 @@ def layouts_for(
     config = example.config
     if isinstance(config, wide_resnet.WideResNetConfig):
         found = _image_layouts(config, num_devices, devices_per_host)
+    elif isinstance(config, dlrm.DLRMConfig):
+        found = _recommender_layouts(config, num_devices, devices_per_host)
     elif isinstance(config, moe.MoEConfig):
         found = _mixture_layouts(config, num_devices, devices_per_host)
     else:
@@ -128,18 +131,38 @@ def _mixture_layouts(
             yield EXPERTS, mixtures.experts_in_hosts(data, inside)
 
 
-def _image_layouts(
-    config: wide_resnet.WideResNetConfig, num_devices: int, per_host: int
-) -> Iterator[tuple[str, HandWritten]]:
+def _sample_layouts(num_devices: int, per_host: int) -> Iterator[tuple[str, HandWritten]]:
+    """Layouts that split only samples and parameters, for networks that are no transformers."""
     yield DATA, images.image_data_parallel(num_devices)
     yield ZERO2, images.image_zero2(num_devices)
     yield FSDP, images.image_fsdp(num_devices)
     if num_devices > per_host > 1:
         yield HSDP, images.image_hsdp(num_devices // per_host, per_host)
+
+
+def _image_layouts(
+    config: wide_resnet.WideResNetConfig, num_devices: int, per_host: int
+) -> Iterator[tuple[str, HandWritten]]:
+    yield from _sample_layouts(num_devices, per_host)
     for tensor in _tensor_degrees(num_devices, per_host):
         data = num_devices // tensor
         if not config.base_channels % tensor and not config.base_channels % data:
             yield CHANNELS, images.image_channels(data, tensor)
+
+
+def _recommender_layouts(
+    config: dlrm.DLRMConfig, num_devices: int, per_host: int
+) -> Iterator[tuple[str, HandWritten]]:
+    yield from _sample_layouts(num_devices, per_host)
+    sizes: dict[recommenders.Dimension, int] = {
+        "tables": config.num_tables,
+        "rows": config.table_rows,
+        "features": config.table_dim,
+    }
+    for dimension, size in sizes.items():
+        if size % num_devices == 0:
+            for zero in (False, True):
+                yield TABLES, recommenders.table_parallel(num_devices, dimension, zero=zero)
 
 
 def _chains(example: Example, family: str, layout: HandWritten, scanned: bool) -> list[Chain]:

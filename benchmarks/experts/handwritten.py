@@ -35,7 +35,7 @@ _NNX_MODULES = (
     llama.Llama, llama.LlamaLayer, llama.LlamaAttention, llama.LlamaFeedForward,
     nnx.Linear, nnx.Embed, nnx.RMSNorm,
 )  # fmt: skip
-_MOMENTS = (".mu", ".nu", ".trace")
+_MOMENTS = (".mu", ".nu", ".trace", ".sum_of_squares")
 
 Rule = Callable[[str, tuple[int, ...]], P]
 Specs = P | list[P]

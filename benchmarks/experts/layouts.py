@@ -5,6 +5,7 @@ from __future__ import annotations
 from .handwritten import HandWritten, intercept_nnx
 from .images import image_channels, image_data_parallel, image_fsdp, image_hsdp, image_zero2
 from .mixtures import expert_parallel, experts_in_hosts
+from .recommenders import table_parallel
 from .transformers import data_parallel, fsdp, hsdp, megatron, zero2
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "image_zero2",
     "intercept_nnx",
     "megatron",
+    "table_parallel",
     "zero2",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import bert, gpt, llama, mlp, moe, wide_resnet
+from . import bert, dlrm, gpt, llama, mlp, moe, vit, wide_resnet
 from .example import Batch, Example, Family
 
 MODELS: dict[str, Example] = {
@@ -18,6 +18,8 @@ MODELS: dict[str, Example] = {
     **llama.EXAMPLES,
     **moe.EXAMPLES,
     **wide_resnet.EXAMPLES,
+    **vit.EXAMPLES,
+    **dlrm.EXAMPLES,
 }
 
 
@@ -35,9 +37,11 @@ __all__ = [
     "Family",
     "bert",
     "build",
+    "dlrm",
     "gpt",
     "llama",
     "mlp",
     "moe",
+    "vit",
     "wide_resnet",
 ]

@@ -20,7 +20,8 @@ from examples.models import Example, build
 
 # Nothing here runs for long, so compiling quickly matters more than the code that comes out.
 FAST = {"xla_backend_optimization_level": 0}
-TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "bert-tiny", "wresnet-tiny")
+TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "bert-tiny", "wresnet-tiny", "vit-tiny", "dlrm-tiny")
+UNSTACKED = ("wresnet-tiny", "dlrm-tiny")  # models without equal layers
 
 
 @functools.cache
@@ -28,6 +29,8 @@ def example_of(name: str) -> Example:
     """One layer (of the mixture a pair), and rows enough for two micro-batches on 8 devices."""
     if name == "wresnet-tiny":
         return build(name, stage_sizes=(1,))
+    if name == "dlrm-tiny":
+        return build(name)
     rows = 32 if name == "moe-tiny" else 16
     return build(name, rows, num_layers=2 if name == "moe-tiny" else 1)
 
@@ -96,7 +99,7 @@ def worth_running(name: str, scanned: bool) -> list[str]:
 ALL = [
     pytest.param(name, scanned, expert, id=f"{name}: {expert}", marks=pytest.mark.slow)
     for name in TINY
-    for scanned in ((False,) if name == "wresnet-tiny" else (False, True))
+    for scanned in ((False,) if name in UNSTACKED else (False, True))
     for expert in worth_running(name, scanned)
 ]
 

@@ -13,7 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.models import MODELS, Example, build, gpt, llama, moe, transformer, wide_resnet
+from examples.models import (
+    MODELS,
+    Example,
+    build,
+    dlrm,
+    gpt,
+    llama,
+    moe,
+    transformer,
+    vit,
+    wide_resnet,
+)
 
 TINY = [name for name in MODELS if "-tiny" in name]
 PAPER = [name for name in MODELS if "-tiny" not in name]
@@ -160,6 +171,8 @@ def test_scanned_and_unrolled_layers_agree(name: str) -> None:
         "llama-tiny",
         "llama-tiny-scan",
         "moe-tiny",
+        "vit-tiny",
+        "dlrm-tiny",
     ],
 )
 def test_flops_closed_form(name: str) -> None:
@@ -188,7 +201,9 @@ def test_flops_of_convolutions_are_three_times_the_forward_pass(name: str) -> No
 
 
 @pytest.mark.representatives("gpt-tiny")
-@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "llama-tiny", "moe-tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "bert-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "dlrm-tiny"]
+)
 def test_bf16_products(name: str) -> None:
     example = build(name, dtype=jnp.bfloat16)
     jaxpr = jax.make_jaxpr(example.train_step)(example.abstract_state(), example.abstract_batch())
@@ -209,6 +224,7 @@ def test_bf16_products(name: str) -> None:
         ("bert-layers-tiny", 2),
         ("llama-tiny", 2),
         ("llama-tiny-scan", 1),
+        ("vit-tiny", 2),
         ("moe-tiny", 1),  # for a pair of layers
     ],
 )
@@ -313,6 +329,20 @@ def test_cross_entropy_is_minus_log_softmax() -> None:
     assert np.asarray(transformer.cross_entropy(logits, targets)) == pytest.approx(expected)
 
 
+def test_patches_are_squares_of_the_image() -> None:
+    images = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+    patches = np.asarray(vit.to_patches(jnp.asarray(images), 2))
+    assert patches.shape == (2, 6, 12)
+    assert (patches[1, 4] == images[1, 2:4, 2:4].reshape(-1)).all()
+
+
+def test_every_table_is_looked_up_in_its_own_column() -> None:
+    tables = np.random.default_rng(0).standard_normal((3, 5, 2), np.float32)
+    rows = np.random.default_rng(1).integers(0, 5, (4, 3))
+    found = dlrm.Lookup().apply({}, jnp.asarray(tables), jnp.asarray(rows))
+    assert (np.asarray(found) == tables[np.arange(3), rows]).all()
+
+
 def test_ad_hoc_example() -> None:
     config = gpt.GPTConfig(2560, 4, 32, dtype=jnp.bfloat16)
     example = gpt.example(config, batch_size=64)
@@ -328,6 +358,8 @@ def test_mistakes_are_named() -> None:
         build("moe-380m", batch_size=1).abstract_batch()
     with pytest.raises(ValueError, match="num_layers is 3"):
         build("moe-tiny", num_layers=3)
+    with pytest.raises(ValueError, match="image_size is 18 and patch_size is 4"):
+        build("vit-tiny", image_size=18)
     with pytest.raises(ValueError, match=r"set dropout=0\.0"):
         build("gpt-tiny", attention="cudnn", dropout=0.1)
     with pytest.raises(ValueError, match=r"set dropout=0\.0"):
