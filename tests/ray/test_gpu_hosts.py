@@ -51,7 +51,7 @@ def test_every_worker_has_its_own_gpus_and_meshes_share_none(cluster):
         cluster.groups([(0,), (0, 2)])
 
     other.num_arrays = 2
-    with pytest.raises(ClusterError, match="2 arrays live on"):
+    with pytest.raises(ClusterError, match="2 arrays are on"):
         cluster.groups([(1, 3)])
     other.num_arrays = 0
     spread = cluster.groups([(1, 3)])[0]

@@ -24,6 +24,7 @@ from tests.equivalence.test_models import (
     reference,
 )
 from tests.ray.kills import Nodes
+from tests.ray.training import fetched
 
 pytestmark = pytest.mark.ci  # test_two_hosts stands for pipelines on Ray
 
@@ -65,21 +66,6 @@ def method_of(name: str, stages: str, schedule: str) -> Any:
     else:
         chosen = autopar.UniformStages(int(stages))
     return autopar.PipeshardParallel(num_micro_batches, stages=chosen, schedule=schedule)
-
-
-def fetched(tree: Any) -> Any:
-    """The same tree with arrays of this process."""
-
-    def here(x: Any) -> Any:
-        if not isinstance(x, autopar.DistributedArray):
-            return x
-        return x.fetch() if is_key(x) else jax.numpy.asarray(x.fetch())
-
-    return jax.tree.map(here, tree)
-
-
-def is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 CASES = [

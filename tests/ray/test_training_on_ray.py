@@ -12,17 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import autopar
-from autopar import ArgumentError, CompileError, DistributedArray, session
+from autopar import ArgumentError, CompileError, session
 from tests.equivalence.pipelines import assert_equal
-from tests.ray.test_pipelines_on_ray import fetched
+from tests.ray import training
+from tests.ray.training import (
+    WIDTH,
+    Near,
+    Steps,
+    batch_of,
+    fetched,
+    make_state,
+    train,
+)
 
 pytestmark = pytest.mark.ci  # test_two_hosts stands for training on Ray
 
-WIDTH, ROWS, LAYERS = 8, 16, 4
+NUM_DEVICES = 8
+ONE_MESH = autopar.ShardParallel((2, 4))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,127 +41,36 @@ def _cluster() -> Iterator[None]:
     autopar.shutdown()
 
 
-optimizer = optax.adam(1e-2)
-
-
-def make_state(seed: Any) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(seed), LAYERS)
-    params = [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5} for k in keys]
-    return {
-        "params": params,
-        "opt": optimizer.init(params),
-        "key": jax.random.key(seed),
-        "step": jnp.zeros((), jnp.int32),
-    }
-
-
-def forward(params: Any, x: jax.Array) -> jax.Array:
-    for layer in params:
-        x = jnp.tanh(x @ layer["w"])
-    return x
-
-
-def train(state: Any, batch: Any) -> tuple[Any, Any]:
-    key, dropout = jax.random.split(state["key"])
-
-    def loss_of(params: Any) -> jax.Array:
-        x = batch["x"] * jax.random.bernoulli(dropout, 0.9, batch["x"].shape)
-        return jnp.mean((forward(params, x) - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(state["params"])
-    updates, opt = optimizer.update(grads, state["opt"])
-    params = optax.apply_updates(state["params"], updates)
-    new = {"params": params, "opt": opt, "key": key, "step": state["step"] + 1}
-    return new, {"loss": loss, "norm": optax.tree.norm(grads)}
-
-
-def evaluate(state: Any, batch: Any) -> jax.Array:
-    return jnp.mean((forward(state["params"], batch["x"]) - batch["y"]) ** 2)
-
-
-def batch_of(index: int, rows: int = ROWS) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(index)
-    return {name: rng.normal(size=(rows, WIDTH)).astype(np.float32) for name in ("x", "y")}
-
-
-def pipeline(num_stages: int, **options: Any) -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(4, stages=autopar.UniformStages(num_stages), **options)
-
-
-PIPELINE = pipeline(2)
-ONE_MESH = autopar.ShardParallel((2, 4))
+@pytest.fixture(scope="module")
+def steps() -> Steps:
+    return Steps.on(NUM_DEVICES)
 
 
 @pytest.fixture(scope="module")
-def pipelined() -> Any:
-    return autopar.parallelize(train, method=PIPELINE)
+def pipelined(steps: Steps) -> Any:
+    return steps.pipelined
 
 
 @pytest.fixture(scope="module")
-def on_one_mesh() -> Any:
-    return autopar.parallelize(train, method=ONE_MESH)
+def on_one_mesh(steps: Steps) -> Any:
+    return steps.on_one_mesh
 
 
 @pytest.fixture(scope="module")
 def wanted() -> list[tuple[Any, Any]]:
-    """(state, results) after each of some steps on one device."""
-    serial, state, found = jax.jit(train), make_state(0), []
-    for index in range(6):
-        state, results = serial(state, batch_of(index))
-        found.append((state, results))
-    return found
+    return training.wanted()
 
 
-def test_state_made_on_the_cluster_and_evaluated_there(pipelined: Any, wanted: Any) -> None:
-    method = autopar.CreateStateParallel(pipelined, batch_of(0))
-    state = autopar.parallelize(make_state, method=method)(0)
-    leaves = jax.tree.leaves(state)
-    assert all(isinstance(x, DistributedArray) for x in leaves)
-    assert {x.mesh.devices for x in leaves} == {(0, 1, 2, 3), (4, 5, 6, 7)}
-    assert_equal(fetched(state), make_state(0))
-    test = autopar.parallelize(evaluate, method=autopar.FollowParallel(pipelined))
-    loss = test(state, batch_of(9))
-    np.testing.assert_allclose(loss, evaluate(make_state(0), batch_of(9)), rtol=1e-5)
-    for index in range(2):
-        state, results = pipelined(state, batch_of(index))
-    assert_equal(fetched(results), wanted[1][1])
-    assert_equal(fetched(state), wanted[1][0])
+def test_state_made_on_the_cluster_and_evaluated_there(steps: Steps) -> None:
+    training.state_is_made_on_the_cluster_and_evaluated_there(steps, Near())
 
 
-def test_state_goes_from_plan_to_plan(pipelined: Any, on_one_mesh: Any, wanted: Any) -> None:
-    """From two meshes to one of all devices, and back; nothing stays where it was."""
-    state: Any = make_state(0)
-    for index, step in enumerate([pipelined, on_one_mesh, on_one_mesh, pipelined]):
-        state, results = step(state, batch_of(index))
-        assert_equal(fetched(results), wanted[index][1], f"step {index}")
-    assert_equal(fetched(state), wanted[3][0])
-    held = jax.tree.leaves((state, results))
-    for executable in (pipelined.last_executable, on_one_mesh.last_executable):
-        for mesh in executable.meshes:
-            own = sum(leaf.copies[0].mesh is mesh for leaf in held)
-            for reply in mesh.submit("free", mesh.take_released()):
-                reply.result(30)
-            counts = [reply.result(30)["num_arrays"] for reply in mesh.submit("stats")]
-            assert counts == [own] * len(mesh.places)
-            assert mesh.group.num_arrays == own
+def test_state_goes_from_plan_to_plan(steps: Steps) -> None:
+    training.state_goes_from_plan_to_plan(steps, Near())
 
 
-def test_state_in_another_layout_on_the_same_mesh(wanted: Any) -> None:
-    """The old layout's buffers do not stay behind."""
-    steps = [
-        autopar.parallelize(train, method=method)
-        for method in (autopar.DataParallel(), autopar.Zero3Parallel())
-    ]
-    state: Any = make_state(0)
-    for index, step in enumerate([steps[0], steps[1], steps[0]]):
-        state, results = step(state, batch_of(index))
-        assert_equal(fetched(results), wanted[index][1], f"step {index}")
-    (mesh,) = steps[0].last_executable.meshes
-    assert mesh is steps[1].last_executable.meshes[0]
-    own = len(jax.tree.leaves((state, results)))
-    for reply in mesh.submit("free", mesh.take_released()):
-        reply.result(30)
-    assert {r.result(30)["num_arrays"] for r in mesh.submit("stats")} == {own}
+def test_state_in_another_layout_on_the_same_mesh() -> None:
+    training.state_takes_another_layout_on_the_same_mesh(Near())
 
 
 def test_programs_of_steps_that_are_gone_are_forgotten(on_one_mesh: Any) -> None:
@@ -224,71 +142,17 @@ def test_one_array_for_two_arguments(wanted: Any) -> None:
     assert_equal(fetched(got), want)
 
 
-def held_arrays(executable: Any) -> list[int]:
-    return [
-        reply.result(30)["num_arrays"]
-        for mesh in executable.meshes
-        for reply in mesh.submit("stats")
-    ]
-
-
 @pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_is_left_behind(pipelined: Any, num_steps: int) -> None:
-    state, results = pipelined(make_state(0), batch_of(0))
-    executable = pipelined.last_executable
-    losses = []
-
-    def counts() -> list[int]:
-        gc.collect()
-        for mesh in executable.meshes:
-            for reply in mesh.submit("free", mesh.take_released()):
-                reply.result(30)
-        return held_arrays(executable)
-
-    del results
-    before = counts()
-    live = [mesh.group.num_arrays for mesh in executable.meshes]
-    for index in range(num_steps):
-        state, results = pipelined(state, batch_of(index % 5))
-        if index % 10 == 0:
-            losses.append(results["loss"])
-    values = [float(loss) for loss in losses]
-    assert np.isfinite(values).all()
-    del results, losses
-    after = counts()
-    assert after == before
-    assert [mesh.group.num_arrays for mesh in executable.meshes] == live
+    training.nothing_is_left_behind(pipelined, num_steps)
 
 
-def test_data_loader_places_batches_ahead(pipelined: Any, wanted: Any) -> None:
-    state: Any = make_state(0)
-    with autopar.data_loader((batch_of(i) for i in range(6)), pipelined) as batches:
-        for index, batch in enumerate(batches):
-            state, results = pipelined(state, batch)
-            assert_equal(fetched(results), wanted[index][1], f"step {index}")
-    assert index == 5
-    assert pipelined.last_executable.last_call.uploaded_bytes == 0
+def test_data_loader_places_batches_ahead(pipelined: Any) -> None:
+    training.data_loader_places_batches_ahead(pipelined, Near())
 
 
-def test_checkpoint_from_one_plan_to_another(
-    pipelined: Any, on_one_mesh: Any, wanted: Any, tmp_path: Path
-) -> None:
-    state: Any = make_state(0)
-    for index in range(2):
-        state, _ = pipelined(state, batch_of(index))
-    saving = autopar.save_checkpoint(tmp_path, state, 2, asynchronous=True)
-    state, _ = pipelined(state, batch_of(2))  # uses up what is being saved
-    saving.wait()
-    plain = autopar.restore_checkpoint(tmp_path, jax.eval_shape(lambda: make_state(0)))
-    assert_equal(plain, wanted[1][0])
-    for step in (on_one_mesh, pipelined):
-        step.plan(jax.eval_shape(lambda: make_state(0)), batch_of(0))
-        restored = autopar.restore_checkpoint(tmp_path, step)
-        assert all(isinstance(x, DistributedArray) for x in jax.tree.leaves(restored))
-        restored, results = step(restored, batch_of(2))
-        assert_equal(fetched(results), wanted[2][1])
-        assert_equal(fetched(restored), wanted[2][0])
-    assert pipelined.last_executable.last_call.uploaded_bytes == 2 * ROWS * WIDTH * 4
+def test_checkpoint_from_one_plan_to_another(steps: Steps, tmp_path: Path) -> None:
+    training.checkpoint_goes_from_one_plan_to_another(steps, Near(), tmp_path)
 
 
 def test_local_checkpoint_is_restored_on_the_cluster(

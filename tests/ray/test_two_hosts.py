@@ -21,7 +21,7 @@ from autopar.runtime.checkpoints.find import latest_step
 from examples.models import Example, build
 from tests.equivalence.pipelines import assert_equal, own_buffers
 from tests.ray import kills
-from tests.ray.test_pipelines_on_ray import fetched
+from tests.ray.training import fetched
 
 TINY = {"hidden_size": 16, "num_heads": 2, "seq_len": 8, "vocab_size": 32, "dropout": 0.0}
 MODELS = ("gpt-tiny", "bert-tiny")

@@ -63,6 +63,11 @@ class ToyExecutor:
     def environment(self, name):
         return os.environ.get(name)
 
+    def mapped_files(self):
+        """The files that are mapped into this process, libraries among them."""
+        with open("/proc/self/maps") as file:
+            return sorted({line.split()[-1] for line in file if "/" in line})
+
     def fail(self):
         raise ValueError("a value that is wrong")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import secrets
 import threading
 import time
@@ -18,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
-from autopar.ir.mesh import ClusterSpec, preset_of
-from autopar.runtime.ray.environment import check_environment
+from autopar.ir.mesh import ClusterSpec, device_spec, preset_of
+from autopar.runtime.ray.environment import check_environment, shares_per_gpu
 from autopar.runtime.ray.group import MeshGroup
 from autopar.runtime.ray.monitor import Monitor, kill_workers
 from autopar.runtime.ray.nodes import check_counts, connect, import_ray
@@ -34,7 +35,8 @@ SETTLED_LIMIT_S = 10.0  # from the first sign of a failure to its error, as docs
 
 class RayCluster:
     """num_hosts, devices_per_host: None for all of the cluster.
-    env:             environment variables of the workers; they override those of the driver.
+    env:             environment variables of the workers; they override those of the driver. With
+                     those of `SharedGpu.environment()`, workers are shares of GPUs.
     heartbeat_s:     how often workers are asked for a sign of life.
     silence_limit_s: a worker that is silent for this long is lost.
     hang_limit_s:    so is one whose step makes no progress for this long,
@@ -75,6 +77,7 @@ class RayCluster:
             limits=limits,
             env=wanted,
             executor=executor,
+            ranks_per_gpu=shares_per_gpu(os.environ, wanted),
         )
         atexit.register(self.close)
         try:
@@ -89,7 +92,9 @@ class RayCluster:
         session = self._session
         names = {name for node in session.nodes for name in node.gpu_names}
         preset = preset_of(session.platform, next(iter(names), ""))
-        return ClusterSpec(len(session.hosts), session.devices_per_host, preset)
+        shares = session.ranks_per_gpu
+        memory_bytes = device_spec(preset).memory_bytes / shares if shares > 1 else None
+        return ClusterSpec(len(session.hosts), session.devices_per_host, preset, memory_bytes)
 
     @property
     def platform(self) -> str:
@@ -127,7 +132,8 @@ class RayCluster:
     def groups(self, meshes: Sequence[Sequence[int]]) -> list[MeshGroup]:
         """A running group for each mesh, given by the numbers of its devices. Running groups are
         reused. A GPU belongs to one group at a time, so a group that shares GPUs with a new one is
-        closed, and it is an error if arrays are still on it."""
+        closed, and it is an error if arrays are still on it. Where processes share GPUs anyway,
+        and on CPUs, groups may overlap."""
         self.check()
         wanted = [tuple(devices) for devices in meshes]
         for devices in wanted:
@@ -135,7 +141,7 @@ class RayCluster:
         with self._starting:
             running = {group.devices: group for group in self._groups}
             missing = list(dict.fromkeys(d for d in wanted if d not in running))
-            if self.platform == "gpu":
+            if self.platform == "gpu" and self._session.ranks_per_gpu == 1:
                 self._make_room(wanted)
             known = [worker for group in self._groups for worker in group.workers]
             started = start_workers(self._session, missing, known) if missing else []

@@ -1,10 +1,17 @@
 """From the driver's environment and the user's variables to a worker's environment; versions.
 
-JAX reads most of its variables when it is imported, so Ray sets them before the worker starts.
+JAX reads most of its variables when it is imported, and the dynamic linker reads LD_PRELOAD when a
+program starts. So Ray starts each worker's Python with them.
+
+Workers share GPUs if AUTOPAR_RANKS_PER_GPU says how many devices a GPU counts as. Then the
+variables of `SharedGpu.environment()` are all that a worker needs: its NCCL, its MPS daemon, its
+share of the memory. Which GPU a worker has is the cluster's choice.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform as _platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,8 +19,11 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from autopar.errors import ArgumentError, ClusterError
+from autopar.runtime.shared_gpu import SHARE_VARIABLE
 
 _PASSED_ON = ("JAX_", "XLA_", "NCCL_")
+# Passed on too if the driver itself is one of several processes on a GPU.
+_PASSED_ON_SHARES = ("CUDA_MPS_", "LD_PRELOAD", SHARE_VARIABLE)
 # These select the devices and the group of a process: each worker has its own.
 _NOT_PASSED_ON = frozenset(
     (
@@ -30,8 +40,13 @@ _NOT_PASSED_ON = frozenset(
         "XLA_FLAGS",
     )
 )
-# Plans count on 90 % of a GPU's memory, but JAX takes 75 % by default. The rest is for NCCL.
-_MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+# Those that `Ranks.environment` sets for one rank: which device it has, and how many.
+_OF_ONE_RANK = ("JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES")
+_GPUS = "CUDA_VISIBLE_DEVICES"
+# Plans count on 90 % of a GPU's memory, but JAX takes 75 % by default. The rest is for NCCL. On a
+# shared GPU, every process has a CUDA context and buffers of NCCL beside its share.
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_USED_MEMORY, _USED_SHARED_MEMORY = 0.92, 0.9
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -49,20 +64,37 @@ def check_environment(env: object) -> dict[str, str]:
     return dict(env)
 
 
+def shares_per_gpu(driver: Mapping[str, str], wanted: Mapping[str, str]) -> int:
+    """How many devices a GPU counts as, by the user's variables or else by the driver's; 1 if
+    neither says."""
+    given = wanted.get(SHARE_VARIABLE, driver.get(SHARE_VARIABLE, "1"))
+    if not (given.isdecimal() and int(given) >= 1):
+        raise ArgumentError(
+            f"{SHARE_VARIABLE}={given!r}: needs the number of processes that share a GPU, a whole "
+            "number ≥ 1, as SharedGpu(…).environment() has it."
+        )
+    return int(given)
+
+
 def worker_environment(
     driver: Mapping[str, str],
     wanted: Mapping[str, str],
     platform: str,
     num_devices: int,
     gpu_ids: Sequence[str] = (),
+    ranks_per_gpu: int = 1,
 ) -> dict[str, str]:
     """Variables of a worker with this many devices. The user's `wanted` ones take precedence, then
-    those that the devices need, then the driver's."""
+    those that the devices need, then the driver's. If the user's are those of a rank
+    (`Ranks.environment`), the worker still has the devices that it was given here."""
+    passed_on = _PASSED_ON + (_PASSED_ON_SHARES if SHARE_VARIABLE in driver else ())
     env = {
         name: value
         for name, value in driver.items()
-        if name.startswith(_PASSED_ON) and name not in _NOT_PASSED_ON
+        if name.startswith(passed_on) and name not in _NOT_PASSED_ON
     }
+    of_one_rank = _OF_ONE_RANK + ((_GPUS,) if "JAX_LOCAL_DEVICE_IDS" in wanted else ())
+    wanted = {name: value for name, value in wanted.items() if name not in of_one_rank}
     flags = wanted.get("XLA_FLAGS", driver.get("XLA_FLAGS", ""))
     kept = [flag for flag in flags.split() if not flag.startswith(_DEVICE_COUNT)]
     if platform == "cpu":
@@ -70,8 +102,9 @@ def worker_environment(
         kept.append(f"{_DEVICE_COUNT}={num_devices}")
     else:
         env["JAX_PLATFORMS"] = "cuda,cpu"
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-        env.setdefault(*_MEMORY_FRACTION)
+        env[_GPUS] = ",".join(gpu_ids)
+        used = _USED_MEMORY if ranks_per_gpu == 1 else _USED_SHARED_MEMORY / ranks_per_gpu
+        env.setdefault(_MEMORY_FRACTION, f"{used:.4g}")
     env.update(wanted)
     env["XLA_FLAGS"] = " ".join(kept)
     return env
@@ -92,7 +125,7 @@ class Versions:
 
 def versions_here() -> Versions:
     """The versions of this process. CUDA and NCCL are the libraries that pip installed for JAX;
-    those of the system are unknown here."""
+    those of the system are unknown here. An NCCL that was preloaded counts instead of pip's."""
     installed = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -110,8 +143,36 @@ def versions_here() -> Versions:
         installed.get("jaxlib", ""),
         installed.get("ray", ""),
         ", ".join(cuda),
-        ", ".join(nccl),
+        preloaded_nccl(os.environ.get("LD_PRELOAD", "")) or ", ".join(nccl),
     )
+
+
+def preloaded_nccl(preloaded: str) -> str:
+    """The version of the NCCL that LD_PRELOAD has added to this process; empty without one."""
+    number = ctypes.c_int()
+    if not _nccl_files(preloaded):
+        return ""
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
+    except AttributeError:
+        return ""
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def check_preloaded(preloaded: str) -> None:
+    """Raise if LD_PRELOAD names an NCCL that this process was not started with: the dynamic linker
+    only prints a warning."""
+    files = _nccl_files(preloaded)
+    if files and not preloaded_nccl(preloaded):
+        raise ClusterError(
+            f"LD_PRELOAD names {files[0]}, but the worker was started without it. Is there such a "
+            "library on this node, for its kind of processor?"
+        )
+
+
+def _nccl_files(preloaded: str) -> list[str]:
+    return [file for file in preloaded.replace(":", " ").split() if "libnccl" in file]
 
 
 def check_versions(driver: Versions, workers: Sequence[tuple[str, Versions]]) -> None:

@@ -1,8 +1,9 @@
 """From Ray's nodes to hosts: which nodes are used, with how many devices.
 
 A *node* is a machine as Ray knows it; a *host* is `devices_per_host` devices of one node. If any
-node has GPUs, hosts consist of GPUs, and nodes without GPUs are not used. Otherwise devices are
-virtual CPU devices: a node can have any number, and hosts may share a node.
+node has GPUs, hosts consist of GPUs, and nodes without GPUs are not used. If workers share GPUs
+(`ranks_per_gpu` > 1), a device is a share of a GPU, and each host has one. Without GPUs, devices
+are virtual CPU devices: a node can have any number, and hosts may share a node.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ArgumentError, ClusterError
+from autopar.runtime.shared_gpu import SHARE_VARIABLE
 
 CONNECT_LIMIT_S = 10.0
 
@@ -40,20 +42,36 @@ class RayNode:
 class Layout:
     """hosts_per_node: for the used nodes, in the order of their addresses.
     cpus_per_node:  CPUs to reserve on each, besides its devices.
+    ranks_per_gpu:  how many devices a GPU counts as; each is the GPU of one process.
     """
 
     platform: str
     devices_per_host: int
     hosts_per_node: tuple[int, ...]
     cpus_per_node: tuple[int, ...]
+    ranks_per_gpu: int = 1
+
+    def gpus_per_node(self) -> tuple[int, ...]:
+        """Whole GPUs to reserve on each node."""
+        if self.platform != "gpu":
+            return (0,) * len(self.hosts_per_node)
+        return tuple(
+            -(-hosts * self.devices_per_host // self.ranks_per_gpu) for hosts in self.hosts_per_node
+        )
+
+    def devices_of(self, gpu_ids: Sequence[str], host: int) -> tuple[str, ...]:
+        """The GPUs of the devices of a node's host, by the ids of the GPUs reserved there."""
+        devices = [gpu for gpu in gpu_ids for _ in range(self.ranks_per_gpu)]
+        first = host * self.devices_per_host
+        return tuple(devices[first : first + self.devices_per_host])
 
     def bundles(self) -> list[dict[str, float]]:
         """What to reserve on each node, as bundles of a Ray placement group."""
         bundles = []
-        for hosts, cpus in zip(self.hosts_per_node, self.cpus_per_node, strict=True):
+        for gpus, cpus in zip(self.gpus_per_node(), self.cpus_per_node, strict=True):
             bundle: dict[str, float] = {"CPU": cpus} if cpus else {}
-            if self.platform == "gpu":
-                bundle["GPU"] = hosts * self.devices_per_host
+            if gpus:
+                bundle["GPU"] = gpus
             bundles.append(bundle)
         return bundles
 
@@ -156,13 +174,20 @@ def read_nodes() -> list[RayNode]:
 
 
 def lay_out(
-    nodes: Sequence[RayNode], num_hosts: int | None, devices_per_host: int | None
+    nodes: Sequence[RayNode],
+    num_hosts: int | None,
+    devices_per_host: int | None,
+    ranks_per_gpu: int = 1,
 ) -> Layout:
-    """Lay out hosts on these nodes; None stands for all that the nodes have."""
+    """Lay out hosts on these nodes; None stands for all that the nodes have. A GPU counts as
+    `ranks_per_gpu` devices."""
     check_counts(num_hosts, devices_per_host)
     with_gpus = [node for node in nodes if node.gpus]
     if with_gpus:
-        return _of_gpus(with_gpus, nodes, num_hosts, devices_per_host)
+        if ranks_per_gpu > 1:
+            _check_shares(num_hosts, devices_per_host, ranks_per_gpu)
+            devices_per_host = 1
+        return _of_gpus(with_gpus, nodes, num_hosts, devices_per_host, ranks_per_gpu)
     return _of_cpus(nodes, num_hosts, devices_per_host)
 
 
@@ -175,20 +200,35 @@ def check_counts(num_hosts: int | None, devices_per_host: int | None) -> None:
             )
 
 
+def _check_shares(num_hosts: int | None, devices_per_host: int | None, ranks_per_gpu: int) -> None:
+    """A process sees a GPU once, however many share it."""
+    if devices_per_host in (None, 1):
+        return
+    hosts = "num_hosts" if num_hosts is None else f"num_hosts={num_hosts * devices_per_host}"
+    raise ClusterError(
+        f"init(devices_per_host={devices_per_host}) with {SHARE_VARIABLE}={ranks_per_gpu}: a "
+        "worker is one process, which sees a shared GPU as one device. Use devices_per_host=1 and "
+        f"{hosts}: a host for each share."
+    )
+
+
 def _of_gpus(
     nodes: Sequence[RayNode],
     all_nodes: Sequence[RayNode],
     num_hosts: int | None,
     devices_per_host: int | None,
+    ranks_per_gpu: int,
 ) -> Layout:
     per_host = devices_per_host or min(node.gpus for node in nodes)
-    room = [node.gpus // per_host for node in nodes]
+    room = [node.gpus * ranks_per_gpu // per_host for node in nodes]
     wanted = num_hosts or max(1, sum(room))
     if wanted > sum(room):
+        shares = f", {ranks_per_gpu} per GPU ({SHARE_VARIABLE})" if ranks_per_gpu > 1 else ""
+        more = "raise that variable, or add nodes" if ranks_per_gpu > 1 else "or add nodes"
         raise ClusterError(
             f"init(num_hosts={num_hosts}, devices_per_host={devices_per_host}): needs {wanted} × "
             f"{per_host} GPUs, each host on one node; the Ray cluster has room for {sum(room)} "
-            f"such hosts.\n{_listed(all_nodes)}\nUse fewer, or add nodes."
+            f"such hosts{shares}.\n{_listed(all_nodes)}\nUse fewer, {more}."
         )
     used = []
     for node, hosts in zip(nodes, room, strict=True):
@@ -207,6 +247,7 @@ def _of_gpus(
         per_host,
         tuple(hosts for _, hosts in used),
         tuple(min(hosts, node.cpus) for node, hosts in used),
+        ranks_per_gpu,
     )
 
 

@@ -18,6 +18,7 @@ def reserve(session: RaySession, num_hosts: int | None, devices_per_host: int | 
     layout = _place(session, num_hosts, devices_per_host, until_s)
     session.platform = layout.platform
     session.devices_per_host = layout.devices_per_host
+    session.ranks_per_gpu = layout.ranks_per_gpu
     session.nodes = _start_agents(session, layout, until_s)
     session.hosts = tuple(_hosts(session.nodes, layout))
     names = {name for node in session.nodes for name in node.gpu_names}
@@ -54,7 +55,7 @@ def _place(
     """Reserve the current nodes; repeated until Ray has reserved all of them."""
     while True:
         nodes = read_nodes()
-        layout = lay_out(nodes, num_hosts, devices_per_host)
+        layout = lay_out(nodes, num_hosts, devices_per_host, session.ranks_per_gpu)
         strategy = "STRICT_SPREAD" if len(layout.hosts_per_node) > 1 else "STRICT_PACK"
         session.placement_group = session.ray.util.placement_group(
             layout.bundles(), strategy=strategy
@@ -80,8 +81,7 @@ def _start_agents(session: RaySession, layout: Layout, until_s: float) -> tuple[
     cloudpickle.register_pickle_by_value(agent_module)
     try:
         actor = session.ray.remote(agent_module.NodeAgent)
-        for bundle, hosts in enumerate(layout.hosts_per_node):
-            gpus = hosts * layout.devices_per_host if layout.platform == "gpu" else 0
+        for bundle, gpus in enumerate(layout.gpus_per_node()):
             strategy = PlacementGroupSchedulingStrategy(
                 session.placement_group, placement_group_bundle_index=bundle
             )
@@ -119,9 +119,7 @@ def _hosts(nodes: Sequence[NodeHandle], layout: Layout) -> list[Host]:
     """Hosts in the order of nodes. Ray chooses the node of each bundle, so each node has the hosts
     of its own bundle."""
     hosts = []
-    per_host = layout.devices_per_host
     for node in nodes:
         for i in range(layout.hosts_per_node[node.bundle]):
-            gpu_ids = node.gpu_ids[i * per_host : (i + 1) * per_host]
-            hosts.append(Host(len(hosts), node, gpu_ids))
+            hosts.append(Host(len(hosts), node, layout.devices_of(node.gpu_ids, i)))
     return hosts

@@ -72,7 +72,8 @@ class Worker:
 
 @dataclass(eq=False)
 class RaySession:
-    """The monitor sets `failure` once; everyone who waits then raises it."""
+    """The monitor sets `failure` once; everyone who waits then raises it. `ranks_per_gpu`: how many
+    devices, each of another process, a GPU counts as."""
 
     ray: Any
     id: str
@@ -82,6 +83,7 @@ class RaySession:
     limits: Limits
     env: Mapping[str, str]
     executor: str
+    ranks_per_gpu: int = 1
     hosts: tuple[Host, ...] = ()
     nodes: tuple[NodeHandle, ...] = ()
     placement_group: Any = None

@@ -176,7 +176,14 @@ def _make_actor(session: RaySession, place: WorkerPlace, host: Host) -> Any:
 
     first = host.number * session.devices_per_host
     gpu_ids = [host.gpu_ids[d - first] for d in place.devices] if host.gpu_ids else []
-    env = worker_environment(os.environ, session.env, session.platform, len(place.devices), gpu_ids)
+    env = worker_environment(
+        os.environ,
+        session.env,
+        session.platform,
+        len(place.devices),
+        gpu_ids,
+        session.ranks_per_gpu,
+    )
     actor = session.ray.remote(MeshWorker).options(
         num_cpus=0,
         max_restarts=0,

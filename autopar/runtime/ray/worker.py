@@ -23,7 +23,7 @@ import jax
 
 from autopar.errors import AutoparError
 from autopar.runtime.ray.agent import started
-from autopar.runtime.ray.environment import Versions, versions_here
+from autopar.runtime.ray.environment import Versions, check_preloaded, versions_here
 from autopar.runtime.remote import command_thread
 from autopar.runtime.remote.command_thread import CommandThread, Standstill
 from autopar.runtime.remote.place import WorkerPlace
@@ -88,6 +88,7 @@ class MeshWorker:
         self._devices: list[Any] = []
 
     async def hello(self) -> Hello:
+        check_preloaded(os.environ.get("LD_PRELOAD", ""))
         pid = os.getpid()
         return Hello(versions_here(), pid, started(pid), _log_files())
 

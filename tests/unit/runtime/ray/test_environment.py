@@ -8,10 +8,14 @@ from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime.ray.environment import (
     Versions,
     check_environment,
+    check_preloaded,
     check_versions,
+    preloaded_nccl,
+    shares_per_gpu,
     versions_here,
     worker_environment,
 )
+from autopar.runtime.shared_gpu import CpuRanks
 
 DRIVER = {
     "HOME": "/home/user",
@@ -49,6 +53,64 @@ def test_what_the_user_wants_counts_first():
     assert env["NCCL_DEBUG"] == "WARN"
     assert env["CUDA_VISIBLE_DEVICES"] == "0"
     assert env["A"] == "b"
+
+
+# As `SharedGpu.environment()` has them, for rank 0.
+SHARE = {
+    "LD_PRELOAD": "/nccl/libnccl.so.2",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "JAX_LOCAL_DEVICE_IDS": "0",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "AUTOPAR_RANKS_PER_GPU": "8",
+}
+OF_EVERY_RANK = {name: SHARE[name] for name in SHARE if not name.endswith(("DEVICES", "IDS"))}
+
+
+@pytest.mark.parametrize("how", ["wanted", "inherited"])
+def test_shares_of_gpus(how):
+    driver, wanted = ({}, SHARE) if how == "wanted" else (SHARE, {})
+    env = worker_environment(driver, wanted, "gpu", 1, ["3"], 8)
+    assert env == OF_EVERY_RANK | {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1125",
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_FLAGS": "",
+    }
+
+
+def test_a_given_share_of_memory_counts():
+    wanted = SHARE | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
+    env = worker_environment(DRIVER, wanted, "gpu", 1, ["0"], 8)
+    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.05"
+
+
+def test_a_driver_that_shares_nothing_keeps_its_libraries():
+    env = worker_environment(DRIVER | {"LD_PRELOAD": "/lib/libmine.so"}, {}, "gpu", 1, ["0"])
+    assert "LD_PRELOAD" not in env
+
+
+def test_ranks_on_the_cpu_have_the_devices_that_the_cluster_gives():
+    env = worker_environment({}, CpuRanks(2, 1).environment(), "cpu", 4)
+    assert "JAX_NUM_CPU_DEVICES" not in env
+    assert env["XLA_FLAGS"].endswith("--xla_force_host_platform_device_count=4")
+
+
+def test_how_many_share_a_gpu():
+    assert shares_per_gpu({}, {}) == 1
+    assert shares_per_gpu({"AUTOPAR_RANKS_PER_GPU": "4"}, {}) == 4
+    assert shares_per_gpu({"AUTOPAR_RANKS_PER_GPU": "4"}, {"AUTOPAR_RANKS_PER_GPU": "2"}) == 2
+    for wrong in ("0", "-1", "half", ""):
+        with pytest.raises(ArgumentError, match="AUTOPAR_RANKS_PER_GPU="):
+            shares_per_gpu({}, {"AUTOPAR_RANKS_PER_GPU": wrong})
+
+
+def test_an_nccl_that_was_not_preloaded():
+    assert preloaded_nccl("/lib/libmine.so") == ""
+    check_preloaded("/lib/libmine.so")
+    with pytest.raises(ClusterError, match=r"/none/libnccl\.so\.2, but .* started without it"):
+        check_preloaded("/lib/libmine.so:/none/libnccl.so.2")
 
 
 @pytest.mark.parametrize("env", [{"A": 1}, {1: "a"}, ["A=b"], "A=b"])

@@ -70,6 +70,49 @@ def test_fewer_devices_than_asked(num_hosts, devices_per_host):
     assert "10.0.0.1: 64 CPUs, 8 GPUs (H100)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "num_hosts", "shares", "hosts", "gpus"),
+    [
+        (gpu_nodes(1), None, 8, (8,), (1,)),
+        (gpu_nodes(1), 3, 8, (3,), (1,)),
+        (gpu_nodes(2), 5, 4, (5,), (2,)),  # the last host has a GPU to itself
+        (gpu_nodes(2, 2), 9, 4, (8, 1), (2, 1)),
+        (gpu_nodes(8), 8, 1, (1,), (8,)),  # whole GPUs: all on one host, as ever
+    ],
+)
+def test_hosts_of_shares_of_gpus(nodes, num_hosts, shares, hosts, gpus):
+    num_hosts = 1 if shares == 1 else num_hosts
+    layout = lay_out(nodes, num_hosts, None, shares)
+    assert (layout.hosts_per_node, layout.gpus_per_node()) == (hosts, gpus)
+    assert [bundle["GPU"] for bundle in layout.bundles()] == list(gpus)
+    assert layout.devices_per_host == (1 if shares > 1 else 8)
+
+
+def test_neighbours_share_a_gpu():
+    layout = lay_out(gpu_nodes(2), 5, 1, 4)
+    ids = [layout.devices_of(["3", "7"], host) for host in range(5)]
+    assert ids == [("3",)] * 4 + [("7",)]
+    whole = lay_out(gpu_nodes(4), 2, 2)
+    assert [whole.devices_of("0123", host) for host in range(2)] == [("0", "1"), ("2", "3")]
+
+
+def test_a_process_sees_a_shared_gpu_once():
+    with pytest.raises(ClusterError, match=r"=1 and num_hosts=8: a host for each share"):
+        lay_out(gpu_nodes(1), 2, 4, 8)
+    with pytest.raises(ClusterError, match="AUTOPAR_RANKS_PER_GPU=8"):
+        lay_out(gpu_nodes(1), None, 4, 8)
+
+
+def test_more_shares_than_gpus_have():
+    with pytest.raises(ClusterError, match="room for 4 such hosts, 4 per GPU") as caught:
+        lay_out(gpu_nodes(1), 5, None, 4)
+    assert "raise that variable" in str(caught.value)
+
+
+def test_virtual_devices_are_not_shared():
+    assert lay_out(cpu_nodes(4), 2, 2, 8) == lay_out(cpu_nodes(4), 2, 2)
+
+
 def test_mixed_kinds():
     nodes = [*gpu_nodes(8), RayNode("other", "10.0.1.0", 64, 8, "A100")]
     with pytest.raises(ClusterError, match=r"one kind, but the nodes have \['A100', 'H100'\]"):
