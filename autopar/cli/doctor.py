@@ -34,8 +34,11 @@ from autopar._requirements import (
     is_tested,
     untested_text,
 )
+from autopar.errors import ClusterError
 from autopar.inspect.lines import counted
 from autopar.ir.text import format_bytes
+from autopar.runtime.guard import MPS_CONTROL
+from autopar.runtime.shared_gpu import find_nccl
 
 OK, BROKEN = 0, 1
 _PROCESSES = 4
@@ -294,6 +297,8 @@ def _cuda(outcomes: Mapping[str, ProbeOutcome]) -> Section:
     if shutil.which("nvidia-smi") and not driver:
         remedy = "start or reinstall NVIDIA's driver until `nvidia-smi` lists the GPUs"
         section.problems.append(Problem(f"NVIDIA's driver does not work. {gpus}", remedy))
+    if driver:
+        section.facts["ranks on one GPU"] = _sharing()
     if driver and not devices.error:
         _check_plugin(section, driver, devices)
     if "cupy" in outcomes:
@@ -322,6 +327,17 @@ def _cuda(outcomes: Mapping[str, ProbeOutcome]) -> Section:
             )
     section.facts["GPU compiler"] = compiles
     return section
+
+
+def _sharing() -> str:
+    """Whether `autopar launch` can run several ranks on one GPU."""
+    try:
+        _, version = find_nccl()
+    except ClusterError as error:
+        return f"no. {error}"
+    if shutil.which(MPS_CONTROL) is None:
+        return f"NCCL {version}, taking turns: {MPS_CONTROL} is not on PATH"
+    return f"NCCL {version}, side by side by MPS"
 
 
 def _check_plugin(section: Section, driver: str, devices: ProbeOutcome) -> None:

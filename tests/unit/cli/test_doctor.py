@@ -224,6 +224,7 @@ def test_a_gpu_without_a_plugin(
     without_packages(monkeypatch, "ray")
     (section,) = [s for s in examine(WELL.__getitem__) if s.title == "CUDA"]
     assert section.facts["GPUs"] == f"2 × NVIDIA H200, 143771 MiB; driver {driver}"
+    assert "need NCCL 2.30 or newer" in section.facts["ranks on one GPU"]
     assert section.problems == [
         Problem(
             "This machine has GPUs, but JAX has no CUDA plugin.", f"pip install 'autopar[{extra}]'"
