@@ -7,6 +7,7 @@ to its own trace. In each phase all report what they have (versions, devices, sh
 plan), and process 0 compares. An error in one process is raised in all of them.
 
     arguments   all have the same step, method, versions, devices and shapes
+    cluster     all see the same hosts: processes of one machine are one
     program     for `CreateStateParallel`: all have the same program; then its train step is planned
     plan        process 0 plans
     binding     all have the same program, and the plan fits it
@@ -26,6 +27,7 @@ import numpy as np
 
 from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, MeshError
+from autopar.ir.identity import plan_digest
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.program import Constant, Program
@@ -38,12 +40,20 @@ from autopar.methods import (
     PipeshardParallel,
 )
 from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
+from autopar.session import devices_per_process
 from autopar.stages.training_arrays import state_of_training
 from autopar.tracer.fingerprint import program_fingerprint
 from autopar.tracer.flat_call import flatten_call
 from autopar.tracer.trace import StepOptions, trace
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_OTHER_PLANS = (
+    "Every process passed a plan to parallelize, but not the same one. Processes that plan by "
+    "themselves may find different plans, if their code, versions, devices or time limits differ. "
+    "Let process 0 plan for all: parallelize(method=None), or a method such as "
+    "autopar.ShardParallel(). Or save the plan in one process with plan.save(…), and read it in "
+    "all with autopar.ParallelPlan.load(…)."
+)
 
 
 def is_multi_controller() -> bool:
@@ -67,7 +77,7 @@ def plan_together(
 
     def arguments() -> dict[str, Any]:
         _check_method(method)
-        cluster_of()
+        devices_per_process(devices)  # raises if they cannot be a cluster
         call = flatten_call(fn, args, kwargs, options.static_argnums)
         shapes = jax.eval_shape(lambda *leaves: list(leaves), *call.leaves)
         types = dict(zip(call.paths, map(_type_text, shapes), strict=True))
@@ -75,12 +85,14 @@ def plan_together(
             "JAX": jax.__version__,
             "devices": [d.id for d in devices],
             "step": name,
-            "method": _method_text(method),
+            "options": repr(options),
+            **_method_report(method),
             **types,
         }
 
-    consensus.agree("arguments", arguments, arrival_limit_s())
-    cluster = cluster_of()
+    remedies = {"plan": _OTHER_PLANS}
+    consensus.agree("arguments", arguments, arrival_limit_s(), remedies=remedies)
+    cluster = consensus.agree("cluster", cluster_of, arrival_limit_s(), report=_cluster_report)
     planning_s = planning_limit_s()
     if isinstance(method, CreateStateParallel):
         traced = consensus.agree(
@@ -143,12 +155,18 @@ def _check_plan(plan: ParallelPlan, num_devices: int) -> None:
         )
 
 
-def _method_text(method: ParallelMethod | ParallelPlan | None) -> str:
+def _method_report(method: ParallelMethod | ParallelPlan | None) -> dict[str, str]:
+    """What all must have in common of the method; of a plan, what decides how it runs."""
     if isinstance(method, ParallelPlan):
-        return f"ParallelPlan {_digest(method.to_json())}"
+        plan = f"{method.mesh_shape} {plan_digest(method)[:16]}"
+        return {"method": "ParallelPlan", "plan": plan, "program": method.fingerprint.program[:16]}
     if isinstance(method, (CreateStateParallel, FollowParallel)):
-        return type(method).__name__
-    return _ADDRESS.sub("", repr(method))
+        return {"method": type(method).__name__}
+    return {"method": _ADDRESS.sub("", repr(method))}
+
+
+def _cluster_report(cluster: ClusterSpec) -> dict[str, str]:
+    return {"cluster": repr(replace(cluster, profile=None)), "profile": str(cluster.priced_by)}
 
 
 def _type_text(shape: jax.ShapeDtypeStruct) -> str:
@@ -159,7 +177,7 @@ def _type_text(shape: jax.ShapeDtypeStruct) -> str:
 def _identity(result: TracedStep | PlannedStep) -> dict[str, str]:
     """What all processes must have in common: the program, its constants and the plan."""
     if isinstance(result, PlannedStep):
-        return {"plan": _digest(result.plan.to_json()), **_identity(result.traced)}
+        return {"plan": plan_digest(result.plan)[:16], **_identity(result.traced)}
     program = result.program
     return {"program": program_fingerprint(program)[:16], "constants": _constants_digest(program)}
 
@@ -187,7 +205,3 @@ def _bytes_of(value: Any) -> bytes:
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value).tobytes()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

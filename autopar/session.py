@@ -17,9 +17,11 @@ import jax
 
 from autopar import _jax
 from autopar.errors import ArgumentError, MeshError, ProfileError
-from autopar.ir.mesh import ClusterSpec, preset_of
-from autopar.ir.profile import MachineProfile, find_profile
+from autopar.ir.mesh import ClusterSpec, device_spec, preset_of
+from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
+from autopar.runtime.gpu_share import gpu_share
+from autopar.runtime.machines import memory_limit, places_of_processes, ranks_per_gpu
 from autopar.runtime.remote.activity import describe_instruction
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.progress import State
@@ -58,7 +60,12 @@ class Session:
             spec = self.remote.cluster.spec
         else:
             spec = cluster_of_devices(self.all_devices())
-        return spec if self.profile is None else replace(spec, profile=self.profile)
+        if self.profile is None:
+            return spec
+        limit, measured = spec.memory_bytes, self.profile.usable_memory_bytes
+        if limit is not None and measured is not None and measured < limit:
+            limit = None  # the profile's counts
+        return replace(spec, profile=self.profile, memory_bytes=limit)
 
 
 _numbers = itertools.count()
@@ -206,6 +213,7 @@ def check_profile_here(profile: MachineProfile, device: Any) -> None:
     for field, given, here in (
         ("platform", profile.platform, device.platform),
         ("device_kind", profile.device_kind, device.device_kind),
+        ("gpu_share", *map(_share_text, (profile.gpu_share, gpu_share(device.platform)))),
     ):
         if given != here:
             raise ProfileError(
@@ -213,6 +221,10 @@ def check_profile_here(profile: MachineProfile, device: Any) -> None:
                 "Measure these with `autopar profile`, or leave profile out."
             )
     _warn_of_versions(profile, device.platform)
+
+
+def _share_text(share: GpuShare | None) -> str:
+    return "whole" if share is None else str(share)
 
 
 _warned: set[tuple[str, str]] = set()
@@ -291,13 +303,40 @@ def checked_devices(function: str, given: Any) -> tuple[Any, ...]:
 
 
 def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
-    """The cluster that the given devices form."""
-    per_host = _devices_per_process(devices)
+    """The cluster that the given devices form. Processes of one machine are one host, and devices
+    have the memory that JAX may allocate, if that is less than the preset's.
+
+    Where several processes run one step, they exchange that once, so all of them must call this.
+    """
+    per_host = devices_per_process(devices)
+    places = places_of_processes() if jax.process_count() > 1 else None
+    if places is None:
+        limits = [memory_limit(d) for d in devices if d.process_index == jax.process_index()]
+    else:
+        limits = [place.memory_bytes for place in places]
+        machines = [places[device.process_index].machine for device in devices]
+        per_host = _devices_per_machine(machines, otherwise=per_host)
     preset = preset_of(devices[0].platform, devices[0].device_kind)
-    return ClusterSpec(len(devices) // per_host, per_host, preset)
+    memory_bytes = device_spec(preset).memory_bytes
+    share = memory_bytes / (ranks_per_gpu() if devices[0].platform == "gpu" else 1)
+    least = min([share, *(limit for limit in limits if limit is not None)])
+    return ClusterSpec(
+        len(devices) // per_host,
+        per_host,
+        preset,
+        memory_bytes=least if least < memory_bytes else None,
+    )
 
 
-def _devices_per_process(devices: Sequence[Any]) -> int:
+def _devices_per_machine(machines: Sequence[str], otherwise: int) -> int:
+    """How many devices each machine has, from the machine of each device. A cluster has equal
+    hosts, one after another; if the machines are not so, it is `otherwise`."""
+    counts = [len(list(group)) for _, group in itertools.groupby(machines)]
+    are_hosts = len(counts) == len(set(machines)) and len(set(counts)) == 1
+    return counts[0] if are_hosts else otherwise
+
+
+def devices_per_process(devices: Sequence[Any]) -> int:
     """How many devices each process has. All must have equally many, and the devices must be
     ordered by process."""
     owners = [d.process_index for d in devices]

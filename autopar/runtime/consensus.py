@@ -25,6 +25,10 @@ PLANNING_VARIABLE = "AUTOPAR_PLANNING_LIMIT_S"
 
 _SLACK_S = 15.0  # how much longer the others wait for the verdict of process 0
 _CHUNK_BYTES = 2**20
+_USUAL_REMEDY = (
+    "Start every process with the same code, versions and devices, and give each the same global "
+    "arrays."
+)
 _numbers = itertools.count()
 _written: list[str] = []  # keys that this process must delete
 
@@ -69,8 +73,11 @@ class Consensus:
         work: Callable[[], Any],
         limit_s: float,
         report: Callable[[Any], dict[str, Any]] = dict,
+        remedies: Mapping[str, str] | None = None,
     ) -> Any:
-        """Do `work` in every process. Returns its result if all succeed with equal reports."""
+        """Do `work` in every process. Returns its result if all succeed with equal reports.
+        `remedies`: what to do if this entry of the reports differs, in place of the usual advice.
+        """
         result = failure = None
         try:
             result = work()
@@ -81,7 +88,7 @@ class Consensus:
         self._write(phase, str(self._me), answer)
         verdict: str | None = None
         if self._me == 0:
-            verdict = self._judge(phase, answer, limit_s)
+            verdict = self._judge(phase, answer, limit_s, remedies or {})
             self._write(phase, "verdict", verdict)
         if failure is not None:
             raise failure
@@ -111,7 +118,9 @@ class Consensus:
             raise PlanError(f"{self._name}: process 0 could not plan it: {answer['failed']}")
         return answer["text"]
 
-    def _judge(self, phase: str, first: _Answer, limit_s: float) -> str:
+    def _judge(
+        self, phase: str, first: _Answer, limit_s: float, remedies: Mapping[str, str]
+    ) -> str:
         """Why the processes cannot go on; empty if they can. `first`: the answer of process 0."""
         if "failed" in first:
             return f"{self._name}: process 0 failed ({phase}): {first['failed']}"
@@ -124,9 +133,10 @@ class Consensus:
             answers[process] = answer
         failed = {p: a["failed"] for p, a in answers.items() if "failed" in a}
         if failed:
-            texts = [f"{_processes(who)}: {text}" for text, who in _grouped(failed).items()]
+            texts = [f"{processes_text(who)}: {text}" for text, who in _grouped(failed).items()]
             return f"{self._name}: not every process could take part ({phase}). " + "; ".join(texts)
-        return _differences(self._name, {p: a["report"] for p, a in answers.items()})
+        reports = {p: a["report"] for p, a in answers.items()}
+        return _differences(self._name, reports, remedies)
 
     def _silence(self, process: int, phase: str, limit_s: float) -> str:
         return (
@@ -178,29 +188,31 @@ def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
     return groups
 
 
-def _processes(who: Sequence[int]) -> str:
+def processes_text(who: Sequence[int]) -> str:
+    """Processes in words; of many, the first eight."""
     if len(who) == 1:
         return f"process {who[0]}"
     shown = ", ".join(map(str, who[:8])) + (", …" if len(who) > 8 else "")
     return f"processes {shown}"
 
 
-def _differences(name: str, reports: Mapping[int, Mapping[str, Any]]) -> str:
+def _differences(
+    name: str, reports: Mapping[int, Mapping[str, Any]], remedies: Mapping[str, str]
+) -> str:
     first = reports[0]
     differences: dict[int, str] = {}
+    remedy = _USUAL_REMEDY
     for process, report in reports.items():
         keys = [k for k in dict.fromkeys([*first, *report]) if report.get(k) != first.get(k)]
         if keys:
+            remedy = next((remedies[key] for key in keys if key in remedies), remedy)
             shown = [f"{k} is {_shown(report, k)}, not {_shown(first, k)}" for k in keys[:3]]
             more = [f"{len(keys) - 3} more"] if len(keys) > 3 else []
             differences[process] = "; ".join([*shown, *more])
     if not differences:
         return ""
-    texts = [f"{_processes(who)}: {text}" for text, who in _grouped(differences).items()]
-    return (
-        f"{name}: processes differ from process 0. " + ". ".join(texts) + ". Start every process "
-        "with the same code, versions and devices, and give each the same global arrays."
-    )
+    texts = [f"{processes_text(who)}: {text}" for text, who in _grouped(differences).items()]
+    return f"{name}: processes differ from process 0. " + ". ".join(texts) + f". {remedy}"
 
 
 def _shown(report: Mapping[str, Any], key: str) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 import autopar
 from autopar import ShardingOptions, ShardParallel
+from autopar.ir.identity import plan_digest
 from examples.models import build
 
 NUM_STEPS = 3
@@ -86,6 +87,7 @@ def outcome(step: Any, losses: list[float], wanted: Callable[[], list[float]]) -
         "losses": losses,
         "wanted": wanted() if jax.process_index() == 0 else None,
         "plan": hashlib.sha256(plan.to_json().encode()).hexdigest(),
+        "hosts": [plan.cluster.num_hosts, plan.cluster.devices_per_host],
         "mesh": plan.mesh_shape,
         "method": plan.method,
     }
@@ -229,6 +231,29 @@ def on_fewer_devices() -> Any:
         autopar.shutdown()
 
 
+def with_own_plans() -> Any:
+    """Every process plans by itself, and takes its own time for it."""
+    time.sleep(0.2 * jax.process_index())
+    batches = [mlp_batch(n) for n in range(NUM_STEPS)]
+    cluster = autopar.ClusterSpec(1, jax.device_count(), "cpu")
+    args = (mlp_step, mlp_state(), batches[0])
+    plan = autopar.plan(*args, cluster=cluster, method=ShardParallel(options=SPLIT))
+    step = autopar.parallelize(mlp_step, method=plan)
+    losses = trained(step, mlp_state(), batches)
+    found = outcome(step, losses, lambda: trained(jax.jit(mlp_step), mlp_state(), batches))
+    own = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    return {**found, "own_file": own, "own_plan": plan_digest(plan)}
+
+
+def gpt_plans() -> Any:
+    """Plans of a larger step, with seconds of the solver's in them."""
+    example = build("gpt-tiny")
+    cluster = autopar.ClusterSpec(2, 4, "h100-sxm")
+    args = (example.train_step, example.abstract_state(), example.abstract_batch())
+    plan = autopar.plan(*args, cluster=cluster)
+    return {"own_plan": plan_digest(plan), "seconds_spent": plan.solver.seconds}
+
+
 # -- processes that do not do the same
 
 
@@ -266,6 +291,17 @@ def another_plan() -> Any:
         method=ShardParallel(shape),
     )
     autopar.parallelize(mlp_step, method=plan)(mlp_state(), mlp_batch())
+
+
+def a_plan_and_none() -> Any:
+    if not is_last():
+        return autopar.parallelize(mlp_step)(mlp_state(), mlp_batch())
+    another_plan()
+
+
+def another_donation() -> Any:
+    donated = () if is_last() else "auto"
+    autopar.parallelize(mlp_step, donate_argnums=donated)(mlp_state(), mlp_batch())
 
 
 def first_cannot_plan() -> Any:

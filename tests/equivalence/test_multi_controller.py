@@ -28,6 +28,7 @@ EQUAL = [
     "with_keys_and_numbers",
     "with_created_state",
     "on_fewer_devices",
+    "with_own_plans",
 ]
 
 # scenario -> type and text of the error in process 0, then in the last process.
@@ -53,9 +54,21 @@ ERRORS = {
     ),
     "another_plan": (
         "PlanError",
-        "process 1: method is 'ParallelPlan",
+        "process 1: plan is '(2, 2) ",
         "PlanError",
-        "method is 'ParallelPlan",
+        "not the same one. Processes that plan by themselves may find different plans",
+    ),
+    "a_plan_and_none": (
+        "PlanError",
+        "process 1: method is 'ParallelPlan', not 'None'; plan is '(2, 2) ",
+        "PlanError",
+        "Let process 0 plan for all: parallelize(method=None)",
+    ),
+    "another_donation": (
+        "PlanError",
+        "process 1: options is 'StepOptions(",
+        "PlanError",
+        "process 1: options is 'StepOptions(",
     ),
     "first_cannot_plan": (
         "OSError",
@@ -144,6 +157,17 @@ def test_meshes_span_all_processes(two):
     assert np.prod(two[0]["on_fewer_devices"]["mesh"]) == 2
 
 
+def test_processes_of_one_machine_are_one_host(two):
+    assert all(own["by_default"]["hosts"] == [1, 4] for own in two)
+    assert all(own["on_fewer_devices"]["hosts"] == [1, 2] for own in two)
+
+
+def test_plans_made_in_each_process_are_one_plan_in_different_files(two):
+    first, last = (own["with_own_plans"] for own in two)
+    assert first["own_plan"] == last["own_plan"]
+    assert first["own_file"] != last["own_file"]  # they hold the seconds that planning took
+
+
 def test_state_is_made_in_shards_that_processes_share(two):
     assert not two[0]["with_created_state"]["is_whole"]
 
@@ -185,6 +209,14 @@ def test_a_gpt_in_two_processes(tmp_path):
     outcomes = run_processes(tmp_path, 2, ["gpt"])
     assert_as_on_one_device(outcomes, "gpt")
     assert not outcomes[0]["gpt"]["is_whole"]
+
+
+@pytest.mark.slow
+def test_processes_find_the_same_plan_of_a_gpt(tmp_path):
+    """Each has its own hash seed, so a choice by the order of a set would differ."""
+    outcomes = run_processes(tmp_path, 3, ["gpt_plans"])
+    assert len({own["gpt_plans"]["own_plan"] for own in outcomes}) == 1
+    assert len({str(own["gpt_plans"]["seconds_spent"]) for own in outcomes}) == 3
 
 
 @pytest.mark.slow

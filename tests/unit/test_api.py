@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import local_devices
-from autopar.session import cluster_of_devices
 
 ROOT = Path(__file__).parents[2]
 
@@ -435,41 +433,6 @@ def test_init_chooses_devices_and_shutdown_forgets_them() -> None:
     autopar.init(devices=jax.devices()[:1])
     autopar.shutdown()
     assert list(local_devices()) == jax.devices()
-
-
-def device(kind: str, host: int = 0, platform: str = "gpu") -> Any:
-    return SimpleNamespace(device_kind=kind, process_index=host, platform=platform)
-
-
-@pytest.mark.parametrize(
-    ("kind", "preset"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
-        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-    ],
-)
-def test_devices_are_recognised(kind: str, preset: str) -> None:
-    cluster = cluster_of_devices([device(kind, host) for host in (0, 0, 1, 1)])
-    assert cluster == autopar.ClusterSpec(2, 2, preset)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "message"),
-    [
-        ((0, 0, 1), "2 of process 0, 1 of process 1"),
-        ((0, 1, 0, 1), r"not ordered by process: \[0, 1, 0, 1\]"),
-    ],
-)
-def test_processes_need_equally_many_devices_ordered_by_process(hosts, message) -> None:
-    with pytest.raises(autopar.MeshError, match=message):
-        cluster_of_devices([device("NVIDIA H200", host) for host in hosts])
-
-
-def test_cpu_devices_are_one_host() -> None:
-    assert cluster_of_devices(jax.devices()) == autopar.ClusterSpec(1, 8, "cpu")
 
 
 def test_static_and_batch_arguments_of_functions_that_take_a_plan_or_a_mesh() -> None:
