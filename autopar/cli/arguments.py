@@ -199,6 +199,14 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
         help="use the first N devices; with --cluster ray, per host",
     )
     machine.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="start N processes here, with a GPU or a share of one each, and measure them together",
+    )
+    machine.add_argument("--nccl", metavar="FILE", help="for --ranks, as for `autopar launch`")
+    machine.add_argument("--no-mps", action="store_true", help="for --ranks, likewise")
+    machine.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu"),
         default="auto",

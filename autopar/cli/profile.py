@@ -1,6 +1,7 @@
 """`autopar profile`: from its options to one of its forms.
 
 autopar profile                          measures the machine          cli.profile_machine
+autopar profile --ranks N                measures N ranks together     cli.profile_ranks
 autopar profile --show FILE              shows a machine profile
 autopar profile --model F                times a model's segments      cli.segments
 autopar profile --model F --enumerate    times a model's strategies    cli.enumerate
@@ -16,7 +17,10 @@ from autopar.errors import ArgumentError
 
 OK = 0
 
-_MACHINE = ("output", "quick", "only", "time", "restart", "address", "hosts", "devices")
+_MACHINE = (
+    *("output", "quick", "only", "time", "restart", "address", "hosts", "devices"),
+    *("ranks", "nccl", "no_mps"),
+)
 _MODEL = ("set", "mesh", "profile", "json")
 # Form -> its options.
 _OPTIONS = {
@@ -38,9 +42,16 @@ def run_profile(arguments: Namespace) -> int:
             print(show_profile(find_profile(arguments.show)))
             return OK
         case "machine":
+            from autopar.cli.profile_ranks import is_rank, run_on_ranks
+
+            if arguments.ranks is not None:
+                return run_on_ranks(arguments)
+            for option in ("nccl", "no_mps"):
+                if getattr(arguments, option):
+                    raise ArgumentError(f"autopar profile {_flag(option)}: needs --ranks.")
             from autopar.cli.profile_machine import run_machine
 
-            if arguments.cluster == "local":
+            if arguments.cluster == "local" and not is_rank():
                 use_devices(arguments.platform)
             return run_machine(arguments)
         case "segments":
@@ -77,12 +88,16 @@ def form_of(arguments: Namespace) -> str:
         if getattr(arguments, name) not in (None, False, []):
             other = next(other for other, names in _OPTIONS.items() if name in names)
             raise ArgumentError(
-                f"autopar profile --{name}: belongs to {_NAMES[other]}, but the other options "
+                f"autopar profile {_flag(name)}: belongs to {_NAMES[other]}, but the other options "
                 f"belong to {_NAMES[form]}. Leave one of them out."
             )
     if form == "enumerate" and arguments.model is None:
         raise ArgumentError("autopar profile --enumerate: needs --model FACTORY.")
     return form
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 _NAMES = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.devices import first_devices
+from autopar.cli.profile_ranks import is_rank, join_ranks
 from autopar.errors import ArgumentError
 from autopar.measure.profile.profile_machine import PARTS, checked_parts, profile_machine
 from autopar.measure.profile.text import show_profile
@@ -20,12 +21,15 @@ OK, INTERRUPTED = 0, 130
 
 def run_machine(arguments: Namespace) -> int:
     only = None if arguments.only is None else checked_parts(arguments.only.split(","))
-    what, name, measure = (_ray if arguments.cluster == "ray" else _local)(arguments)
+    is_local = arguments.cluster == "local"
+    machine_of = _ray if not is_local else join_ranks if is_rank() else _local
+    what, name, measure = machine_of(arguments)
     output = Path(arguments.output or name)
     if not output.parent.is_dir():
         raise ArgumentError(f"--output {output}: the folder {output.parent} does not exist.")
     part = part_path(output)
-    print(f"measuring {what}: {', '.join(only or PARTS)}; samples go to {part}", flush=True)
+    if what:
+        print(f"measuring {what}: {', '.join(only or PARTS)}; samples go to {part}", flush=True)
     try:
         profile = measure(
             output,
@@ -42,6 +46,8 @@ def run_machine(arguments: Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
+    if profile is None:  # rank 0 has it
+        return OK
     print()
     print(show_profile(profile))
     print(f"\nwritten: {output}")

@@ -146,6 +146,20 @@ def device_spec(device: str | DeviceSpec) -> DeviceSpec:
     return DEVICES[device]
 
 
+def share_of(device: DeviceSpec, num_ranks: int) -> DeviceSpec:
+    """One of `num_ranks` equal shares of a device. Between shares, bytes are read from and written
+    to the device's memory."""
+    memory_bandwidth = device.memory_bandwidth / num_ranks
+    return replace(
+        device,
+        flops_16bit=device.flops_16bit / num_ranks,
+        flops_32bit=device.flops_32bit / num_ranks,
+        memory_bytes=device.memory_bytes / num_ranks,
+        memory_bandwidth=memory_bandwidth,
+        intra_host_bandwidth=min(device.intra_host_bandwidth, memory_bandwidth / 2),
+    )
+
+
 def _check_same_device(profile: MachineProfile | ProfileSummary, name: str) -> None:
     preset = known_preset(profile.platform, profile.device_kind)
     if preset is not None and preset != name:
@@ -187,7 +201,8 @@ class ClusterSpec:
     host_bandwidth:       of a host's whole network, bytes per second each way.
     profile: measured on such devices by `autopar profile`: the path of its file, the name of a
              table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster of a
-             plan file has only its summary, unless the table comes with autopar.
+             plan file has only its summary, unless the table comes with autopar. If it was measured
+             on shares of GPUs, the devices are such shares.
     """
 
     num_hosts: int
@@ -254,7 +269,11 @@ class ClusterSpec:
         measured = self.priced_by
         if measured is not None and measured.usable_memory_bytes is not None:
             overrides.setdefault("memory_bytes", measured.usable_memory_bytes)
-        return replace(device_spec(self.device), **overrides)
+        device = device_spec(self.device)
+        is_preset = DEVICES.get(device.name) == device  # own figures are taken as they are
+        if measured is not None and measured.gpu_share is not None and is_preset:
+            device = share_of(device, measured.gpu_share.num_ranks)
+        return replace(device, **overrides)
 
     def link(
         self, group_size: int, stride: int, num_devices: int | None = None
@@ -270,6 +289,12 @@ class ClusterSpec:
         rings = max(1, self.devices_per_host // ranks_per_host)
         beta = max(1 / device.intra_host_bandwidth, rings / device.host_bandwidth)
         return device.inter_host_alpha_s, beta
+
+
+def cluster_of_profile(profile: MachineProfile | str) -> ClusterSpec:
+    """The cluster that a profile was measured on: its hosts and devices, or shares of devices."""
+    measured = find_profile(profile)
+    return ClusterSpec(measured.num_hosts, measured.devices_per_host, profile=measured)
 
 
 @dataclass(frozen=True)

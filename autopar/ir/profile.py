@@ -135,6 +135,18 @@ PARTS = ("products", "convolutions", "streams", "attentions", "collectives", "cr
 
 
 @dataclass(frozen=True)
+class GpuShare:
+    """A device that is one of `num_ranks` equal shares of a GPU. They run side by side by CUDA's
+    MPS, or without it take turns."""
+
+    num_ranks: int
+    mps: bool = True
+
+    def __str__(self) -> str:
+        return f"1/{self.num_ranks} share ({'MPS' if self.mps else 'taking turns'})"
+
+
+@dataclass(frozen=True)
 class ProfileSummary:
     """The profile that priced a plan, as plan files store it. `parts`: the kinds of work that it
     has samples of; the device's preset priced the others."""
@@ -147,16 +159,24 @@ class ProfileSummary:
     parts: tuple[str, ...]
     date: str = ""
     usable_memory_bytes: float | None = None
+    gpu_share: GpuShare | None = field(default=None, metadata={"omit_none": True})
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    @property
+    def device_text(self) -> str:
+        """`NVIDIA H200`, or `NVIDIA H200, 1/8 share (MPS)`."""
+        return (
+            self.device_kind if self.gpu_share is None else f"{self.device_kind}, {self.gpu_share}"
+        )
 
     @property
     def text(self) -> str:
         """`h200.json (8d3f…): NVIDIA H200, jax 0.11.2`."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         date = f", measured on {self.date}" if self.date else ""
-        return f"{self.name or 'a profile'} ({self.digest}): {self.device_kind}, {versions}{date}"
+        return f"{self.name or 'a profile'} ({self.digest}): {self.device_text}, {versions}{date}"
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -170,6 +190,7 @@ class MachineProfile:
     platform, device_kind:       JAX's ("gpu", "NVIDIA H200").
     num_hosts, devices_per_host: of the machine.
     versions:                    jax, jaxlib, and of a GPU its driver, CUDA and cuDNN.
+    gpu_share:                   which part of a GPU a device is; None: all of it.
     launch_s:                    of one more kernel inside a program.
     dispatch_s:                  of one more program.
     usable_memory_bytes:         of one device, for a program.
@@ -196,6 +217,7 @@ class MachineProfile:
     collectives: tuple[CollectiveTime, ...] = ()
     crossings: tuple[CrossingSample, ...] = ()
     notes: tuple[str, ...] = ()
+    gpu_share: GpuShare | None = field(default=None, metadata={"omit_none": True})
     name: str = field(default="", compare=False, metadata={"key": None})
 
     @cached_property
@@ -213,6 +235,7 @@ class MachineProfile:
             tuple(part for part in PARTS if getattr(self, part)),
             self.date,
             self.usable_memory_bytes,
+            self.gpu_share,
         )
 
     def __hash__(self) -> int:
@@ -336,6 +359,8 @@ def check_profile(profile: MachineProfile) -> None:
                     check(where, value)
                 elif isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
                     refuse(f"{where}: {value} is not more than 0")
+    if profile.gpu_share is not None and profile.gpu_share.num_ranks < 1:
+        refuse(f"gpu_share.num_ranks: {profile.gpu_share.num_ranks} is not 1 or more")
     for name in ("num_hosts", "devices_per_host"):
         if getattr(profile, name) < 1:
             refuse(f"{name}: {getattr(profile, name)} is not 1 or more")

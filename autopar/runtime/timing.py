@@ -28,20 +28,25 @@ def time_calls(
     max_samples: int = 50,
     warm_up: int = 1,
     spread: float = NOISY / 2,
+    slowest: Callable[[float], float] = float,
 ) -> Timing:
     """`call` dispatches the work and returns arrays. Takes at least `min_samples`, then continues
-    until the spread is small enough or `limit_s` is over."""
+    until the spread is small enough or `limit_s` is over.
+
+    slowest: of several processes that time the same work together, the time of the slowest. Every
+             decision here depends on such times alone, so all processes call equally often."""
     for _ in range(warm_up):
         jax.block_until_ready(call())
-    once_s = _sample(call, 1)
+    once_s = slowest(_sample(call, 1))
     num_calls = max(1, round(LEAST_SAMPLE_S / max(once_s, 1e-9)))
     num_calls = min(num_calls, 1000)
-    ends_s = time.perf_counter() + limit_s
     samples: list[float] = []
     while len(samples) < min_samples or (
-        len(samples) < max_samples and spread_of(samples) > spread and time.perf_counter() < ends_s
+        len(samples) < max_samples
+        and spread_of(samples) > spread
+        and num_calls * sum(samples) < limit_s
     ):
-        samples.append(_sample(call, num_calls))
+        samples.append(slowest(_sample(call, num_calls)))
     return Timing(statistics.median(samples), round(spread_of(samples), 4), len(samples))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar import _jax
 from autopar.errors import ProfileError
-from autopar.ir.profile import MachineProfile
+from autopar.ir.profile import GpuShare, MachineProfile
 from autopar.measure.profile.samples import Abilities
+from autopar.runtime.gpu_share import gpu_share
+from autopar.runtime.machines import places_of_processes
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Hardware:
     num_hosts: int
     devices_per_host: int
     versions: dict[str, str]
+    gpu_share: GpuShare | None = field(default=None, metadata={"omit_none": True})
 
     @property
     def num_devices(self) -> int:
@@ -41,6 +45,47 @@ def hardware_of(devices: tuple[Any, ...]) -> Hardware:
     )
 
 
+def hardware_of_ranks(devices: tuple[Any, ...]) -> Hardware:
+    """The hardware of all processes. Those of one machine are one host, and each may have only a
+    share of its GPU. All processes must call this."""
+    places = places_of_processes()
+    if places is None:
+        raise ProfileError(
+            "profile: not every process has said on which machine it is. Start all processes with "
+            "the same command."
+        )
+    hardware = hardware_of(devices)
+    machines = [places[device.process_index].machine for device in devices]
+    per_host = machines.count(machines[0])
+    runs = [machines[at] for at in range(0, len(machines), per_host)]
+    if machines != [machine for machine in runs for _ in range(per_host)]:
+        raise ProfileError(
+            "profile: ranks must be ordered by machine, equally many on each; the machines are "
+            f"{', '.join(machines)}."
+        )
+    versions = hardware.versions
+    if hardware.platform == "gpu" and (nccl := _preloaded_nccl()):
+        versions = {**versions, "nccl": nccl}
+    share = gpu_share(hardware.platform)
+    return replace(
+        hardware,
+        num_hosts=len(runs),
+        devices_per_host=per_host,
+        versions=versions,
+        gpu_share=share,
+    )
+
+
+def _preloaded_nccl() -> str | None:
+    """The version of an NCCL that takes the place of JAX's, as ranks that share a GPU need."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
+    except AttributeError:
+        return None
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
 def profile_of(hardware: Hardware) -> MachineProfile:
     return MachineProfile(
         hardware.platform,
@@ -48,12 +93,13 @@ def profile_of(hardware: Hardware) -> MachineProfile:
         hardware.num_hosts,
         hardware.devices_per_host,
         hardware.versions,
+        gpu_share=hardware.gpu_share,
     )
 
 
 def first_difference(here: Hardware, there: Hardware | MachineProfile) -> str | None:
     """The first field in which the hardware differs, in words."""
-    for name in ("platform", "device_kind", "num_hosts", "devices_per_host"):
+    for name in ("platform", "device_kind", "gpu_share", "num_hosts", "devices_per_host"):
         mine, other = getattr(here, name), getattr(there, name)
         if mine != other:
             return f"{name} is {mine!r} here and {other!r} there"

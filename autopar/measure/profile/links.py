@@ -82,7 +82,7 @@ def collective_program(
 
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped, donate_argnums=tuple(range(len(operands))))
-    return program, tuple(placed(o.values(), NamedSharding(mesh, spec)) for o in operands)
+    return program, tuple(placed(o, NamedSharding(mesh, spec)) for o in operands)
 
 
 def whole_bytes(sample: CollectiveTime, carry: Arrays, num_devices: int) -> float:
@@ -101,11 +101,12 @@ def time_collective(
     program, carry = collective_program(sample, bench.devices, trips)
     num_bytes = whole_bytes(sample, carry, len(bench.devices))
     compiled = program.lower(*carry).compile()
+    bench.meet()
     state = [jax.block_until_ready(compiled(*carry))]
     del carry
     started = time.perf_counter()
     state[0] = jax.block_until_ready(compiled(*state[0]))
-    once_s = time.perf_counter() - started
+    once_s = bench.slowest(time.perf_counter() - started)
 
     def call() -> Any:
         state[0] = compiled(*state[0])
@@ -117,6 +118,7 @@ def time_collective(
         min_samples=num_samples or bench.pace.num_samples if once_s < 0.5 else 3,
         max_samples=20,
         warm_up=0,
+        slowest=bench.slowest,
     )
     bench.learn_link(sample.kind, timing.seconds / trips / guess_s)
     others_s = bench.tied_loop_s if len(state[0]) > 1 else bench.loop_s
@@ -128,24 +130,45 @@ def time_collective(
 def time_crossing(
     bench: Bench, sample: CrossingSample, num_samples: int | None = None
 ) -> CrossingSample:
-    """From the first devices to the following ones, one to one, as the runtime copies shards. Each
-    crossing is awaited before the next starts, so this is the latency of one."""
-    pairs = sample.num_pairs
+    """From the first devices to the following ones, one to one. Each crossing is awaited before the
+    next starts, so this is the latency of one."""
+    operand = Operand((max(1, round(sample.num_bytes / _NUMBER)),), zeros=True)
+    send = (_copy if bench.group is None else _permutation)(bench, sample.num_pairs, operand)
+    bench.meet()
+    timing: Timing = time_calls(
+        lambda: jax.block_until_ready(send()),
+        limit_s=bench.pace.limit_s,
+        min_samples=num_samples or bench.pace.num_samples,
+        max_samples=20,
+        slowest=bench.slowest,
+    )
+    return replace(sample, num_bytes=float(operand.num_bytes), time=timing)
+
+
+def _copy(bench: Bench, pairs: int, operand: Operand) -> Callable[[], Any]:
+    """A copy of every shard, as the runtime makes it between devices of one process."""
     sides = [
         NamedSharding(Mesh(np.array(side), ("d",)), PartitionSpec("d"))
         for side in (bench.devices[:pairs], bench.devices[pairs : 2 * pairs])
     ]
-    numbers = np.zeros(max(1, round(sample.num_bytes / _NUMBER)), np.float32)
-    array = placed(numbers, sides[0])
+    array = placed(operand, sides[0])
     copy = _jax.shard_copier([sides[1]])
+    return lambda: copy([array])
 
-    def call() -> Any:
-        return jax.block_until_ready(copy([array]))
 
-    timing: Timing = time_calls(
-        call,
-        limit_s=bench.pace.limit_s,
-        min_samples=num_samples or bench.pace.num_samples,
-        max_samples=20,
+def _permutation(bench: Bench, pairs: int, operand: Operand) -> Callable[[], Any]:
+    """The same between devices of several processes, which must all take part."""
+    spec = PartitionSpec("d")
+    there = [(sender, sender + pairs) for sender in range(pairs)]
+    program = jax.jit(
+        jax.shard_map(
+            lambda x: lax.ppermute(x, "d", there),
+            mesh=bench.mesh(),
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
     )
-    return replace(sample, num_bytes=float(numbers.nbytes), time=timing)
+    array = placed(operand, NamedSharding(bench.mesh(), spec))
+    compiled = program.lower(array).compile()
+    return lambda: compiled(array)

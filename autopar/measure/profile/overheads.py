@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.profile import Timing
@@ -63,7 +62,7 @@ def measure_launch(bench: Bench) -> Timing:
 def measure_dispatch(bench: Bench) -> Timing:
     """Seconds per program, for trivial programs in sequence on all devices."""
     sharding = NamedSharding(bench.mesh(), PartitionSpec("d"))
-    state = [placed(np.zeros(8, np.float32), sharding)]
+    state = [placed(Operand((8,), zeros=True), sharding)]
     program = jax.jit(lambda x: x + 1, donate_argnums=0).lower(state[0]).compile()
 
     def call() -> Any:
@@ -71,21 +70,25 @@ def measure_dispatch(bench: Bench) -> Timing:
             state[0] = program(state[0])
         return state[0]
 
-    timing = time_calls(call, limit_s=bench.pace.limit_s, max_samples=20)
+    bench.meet()
+    timing = time_calls(call, limit_s=bench.pace.limit_s, max_samples=20, slowest=bench.slowest)
     return Timing(timing.seconds / 100, timing.spread, timing.num_samples)
 
 
 SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8, 0.7, 0.5)
 
 
-def measure_memory(bench: Bench) -> float | None:
+def measure_memory(bench: Bench, num_on_host: int | None = None) -> float | None:
     """Bytes per device for programs: the largest allocation that succeeds, of what JAX may use; for
-    CPU devices, an equal share of the free system memory."""
-    device = bench.devices[0]
+    CPU devices, an equal share of the free system memory. `num_on_host`: devices that share it, if
+    not all of the bench."""
+    here = jax.process_index()
+    device = next(device for device in bench.devices if device.process_index == here)
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         free = system_memory_bytes()
-        return None if free is None else free / len(bench.devices)
+        return None if free is None else free / (num_on_host or len(bench.devices))
+    bench.meet()
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     for share in SHARES:
         wanted = int(share * free) // 2**20 * 2**20

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.mesh import device_spec, preset_of
 from autopar.ir.profile import Timing
+from autopar.measure.profile.rank_group import RankGroup
 from autopar.measure.profile.works import Arrays, Operand, Workload, first_of, np_dtype, tie
 from autopar.runtime.timing import time_calls
 
@@ -56,6 +57,9 @@ class Bench:
     loop_s, tied_loop_s: loop overhead per trip of one step, without and with a tie.
     together_s:          loop overhead per trip of several steps, which are launched together.
     slowness:            measured over estimated seconds, by kind of workload.
+    group:               the processes of the devices, if there are several. They run the same
+                         programs, so whatever decides about programs and calls is agreed.
+    share:               of the preset's device that one of the devices is.
     """
 
     devices: tuple[Any, ...]
@@ -64,6 +68,8 @@ class Bench:
     tied_loop_s: float = 0.0
     together_s: float = 0.0
     slowness: dict[str, float] = field(default_factory=dict)
+    group: RankGroup | None = None
+    share: float = 1.0
     _spec: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +79,15 @@ class Bench:
     @property
     def platform(self) -> str:
         return self.devices[0].platform
+
+    def slowest(self, seconds: float) -> float:
+        """The time of the slowest process."""
+        return seconds if self.group is None else self.group.slowest(seconds)
+
+    def meet(self) -> None:
+        """Wait for the other processes: they start together, and none starts if one failed."""
+        if self.group is not None:
+            self.group.gather(None)
 
     def time_work(self, work: Workload, num_samples: int | None = None) -> Timing:
         """The time of one step, without the loop's overhead; at least half of the measurement,
@@ -99,11 +114,12 @@ class Bench:
         carry = tuple(map(self.on_all, self.carry_of(work)))
         constants = tuple(map(self.on_all, work.constants))
         compiled = program.lower(carry, constants).compile()
+        self.meet()
         state = [jax.block_until_ready(compiled(carry, constants))]
         del carry
         started = time.perf_counter()
         state[0] = jax.block_until_ready(compiled(state[0], constants))
-        once_s = time.perf_counter() - started
+        once_s = self.slowest(time.perf_counter() - started)
         num_calls = max(1, round(self.pace.sample_s / max(once_s, 1e-6)))
 
         def call() -> Any:
@@ -117,6 +133,7 @@ class Bench:
             min_samples=num_samples or (self.pace.num_samples if once_s < 0.5 else 3),
             max_samples=20,
             warm_up=1 if once_s < 0.5 else 0,
+            slowest=self.slowest,
         )
         return replace(timing, seconds=timing.seconds / num_calls / trips)
 
@@ -171,12 +188,11 @@ class Bench:
         return Mesh(np.array(self.devices), ("d",))
 
     def on_all(self, operand: Operand) -> jax.Array:
-        if len(self.devices) == 1 and operand.zeros:
+        if len(self.devices) > 1:
+            return placed(operand, NamedSharding(self.mesh(), PartitionSpec("d")))
+        if operand.zeros:
             return jnp.zeros(operand.shape, np_dtype(operand.dtype), device=self.devices[0])
-        values = operand.values()
-        if len(self.devices) == 1:
-            return jax.device_put(values, self.devices[0])
-        return placed(values, NamedSharding(self.mesh(), PartitionSpec("d")))
+        return jax.device_put(operand.values(), self.devices[0])
 
     def _guess_s(self, work: Workload) -> float:
         flops_s = work.flops / self._spec.flops_16bit
@@ -193,17 +209,22 @@ class Bench:
 
     def _slowness(self, work: Workload) -> float:
         start = 1.0 if self.platform == "gpu" else 10.0
-        return self.slowness.get(work.kind, start)
+        return self.slowness.get(work.kind, start / self.share)
 
 
-def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def placed(operand: Operand, sharding: NamedSharding) -> jax.Array:
     """An array with a leading dimension of devices, each with these values."""
     here = jax.process_index()
     devices = sharding.mesh.devices
     assert devices is not None
     local_devices = [device for device in devices.flat if device.process_index == here]
-    parts = [jax.device_put(values[None], device) for device in local_devices]
-    shape = (sharding.num_devices, *values.shape)
+    if operand.zeros:
+        dtype = np_dtype(operand.dtype)
+        parts = [jnp.zeros((1, *operand.shape), dtype, device=one) for one in local_devices]
+    else:
+        values = operand.values()[None]
+        parts = [jax.device_put(values, device) for device in local_devices]
+    shape = (sharding.num_devices, *operand.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 

@@ -49,13 +49,14 @@ class Abilities:
     devices_per_host: int
     has_fp8: bool = False
     has_cudnn: bool = False
+    are_ranks: bool = False  # one process each
 
 
 def planned_samples(able: Abilities, quick: bool = False) -> list[PlannedSample]:
     """All samples in order, each once."""
     of_platform = _on_gpu if able.platform == "gpu" else _on_cpu
     by_sample: dict[Any, PlannedSample] = {}
-    for planned in (*of_platform(able), *_links(able)):
+    for planned in (*_rank_links(able), *of_platform(able), *_links(able)):
         if not quick or planned.round == 0:
             by_sample.setdefault(planned.sample, planned)
     return sorted(by_sample.values(), key=lambda planned: planned.round)
@@ -243,7 +244,7 @@ def _links(able: Abilities) -> Iterator[PlannedSample]:
     places = tuple(placements(able.num_devices, able.devices_per_host))
     extremes = {places[0], *(place for place in places if place[0] == able.num_devices)}
     for place in places:
-        first = 0 if place in extremes else 1
+        first = 0 if place in extremes and not able.are_ranks else 1
         yield from _collectives(first, place, (64 * KIB, top // 4))
         yield from _collectives(max(1, first), place, (KIB, top))
         yield from _collectives(2, place, (8 * KIB, MIB))
@@ -255,10 +256,27 @@ def _links(able: Abilities) -> Iterator[PlannedSample]:
             yield PlannedSample(round, "crossings", sample)
 
 
+def _rank_links(able: Abilities) -> Iterator[PlannedSample]:
+    """Ranks are measured for their links, so those come first, on every placement. Permutations are
+    rarer in plans, and depend less on the number of ranks."""
+    if not able.are_ranks or able.num_devices < 2:
+        return
+    is_gpu = able.platform == "gpu"
+    sizes = (4 * KIB, 256 * KIB, 8 * MIB, 256 * MIB) if is_gpu else (4 * KIB, 256 * KIB, 4 * MIB)
+    places = tuple(placements(able.num_devices, able.devices_per_host))
+    for place in reversed(places):
+        is_extreme = place in (places[0], places[-1])
+        kinds = COLLECTIVES if is_extreme else COLLECTIVES[:-1]
+        yield from _collectives(0, place, sizes, kinds)
+
+
 def _collectives(
-    round: int, place: tuple[int, int, int], sizes: tuple[int, ...]
+    round: int,
+    place: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    kinds: tuple[str, ...] = COLLECTIVES,
 ) -> Iterator[PlannedSample]:
-    for size, kind in pairs_of(sizes, COLLECTIVES):
+    for size, kind in pairs_of(sizes, kinds):
         yield PlannedSample(
             round, "collectives", CollectiveTime(kind, *place, float(size), UNTIMED)
         )

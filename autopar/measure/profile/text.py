@@ -72,7 +72,7 @@ def show_profile(profile: MachineProfile) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in profile.versions.items())
     head = (
         f"{profile.name or 'profile'}: {profile.num_hosts} × {profile.devices_per_host} "
-        f"{profile.device_kind} ({profile.platform}), {versions}"
+        f"{profile.summary.device_text} ({profile.platform}), {versions}"
     )
     when = f"measured {profile.date} in {profile.seconds:.0f} s, digest {profile.digest}"
     lines = [head, when]
