@@ -69,8 +69,9 @@ def _show(rank: int, line: str) -> None:
 
 
 def _failure_text(failed: list[RankResult], limit_s: float) -> str:
-    """The rank that failed by itself comes first: the others often fail because of it."""
-    first = min(failed, key=lambda result: (result.timed_out, result.returncode == -15))
+    """The rank that failed by itself comes first, best one that died: the others often fail because
+    of it."""
+    first = min(failed, key=lambda result: (result.was_ended, result.returncode >= 0))
     if first.timed_out:
         what = f"did not end within {limit_s:.0f} s"
     elif first.returncode < 0:

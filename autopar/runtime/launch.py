@@ -41,12 +41,15 @@ class RankResult:
     """returncode: negative for a signal, as in `subprocess`.
     output:     the end of what it printed, standard output and standard error together.
     timed_out:  whether it was ended at the time limit.
+    was_ended:  whether it was still running when ranks were ended, at the limit or because another
+                rank had failed.
     """
 
     rank: int
     returncode: int
     output: str
     timed_out: bool = False
+    was_ended: bool = False
 
     @property
     def failed(self) -> bool:
@@ -94,10 +97,11 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, sent)
 
-    def result(self, timed_out: bool) -> RankResult:
+    def result(self, timed_out: bool, was_ended: bool) -> RankResult:
         """After the process has ended. Something that it started may still hold the pipe."""
         self._reader.join(_KILL_S)
-        return RankResult(self.rank, self.process.returncode, "\n".join(self.lines), timed_out)
+        text = "\n".join(self.lines)
+        return RankResult(self.rank, self.process.returncode, text, timed_out, was_ended)
 
 
 def run_ranks(
@@ -120,6 +124,7 @@ def run_ranks(
     guard = Guard()
     started: list[RankProcess] = []
     timed_out: set[int] = set()
+    running: set[int] = set()
     try:
         with held_port() as port:
             for rank in range(ranks.num_ranks):
@@ -132,12 +137,13 @@ def run_ranks(
                 started.append(RankProcess(rank, command, own, folder, show))
                 guard.add_group(started[-1].process.pid)
             timed_out = _wait(started, limit_s, grace_s)
+            running = {one.rank for one in started if one.process.poll() is None}
     finally:
         _end(started)
         for one in started:
             guard.forget_group(one.process.pid)
         guard.close()
-    results = [one.result(one.rank in timed_out) for one in started]
+    results = [one.result(one.rank in timed_out, one.rank in running) for one in started]
     if any(result.failed for result in results):
         ranks.recover()
     return results

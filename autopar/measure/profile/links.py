@@ -100,6 +100,7 @@ def time_collective(
     trips = max(1, min(500, round(bench.pace.program_s / guess_s)))
     program, carry = collective_program(sample, bench.devices, trips)
     num_bytes = whole_bytes(sample, carry, len(bench.devices))
+    bench.meet()
     compiled = program.lower(*carry).compile()
     bench.meet()
     state = [jax.block_until_ready(compiled(*carry))]
@@ -170,5 +171,6 @@ def _permutation(bench: Bench, pairs: int, operand: Operand) -> Callable[[], Any
         )
     )
     array = placed(operand, NamedSharding(bench.mesh(), spec))
+    bench.meet()
     compiled = program.lower(array).compile()
     return lambda: compiled(array)

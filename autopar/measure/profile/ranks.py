@@ -29,6 +29,7 @@ from autopar.measure.profile.repeating import PACES, Bench
 from autopar.measure.profile.samples import PlannedSample, planned_samples
 from autopar.measure.profile.unfinished import SAMPLES
 
+QUICK_LIMIT_S = 150.0
 PERMUTED = "transfers between meshes were timed as collective-permutes between ranks"
 
 
@@ -42,9 +43,12 @@ def profile_ranks(
     report: Report | None = None,
 ) -> MachineProfile | None:
     """Measure all devices of all processes of `jax.distributed`. Every process calls this, with
-    the same arguments; they are as for `profile_machine`. Rank 0 writes the file and returns the
-    profile, the others return None."""
+    the same arguments; they are as for `profile_machine`, but `quick` has a time limit of
+    `QUICK_LIMIT_S` by default. Rank 0 writes the file and returns the profile, the others return
+    None."""
     parts, limit_s = checked_parts(only), checked_limit(time_limit_s)
+    if limit_s is None and quick:
+        limit_s = QUICK_LIMIT_S
     group = RankGroup()
     machine = RankMachine(group, quick)
     hardware = machine.hardware

@@ -113,6 +113,7 @@ class Bench:
         program = self.program(work, trips)
         carry = tuple(map(self.on_all, self.carry_of(work)))
         constants = tuple(map(self.on_all, work.constants))
+        self.meet()  # XLA lets processes tune kernels together, too
         compiled = program.lower(carry, constants).compile()
         self.meet()
         state = [jax.block_until_ready(compiled(carry, constants))]
@@ -188,11 +189,12 @@ class Bench:
         return Mesh(np.array(self.devices), ("d",))
 
     def on_all(self, operand: Operand) -> jax.Array:
-        if len(self.devices) > 1:
+        first, *others = self.devices
+        if others:
             return placed(operand, NamedSharding(self.mesh(), PartitionSpec("d")))
         if operand.zeros:
-            return jnp.zeros(operand.shape, np_dtype(operand.dtype), device=self.devices[0])
-        return jax.device_put(operand.values(), self.devices[0])
+            return jnp.zeros(operand.shape, np_dtype(operand.dtype), device=first)
+        return jax.device_put(operand.values(), first)
 
     def _guess_s(self, work: Workload) -> float:
         flops_s = work.flops / self._spec.flops_16bit

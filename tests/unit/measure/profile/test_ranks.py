@@ -1,5 +1,4 @@
-"""Ranks measure together: they agree on all decisions, and one that fails or dies ends no other in a
-hang."""
+"""Ranks measure together: they agree on all decisions, and if one fails or dies, none hangs."""
 
 import json
 import os
