@@ -9,7 +9,7 @@ from autopar.errors import ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.ray.cluster import RayCluster
 from tests.ray.conftest import TOY, is_running
-from tests.ray.test_faults import working
+from tests.ray.faults import working
 
 pytestmark = pytest.mark.slow
 

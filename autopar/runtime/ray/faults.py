@@ -1,7 +1,8 @@
 """From the sightings of all workers after a failure to the one error that explains it.
 
 One worker is the cause; others may have ended because of it. JAX ends a process whose peers are
-gone and logs that, and collectives raise when a connection breaks: such workers are consequences.
+gone and logs that, collectives raise when a connection breaks, and processes that share a GPU may
+lose its MPS server when one of them dies: such workers are consequences.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _ENDED_BY_JAX = re.compile(
     r"coordination service",
     re.IGNORECASE,
 )
+# CUDA's errors in the processes that shared a GPU with one that has died.
+_MPS = r"CUDA_ERROR_MPS_\w+|MPS (client|server)"
+_ENDED_BY_MPS = re.compile(_MPS)
 _LOST_A_PEER = re.compile(
     r"gloo|connection (reset|closed|refused)|broken pipe|coordination service|"
     r"endpoint is not connected|socket closed|(recv|send)\(\) failed|"
-    r"peer|remote (process|host)|ncclRemoteError|ncclSystemError|ConnectionError|EOFError",
+    r"peer|remote (process|host)|nccl(Remote|System|Internal)Error|ConnectionError|EOFError|"
+    rf"{_MPS}",
     re.IGNORECASE,
 )
 _LOW_ON_MEMORY = (
@@ -91,7 +96,8 @@ class Sighting:
             lost_peer = _LOST_A_PEER.search(self.detail)
             return Trouble.CONSEQUENCE if lost_peer else Trouble.RAISED
         if self.process == "" or self.trouble is Trouble.DIED:
-            return Trouble.CONSEQUENCE if _ENDED_BY_JAX.search(self.log) else Trouble.DIED
+            is_consequence = _ENDED_BY_JAX.search(self.log) or _ENDED_BY_MPS.search(self.log)
+            return Trouble.CONSEQUENCE if is_consequence else Trouble.DIED
         if self.trouble is Trouble.NONE and self.agent_gone is not None:
             return Trouble.AGENT_LOST
         return self.trouble

@@ -2,7 +2,8 @@
 
 Numbers are consecutive from 0. Commands may arrive in any order and run in the order of their
 numbers. If a command answers `Later`, other threads wait for its answer while the next command
-runs.
+runs. Those that wait for steps wait for nothing else, so that programs which compile for long do
+not keep the answer of a step.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class CommandThread:
         self._last_answer_s = 0.0
         self._lock = threading.Lock()
         self._waiters = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-answers")
+        self._step_waiters = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-steps")
         self._thread = threading.Thread(target=self._work, name="autopar-commands", daemon=True)
         self._thread.start()
 
@@ -79,7 +81,8 @@ class CommandThread:
     def close(self) -> None:
         """Run no more commands; does not wait for the current one."""
         self._arrived.put(None)
-        self._waiters.shutdown(wait=False, cancel_futures=True)
+        for waiters in (self._waiters, self._step_waiters):
+            waiters.shutdown(wait=False, cancel_futures=True)
 
     def _work(self) -> None:
         early: dict[int, Command] = {}
@@ -102,7 +105,8 @@ class CommandThread:
             return
         self.progress.end()
         if isinstance(value, Later):
-            self._waiters.submit(self._wait, command, value)
+            waiters = self._step_waiters if command.is_step else self._waiters
+            waiters.submit(self._wait, command, value)
         else:
             self._answer(command, value)
 

@@ -247,8 +247,10 @@ class RemoteExecutable(InstructionExecutable):
 
     def wait(self) -> None:
         """Wait for all steps that were called."""
-        while self._ahead:
-            for reply in self._ahead.popleft():
+        with self._session.lock:
+            due, self._ahead = list(self._ahead), deque()
+        for replies in due:
+            for reply in replies:
                 reply.result()
 
     # -- inspection

@@ -183,6 +183,7 @@ class Executor:
                         raise
             if not values and smallest is not None and not smallest.is_deleted():
                 jax.block_until_ready(smallest)
+            self._check_transfers()
             return StepDone(values)
 
         return Later(wait)
@@ -210,7 +211,14 @@ class Executor:
     def fetch(self, wanted: Sequence[tuple[int, int]], key: int) -> None:
         """Offer shards to the driver under `key`: (array, place of this worker's device)."""
         shards = [shards_by_device(self._arrays[number])[device] for number, device in wanted]
-        self._channel.offer(key, [np.asarray(shard) for shard in shards])
+        values = [np.asarray(shard) for shard in shards]
+        self._check_transfers()
+        self._channel.offer(key, values)
+
+    def _check_transfers(self) -> None:
+        """Raise if what was just read may come from a transfer that failed."""
+        if self._transport is not None:
+            self._transport.check()
 
     def reshard(self, moved: Sequence[tuple[int, int, ShardedType]]) -> None:
         """Copy arrays into other shardings on this mesh: (array, number of the copy, its type)."""
@@ -224,6 +232,7 @@ class Executor:
         """Write this worker's shards of arrays, (key, array), in the background: when the command
         returns, the arrays may be used up. Answers where each shard was written."""
         shards = snapshot([(key, self._arrays[number]) for key, number in items])
+        self._check_transfers()
         return Later(lambda: write_parts(folder, f"worker_{self._place.worker:05d}", shards))
 
     def restore(self, folder: str, items: Sequence[tuple[str, int, ShardedType]]) -> None:

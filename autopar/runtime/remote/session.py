@@ -27,6 +27,7 @@ from autopar.runtime.remote.channel import ChannelClient
 from autopar.runtime.remote.commands import Put
 from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.mesh import PendingReply, RemoteMesh, WorkerGroup
+from autopar.runtime.transports.base import Link
 from autopar.runtime.transports.choose import choose
 
 FETCH_LIMIT_S = 600.0
@@ -160,7 +161,8 @@ class RemoteSession:
 
     def prepare_links(self, meshes: Sequence[RemoteMesh], loaded: Sequence[PendingReply]) -> None:
         """Have workers create communicators for the links that `load` answered, all in the same
-        order."""
+        order. Workers wait for each other there, as they do in steps, so every mesh must get these
+        commands in one order, whichever threads send them."""
         links = {link for reply in loaded for link in reply.result(_LOAD_LIMIT_S)}
         in_order = sorted(
             links,
@@ -171,16 +173,10 @@ class RemoteSession:
             ),
         )
         prepared = []
-        for mesh in meshes:
-            args = []
-            for place in mesh.places:
-                worker_links = [
-                    link
-                    for link in in_order
-                    if place.worker in (link.source.worker, *(e.worker for e in link.targets))
-                ]
-                args.append((worker_links,))
-            prepared += mesh.group.submit("prepare", args)
+        with self.lock:
+            for mesh in meshes:
+                args = [(_links_of(place.worker, in_order),) for place in mesh.places]
+                prepared += mesh.group.submit("prepare", args)
         for reply in prepared:
             reply.result(_LOAD_LIMIT_S)
 
@@ -310,6 +306,15 @@ class RemoteSession:
         self._meshes.clear()
         self._uploaders.shutdown(wait=False, cancel_futures=True)
         self.cluster.close()
+
+
+def _links_of(worker: int, links: Sequence[Link]) -> list[Link]:
+    """The links that this worker is an end of."""
+    return [
+        link
+        for link in links
+        if worker in (link.source.worker, *(end.worker for end in link.targets))
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -27,6 +27,12 @@ HEALTHY = {}
 DIED = {"process": "", "trouble": Trouble.DIED, "reported": 1}
 DIED_UNNOTICED = {"process": ""}
 ENDED = {"process": "", "trouble": Trouble.DIED, "reported": 0, "log": ENDED_BY_JAX}
+ENDED_WITH_MPS = {**ENDED, "log": "F1116 CUDA_ERROR_MPS_CLIENT_TERMINATED: the MPS client has been"}
+LOST_MPS = {
+    "trouble": Trouble.RAISED,
+    "reported": 0,
+    "detail": "JaxRuntimeError: INTERNAL: CUDA_ERROR_MPS_RPC_FAILURE",
+}
 LOST_PEER = {
     "trouble": Trouble.RAISED,
     "reported": 0,
@@ -49,6 +55,7 @@ CASES = {
     "killed, the others were ended by JAX": (DIED, ENDED, HEALTHY),
     "killed, the others lost a peer": (DIED, LOST_PEER, LOST_PEER),
     "killed before Ray has noticed": (DIED_UNNOTICED, LOST_PEER, ENDED),
+    "killed, the MPS server of its GPU ended the others": (DIED, ENDED_WITH_MPS, LOST_MPS),
     "raised, another waits": (RAISED, HEALTHY),
     "raised, another lost its connection": (RAISED, LOST_PEER),
     "silent, others hang": (SILENT, HUNG),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from autopar.runtime.remote.command_thread import CommandThread
+from autopar.runtime.remote.command_thread import NUM_WAITERS, CommandThread
 from autopar.runtime.remote.place import Later
 from autopar.runtime.remote.progress import WorkerProgress
 
@@ -40,6 +40,19 @@ def test_nothing_runs_before_its_turn(thread):
     assert thread.standstill() is None
     assert thread.submit(0, "first", lambda: "first").result(WITHIN_S) == "first"
     assert second.result(WITHIN_S) == "second"
+
+
+def test_a_step_is_answered_while_many_programs_compile(thread):
+    go = threading.Event()
+    compiling = [
+        thread.submit(n, "compiled", lambda: Later(lambda: go.wait(WITHIN_S)))
+        for n in range(2 * NUM_WAITERS)
+    ]
+    step = thread.submit(len(compiling), "step", lambda: Later(lambda: "done"), is_step=True)
+    assert step.result(WITHIN_S) == "done"
+    assert not any(one.done() for one in compiling)
+    go.set()
+    assert all(one.result(WITHIN_S) for one in compiling)
 
 
 def test_later_answers_wait_elsewhere(thread):
