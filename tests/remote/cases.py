@@ -1,9 +1,10 @@
 """What a cluster of processes must do, whatever its devices: run by tests on CPU processes
-everywhere, and on GPUs where there are enough."""
+everywhere, and on GPUs or shares of one in `tests/gpu`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from examples.models import build
 from tests.remote.process_cluster import ProcessCluster
 
 NUM_STEPS = 3
+THREADS_LIMIT_S = 240.0
 
 
 @contextmanager
@@ -33,8 +35,16 @@ def running_on(cluster: ProcessCluster, transport: str) -> Iterator[None]:
         remote.close()
 
 
-def pipeline(num_stages: int, schedule: str = "1f1b") -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(4, stages=autopar.UniformStages(num_stages), schedule=schedule)
+def pipeline(
+    stages: int | Sequence[tuple[int, int]], schedule: str = "1f1b", num_micro_batches: int = 4
+) -> autopar.PipeshardParallel:
+    """`stages`: how many, or the submesh of each."""
+    chosen: Any
+    if isinstance(stages, int):
+        chosen = autopar.UniformStages(stages)
+    else:
+        chosen = autopar.ManualStages([[k] for k in range(len(stages))], stages)
+    return autopar.PipeshardParallel(num_micro_batches, stages=chosen, schedule=schedule)
 
 
 def losses_of(step: Any, example: Any, num_steps: int = NUM_STEPS) -> list[float]:
@@ -54,16 +64,71 @@ def check_step(name: str, method: Any, rtol: float = 1e-4) -> Any:
     return parallel.last_executable
 
 
-def check_plan_to_plan(name: str, first: Any, second: Any, rtol: float = 1e-4) -> None:
-    """State goes from one plan's meshes to another's and back."""
+def check_plan_to_plan(name: str, *methods: Any, rtol: float = 1e-4) -> None:
+    """State goes from one plan's meshes to the next plan's, stays there for a step, and comes
+    back."""
     example = build(name)
-    serial, state, want = jax.jit(example.train_step), example.create_state(), []
-    for _ in range(4):
-        state, loss = serial(state, example.make_batch())
-        want.append(float(loss))
-    steps = [autopar.parallelize(example.train_step, method=m) for m in (first, second)]
+    order = [*range(len(methods)), *reversed(range(len(methods)))]
+    want = losses_of(jax.jit(example.train_step), example, len(order))
+    steps = [autopar.parallelize(example.train_step, method=m) for m in methods]
     state, got = example.create_state(), []
-    for step in (steps[0], steps[1], steps[1], steps[0]):
-        state, loss = step(state, example.make_batch())
+    for number in order:
+        state, loss = steps[number](state, example.make_batch())
         got.append(float(loss))
     np.testing.assert_allclose(got, want, rtol=rtol)
+
+
+def check_created(name: str, method: Any, rtol: float = 1e-4) -> None:
+    """The state is created where the step keeps it, equals that of one device, and is trained."""
+    example = build(name)
+    step = autopar.parallelize(example.train_step, method=method)
+    create = autopar.parallelize(
+        example.create_state,
+        method=autopar.CreateStateParallel(step, example.abstract_batch()),
+    )
+    state = create(jax.random.key(0))
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, autopar.DistributedArray) for leaf in leaves)
+    for leaf, expected in zip(leaves, jax.tree.leaves(example.create_state()), strict=True):
+        np.testing.assert_allclose(leaf.fetch(), np.asarray(expected), rtol=rtol, atol=1e-6)
+    losses = []
+    for _ in range(2):
+        state, loss = step(state, example.make_batch())
+        losses.append(float(loss))
+    np.testing.assert_allclose(
+        losses, losses_of(jax.jit(example.train_step), example, 2), rtol=rtol
+    )
+
+
+def check_inference(name: str, method: Any, rtol: float = 1e-4) -> None:
+    """A forward pass through the stages gives the loss of `jax.jit`."""
+    example = build(name)
+    state, batch = example.create_state(), example.make_batch()
+    x, y = (batch[key] for key in ("x", "y"))
+
+    def evaluate(params: Any, batch: Any) -> Any:
+        out = state.apply_fn(params, batch["x"])
+        return {"rows": out, "loss": jax.numpy.mean((out - batch["y"]) ** 2)}
+
+    given = {"x": x, "y": y}
+    want = jax.jit(evaluate)(state.params, given)
+    parallel = autopar.parallelize(evaluate, method=method)
+    for _ in range(2):
+        got = parallel(state.params, given)
+        for key, expected in want.items():
+            np.testing.assert_allclose(got[key].fetch(), np.asarray(expected), rtol=rtol, atol=rtol)
+
+
+def check_two_threads(name: str, methods: Sequence[Any], rtol: float = 1e-4) -> None:
+    """Two plans over the same devices, called by two threads as they please: both are planned,
+    loaded and run meanwhile, and neither waits for the other for ever."""
+    example = build(name)
+    want = losses_of(jax.jit(example.train_step), example)
+
+    def train(method: Any) -> list[float]:
+        return losses_of(autopar.parallelize(example.train_step, method=method), example)
+
+    with ThreadPoolExecutor(len(methods)) as threads:
+        training = [threads.submit(train, method) for method in methods]
+        for losses in training:
+            np.testing.assert_allclose(losses.result(THREADS_LIMIT_S), want, rtol=rtol)

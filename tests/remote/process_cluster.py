@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +23,10 @@ from typing import Any
 from autopar.errors import AutoparError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.remote.place import Later, WorkerPlace
+from autopar.runtime.shared_gpu import SHARE_VARIABLE, Ranks
 
 LIMIT_S = 120.0
+START_LIMIT_S = 120.0  # for a process to import Python's modules and connect
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,8 +44,9 @@ def free_port() -> int:
 # -- in the worker
 
 
-def work(address: str, key: str) -> None:
+def work(address: str, key: str, rank: str) -> None:
     with Client(address, authkey=bytes.fromhex(key)) as connection:
+        connection.send(int(rank))
         place, coordinator = connection.recv()
         import jax
 
@@ -141,16 +145,74 @@ class Group:
         ]
 
 
-class ProcessCluster:
-    """num_gpus: GPUs that devices are taken from, device n is GPU n; more devices than GPUs share
-    them. None: virtual CPU devices."""
+def gpu_environment(ranks: Ranks, devices: Sequence[int]) -> dict[str, str]:
+    """Variables of a process with the devices of these ranks."""
+    env = ranks.environment(devices[0])
+    if len(devices) > 1:
+        visible = [ranks.environment(device)["CUDA_VISIBLE_DEVICES"] for device in devices]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(len(devices))))
+    return {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # compile time matters more than run time
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a stream per link, and none behind another
+        **env,
+        "JAX_PLATFORMS": "cuda,cpu",
+    }
 
-    def __init__(self, num_hosts: int, devices_per_host: int, num_gpus: int | None = None) -> None:
-        self.platform = "cpu" if num_gpus is None else "gpu"
+
+def _accept_all(
+    listener: Listener, processes: Sequence[subprocess.Popen[bytes]]
+) -> list[Connection]:
+    """The connections of all processes, by rank. If one ends before it connects, all are ended."""
+    connections: dict[int, Connection] = {}
+
+    def accept() -> None:
+        while len(connections) < len(processes):
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    until_s = time.monotonic() + START_LIMIT_S
+    while thread.is_alive() and time.monotonic() < until_s:
+        if any(process.poll() is not None for process in processes):
+            break
+        thread.join(0.1)
+    if len(connections) < len(processes):
+        for process in processes:
+            process.kill()
+            process.wait()
+        codes = [process.returncode for process in processes]
+        raise WorkerError(f"worker processes did not start: their exit codes are {codes}.")
+    return [connections[rank] for rank in range(len(processes))]
+
+
+class ProcessCluster:
+    """A cluster of this host's processes: one per host of a mesh, as on a real cluster.
+
+    ranks: where the devices are; device n is that of rank n. None: virtual CPU devices. Where ranks
+           share a GPU, a process has one device: a host of several devices is several processes.
+    devices_per_process: the most that a process has elsewhere; default: those of its host.
+    """
+
+    def __init__(
+        self,
+        num_hosts: int,
+        devices_per_host: int,
+        ranks: Ranks | None = None,
+        devices_per_process: int | None = None,
+    ) -> None:
+        num_devices = num_hosts * devices_per_host
+        assert ranks is None or num_devices <= ranks.num_ranks, (num_devices, ranks)
+        self._ranks = None if ranks is None or ranks.platform == "cpu" else ranks
+        self.platform = "cpu" if self._ranks is None else "gpu"
         self.spec = ClusterSpec(
-            num_hosts, devices_per_host, "cpu" if num_gpus is None else "h200-sxm"
+            num_hosts, devices_per_host, "cpu" if self._ranks is None else "h200-sxm"
         )
-        self._num_gpus = num_gpus
+        self._devices_per_process = devices_per_process or devices_per_host
+        if self._ranks is not None and int(self._ranks.environment().get(SHARE_VARIABLE, "1")) > 1:
+            self._devices_per_process = 1
         self.started: dict[tuple[int, ...], Group] = {}
         self._key = secrets.token_bytes(16)
         self._folder = tempfile.TemporaryDirectory()
@@ -166,55 +228,60 @@ class ProcessCluster:
         return None  # replies tell
 
     def _start(self, devices: tuple[int, ...]) -> Group:
-        per_host = self.spec.devices_per_host
-        hosts = sorted({device // per_host for device in devices})
         coordinator = f"127.0.0.1:{free_port()}"
-        places = [
+        places = self._places(devices)
+        self._num_workers += len(places)
+        code = "from tests.remote.process_cluster import work; import sys; work(*sys.argv[1:])"
+        with Listener(None, "AF_UNIX", len(places), authkey=self._key) as listener:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-c", code, str(listener.address), self._key.hex(), str(rank)],
+                    env=self._environment(place),
+                    cwd=ROOT,
+                )
+                for rank, place in enumerate(places)
+            ]
+            connections = _accept_all(listener, processes)
+        workers = []
+        for place, process, connection in zip(places, processes, connections, strict=True):
+            connection.send((place, coordinator))
+            workers.append(Worker(place, process, connection, {}))
+            threading.Thread(target=workers[-1].read, daemon=True).start()
+        return Group(devices, workers)
+
+    def _places(self, devices: tuple[int, ...]) -> list[WorkerPlace]:
+        """The processes of a mesh."""
+        per_host, per_process = self.spec.devices_per_host, self._devices_per_process
+        parts: dict[int, list[int]] = {}
+        for device in devices:
+            parts.setdefault(device // per_process, []).append(device)
+        return [
             WorkerPlace(
                 worker=self._num_workers + rank,
                 rank=rank,
-                num_processes=len(hosts),
-                host=host,
-                node=f"host{host}",
-                devices=tuple(d for d in devices if d // per_host == host),
+                num_processes=len(parts),
+                host=part[0] // per_host,
+                node=f"host{part[0] // per_host}",
+                devices=tuple(part),
                 mesh_devices=devices,
                 platform=self.platform,
                 address="127.0.0.1",
                 token=self._key.hex(),
                 folder=self._folder.name,
             )
-            for rank, host in enumerate(hosts)
+            for rank, part in enumerate(parts.values())
         ]
-        self._num_workers += len(hosts)
-        workers = []
-        with Listener(None, "AF_UNIX", authkey=self._key) as listener:
-            code = "from tests.remote.process_cluster import work; import sys; work(*sys.argv[1:])"
-            for place in places:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", code, listener.address, self._key.hex()],
-                    env=self._environment(place),
-                    cwd=ROOT,
-                )
-                connection = listener.accept()
-                connection.send((place, coordinator))
-                workers.append(Worker(place, process, connection, {}))
-        for worker in workers:
-            threading.Thread(target=worker.read, daemon=True).start()
-        return Group(devices, workers)
 
     def _environment(self, place: WorkerPlace) -> dict[str, str]:
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if self._num_gpus is None:
+        if self._ranks is None:
             return env | {
                 "JAX_PLATFORMS": "cpu",
                 "PJRT_NPROC": "16",  # threads for tiles while collectives wait
                 "XLA_FLAGS": "--xla_backend_optimization_level=0",
             }
-        gpus = [str(device % self._num_gpus) for device in place.devices]
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        env.pop("XLA_FLAGS", None)
-        return env
+        return env | gpu_environment(self._ranks, place.devices)
 
     def check(self) -> None:
         pass

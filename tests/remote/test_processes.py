@@ -32,6 +32,15 @@ def test_four_processes_of_two_devices() -> None:
 
 
 @pytest.mark.slow
+def test_a_host_of_two_devices_as_two_processes() -> None:
+    """As where ranks share a GPU."""
+    with running_on(ProcessCluster(2, 2, devices_per_process=1), "jax_transfer"):
+        executable = check_step("mlp-tiny", pipeline(2))
+        assert [len(mesh.places) for mesh in executable.meshes] == [2, 2]
+        assert {place.host for place in executable.meshes[1].places} == {1}
+
+
+@pytest.mark.slow
 def test_two_processes_are_one_mesh() -> None:
     with running_on(ProcessCluster(2, 1), "jax_transfer"):
         executable = check_step("gpt-tiny", autopar.ShardParallel((2,)))

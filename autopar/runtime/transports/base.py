@@ -77,4 +77,9 @@ class Transport(Protocol):
 
     def recv(self, tag: int, tiles: Sequence[InTile]) -> Sequence[jax.Array]: ...
 
+    def check(self) -> None:
+        """Raise if a transfer has failed. Of some transports, arrays that were being received then
+        look ready and hold anything: call this after reading."""
+        ...
+
     def close(self) -> None: ...

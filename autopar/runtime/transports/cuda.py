@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,21 @@ def import_cupy(transport: str) -> Any:
 
 
 def import_nccl() -> Any:
-    """CuPy's NCCL, with JAX's copy of the library if JAX was installed with one."""
+    """CuPy's NCCL, with JAX's copy of the library if JAX was installed with one. A library in
+    LD_PRELOAD comes first: processes that share a GPU need a newer one (`shared_gpu`)."""
     import_cupy("nccl")
+    if "libnccl" in os.environ.get("LD_PRELOAD", ""):
+        return _cupy_nccl()
     spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         library = Path(folder) / "lib" / "libnccl.so.2"
         if library.exists():
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
             break
+    return _cupy_nccl()
+
+
+def _cupy_nccl() -> Any:
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")
         available = getattr(nccl, "available", True)
@@ -126,21 +133,6 @@ def _room(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     # JAX hands memory out before earlier programs on the device are done with it. An array that a
     # program makes is ready only after them.
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
-
-
-class HeldBuffers:
-    """Objects that must live until their events are done."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Any, Sequence[Any]]] = []
-
-    def keep(self, event: Any, objects: Sequence[Any]) -> None:
-        self._entries.append((event, objects))
-
-    def release(self) -> bool:
-        """Release the objects whose events are done; whether all are."""
-        self._entries = [entry for entry in self._entries if not entry[0].done]
-        return not self._entries
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:

@@ -1,6 +1,6 @@
 """Tiles between processes of one host by memory that both map (CUDA IPC), through CuPy.
 
-Processes that share a GPU need it, since NCCL refuses them.
+Processes that share a GPU need it where NCCL refuses them: before 2.30.
 
     sender                                       receiver
     tile ─copy─▶ slot of staging memory          │
@@ -142,6 +142,10 @@ class CudaIpc:
         tickets = {(worker, place.ticket) for (worker, _), place in places.items()}
         self._acknowledge(tickets, landed, arrays)
         return arrays
+
+    def check(self) -> None:
+        self._senders.check()
+        self._receivers.check()
 
     def close(self) -> None:
         self._port.close()

@@ -6,17 +6,27 @@ in whatever order a schedule posts sends and receives. A transfer is one NCCL gr
 several targets is broadcast. Data is sent as bytes, whatever its type.
 
 Communicators are created in `prepare`, where the processes of a link wait for each other: the
-sender makes NCCL's unique id, and the others request it at the sender's port. If a peer dies, NCCL
-may leave transfers waiting on the device; the driver's heartbeat then ends the process.
+sender makes NCCL's unique id, and the others request it at the sender's port. NCCL connects two
+ranks at their first exchange, and the host waits there for the other rank; so `prepare` sends a
+byte over each link. After that, `send` and `recv` wait for nobody.
+
+A waiting transfer occupies multiprocessors of its device: a device needs as many as it has links,
+times NCCL_MAX_CTAS, besides those that its programs need. CUDA runs streams side by side only up to
+CUDA_DEVICE_MAX_CONNECTIONS.
+
+Workers of a link keep a connection to each other, which ends with either of them. Then, or after
+`TRANSFER_LIMIT_S`, transfers that wait are aborted, and `check` raises (`watch`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,9 +36,9 @@ from autopar.errors import ClusterError, DataError, WorkerError
 from autopar.ir.remote import Endpoint
 from autopar.runtime.remote.frames import write_frame
 from autopar.runtime.remote.place import WorkerPlace
+from autopar.runtime.remote.sockets import hang_up
 from autopar.runtime.transports.base import InTile, Link, OutTile
 from autopar.runtime.transports.cuda import (
-    HeldBuffers,
     Landing,
     Lent,
     empty,
@@ -40,14 +50,18 @@ from autopar.runtime.transports.cuda import (
 )
 from autopar.runtime.transports.numbering import TileKey, incoming_keys, outgoing_keys
 from autopar.runtime.transports.ports import MessagePort, dial, receive
+from autopar.runtime.transports.watch import TransferWatch, Underway, within
 
 PREPARE_LIMIT_S = 120.0
+TRANSFER_LIMIT_S = 600.0  # for the other side to come: it may compute or read a checkpoint
+CLOSE_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class _LinkMember:
-    """A device's place in a communicator."""
+    """A device's place in the communicator of a link."""
 
+    link: Link
     comm: Any
     device: Any
     stream: Any
@@ -79,9 +93,11 @@ class Nccl:
         self._joined: set[Link] = set()
         self._ids: dict[str, dict[str, Any]] = {}
         self._new_id = threading.Condition()
-        self._held = HeldBuffers()
+        self._aborted: set[int] = set()  # by id of the member
+        self._watch = TransferWatch(place.worker, TRANSFER_LIMIT_S)
+        self._watched: dict[int, socket.socket] = {}
         self._to_self: dict[int, dict[TileKey, OutTile]] = {}
-        self._port = MessagePort(place.address, place.token, self._give_id)
+        self._port = MessagePort(place.address, place.token, self._serve)
 
     def address(self) -> dict[str, Any]:
         return {"port": self._port.address}
@@ -92,11 +108,13 @@ class Nccl:
     def prepare(self, links: Sequence[Link]) -> None:
         for link in dict.fromkeys(links):
             if link not in self._joined:
+                self._keep_connected(link)
                 self._join(link)
                 self._joined.add(link)
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
-        self._held.release()
+        self._watch.check()
+        self._watch.release()
         calls = []
         for key, tile in zip(outgoing_keys(tiles), tiles, strict=True):
             if any(target.worker == self.place.worker for target in tile.targets):
@@ -106,7 +124,8 @@ class Nccl:
         self._post(calls)
 
     def recv(self, tag: int, tiles: Sequence[InTile]) -> list[jax.Array]:
-        self._held.release()
+        self._watch.check()
+        self._watch.release()
         noted = self._to_self.pop(tag, {})
         calls: list[_Call] = []
         landings: list[tuple[_LinkMember, Landing] | None] = []
@@ -122,22 +141,36 @@ class Nccl:
             peer = 0 if len(tile.targets) == 1 else None
             calls.append(_Call(member, landing, sends=False, peer=peer))
         written = self._post(calls)
-        return [
+        arrays = [
             empty(tile.shape, tile.dtype, self.devices[tile.target.device])
             if landed is None
-            else landed[1].array(self.cupy, written[landed[0].stream.ptr])
+            else landed[1].array(self.cupy, written[id(landed[0])])
             for tile, landed in zip(tiles, landings, strict=True)
         ]
+        self._watch.check()
+        return arrays
+
+    def check(self) -> None:
+        self._watch.check()
 
     def close(self) -> None:
         self._port.close()
-        idle = self._held.release()
-        for member in self._members.values():
-            if idle:
-                member.comm.destroy()
-            else:  # destroying would wait for the other side
-                member.comm.abort()
+        for connection in self._watched.values():
+            hang_up(connection)
+        idle = self._watch.release()
+        members = [m for m in self._members.values() if id(m) not in self._aborted]
         self._members.clear()
+
+        def end() -> None:
+            for member in members:
+                with contextlib.suppress(self.nccl.NcclError):
+                    if idle and not any(map(self._watch.is_lost, self._others(member.link))):
+                        member.comm.destroy()
+                    else:  # destroying would wait for the other side
+                        member.comm.abort()
+
+        within(CLOSE_LIMIT_S, end, "autopar-nccl")
+        self._watch.close()
 
     def _sending(self, tile: OutTile) -> _Call:
         member = self._member(Link(tile.source, tile.targets), tile.source)
@@ -155,26 +188,57 @@ class Nccl:
         return member
 
     def _post(self, calls: Sequence[_Call]) -> dict[int, Any]:
-        """Put the calls on their streams as one group. Returns, by stream, an event after them."""
-        if not calls:
-            return {}
-        for member in {id(call.member): call.member for call in calls}.values():
-            member.comm.check_async_error()
-        self.nccl.groupStart()
-        try:
-            for call in calls:
-                self._call(call)
-        finally:
-            self.nccl.groupEnd()
-        by_stream: dict[int, list[_Call]] = {}
+        """Put the calls on their streams as one group. Returns, by id of the member,
+        an event after them."""
+        by_member: dict[int, list[_Call]] = {}
         for call in calls:
-            by_stream.setdefault(call.member.stream.ptr, []).append(call)
+            by_member.setdefault(id(call.member), []).append(call)
+        members = [member_calls[0].member for member_calls in by_member.values()]
+        for member in members:
+            self._watch.check(self._others(member.link))
+        begun = [record(self.cupy, member.device, member.stream) for member in members]
+        try:
+            for member in members:
+                member.comm.check_async_error()
+            self._group(calls)
+        except self.nccl.NcclError as error:
+            self._watch.check()  # it was aborted meanwhile
+            names = ", ".join(_name(member.link) for member in members)
+            raise WorkerError(
+                f"NCCL failed on worker {self.place.worker} in a transfer of {names} "
+                f"(worker.device): {error}. NCCL_DEBUG=INFO shows what NCCL does.",
+                host=self.place.node,
+            ) from error
         done = {}
-        for pointer, stream_calls in by_stream.items():
-            member = stream_calls[0].member
-            done[pointer] = record(self.cupy, member.device, member.stream)
-            self._held.keep(done[pointer], [call.memory for call in stream_calls])
+        for member, before, member_calls in zip(members, begun, by_member.values(), strict=True):
+            after = done[id(member)] = record(self.cupy, member.device, member.stream)
+            self._watch.add(
+                Underway(
+                    f"of {_name(member.link)} (worker.device)",
+                    self._others(member.link),
+                    before,
+                    after,
+                    [call.memory for call in member_calls],
+                    partial(self._abort, member),
+                )
+            )
         return done
+
+    def _group(self, calls: Sequence[_Call]) -> None:
+        if calls:
+            with self._grouped():
+                for call in calls:
+                    self._call(call)
+
+    def _abort(self, member: _LinkMember) -> None:
+        if id(member) not in self._aborted:
+            self._aborted.add(id(member))
+            with contextlib.suppress(self.nccl.NcclError):
+                member.comm.abort()
+
+    def _others(self, link: Link) -> frozenset[int]:
+        workers = {end.worker for end in (link.source, *link.targets)}
+        return frozenset(workers - {self.place.worker})
 
     def _call(self, call: _Call) -> None:
         comm, pointer, size = call.member.comm, call.memory.pointer, call.memory.num_bytes
@@ -187,6 +251,7 @@ class Nccl:
             comm.recv(pointer, size, kind, call.peer, stream)
 
     def _join(self, link: Link) -> None:
+        """Make the link's communicator, and connect its ranks by a first byte."""
         ends = list(dict.fromkeys((link.source, *link.targets)))
         local = [(rank, end) for rank, end in enumerate(ends) if end.worker == self.place.worker]
         if link.source.worker == self.place.worker:
@@ -196,44 +261,88 @@ class Nccl:
                 self._new_id.notify_all()
         else:
             unique_id = self._ask_id(link)
-        comms: list[Any] = []
-        failed: list[BaseException] = []
-
-        def make() -> None:
-            for rank, end in local:
-                with self.cupy.cuda.Device(ordinal(self.devices[end.device])):
-                    comms.append(self.nccl.NcclCommunicator(len(ends), unique_id, rank))
+        members: list[_LinkMember] = []
 
         def join() -> None:
-            try:
-                if len(local) == 1:
-                    make()
-                    return
-                self.nccl.groupStart()
-                try:
-                    make()
-                finally:
-                    self.nccl.groupEnd()
-            except BaseException as error:
-                failed.append(error)
+            comms = self._communicators(len(ends), unique_id, local)
+            for (_, end), comm in zip(local, comms, strict=True):
+                device = self.devices[end.device]
+                members.append(_LinkMember(link, comm, device, new_stream(self.cupy, device)))
+            if len(ends) > 1:
+                self._connect_ranks(members, [rank for rank, _ in local], len(ends))
 
         # NCCL waits for all ranks without limit.
-        thread = threading.Thread(target=join, name="autopar-nccl", daemon=True)
-        thread.start()
-        thread.join(PREPARE_LIMIT_S)
-        if thread.is_alive() or failed:
-            why = str(failed[0]) if failed else f"not all joined within {PREPARE_LIMIT_S:g} s"
+        why, cause = f"not all joined within {PREPARE_LIMIT_S:g} s", None
+        try:
+            joined = within(PREPARE_LIMIT_S, join, "autopar-nccl")
+        except Exception as error:
+            joined, why, cause = False, str(error), error
+        if not joined:
             raise WorkerError(
                 f"worker {self.place.worker} on {self.place.node} could not make an NCCL "
                 f"communicator of {', '.join(map(_end, ends))} (worker.device): {why}. NCCL_DEBUG="
-                "INFO shows what NCCL does; two processes on one GPU need AUTOPAR_TRANSPORT="
-                "cuda_ipc.",
+                "INFO shows what NCCL does. Processes that share a GPU need NCCL 2.30 with "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 (autopar launch sets both), or "
+                "AUTOPAR_TRANSPORT=cuda_ipc.",
                 host=self.place.node,
-            ) from (failed[0] if failed else None)
-        for (_, end), comm in zip(local, comms, strict=True):
-            device = self.devices[end.device]
-            stream = new_stream(self.cupy, device)
-            self._members[link, end] = _LinkMember(comm, device, stream)
+            ) from cause
+        for (_, end), member in zip(local, members, strict=True):
+            self._members[link, end] = member
+
+    def _communicators(
+        self, size: int, unique_id: Any, local: Sequence[tuple[int, Endpoint]]
+    ) -> list[Any]:
+        comms = []
+        with self._grouped() if len(local) > 1 else contextlib.nullcontext():
+            for rank, end in local:
+                with self.cupy.cuda.Device(ordinal(self.devices[end.device])):
+                    comms.append(self.nccl.NcclCommunicator(size, unique_id, rank))
+        return comms
+
+    def _connect_ranks(
+        self, members: Sequence[_LinkMember], ranks: Sequence[int], size: int
+    ) -> None:
+        calls = []
+        for member, rank in zip(members, ranks, strict=True):
+            byte = Landing((1,), "uint8", member.device, member.stream)
+            peer = None if size > 2 else 1 - rank
+            calls.append(_Call(member, byte, sends=rank == 0, peer=peer))
+        self._group(calls)
+        for member in members:
+            record(self.cupy, member.device, member.stream, block=True).synchronize()
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Iterator[None]:
+        self.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self.nccl.groupEnd()
+
+    def _keep_connected(self, link: Link) -> None:
+        """Have a connection to the workers of a link; the one with the higher number dials."""
+        for worker in sorted(self._others(link)):
+            if worker >= self.place.worker or worker in self._watched:
+                continue
+            if worker not in self.addresses:
+                continue  # `_ask_id` says so
+            hello = {"watch": self.place.worker}
+            address, token = self.addresses[worker], self.place.token
+            connection = dial(worker, address, token, hello, PREPARE_LIMIT_S)
+            self._watched[worker] = connection
+            threading.Thread(
+                target=self._wait_for_end,
+                args=(worker, connection),
+                name="autopar-peer",
+                daemon=True,
+            ).start()
+
+    def _wait_for_end(self, worker: int, connection: socket.socket) -> None:
+        try:
+            with connection:
+                receive(connection)
+        except (DataError, OSError) as error:
+            self._watch.lose(worker, str(error))
 
     def _ask_id(self, link: Link) -> Any:
         source = link.source.worker
@@ -253,7 +362,10 @@ class Nccl:
                     f"(worker.device) within {PREPARE_LIMIT_S:g} s: {error}"
                 ) from error
 
-    def _give_id(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+    def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        if "watch" in hello:
+            self._wait_for_end(int(hello["watch"]), connection)
+            return
         name = hello.get("link")
         with self._new_id:
             if not self._new_id.wait_for(lambda: name in self._ids, PREPARE_LIMIT_S):

@@ -5,9 +5,11 @@ The same bodies run on virtual CPU devices by default, and on GPUs in `tests/gpu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +17,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from autopar.runtime.transports.base import Endpoint, InTile, Link
-from tests.unit.runtime.transports.peer import Peer, join
+from tests.unit.runtime.transports.peer import Peer, PeerError, join, use
 
 DTYPES = ("float32", "bfloat16", "bool", "int8", "uint32", "float8_e4m3fn", "complex64")
 SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (4, 5), (2, 3, 4), (33, 65))
@@ -39,14 +42,18 @@ Transfer = tuple[Sent, ...]
 def workers(
     count: int, transport: str, first: int = 1, *, fake_cuda: bool = False, **options: Any
 ) -> Iterator[list[Peer]]:
-    """Processes that know each other; `visible` of GPUs may have one entry per process."""
-    visible = options.pop("visible", [None] * count)
+    """Processes that know each other. `ranks`: of GPUs, one for each process, or `num_devices` for
+    each where every rank has a GPU of its own."""
+    ranks = options.pop("ranks", None)
     peers: list[Peer] = []
     with tempfile.TemporaryDirectory() as folder:
         options["fake_cuda"] = folder if fake_cuda else ""
         try:
             for i in range(count):
-                peers.append(Peer(first + i, transport, visible=visible[i], **options))
+                per_process = options.get("num_devices", 1)
+                own = range(i * per_process, (i + 1) * per_process)
+                gpus = None if ranks is None or ranks.platform == "cpu" else (ranks, own)
+                peers.append(Peer(first + i, transport, gpus=gpus, **options))
             join(peers)
             yield peers
             for peer in peers:
@@ -207,6 +214,87 @@ def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> N
         while peer.pending:
             peer.answer()
     check_arrived(peers, transfers)
+
+
+def random_traffic(
+    peers: Sequence[Peer], seed: int, first_tag: int, num_rounds: int, *, recvs_first: bool
+) -> None:
+    """Transfers of two plans between all pairs of meshes (processes of one device here), in both
+    directions, over the same links, of 0 bytes to 1 MiB. Every mesh goes through its transfers in
+    one order, as schedules do, but each is early or late as it happens; with `recvs_first` it posts
+    all receives of a round before the sends, which only streams keep from waiting in a circle."""
+    draw, values = random.Random(seed), np.random.default_rng(seed)
+    ends = [Endpoint(peer.worker, 0) for peer in peers]
+    numbers = itertools.count(first_tag)
+    for _ in range(num_rounds):
+        transfers: dict[int, Transfer] = {}
+        for _plan in range(2):
+            for source, target in draw.sample(list(itertools.permutations(ends, 2)), len(ends)):
+                sizes = [draw.choice((0, 1, 33, 4096, 2**18)) for _ in range(draw.randint(1, 3))]
+                others = [end for end in ends if end not in (source, target)]
+                transfers[next(numbers)] = tuple(
+                    Sent(
+                        values.normal(size=size).astype(np.float32),
+                        source,
+                        (target, *others) if draw.random() < 0.3 else (target,),
+                    )
+                    for size in sizes
+                )
+        _post_traffic(peers, transfers, draw, recvs_first)
+        check_arrived(peers, transfers)
+
+
+def _post_traffic(
+    peers: Sequence[Peer], transfers: dict[int, Transfer], draw: random.Random, recvs_first: bool
+) -> None:
+    prepare(peers, links(list(transfers.values())))
+    posts: dict[Peer, list[tuple[str, int, Any]]] = {}
+    for peer in peers:
+        sends = [("send", tag, outgoing(own, peer.worker)) for tag, own in transfers.items()]
+        recvs = [
+            ("recv", tag, [tile for tile, _ in incoming(own, peer.worker)])
+            for tag, own in transfers.items()
+        ]
+        ordered = recvs + sends if recvs_first else sends + recvs
+        posts[peer] = [post for post in ordered if post[2]]
+    while any(posts.values()):
+        peer = draw.choice([peer for peer, own in posts.items() if own])
+        peer.post(*posts[peer].pop(0))
+        if draw.random() < 0.05:
+            peer.post("nap", 0.02)
+    for peer in peers:
+        while peer.pending:
+            peer.answer()
+
+
+def receive_from_one_that_ends(
+    peers: Sequence[Peer], how: str, *, limit_s: float = 3.0, **options: Any
+) -> None:
+    """A process is killed or stopped while the first of the peers waits inside an NCCL receive for
+    it: a named error within the limit. Then the peers make their transports anew and go on."""
+    receiver = peers[0]
+    with workers(1, "nccl", first=21, **options) as (victim,):
+        join([receiver, victim])
+        sent = Sent(np.ones(2**16, np.float32), Endpoint(21, 0), (Endpoint(receiver.worker, 0),))
+        carry_out((victim, receiver), {1: (sent,)}, sends_first=True)
+        receiver.ask("set_limit", limit_s)
+        receiver.post("recv", 2, [tile for tile, _ in incoming((sent,), receiver.worker)])
+        receiver.post("values", 2)
+        receiver.post("nap", 0)
+        time.sleep(0.5)
+        victim.kill() if how == "kill" else victim.stop()
+        reason = "worker 21 is gone" if how == "kill" else "worker 21 did not take part within 3 s"
+        with pytest.raises(PeerError, match=rf"WorkerError: .*21\.0>.* failed: {reason}"):
+            while receiver.pending:  # where a receive waits depends on the devices
+                receiver.answer()
+        while receiver.pending:
+            with contextlib.suppress(PeerError):
+                receiver.answer()
+        with pytest.raises(PeerError, match=r"WorkerError: .* failed"):
+            receiver.ask("send", 3, [])
+    use(peers, "nccl")
+    carry_out_many(peers[1], peers[0], 10, 80_000, 1000)
+    carry_out_many(peers[0], peers[1], 10, 81_000, 1000)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

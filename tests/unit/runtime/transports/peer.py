@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -24,36 +25,34 @@ ANSWER_LIMIT_S = 60.0
 
 
 class Peer:
-    """A worker process. `num_devices` virtual CPU devices, or with platform "gpu" those GPUs of
-    the host whose numbers are in `visible`. With `fake_cuda`, a folder, transports take the first
-    CPU device for a GPU, and get a stand-in for CuPy."""
+    """A worker process: `num_devices` virtual CPU devices, or with `gpus` (ranks and the numbers
+    of some) their GPUs. With `fake_cuda`, a folder, transports take the first CPU device for a GPU,
+    and get a stand-in for CuPy."""
 
     def __init__(
         self,
         worker: int,
         transport: str,
         num_devices: int = 2,
-        platform: str = "cpu",
-        visible: str | None = None,
+        gpus: tuple[Any, Sequence[int]] | None = None,
         fake_cuda: str = "",
     ) -> None:
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        env = {**os.environ, "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": platform}
-        if platform == "cpu":
+        env = {**os.environ, "PYTHONPATH": ":".join(paths), "JAX_PLATFORMS": "cpu"}
+        if gpus is not None:
+            from tests.remote.process_cluster import gpu_environment
+
+            env |= gpu_environment(*gpus)
+        else:
             env["XLA_FLAGS"] = (
                 f"--xla_force_host_platform_device_count={num_devices} "
                 "--xla_backend_optimization_level=0"
             )
-        else:
-            env.pop("JAX_PLATFORMS")
-            env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-            if visible is not None:
-                env["CUDA_VISIBLE_DEVICES"] = visible
         if fake_cuda:
             env["AUTOPAR_FAKE_CUDA"] = fake_cuda
             env["PYTHONPATH"] += f":{Path(__file__).parent / 'fake'}"
         self.worker = worker
-        self.platform = "gpu" if fake_cuda else platform
+        self.platform = "gpu" if fake_cuda or gpus is not None else "cpu"
         self.pending = 0
         self.process = subprocess.Popen(
             [sys.executable, __file__],
@@ -94,6 +93,10 @@ class Peer:
         self.process.kill()
         self.process.wait(10)
 
+    def stop(self) -> None:
+        """Nothing of it goes on, and nobody is told; it can still be killed."""
+        self.process.send_signal(signal.SIGSTOP)
+
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.kill()
@@ -133,7 +136,7 @@ class _Worker:
         place = WorkerPlace(
             worker, 0, 1, 0, "here", devices, devices, platform, "127.0.0.1", "a token", "/tmp"
         )
-        self.transport = make_transport(transport, place)
+        self.transport: Any = make_transport(transport, place)
         self.arrived: dict[int, list[Any]] = {}
 
     def address(self) -> dict[str, Any]:
@@ -174,10 +177,16 @@ class _Worker:
         import numpy as np
 
         devices = jax.local_devices()
-        return [
+        values = [
             (np.asarray(array), devices.index(next(iter(array.devices()))))
             for array in self.arrived.pop(tag)
         ]
+        self.transport.check()
+        return values
+
+    def set_limit(self, limit_s: float) -> None:
+        """For transfers of NCCL."""
+        self.transport._watch.limit_s = limit_s
 
     def send_many(self, tags: range, source: Any, targets: Any, size: int, work: int) -> None:
         from autopar.runtime.transports.base import OutTile

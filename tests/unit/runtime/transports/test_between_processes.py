@@ -34,7 +34,7 @@ def only(*names):
 
 
 def test_random_tiles_among_three_processes(processes, transport):
-    """The stand-in for CuPy has one device, and its NCCL blocks while it receives."""
+    """The stand-in for CuPy has one device, and importing what NCCL receives waits for it."""
     real = transport == "jax_transfer"
     in_order = transport == "nccl"
     for round_ in range(4):
@@ -143,3 +143,51 @@ def test_a_dead_peer_is_an_error_within_seconds(processes, transport):
         if transport == "cuda_ipc":
             with pytest.raises(PeerError, match="WorkerError: worker 11 does not answer"):
                 receiver.ask("prepare", [Link(Endpoint(1, 0), (Endpoint(11, 0),))])
+
+
+def test_plans_that_share_links_in_any_order(processes, transport):
+    """Two plans of three meshes, both ways, large and small tiles in turn."""
+    for seed in (1, 2):
+        cases.random_traffic(
+            processes, seed, 50_000 + 1000 * seed, num_rounds=2, recvs_first=transport != "nccl"
+        )
+
+
+@only("nccl")
+def test_a_send_waits_for_nobody(processes, transport):
+    """NCCL connects two ranks at their first exchange, where a host waits for the other."""
+    first, second, _ = processes
+    there, back = (
+        cases.Sent(np.arange(9, dtype=np.float32), Endpoint(one, 0), (Endpoint(other, 0),))
+        for one, other in ((1, 2), (2, 1))
+    )
+    cases.prepare(processes[:2], cases.links([(there,), (back,)]))
+    for tag in (60_000, 60_001):
+        first.ask("send", tag, cases.outgoing((there,), 1))
+        second.ask("send", tag + 10, cases.outgoing((back,), 2))
+    for tag in (60_000, 60_001):
+        second.ask("recv", tag, [tile for tile, _ in cases.incoming((there,), 2)])
+        first.ask("recv", tag + 10, [tile for tile, _ in cases.incoming((back,), 1)])
+        cases.check_arrived(processes[:2], {tag: (there,), tag + 10: (back,)})
+
+
+@only("nccl")
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_receive_that_cannot_end_is_aborted(processes, transport, how):
+    """Afterwards the transport is made anew, and the other two go on."""
+    cases.receive_from_one_that_ends(processes[:2], how, fake_cuda=True)
+
+
+@only("nccl")
+def test_a_sender_hears_of_a_dead_receiver(processes, transport):
+    sender = processes[0]
+    with cases.workers(1, transport, first=13, fake_cuda=True) as (victim,):
+        cases.join([sender, victim])
+        sent = cases.Sent(np.ones(3, np.float32), Endpoint(1, 0), (Endpoint(13, 0),))
+        cases.carry_out((sender, victim), {70_000: (sent,)}, sends_first=True)
+        victim.kill()
+        with pytest.raises(PeerError, match=r"WorkerError: .*with worker 13, which is gone"):
+            for tag in range(70_001, 70_101):
+                sender.ask("send", tag, cases.outgoing((sent,), 1))
+                sender.ask("nap", 0.1)
+    use(processes, transport)

@@ -1,4 +1,6 @@
-"""Devices, streams and events."""
+"""Devices, streams and events. A stream is a thread that does its jobs in order."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 from cupy.cuda import runtime
 
@@ -17,21 +19,34 @@ class Device:
 
 
 class Stream:
-    ptr = None  # JAX's CPU arrays take no stream
-
     def __init__(self, non_blocking=False):
         assert non_blocking
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
+
+    @property
+    def ptr(self):
+        """None, since JAX's CPU arrays take no stream. A call that is given it is meant for the
+        stream that was asked last."""
+        runtime.asked.stream = self
+        return None
+
+    def put(self, job):
+        return self.thread.submit(job)
 
 
 class Event:
     ptr = None
-    done = True
 
     def __init__(self, block=False, disable_timing=False):
         assert disable_timing
 
     def record(self, stream):
         assert isinstance(stream, Stream)
+        self.after = stream.put(lambda: None)
+
+    @property
+    def done(self):
+        return self.after.done()
 
     def synchronize(self):
-        return None
+        self.after.result()
