@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.devices import first_devices
-from autopar.cli.profile_ranks import is_rank, join_ranks
+from autopar.cli.profile_ranks import is_rank
 from autopar.errors import ArgumentError
 from autopar.measure.profile.profile_machine import PARTS, checked_parts, profile_machine
 from autopar.measure.profile.text import show_profile
@@ -22,7 +22,7 @@ OK, INTERRUPTED = 0, 130
 def run_machine(arguments: Namespace) -> int:
     only = None if arguments.only is None else checked_parts(arguments.only.split(","))
     is_local = arguments.cluster == "local"
-    machine_of = _ray if not is_local else join_ranks if is_rank() else _local
+    machine_of = _ray if not is_local else _rank if is_rank() else _local
     what, name, measure = machine_of(arguments)
     output = Path(arguments.output or name)
     if not output.parent.is_dir():
@@ -65,6 +65,21 @@ def _local(arguments: Namespace) -> tuple[str, str, Any]:
     kind = devices[0].device_kind
     measure = partial(profile_machine, devices=devices)
     return f"{len(devices)} × {kind}", default_name(kind), measure
+
+
+def _rank(arguments: Namespace) -> tuple[str, str, Any]:
+    """As `_local`, in one of several processes; only rank 0 prints a description."""
+    import jax
+
+    from autopar.measure.profile.ranks import profile_ranks
+
+    for option in ("address", "hosts", "devices"):
+        if getattr(arguments, option) is not None:
+            raise ArgumentError(f"autopar profile --{option}: ranks measure all their devices.")
+    jax.distributed.initialize()
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    what = f"{count} ranks of {kind}" if jax.process_index() == 0 else ""
+    return what, default_name(f"{kind} {count} ranks"), profile_ranks
 
 
 def _ray(arguments: Namespace) -> tuple[str, str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from typing import Any
 
 from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime.launch import RankResult, run_ranks
@@ -19,7 +18,7 @@ from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 OK = 0
 _COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 _START_S = 300.0  # beyond the time limit: for JAX to start, and for the last sample
-_LIMITS_S = {True: 1800.0, False: 4 * 3600.0}  # without a time limit; quick or not
+_LIMITS_S = {True: 600.0, False: 4 * 3600.0}  # without a time limit; quick or not
 _SHOWN_LINES = 15  # of a rank that failed
 
 
@@ -85,20 +84,3 @@ def _failure_text(failed: list[RankResult], limit_s: float) -> str:
         f"profile: rank {first.rank} {what}.{others} Samples so far are kept; the same command "
         f"continues. Its last lines:\n{said or '    (none)'}"
     )
-
-
-def join_ranks(arguments: Namespace) -> tuple[str, str, Any]:
-    """In a rank: a description (of rank 0 alone, since it prints), the default file name, and the
-    function that measures."""
-    import jax
-
-    from autopar.cli.profile_machine import default_name
-    from autopar.measure.profile.ranks import profile_ranks
-
-    for option in ("address", "hosts", "devices"):
-        if getattr(arguments, option) is not None:
-            raise ArgumentError(f"autopar profile --{option}: ranks measure all their devices.")
-    jax.distributed.initialize()
-    count, kind = jax.device_count(), jax.devices()[0].device_kind
-    what = f"{count} ranks of {kind}" if jax.process_index() == 0 else ""
-    return what, default_name(f"{kind} {count} ranks"), profile_ranks

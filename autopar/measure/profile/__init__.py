@@ -2,6 +2,7 @@
 
 profile_machine    the entry: which samples are taken, again, and kept
 cluster, worker    the same on a Ray cluster
+ranks, rank_group  the same in several processes of `jax.distributed`
 samples            the list of samples for some devices
 works, links       what a sample runs
 repeating          how it is repeated and timed
