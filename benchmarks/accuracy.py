@@ -41,14 +41,14 @@ from autopar.measure.time_step import synthetic_array
 from autopar.runtime.timing import spread_of
 from autopar.session import cluster_of_devices
 from benchmarks.accuracy_plans import MESHES, plans_of
-from benchmarks.accuracy_tables import one_gpu_text, plan_line, summary, summary_text
+from benchmarks.accuracy_tables import figures, one_gpu_text, plan_line, summary, summary_text
+from benchmarks.interleaved import Runner, sample_in_turns
 from benchmarks.one_gpu_cases import Case, allow_fused_attention, example_of, method_of
 from benchmarks.pipeline_rows import machine
 from benchmarks.script import command_line, script_parser, write_json
 from examples.models import Example, gpt, moe
 
 NUM_DEVICES = 8
-LEAST_SAMPLE_S = 0.1
 
 
 def models() -> dict[str, Example]:
@@ -60,40 +60,24 @@ def models() -> dict[str, Example]:
     }
 
 
-class Runner:
-    """A planned step with made-up inputs on the devices, ready to run repeatedly."""
+class PlanRunner(Runner):
+    """A planned step with made-up inputs on the devices."""
 
     def __init__(self, planned: PlannedStep, devices: Sequence[Any]) -> None:
         started = time.perf_counter()
-        self.executable = make_executable(planned, devices)
-        self.memory_bytes = float(self.executable.memory_bytes())
+        executable = make_executable(planned, devices)
+        self.memory_bytes = float(executable.memory_bytes())
         self.compile_s = time.perf_counter() - started
-        avals, places = self.executable.avals, self.executable.input_shardings
-        self._leaves = [
-            synthetic_array(a.shape, a.dtype, p) for a, p in zip(avals, places, strict=True)
-        ]
-        self._state = planned.traced.state
-        self.samples: list[float] = []
-        self.processor_samples: list[float] = []
-        self._num_steps = 1
-        self.run(1)
-        self._num_steps = max(1, round(LEAST_SAMPLE_S / self.run(1)))
+        places = zip(executable.avals, executable.input_shardings, strict=True)
+        leaves = [synthetic_array(a.shape, a.dtype, place) for a, place in places]
 
-    def run(self, num_steps: int) -> float:
-        """Seconds of a step."""
-        started = time.perf_counter()
-        results: Any = None
-        for _ in range(num_steps):
-            results = self.executable(self._leaves)
-            for i, o in self._state:
-                self._leaves[i] = results[o]
-        jax.block_until_ready(results)
-        return (time.perf_counter() - started) / num_steps
+        def advance() -> Any:
+            results = executable(leaves)
+            for i, o in planned.traced.state:
+                leaves[i] = results[o]
+            return results
 
-    def sample(self) -> None:
-        started = time.process_time()
-        self.samples.append(self.run(self._num_steps))
-        self.processor_samples.append((time.process_time() - started) / self._num_steps)
+        super().__init__(advance)
 
 
 def measure_plans(
@@ -105,12 +89,11 @@ def measure_plans(
     for chosen_by, planned in plans:
         if time.perf_counter() > ends_s and not chosen_by:
             break
-        runners.append((chosen_by, planned, Runner(planned, devices)))
+        runners.append((chosen_by, planned, PlanRunner(planned, devices)))
     print(f"{example.name}: {len(runners)} of {len(plans)} plans compiled", flush=True)
     order = random.Random(0)
     for _ in range(options.rounds):
-        for _, _, runner in order.sample(runners, len(runners)):
-            runner.sample()
+        sample_in_turns([runner for _, _, runner in runners], order)
     rows = []
     for chosen_by, planned, runner in runners:
         predicted = {
@@ -124,8 +107,8 @@ def measure_plans(
                 "strategies": dict(strategies_in_words(planned.plan)),
                 "predicted": predicted,
                 "predicted_bytes": planned.plan.estimated_peak_bytes,
-                "step_s": statistics.median(runner.samples),
-                "spread": spread_of(runner.samples),
+                "step_s": runner.step_s,
+                "spread": runner.spread,
                 "processor_s": statistics.median(runner.processor_samples),
                 "processor_spread": spread_of(runner.processor_samples),
                 "xla_bytes": runner.memory_bytes,
@@ -138,14 +121,6 @@ def measure_plans(
 def in_processor_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same rows in processor time, which depends less on other load than wall time."""
     return [{**r, "step_s": r["processor_s"], "spread": r["processor_spread"]} for r in rows]
-
-
-def figures(plan: autopar.ParallelPlan) -> dict[str, float]:
-    return {
-        "step_s": plan.estimated_step_s,
-        "compute_s": sum(module.compute_s for module in plan.modules),
-        "communication_s": sum(module.communication_s for module in plan.modules),
-    }
 
 
 def run_plans(options: argparse.Namespace) -> dict[str, Any]:

@@ -11,8 +11,11 @@ several devices are left out, unless a cost model chooses one: XLA splits such a
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 import jax
@@ -32,6 +35,10 @@ MESHES = ((8,), (2, 4), (4, 2))
 NUM_FIXED = (2, 3, 4, 6, 8)  # products split at random
 COVERING_SHARE = 0.25  # of the plans
 MOST_TRIES = 4  # per requested plan
+KNOWN_METHODS = (autopar.DataParallel(), autopar.Zero2Parallel(), autopar.Zero3Parallel())
+
+
+Plans = list[tuple[list[str], PlannedStep]]  # (cost models that choose it, plan) …
 
 
 def plans_of(
@@ -39,25 +46,94 @@ def plans_of(
     clusters: dict[str, Any],
     limit: int,
     meshes: Sequence[tuple[int, ...]] = MESHES,
-) -> list[tuple[list[str], PlannedStep]]:
-    """(cost models that choose it, plan); `limit` counts only the other plans."""
+) -> Plans:
+    """The plans that each cost model chooses, and `limit` others."""
+    chosen = {
+        name: _planned(example, cluster, autopar.ShardParallel())
+        for name, cluster in clusters.items()
+    }
+    symbolic = next(iter(clusters.values()))
+    return with_others(chosen, _others(example, symbolic, limit, meshes), limit)
+
+
+def quick_plans_of(
+    example: Example,
+    clusters: dict[str, Any],
+    limit: int,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+    limit_s: float = inf,
+) -> Plans:
+    """The same in less time, with the choices of the default method on one mesh. The other plans
+    are known methods, the best of each mesh for the last cost model, and random ones, as many as
+    `limit_s` seconds allow."""
+    ends_s = time.monotonic() + limit_s
+    chosen = {name: chosen_on_one_mesh(example, cluster) for name, cluster in clusters.items()}
+    others = _quick_others(example, list(clusters.values())[-1], meshes, MOST_TRIES * limit, ends_s)
+    return with_others(chosen, others, limit, ends_s)
+
+
+def with_others(
+    chosen: dict[str, PlannedStep], others: Iterable[PlannedStep], limit: int, ends_s: float = inf
+) -> Plans:
+    """Different plans only; `limit` does not count the chosen ones."""
     found: dict[Any, tuple[list[str], PlannedStep]] = {}
-    for name, cluster in clusters.items():
-        planned = _planned(example, cluster, autopar.ShardParallel())
+    for name, planned in chosen.items():
         found.setdefault(_key(planned), ([], planned))[0].append(name)
     num_chosen = len(found)
-    symbolic = next(iter(clusters.values()))
-    for planned in _others(example, symbolic, limit, meshes):
-        if len(found) >= num_chosen + limit:
-            break
+    for planned in others:
         found.setdefault(_key(planned), ([], planned))
+        if len(found) >= num_chosen + limit or time.monotonic() > ends_s:
+            break
     return list(found.values())
+
+
+def chosen_on_one_mesh(example: Example, cluster: Any) -> PlannedStep:
+    """What `@autopar.parallelize` uses where pipelines are out of the question."""
+    arguments = (example.abstract_state(), example.abstract_batch())
+    return plan_step(example.train_step, arguments, {}, cluster=cluster, one_mesh=True)
+
+
+def _quick_others(
+    example: Example,
+    cluster: Any,
+    meshes: Sequence[tuple[int, ...]],
+    num_tries: int,
+    ends_s: float,
+) -> Iterator[PlannedStep]:
+    for method in KNOWN_METHODS:
+        try:
+            yield _planned(example, cluster, method)
+        except autopar.AutoparError:  # does not fit into memory, or does not divide
+            continue
+    best = _best_on(example, cluster, meshes)
+    yield from best
+    yield from _in_turns(
+        random_plans(example, cluster, meshes, num_tries, best, ends_s),
+        pinned_plans(example, cluster, meshes, num_tries, ends_s),
+    )
+
+
+def _best_on(
+    example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]]
+) -> list[PlannedStep]:
+    found = []
+    for shape in meshes:
+        try:
+            found.append(_planned(example, cluster, autopar.ShardParallel(shape)))
+        except autopar.AutoparError:  # the mesh divides nothing, or memory is short
+            continue
+    return found
+
+
+def _in_turns(*plans: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+    for turn in itertools.zip_longest(*plans):
+        yield from (planned for planned in turn if planned is not None)
 
 
 def _others(
     example: Example, cluster: Any, limit: int, meshes: Sequence[tuple[int, ...]]
 ) -> Iterator[PlannedStep]:
-    for method in (autopar.DataParallel(), autopar.Zero2Parallel(), autopar.Zero3Parallel()):
+    for method in KNOWN_METHODS:
         yield _planned(example, cluster, method)
     near = covering_plans(
         example.train_step,
@@ -68,27 +144,31 @@ def _others(
         cluster=cluster,
     )
     yield from (planned for planned in near if not _repeats_work(planned))
-    turns = zip(
+    yield from _in_turns(
         random_plans(example, cluster, meshes, MOST_TRIES * limit),
         pinned_plans(example, cluster, meshes, MOST_TRIES * limit),
-        strict=False,
     )
-    for pair in turns:
-        yield from pair
 
 
 def random_plans(
-    example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
+    example: Example,
+    cluster: Any,
+    meshes: Sequence[tuple[int, ...]],
+    num_tries: int,
+    best: Sequence[PlannedStep] = (),
+    ends_s: float = inf,
 ) -> Iterator[PlannedStep]:
     """On a random mesh, splits some products at random over all devices; the rest is optimal under
-    that constraint."""
+    that constraint. `best`: the best plan of each mesh, if known."""
     rng = random.Random(0)
     spaces = []
-    for shape in meshes:
-        origin: Any = _planned(example, cluster, autopar.ShardParallel(shape)).plan.origin
+    for planned in best or _best_on(example, cluster, meshes):
+        origin: Any = planned.plan.origin
         problem = origin.problem(origin.graph, *origin.solver_constraints(origin.graph))
         spaces.append((origin, problem, decisions(problem)))
     for _ in range(num_tries):
+        if time.monotonic() > ends_s:
+            return
         origin, problem, labels = rng.choice(spaces)
         owners = rng.sample(list(labels), min(len(labels), rng.choice(NUM_FIXED)))
         fixed = {owner: rng.choice(_whole_mesh(problem, owner, labels)) for owner in owners}
@@ -99,12 +179,18 @@ def random_plans(
 
 
 def pinned_plans(
-    example: Example, cluster: Any, meshes: Sequence[tuple[int, ...]], num_tries: int
+    example: Example,
+    cluster: Any,
+    meshes: Sequence[tuple[int, ...]],
+    num_tries: int,
+    ends_s: float = inf,
 ) -> Iterator[PlannedStep]:
     """On a random mesh, pins some parameters as replicated and others as split; products are split
     optimally under these pins."""
     rng = random.Random(1)
     for _ in range(num_tries):
+        if time.monotonic() > ends_s:
+            return
         shape = rng.choice(list(meshes))
         options = autopar.ShardingOptions(pins=random_pins(example, shape, rng))
         try:

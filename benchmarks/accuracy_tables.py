@@ -11,10 +11,20 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
+import autopar
 from autopar.measure.ranking import rank_correlation
 
 GIB = 2**30
 Row = dict[str, Any]
+
+
+def figures(plan: autopar.ParallelPlan) -> dict[str, float]:
+    """What a plan predicts, as rows have it."""
+    return {
+        "step_s": plan.estimated_step_s,
+        "compute_s": sum(module.compute_s for module in plan.modules),
+        "communication_s": sum(module.communication_s for module in plan.modules),
+    }
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

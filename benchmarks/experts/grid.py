@@ -9,7 +9,8 @@ work; `tuning.best_of_families` stops there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from examples.models import Example, dlrm, moe, wide_resnet
@@ -44,6 +45,22 @@ def experts_for(
     where possible, which compiles fast."""
     found = chains_for(example, num_devices, devices_per_host, scan_layers=scan_layers)
     return [expert for chain in found for expert in chain]
+
+
+def plain_experts(example: Example, num_devices: int, *, scan_layers: bool = False) -> list[Expert]:
+    """Every layout on one host without recomputation, micro-batches or a pipeline."""
+    found = experts_for(example, num_devices, num_devices, scan_layers=scan_layers)
+    plain = [expert for expert in found if expert.layout is not None]
+    return [e for e in plain if e.remat == "none" and e.num_micro_batches == 1]
+
+
+def families_in_turns(experts: Iterable[Expert]) -> list[Expert]:
+    """One of each family first, so that none is missing if time runs out."""
+    families: dict[str, list[Expert]] = {}
+    for expert in experts:
+        families.setdefault(expert.family, []).append(expert)
+    turns = itertools.zip_longest(*families.values())
+    return [expert for turn in turns for expert in turn if expert is not None]
 
 
 def chains_for(

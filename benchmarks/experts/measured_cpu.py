@@ -15,7 +15,6 @@ since virtual devices are one host.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import statistics
@@ -30,11 +29,12 @@ import jax
 
 import autopar
 from autopar.runtime.timing import spread_of
+from benchmarks.interleaved import Runner, sample_in_turns
 from benchmarks.script import script_parser, write_json
 from examples.models import Example, build
 
 from .expert import Expert
-from .grid import DATA, FSDP, experts_for
+from .grid import DATA, FSDP, families_in_turns, plain_experts
 
 NUM_DEVICES = 8
 LEAST_SAMPLE_S = 0.2
@@ -69,38 +69,22 @@ def example_of(name: str) -> Example:
     return build(model, batch_size, **overrides)
 
 
-class Runner:
-    """A step with its state, ready to run repeatedly."""
+class StepRunner(Runner):
+    """A step with its state."""
 
     def __init__(self, plan: str, family: str, step: Callable[..., Any], state: Any, batch: Any):
         self.plan, self.family = plan, family
-        self._step, self._state, self._batch = step, state, batch
-        self.samples: list[float] = []
-        self.processor_samples: list[float] = []
         self.facts: dict[str, Any] = {}
-        self.run(2)
-        self._num_steps = max(1, round(LEAST_SAMPLE_S / max(self.run(1), 1e-6)))
+        kept = [state]
 
-    def run(self, num_steps: int) -> float:
-        """Seconds of a step."""
-        started = time.perf_counter()
-        for _ in range(num_steps):
-            self._state, loss = self._step(self._state, self._batch)
-            # Virtual devices must not run ahead: their collectives share the host's threads.
-            jax.block_until_ready((self._state, loss))
-        return (time.perf_counter() - started) / num_steps
+        def advance() -> Any:
+            kept[0], loss = step(kept[0], batch)
+            return kept[0], loss
 
-    def sample(self) -> None:
-        started = time.process_time()
-        self.samples.append(self.run(self._num_steps))
-        self.processor_samples.append((time.process_time() - started) / self._num_steps)
-
-    @property
-    def step_s(self) -> float:
-        return statistics.median(self.samples)
+        super().__init__(advance, least_sample_s=LEAST_SAMPLE_S, waits_each_step=True)
 
 
-def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None) -> Runner:
+def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None) -> StepRunner:
     """autopar's plan with the default method."""
     autopar.init(devices=list(devices))
     step = autopar.parallelize(example.train_step, method=method or autopar.AutoParallel())
@@ -108,7 +92,7 @@ def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None)
     started = time.perf_counter()
     plan = step.plan(state, batch)
     planned_s = time.perf_counter() - started
-    runner = Runner("autopar", "autopar", step, state, batch)
+    runner = StepRunner("autopar", "autopar", step, state, batch)
     meshes = [stage.mesh_shape for stage in plan.stages] if plan.is_pipeline else [plan.mesh_shape]
     runner.facts = {
         "planned_s": planned_s,
@@ -120,24 +104,21 @@ def autopar_runner(example: Example, devices: Sequence[Any], method: Any = None)
     return runner
 
 
-def expert_runner(expert: Expert, example: Example, devices: Sequence[Any]) -> Runner:
+def expert_runner(expert: Expert, example: Example, devices: Sequence[Any]) -> StepRunner:
     assert expert.layout is not None
-    runner = Runner(expert.name, expert.family, *expert.made(example, devices))
+    runner = StepRunner(expert.name, expert.family, *expert.made(example, devices))
     runner.facts = {"mesh": "×".join(map(str, expert.layout.mesh_shape))}
     return runner
 
 
 def candidates(example: Example, num_devices: int) -> list[Expert]:
-    """Every layout, and data parallelism and FSDP also with stacked layers; one of each family
-    comes first, so that none is missing if time runs out."""
-    families: dict[str, list[Expert]] = {}
+    """Every layout, and data parallelism and FSDP also with stacked layers."""
+    found: list[Expert] = []
     for scanned in (False, True)[: 1 + hasattr(example.config, "scan_layers")]:
-        for expert in experts_for(example, num_devices, num_devices, scan_layers=scanned):
-            is_plain = expert.remat == "none" and expert.num_micro_batches == 1
-            if is_plain and expert.layout and (not scanned or expert.family in (DATA, FSDP)):
-                families.setdefault(expert.family, []).append(expert)
-    turns = itertools.zip_longest(*families.values())
-    return [expert for turn in turns for expert in turn if expert is not None]
+        for expert in plain_experts(example, num_devices, scan_layers=scanned):
+            if not scanned or expert.family in (DATA, FSDP):
+                found.append(expert)
+    return families_in_turns(found)
 
 
 def measure(
@@ -166,8 +147,7 @@ def measure(
     for index in range(rounds):
         if index >= FIRST_ROUNDS and time.perf_counter() - started > limit_s:
             break
-        for runner in order.sample(running, len(running)):
-            runner.sample()
+        sample_in_turns(running, order)
         if index + 1 == min(FIRST_ROUNDS, rounds):
             fastest = min(runner.step_s for runner in runners[1:])
             near = [runner for runner in runners[1:] if runner.step_s <= NEAR * fastest]
@@ -181,7 +161,7 @@ def measure(
     return row
 
 
-def compared(ours: Runner, experts: Sequence[Runner]) -> dict[str, Any]:
+def compared(ours: StepRunner, experts: Sequence[StepRunner]) -> dict[str, Any]:
     """autopar over the best expert, among those that ran in all rounds."""
     best = min(experts, key=lambda runner: runner.step_s)
     ratios = [a / b for a, b in zip(ours.samples, best.samples, strict=True)]
@@ -195,13 +175,13 @@ def compared(ours: Runner, experts: Sequence[Runner]) -> dict[str, Any]:
     }
 
 
-def result_of(runner: Runner) -> dict[str, Any]:
+def result_of(runner: StepRunner) -> dict[str, Any]:
     return {
         "plan": runner.plan,
         "family": runner.family,
         "fits": True,
         "step_ms": 1e3 * runner.step_s,
-        "spread": spread_of(runner.samples),
+        "spread": runner.spread,
         "processor_ms": 1e3 * statistics.median(runner.processor_samples),
         "samples": len(runner.samples),
         **runner.facts,
