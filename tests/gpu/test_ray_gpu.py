@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -43,7 +42,6 @@ pytestmark = [
 
 # (workers, transport). On CPU workers, JAX's transfer server is the only one.
 SESSIONS = [
-    (1, None),
     (2, "nccl"),
     (2, "cuda_ipc"),
     (2, "jax_transfer"),
@@ -55,8 +53,7 @@ SESSIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _precise() -> Iterator[None]:
-    """Products of float32 as the CPU computes them: they are traced in this process."""
-    with jax.default_matmul_precision("highest"):
+    with training.precise():
         yield
 
 
@@ -100,21 +97,20 @@ def init(
 @dataclass(frozen=True)
 class Running:
     num_workers: int
-    transport: str | None
+    transport: str
 
 
-@pytest.fixture(scope="module", params=SESSIONS, ids=lambda p: f"{p[0]}-{p[1] or 'any'}")
+@pytest.fixture(scope="module", params=SESSIONS, ids=lambda p: f"{p[0]}-{p[1]}")
 def running(request: pytest.FixtureRequest, init: Callable[..., None]) -> Running:
     num_workers, transport = request.param
-    if ON_CPU and transport not in (None, "nccl"):
+    if ON_CPU and transport != "nccl":
         pytest.skip("a transport of GPUs; CPU workers run the cases of nccl by jax_transfer")
     init(num_workers, transport)
     return Running(num_workers, transport)
 
 
-def test_one_mesh(running: Running) -> None:
+def check_one_mesh(num_workers: int) -> None:
     """Collectives of XLA's programs among all workers."""
-    num_workers = running.num_workers
     shape = (num_workers,) if num_workers < 4 else (2, num_workers // 2)
     executable = check_step("mlp-tiny", autopar.ShardParallel(shape), RTOL)
     (mesh,) = executable.meshes
@@ -125,14 +121,21 @@ def test_one_mesh(running: Running) -> None:
         assert np.all(np.array([one["device_bytes"] for one in stats]) > 0)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_stages(running: Running, num_stages: int) -> None:
+def test_a_worker_with_a_gpu_of_its_own(init: Callable[..., None]) -> None:
+    init(1)
+    check_one_mesh(1)
+
+
+def test_one_mesh(running: Running) -> None:
+    check_one_mesh(running.num_workers)
+
+
+def test_stages(running: Running) -> None:
     """With more workers than stages, meshes of several workers send to each other."""
-    if running.num_workers < num_stages:
-        return  # nothing to cut
-    executable = check_step("mlp-tiny", pipeline(num_stages), RTOL)
-    each = running.num_workers // num_stages
-    assert [len(mesh.places) for mesh in executable.meshes] == [each] * num_stages
+    for num_stages in (2, 4)[: 1 + (running.num_workers >= 4)]:
+        executable = check_step("mlp-tiny", pipeline(num_stages), RTOL)
+        each = running.num_workers // num_stages
+        assert [len(mesh.places) for mesh in executable.meshes] == [each] * num_stages
     remote: Any = session.current().remote
     assert remote._transport == ("jax_transfer" if ON_CPU else running.transport)
 

@@ -23,8 +23,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cluster(local_ray: None, cache: Path) -> Iterator[None]:
-    options = kills.options(cache) | {"silence_limit_s": 6}
-    autopar.init(**options, num_hosts=4, devices_per_host=1, start_limit_s=240)
+    autopar.init(**kills.options(cache), num_hosts=4, devices_per_host=1, start_limit_s=240)
     yield
     autopar.shutdown()
 

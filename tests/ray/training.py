@@ -11,7 +11,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,18 @@ class Near:
 
     def check(self, got: Any, want: Any, where: str = "") -> None:
         assert_equal(fetched(got), want, where, rtol=self.rtol, atol=self.atol)
+
+
+@contextmanager
+def precise() -> Iterator[None]:
+    """On GPUs too, products of float32 are computed as on CPUs. Steps are traced in this process,
+    by any thread of it."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 @cache
