@@ -676,6 +676,31 @@ def store_get(key: str, limit_s: float) -> bytes | None:
         ) from error
 
 
+def store_get_now(key: str) -> bytes | None:
+    """A value that some process has stored; None if there is none."""
+    try:
+        return _store().key_value_try_get_bytes(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise ClusterError(
+            f"The coordination service of jax.distributed was lost: {error}"
+        ) from error
+
+
+def store_set_new(key: str, value: bytes) -> bool:
+    """Store a value for all processes, unless there is one: then False."""
+    try:
+        _store().key_value_set_bytes(key, value)
+        return True
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise ClusterError(
+            f"The coordination service of jax.distributed was lost: {error}"
+        ) from error
+
+
 def store_delete(key: str) -> None:
     _store().key_value_delete(key)
 

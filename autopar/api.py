@@ -32,6 +32,7 @@ from autopar.methods import (
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.executable import Executable
+from autopar.runtime.failures import add_remedy, is_out_of_memory
 from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
@@ -268,6 +269,9 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
     try:
         return executable(leaves)
     except RuntimeError as error:
+        if is_out_of_memory(error):  # whether or not it has used up the old state
+            add_remedy(error)
+            raise
         for path, leaf in zip(planned.traced.call.paths, leaves, strict=True):
             if isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted():
                 raise ArgumentError(

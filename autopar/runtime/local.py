@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from autopar.runtime.arguments import (
     without_aliases,
 )
 from autopar.runtime.executable import Executable, FlatFunction
+from autopar.runtime.failures import failure_watch
 from autopar.runtime.recording import Recorder, clock
 from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone, run_alone
@@ -70,6 +72,8 @@ class LocalExecutable(Executable):
             donate_argnums=tuple(donated),
             keep_unused=True,
         )
+        sizes = [prod(tensor.shape) for tensor in plan.outputs]
+        self._smallest = min(range(len(sizes)), key=sizes.__getitem__, default=0)
         super().__init__(plan, ["step"], avals, self.jitted)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -102,7 +106,9 @@ class LocalExecutable(Executable):
             # All processes must take the same path, so it must not depend on a local error.
             if not has_types(leaves, self.avals):
                 raise SignatureChanged
-            return self._dispatch(self.place(leaves))
+            return failure_watch().run(
+                self.plan.name, lambda: self._dispatch(self.place(leaves)), self._smallest
+            )
         try:
             return self._dispatch(leaves)
         except ValueError:
