@@ -28,7 +28,8 @@ class Controllers:
         is_group = jax.distributed.is_initialized()
         self.count = jax.process_count() if is_group else 1
         self.process = jax.process_index() if self.count > 1 else 0
-        self._name = f"autopar/checkpoint/{next(_saves)}" if self.count > 1 else ""
+        self._number = next(_saves) if self.count > 1 else 0
+        self._name = _folder(self._number)
 
     @property
     def is_first(self) -> bool:
@@ -58,7 +59,10 @@ class Controllers:
     def heard_by_first(self, topic: str) -> list[Any]:
         """The results of the other processes; raises if one failed."""
         others = range(1, self.count)
-        return [_result(self._receive(topic, process), process) for process in others]
+        results = [_result(self._receive(topic, process), process) for process in others]
+        if self.count > 1 and self._number > 0:  # all have ended the save before: nobody reads it
+            _jax.store_delete(_folder(self._number - 1))
+        return results
 
     def _send(self, topic: str, message: dict[str, Any]) -> None:
         _jax.store_set(f"{self._name}/{topic}/{self.process}", json.dumps(message).encode())
@@ -73,7 +77,13 @@ class Controllers:
         return json.loads(message)
 
 
+def _folder(number: int) -> str:
+    """Of the keys of a save."""
+    return f"autopar/checkpoint/{number}"
+
+
 def _result(message: dict[str, Any], process: int) -> Any:
     if "error" in message:
-        raise CheckpointError(f"process {process}: {message['error']}")
+        text = message["error"]  # the first passes on what it heard from another
+        raise CheckpointError(text if text.startswith("process ") else f"process {process}: {text}")
     return message["result"]

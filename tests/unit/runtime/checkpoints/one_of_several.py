@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import _jax
 from autopar.errors import CheckpointError
 from tests.unit.runtime.checkpoints.mortal import mortal
 
@@ -42,6 +43,7 @@ def main(address: str, count: int, process: int, directory: Path) -> None:
     state["split"] = jax.jit(lambda x: x + 1)(state["split"])  # meanwhile, together
     save.wait(timeout_s=60)
     assert autopar.checkpoint_steps(directory) == [2]
+    assert messages_of(0) == [False, False] and messages_of(1) == [True, True]
 
     target = {**state, "split": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=other(mesh))}
     back = autopar.restore_checkpoint(directory, target)
@@ -61,6 +63,8 @@ def main(address: str, count: int, process: int, directory: Path) -> None:
                 autopar.save_checkpoint(directory, state, 10 + failing)
             except CheckpointError as error:
                 assert "No space left" in str(error), error
+                assert "process 0: process" not in str(error), error
+                assert process == failing or f"process {failing}: " in str(error), error
             else:
                 raise AssertionError("saved on a full disk")
         assert autopar.checkpoint_steps(directory) == [2]
@@ -94,6 +98,12 @@ def check_step(directory: Path) -> None:
         _, again = step(back, batch)
         assert float(again) == float(loss), (name, again, loss)
     assert sum(len(plans) for plans in step._plans.values()) == 1
+
+
+def messages_of(save: int) -> list[bool]:
+    """Whether the messages of a save are still there: the first's, and the last's."""
+    keys = ("done/0", f"written/{jax.process_count() - 1}")
+    return [_jax.store_get(f"autopar/checkpoint/{save}/{key}", 0.5) is not None for key in keys]
 
 
 def other(mesh: Mesh) -> NamedSharding:
