@@ -1,7 +1,9 @@
-"""Pipelines on one GPU: two stages that take turns on it, so that programs, transfers between
-stages and donated buffers run on a real device. What needs several GPUs is not tested here."""
+"""Pipelines on one GPU in this process: two stages that take turns on it, so that programs, copies
+between stages and donated buffers run on a real device. `test_many_gpus` has those on several."""
 
 from __future__ import annotations
+
+import os
 
 import jax
 import numpy as np
@@ -12,7 +14,10 @@ from examples.models import build
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" and os.environ.get("AUTOPAR_TEST_RANKS") != "cpu",
+        reason="needs a GPU",
+    ),
 ]
 
 TAKING_TURNS = autopar.PipeshardParallel(

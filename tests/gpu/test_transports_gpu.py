@@ -1,105 +1,148 @@
-"""Transports between processes on GPUs: NCCL from a device to itself, CUDA IPC and JAX's transfer
-server between two processes on one GPU, and NCCL between two meshes of GPUs, 2, 4 and 8 in all.
+"""Transports between 2, 4 and 8 ranks: on GPUs of their own where the host has enough, else on
+shares of one; and from a device to itself.
 
-Run with `AUTOPAR_TEST_GPU=1 python -m pytest -m gpu tests/gpu/test_transports_gpu.py`. The same
-bodies run on CPU devices in `tests/unit/runtime/transports/test_between_processes.py`.
+The processes of a module run all cases, one transport after another. The same bodies run in
+`tests/unit/runtime/transports/test_between_processes.py` on CPU devices, where a stand-in for CuPy
+takes the part of CUDA; and so do these with AUTOPAR_TEST_RANKS=cpu. Of NCCL only a GPU shows
+whether transfers that wait leave room for others: of up to seven links into a device, several wait
+at once.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
-import jax
 import numpy as np
 import pytest
 
+from autopar.runtime.shared_gpu import SHARE_VARIABLE, Ranks
 from autopar.runtime.transports.base import Endpoint
-from autopar.runtime.transports.choose import available_transports
+from autopar.runtime.transports.choose import NAMES
 from tests.unit.runtime.transports import cases
-from tests.unit.runtime.transports.peer import use
+from tests.unit.runtime.transports.peer import Peer, use
 
-GPU = jax.default_backend() == "gpu"
+pytestmark = pytest.mark.gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
-
-needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
-
-WORK = 50  # products of 2048 × 2048 matrices: milliseconds in which a tile is not there yet
+WORK = 10  # products of 2048 × 2048 matrices: milliseconds in which a tile is not there yet
 
 
-@contextmanager
-def on_one_gpu(count, transport):
-    visible = ["0"] * count
-    with cases.workers(count, transport, platform="gpu", visible=visible) as peers:
-        yield peers
+def has_cuda(ranks: Ranks) -> bool:
+    return ranks.platform == "gpu"
 
 
 @pytest.fixture(scope="module")
-def two():
-    with on_one_gpu(2, "jax_transfer") as peers:
+def processes(ranks: Callable[[int], Ranks]) -> Iterator[list[Peer]]:
+    """Eight ranks of one device each; on CPUs three, to save time."""
+    of_eight = ranks(8)
+    fake, count = not has_cuda(of_eight), 8 if has_cuda(of_eight) else 3
+    with cases.workers(count, "nccl", ranks=of_eight, num_devices=1, fake_cuda=fake) as peers:
         yield peers
 
 
-@pytest.fixture(
-    scope="module",
-    params=["jax_transfer", pytest.param("cuda_ipc", marks=needs_cupy)],
-)
-def shared(request, two):
-    use(two, request.param)
-    return two
+@pytest.fixture(scope="module", params=NAMES)
+def transport(request: pytest.FixtureRequest, processes: list[Peer]) -> str:
+    use(processes, request.param)
+    return request.param
 
 
-def test_random_tiles_between_two_processes_on_one_gpu(shared):
-    for seed in range(6):
-        transfers = {seed: cases.random_transfer(seed, (1, 2), 1)}
-        cases.carry_out(shared, transfers, seed, sends_first=True)
+@pytest.fixture(scope="module")
+def posts_receives_first(ranks: Callable[[int], Ranks], transport: str) -> bool:
+    """The stand-in for CuPy waits when it imports what NCCL receives."""
+    return has_cuda(ranks(8)) or transport != "nccl"
 
 
-def test_tiles_that_are_sent_before_they_are_computed(shared):
-    cases.carry_out_many(*shared, 100, 1000, 2**20, work=WORK)
+def test_every_transport_can_be_used_here(processes: list[Peer]) -> None:
+    assert set(processes[0].ask("available")) == set(NAMES)
 
 
-def test_nothing_is_left_of_a_thousand_transfers(shared):
-    cases.carry_out_many(*shared, 1000, 10_000, 2**16)
+def test_tiles_of_every_kind_between_two_ranks(processes: list[Peer], transport: str) -> None:
+    cases.every_kind(processes[:2], 1000)
 
 
-@needs_cupy
-@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
-def test_a_device_sends_to_itself(transport):
-    end = Endpoint(1, 0)
-    dtypes = [*cases.DTYPES, "float16", "int32", "uint8"]
+def test_tiles_of_every_kind_among_four_ranks(processes: list[Peer], transport: str) -> None:
+    cases.every_kind(processes[:4], 2000)
+
+
+def test_random_tiles_among_all(
+    processes: list[Peer], transport: str, posts_receives_first: bool
+) -> None:
+    numbers = [peer.worker for peer in processes]
+    for seed in range(4):
+        transfers = {3000 + seed: cases.random_transfer(seed, numbers, 1)}
+        cases.carry_out(processes, transfers, seed, sends_first=not posts_receives_first)
+
+
+def test_plans_that_share_links_in_any_order(
+    processes: list[Peer], transport: str, posts_receives_first: bool
+) -> None:
+    for seed in range(2):
+        cases.random_traffic(
+            processes[:4], seed, 4000 + 500 * seed, 3, recvs_first=posts_receives_first
+        )
+
+
+def test_tiles_that_are_sent_before_they_are_computed(
+    processes: list[Peer], transport: str, ranks: Callable[[int], Ranks]
+) -> None:
+    work, size = (WORK, 2**20) if has_cuda(ranks(8)) else (0, 2**17)
+    cases.carry_out_many(processes[0], processes[1], 50, 6000, size, work=work)
+
+
+def test_nothing_is_left_of_many_transfers(processes: list[Peer], transport: str) -> None:
+    cases.carry_out_many(processes[0], processes[1], 200, 10_000, 2**16)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"], indirect=True)
+def test_a_device_sends_to_itself(
+    processes: list[Peer], transport: str, ranks: Callable[[int], Ranks]
+) -> None:
+    peer = processes[0]
+    end = Endpoint(peer.worker, 0)
     draw = np.random.default_rng(0)
     tiles = tuple(
-        cases.Sent(draw.integers(0, 2, shape).astype(jax.numpy.dtype(dtype)), end, (end,))
-        for dtype in dtypes
+        cases.Sent(draw.integers(0, 2, shape).astype(cases.jnp.dtype(dtype)), end, (end,))
+        for dtype in cases.DTYPES
         for shape in cases.SHAPES
     )
-    with on_one_gpu(1, transport) as peers:
-        (peer,) = peers
-        cases.carry_out(peers, {1: tiles, 2: tiles[::-1]}, sends_first=True)
-        for first, size, work in ((100, 1000, 0), (300, 2**22, 0), (500, 2**22, WORK)):
-            tags = range(first, first + 100)
-            right, in_place = peer.ask("with_itself", tags, end, size, work)
-            assert right == len(tags)
-            print(f"{transport}: {in_place} of {len(tags)} received arrays were used in place")
-        arrays, _ = peer.ask("footprint")
-        assert arrays < 50
+    cases.carry_out([peer], {20_001: tiles, 20_002: tiles[::-1]}, sends_first=True)
+    work = WORK if has_cuda(ranks(8)) else 0
+    for first, size, products in ((20_100, 1000, 0), (20_300, 2**22, work)):
+        tags = range(first, first + 50)
+        right, in_place = peer.ask("with_itself", tags, end, size, products)
+        assert right == len(tags)
+        print(f"{transport}: {in_place} of {len(tags)} received arrays were used in place")
+    arrays, _ = peer.ask("footprint")
+    assert arrays < 50
 
 
-@needs_cupy
-def test_every_transport_can_be_used_here():
-    assert set(available_transports("gpu")) == {"nccl", "cuda_ipc", "jax_transfer"}
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_two_meshes_send_to_each_other(
+    processes: list[Peer], transport: str, posts_receives_first: bool, num_ranks: int
+) -> None:
+    if not posts_receives_first:
+        pytest.skip("the stand-in for CuPy cannot receive before it sends")
+    cases.between_meshes(
+        processes[: min(num_ranks, len(processes) // 2 * 2)], 1, 30_000 + num_ranks
+    )
 
 
-@needs_cupy
-@pytest.mark.parametrize("num_gpus", [2, 4, 8])
-def test_two_meshes_send_to_each_other_by_nccl(num_gpus):
-    """CPU twin: `test_two_meshes_send_to_each_other`."""
-    if jax.local_device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs, has {jax.local_device_count()}")
-    half = num_gpus // 2
-    visible = [",".join(map(str, range(i * half, (i + 1) * half))) for i in range(2)]
-    with cases.workers(2, "nccl", platform="gpu", visible=visible) as peers:
-        cases.between_meshes(peers, half, 1)
-        cases.carry_out_many(*peers, 200, 10_000, 2**20, work=WORK)
+def test_two_processes_of_several_gpus(ranks: Callable[[int], Ranks]) -> None:
+    """Where ranks share a GPU, a process has one device, and this is the test above."""
+    of_four = ranks(4)
+    if int(of_four.environment().get(SHARE_VARIABLE, "1")) > 1:
+        per_process = 1
+    else:
+        per_process = 2
+    which = "nccl" if has_cuda(of_four) else "jax_transfer"
+    with cases.workers(2, which, ranks=of_four, num_devices=per_process) as peers:
+        cases.between_meshes(peers, per_process, 1)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_receive_that_cannot_end_is_aborted(ranks: Callable[[int], Ranks], how: str) -> None:
+    """A rank is killed or stopped while another waits inside an NCCL receive. These have an MPS
+    daemon of their own, since they may harm it."""
+    of_three = ranks(3)
+    options = {"ranks": of_three, "num_devices": 1, "fake_cuda": not has_cuda(of_three)}
+    with cases.workers(2, "nccl", **options) as peers:
+        cases.receive_from_one_that_ends(peers, how, first_rank=2, **options)

@@ -42,16 +42,16 @@ Transfer = tuple[Sent, ...]
 def workers(
     count: int, transport: str, first: int = 1, *, fake_cuda: bool = False, **options: Any
 ) -> Iterator[list[Peer]]:
-    """Processes that know each other. `ranks`: of GPUs, one for each process, or `num_devices` for
-    each where every rank has a GPU of its own."""
-    ranks = options.pop("ranks", None)
+    """Processes that know each other. `ranks`: of GPUs; the processes have one each, or
+    `num_devices` where every rank has a GPU of its own, from `first_rank` on."""
+    ranks, first_rank = options.pop("ranks", None), options.pop("first_rank", 0)
     peers: list[Peer] = []
     with tempfile.TemporaryDirectory() as folder:
         options["fake_cuda"] = folder if fake_cuda else ""
         try:
             for i in range(count):
                 per_process = options.get("num_devices", 1)
-                own = range(i * per_process, (i + 1) * per_process)
+                own = range(first_rank + i * per_process, first_rank + (i + 1) * per_process)
                 gpus = None if ranks is None or ranks.platform == "cpu" else (ranks, own)
                 peers.append(Peer(first + i, transport, gpus=gpus, **options))
             join(peers)
@@ -185,11 +185,11 @@ def carry_out_many(
 
 
 def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> None:
-    """Two meshes of one process each send to each other as pipelines do: device to device, every
-    tile to all devices of the other mesh, and both ways at once, each side posting what it receives
-    before what it sends."""
-    one, other = peers
-    meshes = [[Endpoint(peer.worker, d) for d in range(num_devices)] for peer in (one, other)]
+    """Two meshes, of half of the processes each, send to each other as pipelines do: device to
+    device, every tile to all devices of the other mesh, and both ways at once, each side posting
+    what it receives before what it sends. `num_devices`: of a process."""
+    ends = [Endpoint(peer.worker, d) for peer in peers for d in range(num_devices)]
+    meshes = [ends[: len(ends) // 2], ends[len(ends) // 2 :]]
     numbers = itertools.count(first_tag)
     values = np.random.default_rng(first_tag)
 
@@ -214,6 +214,23 @@ def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> N
         while peer.pending:
             peer.answer()
     check_arrived(peers, transfers)
+
+
+def every_kind(peers: Sequence[Peer], first_tag: int) -> None:
+    """Tiles of every type and shape between different processes: from each to the next, and from
+    each to all others."""
+    draw = np.random.default_rng(first_tag)
+    ends = [Endpoint(peer.worker, 0) for peer in peers]
+    transfers: dict[int, Transfer] = {}
+    for number, source in enumerate(ends):
+        others = ends[number + 1 :] + ends[:number]
+        for targets in {(others[0],), tuple(others)}:
+            transfers[first_tag + len(transfers)] = tuple(
+                Sent(draw.integers(0, 2, shape).astype(jnp.dtype(dtype)), source, targets)
+                for dtype in (*DTYPES, "float16", "int32", "uint8", "float8_e5m2")
+                for shape in SHAPES
+            )
+    carry_out(peers, transfers, sends_first=True)
 
 
 def random_traffic(
@@ -292,9 +309,11 @@ def receive_from_one_that_ends(
                 receiver.answer()
         with pytest.raises(PeerError, match=r"WorkerError: .* failed"):
             receiver.ask("send", 3, [])
+        victim.kill()
     use(peers, "nccl")
-    carry_out_many(peers[1], peers[0], 10, 80_000, 1000)
-    carry_out_many(peers[0], peers[1], 10, 81_000, 1000)
+    for seed in range(3):
+        numbers = [peer.worker for peer in peers]
+        carry_out(peers, {80_000 + seed: random_transfer(seed, numbers, 1)}, sends_first=True)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
