@@ -50,7 +50,7 @@ IN_COMMAND_BUFFERS = [f"losses:zero3 float32 {NUM_STEPS}", f"losses:2x4 float32 
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 
 # Relative error of a loss, and how much of it each step adds.
-ERRORS = {"float32": (2e-5, 2e-6), "bfloat16": (2e-2, 0.0)}
+ERRORS = {"float32": (2e-5, 2e-6), "bfloat16": (1e-2, 2e-4)}
 # Measured peak over the plan's. XLA's buffers are 0.96 to 1.15 of it; NCCL's are not XLA's.
 PEAK_TOLERANCE = 1.3
 # The state's share of a rank, at least and at most. On (2, 4), the layers are split over y.
@@ -257,10 +257,12 @@ def allowed_error(check: str, num_steps: int) -> np.ndarray:
 def test_losses_of_many_steps_do_not_drift(eight: Launched, check: str) -> None:
     found = eight.of(check)
     got, wanted = found[0][0]["losses"], np.array(found[0][0]["wanted"])
-    error = np.abs(np.array(got) - wanted) / wanted
+    signed = (np.array(got) - wanted) / wanted
+    error, allowed = np.abs(signed), allowed_error(check, len(wanted))
     print(check, f"largest error {error.max():.1e} at step {error.argmax()}, last {error[-1]:.1e}")
     assert all(own[0]["losses"] == got for own in found)
-    assert np.all(error <= allowed_error(check, len(wanted)))
+    assert np.all(error <= allowed)
+    assert abs(signed[-len(wanted) // 4 :].mean()) <= allowed[-1] / 2
     assert found[0][0]["collectives"] > 0
     if not ON_CPU:
         assert len(wanted) == NUM_STEPS and wanted[-1] < 0.8 * wanted[0]
