@@ -54,13 +54,13 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("cuda_ipc", "1f1b", UNEQUAL, "gpt-tiny-scan"),
     ("cuda_ipc", "1f1b_eager", 2, "bert-layers-tiny"),
     ("cuda_ipc", "interleaved_1f1b", 4, "mlp-tiny"),
-    ("cuda_ipc", "zero_bubble", 4, "mlp-tiny"),
+    ("cuda_ipc", "zero_bubble", UNEQUAL, "mlp-tiny"),
     ("cuda_ipc", "inference", UNEQUAL, "mlp-tiny"),
     ("jax_transfer", "gpipe", UNEQUAL, "wresnet-tiny"),
     ("jax_transfer", "1f1b", 2, "llama-tiny-scan"),
-    ("jax_transfer", "1f1b_eager", 4, "mlp-tiny"),
+    ("jax_transfer", "1f1b_eager", 2, "vit-tiny"),
     ("jax_transfer", "interleaved_1f1b", 4, "mlp-tiny"),
-    ("jax_transfer", "zero_bubble", UNEQUAL, "mlp-tiny"),
+    ("jax_transfer", "zero_bubble", 2, "dlrm-tiny"),
     ("jax_transfer", "inference", 4, "mlp-tiny"),
 ]
 

@@ -25,8 +25,9 @@ from autopar.ir.mesh import ClusterSpec
 from autopar.runtime.remote.place import Later, WorkerPlace
 from autopar.runtime.shared_gpu import SHARE_VARIABLE, Ranks
 
-LIMIT_S = 120.0
-START_LIMIT_S = 120.0  # for a process to import Python's modules and connect
+LIMIT_S = 300.0
+START_LIMIT_S = 300.0  # for the processes of all meshes to have their devices
+READY = -1  # the number of a worker's first answer
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,7 +58,6 @@ def work(address: str, key: str, rank: str) -> None:
             jax.distributed.initialize(coordinator, place.num_processes, place.rank)
         from autopar.runtime.remote.executor import Executor
 
-        executor = Executor(place, _Progress())
         lock = threading.Lock()
 
         def answer(number: int, value: Any, error: BaseException | None) -> None:
@@ -73,6 +73,12 @@ def work(address: str, key: str, rank: str) -> None:
             except BaseException as error:
                 answer(number, None, error)
 
+        try:
+            executor = Executor(place, _Progress())
+        except BaseException as error:
+            answer(READY, None, error)
+            raise
+        answer(READY, None, None)
         with ThreadPoolExecutor(4) as waiting:
             while (message := connection.recv()) is not None:
                 number, command, args = message
@@ -219,9 +225,13 @@ class ProcessCluster:
         self._num_workers = 0
 
     def groups(self, devices: Sequence[tuple[int, ...]]) -> list[Group]:
-        for own in devices:
-            if own not in self.started:
-                self.started[own] = self._start(own)
+        fresh = [own for own in dict.fromkeys(devices) if own not in self.started]
+        for own in fresh:
+            self.started[own] = self._start(own)
+        until_s = time.monotonic() + START_LIMIT_S
+        for own in fresh:
+            for worker in self.started[own].workers:
+                worker.waiting[READY].result(max(0.0, until_s - time.monotonic()))
         return [self.started[own] for own in devices]
 
     def wait_for_failure(self) -> WorkerError | None:
@@ -245,7 +255,7 @@ class ProcessCluster:
         workers = []
         for place, process, connection in zip(places, processes, connections, strict=True):
             connection.send((place, coordinator))
-            workers.append(Worker(place, process, connection, {}))
+            workers.append(Worker(place, process, connection, {READY: Future()}))
             threading.Thread(target=workers[-1].read, daemon=True).start()
         return Group(devices, workers)
 
