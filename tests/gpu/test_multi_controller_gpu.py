@@ -33,13 +33,17 @@ TRAIN = {
         "train mlp 8",
         "train mlp 2x4",
         "train mlp zero3",
-        "train moe-tiny 8",
         "beside_training gpt-tiny 2x4",
         "data_loader mlp",
         "own_plans mlp 4x2",
     ],
-    4: ["train mlp zero2", "train mlp 2x2", "train wresnet-tiny data"],
-    2: ["train mlp micro", "beside_training gpt-tiny split", "own_plans mlp split"],
+    4: ["train mlp zero2", "train mlp 2x2", "train moe-tiny 4"],
+    2: [
+        "train mlp micro",
+        "train wresnet-tiny data",
+        "beside_training gpt-tiny split",
+        "own_plans mlp split",
+    ],
     1: ["train mlp default"],
 }
 # The type and text of the error in rank 0, then in the last rank.
