@@ -36,6 +36,7 @@ MOST_RANKS_PER_GPU = 48  # clients of an MPS server
 _USED_MEMORY = 0.9  # of the GPU by XLA; the rest is for CUDA contexts and NCCL's buffers
 _START_S = 20.0
 _PROBE_S = 60.0
+_ON_GPU = {"JAX_PLATFORMS": "cuda,cpu", "JAX_LOCAL_DEVICE_IDS": "0"}  # whatever this process uses
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 # Defaults for ranks that share a GPU; the environment overrides them. NCCL's blocks take
 # multiprocessors from a rank's compute. With two of them, an eighth of an H200 has 97 TFLOP/s in
@@ -115,7 +116,7 @@ class OwnGpus(Ranks):
             )
 
     def environment(self, rank: int = 0) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": str(rank), "JAX_LOCAL_DEVICE_IDS": "0"}
+        return {**_ON_GPU, "CUDA_VISIBLE_DEVICES": str(rank)}
 
     def describe(self) -> str:
         return f"{self.num_ranks} ranks on {self.num_ranks} × {self._gpus[0]}"
@@ -171,11 +172,11 @@ class SharedGpu(Ranks):
         share = self.ranks_per_gpu
         preloaded = [str(self.nccl_file), *os.environ.get("LD_PRELOAD", "").split(":")]
         env = {
+            **_ON_GPU,
             "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, preloaded))),
             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
             **{name: os.environ.get(name, value) for name, value in _TUNING.items()},
             "CUDA_VISIBLE_DEVICES": str(rank // share),
-            "JAX_LOCAL_DEVICE_IDS": "0",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_USED_MEMORY / share:.4f}",
             SHARE_VARIABLE: str(share),

@@ -64,11 +64,13 @@ def write(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_every_rank_has_its_share(driver):
+def test_every_rank_has_its_share(driver, monkeypatch):
     driver(1)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of this process
     with SharedGpu(8) as ranks:
         assert ranks.describe() == "8 ranks on one NVIDIA H200, NCCL 2.30.7"
         env = ranks.environment(7)
+    assert env["JAX_PLATFORMS"] == "cuda,cpu"
     assert env["CUDA_VISIBLE_DEVICES"] == "0"
     assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12"
     assert float(env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(0.9 / 8, abs=1e-4)
