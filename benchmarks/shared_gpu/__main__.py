@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample-s", type=float, default=0.1, help="least time of a sample")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of the run phase")
     parser.add_argument("--case-limit-s", type=float, default=30.0, help="of a model's rounds")
+    parser.add_argument("--hang-limit-s", type=float, default=60.0, help="of some steps")
     parser.add_argument("--plan-limit-s", type=float, default=60.0, help="of a model's plans")
     parser.add_argument("--rewrite", metavar="TEXT", help="a page whose tables are replaced")
     parser.add_argument("--verbose", action="store_true", help="show what the ranks print")

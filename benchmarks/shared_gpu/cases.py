@@ -30,7 +30,8 @@ class Case:
 
     def example(self, *, tiny: bool = False) -> Example:
         if tiny:
-            return build(self.tiny, self.tiny_batch)
+            example = build(self.tiny, self.tiny_batch)
+            return example.replace(dropout=0.0) if hasattr(example.config, "dropout") else example
         return build(self.model, self.batch, dtype=jnp.bfloat16, **self.config)
 
 

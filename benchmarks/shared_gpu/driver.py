@@ -67,10 +67,19 @@ class Driver:
     def _run_ranks(self, ranks: Ranks, names: Sequence[str]) -> list[RankResult]:
         options = self.options
         command = [sys.executable, "-m", "benchmarks.shared_gpu", "rank", "--model", *names]
-        for option in ("out", "work", "rounds", "sample_s", "case_limit_s", "device"):
+        for option in (
+            "out",
+            "work",
+            "rounds",
+            "sample_s",
+            "case_limit_s",
+            "hang_limit_s",
+            "device",
+        ):
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
         env = {}
         if ranks.platform == "gpu":
+            env["JAX_PLATFORMS"] = "cuda"  # in this process it is "cpu"
             env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
         for rank in range(ranks.num_ranks):
             progress_file(self.work, rank).unlink(missing_ok=True)

@@ -64,7 +64,7 @@ def plan_case(
     """The document of a model's plans. After `limit_s` no further candidates are sought."""
     started = time.monotonic()
     cluster = list(clusters.values())[-1]
-    plans = quick_plans_of(example, clusters, num_plans, limit_s=limit_s)
+    plans = quick_plans_of(example, clusters, num_plans, meshes_of(cluster), limit_s)
     rows = [plan_row(chosen_by, planned, clusters) for chosen_by, planned in plans]
     for number, row in enumerate(rows):
         row["name"] = f"autopar {number}"
@@ -77,6 +77,12 @@ def plan_case(
         "search": search,
         "planned_s": time.monotonic() - started,
     }
+
+
+def meshes_of(cluster: autopar.ClusterSpec) -> list[tuple[int, ...]]:
+    """One axis, and every grid of two."""
+    num = cluster.num_devices
+    return [(num,), *((n, num // n) for n in range(2, num // 2 + 1) if num % n == 0)]
 
 
 def plan_row(
@@ -121,7 +127,7 @@ def plan_all(names: Sequence[str], folder: Path, arguments: Sequence[str], limit
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2"}
     try:
         while wanted or running:
-            while wanted and len(running) < max(1, (os.cpu_count() or 1) // 2):
+            while wanted and len(running) < (os.cpu_count() or 1):
                 name = wanted.pop(0)
                 command = [sys.executable, "-m", "benchmarks.shared_gpu", "plan-one"]
                 command += [*arguments, "--out", str(folder), "--model", name]

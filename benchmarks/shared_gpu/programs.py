@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar.compiler import plan_step
@@ -53,7 +54,7 @@ def compile_expert(example: Example, name: str, devices: Sequence[Any]) -> Any:
     def flat(*arrays: Any) -> tuple[Any, ...]:
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(treedef, arrays))))
 
-    whole = jax.NamedSharding(places[0].mesh, jax.P())
+    whole = NamedSharding(places[0].mesh, PartitionSpec())
     jitted = jax.jit(
         flat,
         in_shardings=places,

@@ -12,6 +12,8 @@ it, by its watchdog at the latest; the driver starts the ranks again without tha
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import itertools
 import json
 import random
@@ -37,7 +39,6 @@ from .programs import (
 )
 
 COMPILE_LIMIT_S = 240.0
-STEP_LIMIT_S = 60.0
 MAX_STEPS = 20  # of a sample
 
 
@@ -50,6 +51,7 @@ class Rank:
         self.index = jax.process_index()
         self.group = Group(self.index, jax.process_count())
         self.dog = Watchdog(self.work, self.index)
+        self._holding: list[Program] = []  # the program that has a state
         self.devices = sorted(jax.devices(), key=lambda device: device.process_index)
 
     def run(self) -> None:
@@ -59,22 +61,31 @@ class Rank:
             except BaseException as error:
                 self.dog.failed(error)
                 raise
-        self.dog.watch(STEP_LIMIT_S, case="", program="", phase="end")
+        self.dog.watch(self.options.hang_limit_s, case="", program="", phase="end")
         self.group.gather(0)
 
     def _run_case(self, name: str) -> None:
+        gc.collect()  # arrays of the case before
         seconds = {"start": time.monotonic()}
         self._watch(name, "", "model", COMPILE_LIMIT_S)
         document = json.loads((self.plans / f"{name}.plans.json").read_text())
         failed = self._failed(name)
         tasks = [one for one in tasks_of(document) if one["name"] not in failed]
         example = CASES[name].example(tiny=document["tiny"])
+        files = {one["name"]: compiled_file(self.work, name, one) for one in tasks}
         compiled, errors = self._compile(name, example, tasks)
         seconds["compile"] = time.monotonic()
+        self._watch(name, "", "create", COMPILE_LIMIT_S)
         model = ModelState(example)
-        programs = [Program(one["name"], compiled[one["name"]], model) for one in tasks
-                    if one["name"] in compiled]  # fmt: skip
-        facts = {program.name: self._check(name, program) for program in programs}
+        programs, facts = [], {}
+        for key, one in compiled.items():
+            program = Program(key, one, model)
+            found, error = self._check(name, program)
+            if error:
+                errors[key] = error
+            else:
+                programs.append(program)
+                facts[key] = found
         seconds["check"] = time.monotonic()
         runners = self._time(name, programs)
         seconds["time"] = time.monotonic()
@@ -82,7 +93,7 @@ class Rank:
             facts[key] |= {
                 "samples": runner.samples,
                 "num_steps": runner.num_steps,
-                "compile_s": compiled_seconds(self._file(name, key)),
+                "compile_s": compiled_seconds(files[key]),
             }
         marks = list(seconds)
         phases = {b: seconds[b] - seconds[a] for a, b in itertools.pairwise(marks)}
@@ -111,14 +122,14 @@ class Rank:
         found = {}
         for task in tasks:
             if task["name"] not in errors:
-                self._watch(name, task["name"], "load", STEP_LIMIT_S)
-                path = self._file(name, task["name"])
+                self._watch(name, task["name"], "load", self.options.hang_limit_s)
+                path = compiled_file(self.work, name, task)
                 found[task["name"]] = load_compiled(path, leaves, results, task["results"])
         return found, errors
 
     def _compile_own(self, name: str, example: Example, task: dict[str, Any]) -> str:
         """Write the program's file, unless an earlier run did; returns why it cannot."""
-        path = self._file(name, task["name"])
+        path = compiled_file(self.work, name, task)
         if path.exists():
             return ""
         started = time.monotonic()
@@ -136,19 +147,24 @@ class Rank:
 
     # -- running
 
-    def _check(self, name: str, program: Program) -> dict[str, Any]:
-        """Its first losses and its memory."""
-        self._watch(name, program.name, "check", STEP_LIMIT_S)
-        losses = program.first_losses()
-        seen = program.seen_bytes()
+    def _check(self, name: str, program: Program) -> tuple[dict[str, Any], str]:
+        """Its first losses and its memory; or why a rank cannot run it."""
+        self._watch(name, program.name, "check", self.options.hang_limit_s)
+        found: dict[str, Any] = {"xla_bytes": program.xla_bytes}
+        error = ""
+        try:
+            found["losses"] = program.first_losses()
+            found["seen_bytes"] = program.seen_bytes()
+        except jax.errors.JaxRuntimeError as failure:  # such as too little memory
+            error = f"{type(failure).__name__}: {failure}"[:2000]
         program.end()
-        return {"losses": losses, "xla_bytes": program.xla_bytes, "seen_bytes": seen}
+        return found, next(filter(None, self.group.gather(error)), "")
 
     def _time(self, name: str, programs: list[Program]) -> dict[str, Runner]:
         started = time.monotonic()
         runners: dict[str, Runner] = {}
         for program in programs:
-            self._watch(name, program.name, "first", STEP_LIMIT_S)
+            self._watch(name, program.name, "first", self.options.hang_limit_s)
             runners[program.name] = self._runner(name, program)
             program.end()
         order = random.Random(0)
@@ -159,11 +175,12 @@ class Rank:
             sample_in_turns(list(runners.values()), order)
         for program in programs:
             program.end()
+        self._holding.clear()
         return runners
 
     def _runner(self, name: str, program: Program) -> Runner:
         def begin() -> None:
-            self._watch(name, program.name, "time", STEP_LIMIT_S)
+            self._watch(name, program.name, "time", self.options.hang_limit_s)
             for other in self._holding:
                 other.end()
             self._holding[:] = [program]
@@ -177,8 +194,6 @@ class Rank:
             max_steps=MAX_STEPS,
         )
 
-    _holding: list[Program] = []  # noqa: RUF012  # the program that has a state
-
     # -- files
 
     def _watch(self, case: str, program: str, phase: str, limit_s: float) -> None:
@@ -188,9 +203,12 @@ class Rank:
         path = self.work / "failed.json"
         return json.loads(path.read_text()).get(name, {}) if path.exists() else {}
 
-    def _file(self, case: str, program: str) -> Path:
-        slug = "".join(c if c.isascii() and c.isalnum() else "_" for c in program)
-        return self.work / f"{case}.{slug}.compiled"
+
+def compiled_file(folder: Path, case: str, task: dict[str, Any]) -> Path:
+    """Another file for another plan or release of JAX."""
+    text = json.dumps([task["name"], task.get("plan"), jax.__version__])
+    slug = "".join(c if c.isascii() and c.isalnum() else "_" for c in task["name"])
+    return folder / f"{case}.{slug}.{hashlib.sha256(text.encode()).hexdigest()[:12]}.compiled"
 
 
 def tasks_of(document: dict[str, Any]) -> list[dict[str, Any]]:
