@@ -69,12 +69,10 @@ def plan_case(
     for number, row in enumerate(rows):
         row["name"] = f"autopar {number}"
     experts = families_in_turns(plain_experts(example, cluster.num_devices))[:num_experts]
-    left_s = limit_s - (time.monotonic() - started)
-    search = pipeline_search(example, cluster) if left_s > 0 else None
     return {
         "plans": rows,
         "experts": [{"name": expert.name, "family": expert.family} for expert in experts],
-        "search": search,
+        "search": None,
         "planned_s": time.monotonic() - started,
     }
 
@@ -121,7 +119,8 @@ def pipeline_search(example: Example, cluster: autopar.ClusterSpec) -> dict[str,
 
 def plan_all(names: Sequence[str], folder: Path, arguments: Sequence[str], limit_s: float) -> None:
     """Plan each model in a process of its own, as many at once as there are cores; models whose
-    files exist are left out. A process that fails or takes too long leaves no file."""
+    files exist are left out. A process that takes too long is ended; its plans are in its file
+    if it has found them by then."""
     wanted = [name for name in names if not plan_file(folder, name).exists()]
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "2"}
@@ -161,14 +160,18 @@ def plan_one(name: str, options: Any) -> None:
         limit_s=options.plan_limit_s,
     )
     digest = None if options.profile is None else find_profile(options.profile).digest
-    about = {"case": name, "tiny": options.tiny, "profile": digest}
-    write_whole(plan_file(Path(options.out), name), json.dumps({**about, **document}))
+    document = {"case": name, "tiny": options.tiny, "profile": digest, **document}
+    path = plan_file(Path(options.out), name)
+    write_whole(path, json.dumps(document))
     chosen = [row["mesh"] for row in document["plans"] if row["chosen_by"]]
     print(
         f"{name}: {len(document['plans'])} plans and {len(document['experts'])} experts in "
         f"{document['planned_s']:.0f} s; chosen meshes {chosen}",
         flush=True,
     )
+    if document["planned_s"] < options.plan_limit_s:  # a search may take long, and be ended
+        document["search"] = pipeline_search(example, list(clusters.values())[-1])
+        write_whole(path, json.dumps(document))
 
 
 def plan_file(folder: Path, name: str) -> Path:
