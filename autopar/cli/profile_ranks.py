@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError, ClusterError
 from autopar.runtime.launch import RankResult, run_ranks
 from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 
-OK = 0
+OK, INTERRUPTED = 0, 130
 _COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 _START_S = 300.0  # beyond the time limit: for JAX to start, and for the last sample
 _LIMITS_S = {True: 600.0, False: 4 * 3600.0}  # without a time limit; quick or not
@@ -37,9 +37,16 @@ def run_on_ranks(arguments: Namespace) -> int:
     limit_s = _LIMITS_S[arguments.quick]
     if arguments.time is not None:
         limit_s = 1.5 * arguments.time + _START_S
-    with _ranks_for(arguments) as ranks:
-        print(f"starting {ranks.describe()}", flush=True)
-        results = run_ranks(rank_command(arguments), ranks, limit_s=limit_s, show=_show)
+    try:
+        with _ranks_for(arguments) as ranks:
+            print(f"starting {ranks.describe()}", flush=True)
+            results = run_ranks(rank_command(arguments), ranks, limit_s=limit_s, show=_show)
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted: samples are kept. The same command continues; --restart discards them.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
     failed = [result for result in results if result.failed]
     if failed:
         raise ClusterError(_failure_text(failed, limit_s))
