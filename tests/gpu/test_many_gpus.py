@@ -107,7 +107,7 @@ def test_the_cases_cover_what_they_must() -> None:
 def test_a_pipeline_equals_jit(eight: str, schedule: str, stages: Any, name: str) -> None:
     method = method_of(schedule, stages, name)
     if schedule == "inference":
-        check_inference(name, method, RTOL)
+        check_inference(method, RTOL)
         return
     executable = check_step(name, method, RTOL)
     sizes = [len(mesh.devices) for mesh in executable.meshes]

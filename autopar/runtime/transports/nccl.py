@@ -52,7 +52,7 @@ from autopar.runtime.transports.numbering import TileKey, incoming_keys, outgoin
 from autopar.runtime.transports.ports import MessagePort, dial, receive
 from autopar.runtime.transports.watch import TransferWatch, Underway, within
 
-PREPARE_LIMIT_S = 120.0
+PREPARE_LIMIT_S = 300.0  # for the other side to be done with earlier links
 TRANSFER_LIMIT_S = 600.0  # for the other side to come: it may compute or read a checkpoint
 CLOSE_LIMIT_S = 10.0
 
@@ -269,7 +269,7 @@ class Nccl:
                 device = self.devices[end.device]
                 members.append(_LinkMember(link, comm, device, new_stream(self.cupy, device)))
             if len(ends) > 1:
-                self._connect_ranks(members, [rank for rank, _ in local], len(ends))
+                self._connect_ranks(link, members, [rank for rank, _ in local])
 
         # NCCL waits for all ranks without limit.
         why, cause = f"not all joined within {PREPARE_LIMIT_S:g} s", None
@@ -300,12 +300,12 @@ class Nccl:
         return comms
 
     def _connect_ranks(
-        self, members: Sequence[_LinkMember], ranks: Sequence[int], size: int
+        self, link: Link, members: Sequence[_LinkMember], ranks: Sequence[int]
     ) -> None:
         calls = []
         for member, rank in zip(members, ranks, strict=True):
             byte = Landing((1,), "uint8", member.device, member.stream)
-            peer = None if size > 2 else 1 - rank
+            peer = None if len(link.targets) > 1 else 1 - rank
             calls.append(_Call(member, byte, sends=rank == 0, peer=peer))
         self._group(calls)
         for member in members:
