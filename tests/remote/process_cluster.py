@@ -163,6 +163,8 @@ def gpu_environment(ranks: Ranks, devices: Sequence[int]) -> dict[str, str]:
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # compile time matters more than run time
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a stream per link, and none behind another
         **env,
+        # Transfers that wait must leave multiprocessors to others, and an eighth of a GPU has 16.
+        **({"NCCL_MAX_CTAS": "1"} if SHARE_VARIABLE in env else {}),
         "JAX_PLATFORMS": "cuda,cpu",
     }
 

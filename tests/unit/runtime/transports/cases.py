@@ -248,12 +248,12 @@ def random_traffic(
         for _plan in range(2):
             for source, target in draw.sample(list(itertools.permutations(ends, 2)), len(ends)):
                 sizes = [draw.choice((0, 1, 33, 4096, 2**18)) for _ in range(draw.randint(1, 3))]
-                others = [end for end in ends if end not in (source, target)]
+                others = [end for end in ends if end != source]
                 transfers[next(numbers)] = tuple(
                     Sent(
                         values.normal(size=size).astype(np.float32),
                         source,
-                        (target, *others) if draw.random() < 0.3 else (target,),
+                        tuple(others) if draw.random() < 0.3 else (target,),
                     )
                     for size in sizes
                 )
