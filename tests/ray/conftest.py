@@ -10,12 +10,28 @@ import pytest
 from autopar.runtime.ray.cluster import RayCluster
 
 NUM_CPUS = 16  # as Ray counts them, so that clusters of several tests have room beside each other
+START_TRIES = 3
 TOY = "tests.ray.toy_executor:ToyExecutor"
 
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """Ray on this machine alone, for the tests of one module."""
+    import ray
+
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            _start_ray()
+            break
+        except Exception:  # on a busy machine Ray's own processes may start too late
+            ray.shutdown()
+            if not tries_left:
+                raise
+    yield
+    ray.shutdown()
+
+
+def _start_ray() -> None:
     import ray
 
     with warnings.catch_warnings():  # about Ray's own future
@@ -27,8 +43,6 @@ def local_ray() -> Iterator[None]:
             log_to_driver=False,
             logging_level="ERROR",
         )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
