@@ -40,7 +40,7 @@ METHODS: dict[str, Any] = {
     "zero2": autopar.Zero2Parallel(),
     "zero3": autopar.Zero3Parallel(),
     "split": ShardParallel(options=SPLIT),
-    "micro": ShardParallel(num_micro_batches=2),
+    "micro": ShardParallel(num_micro_batches=2, options=SPLIT),
 }
 
 Outcome = dict[str, Any]
