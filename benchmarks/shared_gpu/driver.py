@@ -100,7 +100,9 @@ class Driver:
             return
         planned = json.loads(plan_file(self.plans, name).read_text())
         measured = [json.loads(path.read_text()) for path in paths]
-        row = case_row(CASES[name].label, planned, measured, self._failed().get(name, {}))
+        case = CASES[name]
+        label = case.tiny if planned["tiny"] else case.label
+        row = case_row(label, planned, measured, self._failed().get(name, {}))
         self.document["cases"][name] = row
         print(line_of(name, row), flush=True)
         if self.options.json:

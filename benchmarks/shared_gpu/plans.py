@@ -139,7 +139,7 @@ def plan_all(names: Sequence[str], folder: Path, arguments: Sequence[str], limit
                 if late or process.poll() is not None:
                     process.wait()
                     del running[name]
-                    if late or process.returncode:
+                    if not plan_file(folder, name).exists():
                         print(f"{name}: no plans{' in time' if late else ''}", flush=True)
             time.sleep(0.1)
     finally:

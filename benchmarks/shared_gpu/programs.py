@@ -142,7 +142,8 @@ class Program:
         if not device.memory_stats():
             return None
         own = sum(leaf.nbytes for leaf in self._model.leaves)
-        most, loss, until_s = 0, self.advance(), time.monotonic() + 10
+        loss: Any = self.advance()
+        most, until_s = 0, time.monotonic() + 10
         while not loss.is_ready() and time.monotonic() < until_s:
             most = max(most, device.memory_stats()["bytes_in_use"])
         jax.block_until_ready(loss)

@@ -27,9 +27,9 @@ NUM_STEPS = 3
 # Holds the biases of queries and values too; they are compared loosely along with the key's.
 WITHOUT_GRADIENT = "['qkv']['bias']"
 
-# All meshes for one model, one for every kind of model; the rest takes minutes. BERT and layers
-# in a scan are like GPT.
-LIKE_OTHERS = {"bert-tiny", "bert-layers-tiny", "gpt-tiny-scan", "llama-tiny-scan"}
+# All meshes for one model, one for every kind of model; the rest takes minutes. BERT, ViT and
+# layers in a scan are like GPT.
+LIKE_OTHERS = {"bert-tiny", "bert-layers-tiny", "gpt-tiny-scan", "llama-tiny-scan", "vit-tiny"}
 IN_DEFAULT_RUN = {(name, (2, 4)) for name in TINY if name not in LIKE_OTHERS} | {
     *(("mlp-tiny", mesh) for mesh in MESHES),
 }
