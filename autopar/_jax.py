@@ -663,6 +663,16 @@ def store_set(key: str, value: bytes) -> None:
     _store().key_value_set_bytes(key, value)
 
 
+def store_put(key: str, value: bytes) -> None:
+    """Store a value for all processes in place of the one that there may be."""
+    try:
+        _store().key_value_set_bytes(key, value, allow_overwrite=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise ClusterError(
+            f"The coordination service of jax.distributed was lost: {error}"
+        ) from error
+
+
 def store_get(key: str, limit_s: float) -> bytes | None:
     """Waits for a value that some process stores; None if it does not come in time."""
     try:

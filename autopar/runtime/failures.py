@@ -7,8 +7,9 @@ lives, and at its exit waits 300 s for the others before it aborts all.
 So the process stores what failed with JAX's coordination service, and a thread in every process
 looks there once a second and prints it. The next call of a step raises `WorkerError`. A process
 that stays inside a step is ended after `GRACE_S`, since it will never leave it. At its exit, a
-process waits at most `LAST_S` for the others to end or to come that far: if all come, JAX ends them
-as ever; if not, this process ends without JAX.
+process waits for the others to end or to come that far, at most `LAST_S`: if all come, JAX ends
+them as ever; if not, this process ends without JAX. The one that failed waits `FIRST_S`, to be the
+first, for launchers that tell of the first; process 0, which runs the service, is the last.
 
 A failure is an error of the runtime that calling a step raises, or that the results of the last
 step hold (accelerators run steps after Python has called them), or any error that ends the program.
@@ -33,10 +34,11 @@ from autopar import _jax
 from autopar.errors import ClusterError, WorkerError
 
 GRACE_S = 10.0
+FIRST_S = 5.0
 LAST_S = GRACE_S + 5.0
 _LINGER_S = 2.0
 _KEY = "autopar/failure"
-_AT_EXIT, _INSIDE_A_STEP = b"at exit", b"inside a step"  # how processes leave
+_AT_EXIT, _ENDED = b"at exit", b"ended"  # how processes leave
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _REMEDY = (
     "The step needs more memory than was free on this device. Free what else is there, or plan for "
@@ -63,6 +65,7 @@ class FailureWatch:
         self._count = jax.process_count()
         self._has_failed = False
         self._is_inside = False
+        self._name = ""  # of the last step
         self._latest: Any = None  # a result of the last step, which is ready when the step is done
         self._checked: Any = None  # the last one that was found to be right
         self._poll_s = max(1.0, self._count / 256)  # the service has them all to answer
@@ -75,7 +78,7 @@ class FailureWatch:
         `WorkerError` if another process has failed."""
         if self.failure:
             raise WorkerError(self.failure)
-        self._is_inside = True
+        self._is_inside, self._name = True, name
         try:
             results = step()
         except jax.errors.JaxRuntimeError as error:
@@ -103,11 +106,14 @@ class FailureWatch:
         if not self.failure and _OUT_OF_MEMORY in str(error):
             print(f"autopar: {name} failed here, in process {self._me}. {_REMEDY}", file=sys.stderr)
 
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(2 * self._poll_s)
+
     def leave(self, uncaught: BaseException | None) -> None:
         """At the end of the program. After a failure, returns only if all have come this far: JAX
         lets them wait for each other."""
-        self._stopped.set()
-        self._thread.join(2 * self._poll_s)
+        self.stop()
         has_failed = bool(self.failure) or self._has_failed
         if uncaught is not None and not has_failed:
             self._report_and_print("the program", uncaught)
@@ -115,6 +121,7 @@ class FailureWatch:
         if not has_failed:
             self._tell_leaving(_AT_EXIT)
         elif not self._all_leave(_AT_EXIT):
+            self._tell_leaving(_ENDED)
             self._end()
 
     def _watch(self) -> None:
@@ -130,9 +137,9 @@ class FailureWatch:
             is_over = failed_s is not None and time.monotonic() - failed_s > GRACE_S
             if is_over and self._is_waiting():
                 print(f"autopar: process {self._me} is inside a step and ends.", file=sys.stderr)
-                self._tell_leaving(_INSIDE_A_STEP)
+                self._tell_leaving(_ENDED)
                 if self._me == 0:  # which runs the service
-                    self._all_leave(_INSIDE_A_STEP)
+                    self._all_leave(_ENDED)
                 self._end()
 
     def _look(self) -> None:
@@ -163,7 +170,7 @@ class FailureWatch:
             latest.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             if not latest.is_deleted():
-                self._report_and_print("a step", error)
+                self._report_and_print(self._name, error)
         except RuntimeError:
             pass  # the next step has taken its buffer
         self._checked = latest
@@ -178,12 +185,13 @@ class FailureWatch:
 
     def _tell_leaving(self, how: bytes) -> None:
         with contextlib.suppress(ClusterError):
-            _jax.store_set_new(f"{_KEY}/leaving/{self._me}", how)
+            _jax.store_put(f"{_KEY}/leaving/{self._me}", how)
 
     def _all_leave(self, how: bytes) -> bool:
         """Tells how this process ends, and waits for the others. Whether all are at their exit."""
         self._tell_leaving(how)
-        until_s = time.monotonic() + LAST_S
+        is_first = self._has_failed and not self.failure and self._me != 0
+        until_s = time.monotonic() + (FIRST_S if is_first else LAST_S)
         try:
             hows = [
                 _jax.store_get(f"{_KEY}/leaving/{process}", until_s - time.monotonic())

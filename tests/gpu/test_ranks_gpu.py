@@ -21,13 +21,12 @@ from autopar.runtime.launch import RankResult, run_ranks
 from autopar.runtime.shared_gpu import Ranks
 from tests.gpu.rank_programs import FAILING_RANK, MEMORY_METHODS, NUM_STEPS, ORDERS, SMALL_TYPES
 
-pytestmark = pytest.mark.gpu
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rank_programs.py")
 NUM_RANKS = 8
 ON_CPU = os.environ.get("AUTOPAR_TEST_RANKS") == "cpu"
 LIMIT_S = 1500.0 if ON_CPU else 280.0
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(2 * LIMIT_S + 60.0)]  # two launches at most
 FAILURE_LIMIT_S = 400.0 if ON_CPU else 150.0
 ENDS_WITHIN_S = 60.0  # of a rank's failure; alone, JAX would take 300 s
 

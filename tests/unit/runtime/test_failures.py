@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from autopar.runtime.failures import add_remedy, is_out_of_memory
+import autopar
+from autopar import _jax
+from autopar.runtime.failures import FailureWatch, add_remedy, is_out_of_memory
 from autopar.runtime.launch import RankResult, run_ranks
 from autopar.runtime.shared_gpu import CpuRanks
 
@@ -73,3 +79,53 @@ def test_an_error_about_memory_says_what_to_do() -> None:
     add_remedy(error)
     add_remedy(error)
     assert len(error.__notes__) == 1 and "memory_budget_bytes" in error.__notes__[0]
+
+
+def test_out_of_memory_is_not_taken_for_an_old_state() -> None:
+    """The step has used up the state that it was given, as donated arguments are."""
+    step = autopar.parallelize(lambda w, x: (w - x.mean(), w.sum()))
+    w, x = jnp.ones((8, 4)), jnp.ones((8, 4))
+    w, _ = step(w, x)
+
+    def refuse(*leaves: Any) -> Any:
+        leaves[0].delete()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    step.last_executable.compiled = refuse
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        step(w, x)
+    assert any("memory_budget_bytes" in note for note in caught.value.__notes__)
+
+
+class FailedResult:
+    """A result of a step that failed after it was called, as on a GPU."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_a_failure_is_found_in_results(monkeypatch: Any, capfd: Any) -> None:
+    stored: dict[str, bytes] = {}
+    monkeypatch.setattr(_jax, "store_get_now", stored.get)
+    monkeypatch.setattr(_jax, "store_set_new", lambda key, value: stored.setdefault(key, value))
+    watch = FailureWatch()
+    try:
+        watch.run("train_step", lambda: [FailedResult()], 0)
+        until_s = time.monotonic() + 20
+        while not stored and time.monotonic() < until_s:
+            time.sleep(0.05)
+    finally:
+        watch.stop()
+    (told,) = stored.values()
+    assert json.loads(told) == {
+        "process": 0,
+        "step": "train_step",
+        "error": "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory",
+    }
+    assert "memory_budget_bytes" in capfd.readouterr().err
