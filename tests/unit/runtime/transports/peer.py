@@ -6,14 +6,17 @@ Each command is a method of `_Worker`, sent as a pickled (name, arguments) and a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import queue
 import resource
 import select
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -61,13 +64,20 @@ class Peer:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer.start()
         self.post("start", worker, transport, self.platform)
 
     def post(self, name: str, *arguments: Any) -> None:
-        stdin = self.process.stdin
-        assert stdin is not None
-        _write(stdin, (name, arguments))
+        self._outbox.put((name, arguments))
         self.pending += 1
+
+    def _write_all(self) -> None:
+        """Commands wait here, not in `post`, for a process that is busy."""
+        with contextlib.suppress(OSError, ValueError):  # the process is gone; answers tell
+            while (message := self._outbox.get()) is not None:
+                _write(self.process.stdin, message)
 
     def answer(self) -> Any:
         """The answer to the earliest command that has none yet."""
@@ -100,6 +110,8 @@ class Peer:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.kill()
+        self._outbox.put(None)
+        self._writer.join(10)
         self.process.stdin.close()
         self.process.stdout.close()
 
