@@ -335,7 +335,7 @@ def training_continues_on_fewer_workers(
         def batches(first: int, num_steps: int = num_steps, step: Any = step) -> Any:
             return autopar.data_loader([batch_of(i) for i in range(first, num_steps)], step)
 
-        state, num_done = autopar.run_training(
+        state, results = autopar.run_training(
             step,
             make_state(0),
             batches,
@@ -343,7 +343,8 @@ def training_continues_on_fewer_workers(
             checkpoint_every=NUM_WANTED // 2,
             on_step=note,
         )
-        assert num_done == num_steps == latest_step(folder)
+        assert latest_step(folder) == num_steps
+        near.check(results, wanted()[num_steps - 1][1])
         near.check(state, wanted()[num_steps - 1][0])
     assert list(losses) == list(range(1, NUM_WANTED + 1))
     assert num_devices[1] == 2 * num_devices[NUM_WANTED]
