@@ -28,7 +28,12 @@ from .tables import case_row, line_of
 
 MOST_FAILURES = 3  # of a case; then it is given up
 # One rank compiles a program for all; by default each would wait for the others' share of tuning.
-_XLA_FLAGS = "--xla_gpu_shard_autotuning=false"
+# Nothing is tuned at all: eight ranks that time kernels at once disturb each other, and it takes
+# minutes. Products are cuBLAS's, by its own choice.
+_XLA_FLAGS = (
+    "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 "
+    "--xla_gpu_enable_triton_gemm=false"
+)
 _ENDED_BY_LAUNCHER = (0, -15, -9)
 
 

@@ -69,6 +69,7 @@ class Watchdog:
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = progress_file(folder, rank)
         self._what: dict[str, Any] = {}
+        self._began_s = time.monotonic()
         self._ends_s = float("inf")
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -77,6 +78,7 @@ class Watchdog:
         if what != self._what:
             self._what = what
             write_whole(self._file, json.dumps(what))
+            print(f"{time.monotonic() - self._began_s:6.1f} s: {what}", flush=True)
 
     def failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"

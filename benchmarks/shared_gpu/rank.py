@@ -38,7 +38,7 @@ from .programs import (
     save_compiled,
 )
 
-COMPILE_LIMIT_S = 240.0
+COMPILE_LIMIT_S = 120.0
 MAX_STEPS = 20  # of a sample
 
 

@@ -21,12 +21,19 @@ from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 ON_CPU = os.environ.get("AUTOPAR_TEST_RANKS") == "cpu"
 
 
+# Compile time matters more than run time.
+_XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
     if not ON_CPU and not count_gpus():
         pytest.skip("needs a GPU, or AUTOPAR_TEST_RANKS=cpu")
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        if not ON_CPU:
+            given = os.environ.get("XLA_FLAGS", "")
+            patch.setenv("XLA_FLAGS", f"{given} {_XLA_FLAGS}".strip())
 
         def ranks_of(num_ranks: int) -> Ranks:
             if num_ranks not in started:
