@@ -6,9 +6,11 @@ in whatever order a schedule posts sends and receives. A transfer is one NCCL gr
 several targets is broadcast. Data is sent as bytes, whatever its type.
 
 Communicators are created in `prepare`, where the processes of a link wait for each other: the
-sender makes NCCL's unique id, and the others request it at the sender's port. NCCL connects two
-ranks at their first exchange, and the host waits there for the other rank; so `prepare` sends a
-byte over each link. After that, `send` and `recv` wait for nobody.
+sender makes NCCL's unique id, and the others request it at the sender's port. That takes a good
+part of a second, so several links are made at once; all workers begin theirs in one global order,
+so the first unfinished link is always under way on all its workers. NCCL connects two ranks at
+their first exchange, and the host waits there for the other rank; so `prepare` then sends a byte
+over each link, one after the other. After that, `send` and `recv` wait for nobody.
 
 A waiting transfer occupies multiprocessors of its device: a device needs as many as it has links,
 times NCCL_MAX_CTAS, besides those that its programs need. CUDA runs streams side by side only up to
@@ -24,7 +26,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -53,6 +56,7 @@ from autopar.runtime.transports.ports import MessagePort, dial, receive
 from autopar.runtime.transports.watch import TransferWatch, Underway, within
 
 PREPARE_LIMIT_S = 300.0  # for the other side to be done with earlier links
+LINKS_AT_ONCE = 8
 TRANSFER_LIMIT_S = 600.0  # for the other side to come: it may compute or read a checkpoint
 CLOSE_LIMIT_S = 10.0
 
@@ -106,11 +110,18 @@ class Nccl:
         self.addresses |= {worker: address["port"] for worker, address in addresses.items()}
 
     def prepare(self, links: Sequence[Link]) -> None:
-        for link in dict.fromkeys(links):
-            if link not in self._joined:
-                self._keep_connected(link)
-                self._join(link)
-                self._joined.add(link)
+        new = [link for link in dict.fromkeys(links) if link not in self._joined]
+        for link in new:
+            self._keep_connected(link)
+        pool = ThreadPoolExecutor(LINKS_AT_ONCE, "autopar-nccl")
+        try:
+            for joined in [pool.submit(self._join, link) for link in new]:
+                joined.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for link in new:
+            self._within_limit(link, partial(self._connect_ranks, link))
+            self._joined.add(link)
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
         self._watch.check()
@@ -251,8 +262,8 @@ class Nccl:
             comm.recv(pointer, size, kind, call.peer, stream)
 
     def _join(self, link: Link) -> None:
-        """Make the link's communicator, and connect its ranks by a first byte."""
-        ends = list(dict.fromkeys((link.source, *link.targets)))
+        """Make the link's communicator."""
+        ends = _ends(link)
         local = [(rank, end) for rank, end in enumerate(ends) if end.worker == self.place.worker]
         if link.source.worker == self.place.worker:
             unique_id = self.nccl.get_unique_id()
@@ -261,33 +272,32 @@ class Nccl:
                 self._new_id.notify_all()
         else:
             unique_id = self._ask_id(link)
-        members: list[_LinkMember] = []
 
         def join() -> None:
             comms = self._communicators(len(ends), unique_id, local)
             for (_, end), comm in zip(local, comms, strict=True):
                 device = self.devices[end.device]
-                members.append(_LinkMember(link, comm, device, new_stream(self.cupy, device)))
-            if len(ends) > 1:
-                self._connect_ranks(link, members, [rank for rank, _ in local])
+                stream = new_stream(self.cupy, device)
+                self._members[link, end] = _LinkMember(link, comm, device, stream)
 
-        # NCCL waits for all ranks without limit.
+        self._within_limit(link, join)
+
+    def _within_limit(self, link: Link, job: Callable[[], None]) -> None:
+        """Run a job in which NCCL waits for all ranks of a link without limit."""
         why, cause = f"not all joined within {PREPARE_LIMIT_S:g} s", None
         try:
-            joined = within(PREPARE_LIMIT_S, join, "autopar-nccl")
+            done = within(PREPARE_LIMIT_S, job, "autopar-nccl")
         except Exception as error:
-            joined, why, cause = False, str(error), error
-        if not joined:
+            done, why, cause = False, str(error), error
+        if not done:
             raise WorkerError(
                 f"worker {self.place.worker} on {self.place.node} could not make an NCCL "
-                f"communicator of {', '.join(map(_end, ends))} (worker.device): {why}. NCCL_DEBUG="
-                "INFO shows what NCCL does. Processes that share a GPU need NCCL 2.30 with "
-                "NCCL_MULTI_RANK_GPU_ENABLE=1 (autopar launch sets both), or "
+                f"communicator of {', '.join(map(_end, _ends(link)))} (worker.device): {why}. "
+                "NCCL_DEBUG=INFO shows what NCCL does. Processes that share a GPU need NCCL 2.30 "
+                "with NCCL_MULTI_RANK_GPU_ENABLE=1 (autopar launch sets both), or "
                 "AUTOPAR_TRANSPORT=cuda_ipc.",
                 host=self.place.node,
             ) from cause
-        for (_, end), member in zip(local, members, strict=True):
-            self._members[link, end] = member
 
     def _communicators(
         self, size: int, unique_id: Any, local: Sequence[tuple[int, Endpoint]]
@@ -299,17 +309,21 @@ class Nccl:
                     comms.append(self.nccl.NcclCommunicator(size, unique_id, rank))
         return comms
 
-    def _connect_ranks(
-        self, link: Link, members: Sequence[_LinkMember], ranks: Sequence[int]
-    ) -> None:
+    def _connect_ranks(self, link: Link) -> None:
+        """Send a first byte over the link."""
+        ends = _ends(link)
+        if len(ends) == 1:
+            return
         calls = []
-        for member, rank in zip(members, ranks, strict=True):
-            byte = Landing((1,), "uint8", member.device, member.stream)
-            peer = None if len(link.targets) > 1 else 1 - rank
-            calls.append(_Call(member, byte, sends=rank == 0, peer=peer))
+        for rank, end in enumerate(ends):
+            if end.worker == self.place.worker:
+                member = self._members[link, end]
+                byte = Landing((1,), "uint8", member.device, member.stream)
+                peer = None if len(link.targets) > 1 else 1 - rank
+                calls.append(_Call(member, byte, sends=rank == 0, peer=peer))
         self._group(calls)
-        for member in members:
-            record(self.cupy, member.device, member.stream, block=True).synchronize()
+        for call in calls:
+            record(self.cupy, call.member.device, call.member.stream, block=True).synchronize()
 
     @contextlib.contextmanager
     def _grouped(self) -> Iterator[None]:
@@ -376,6 +390,11 @@ class Nccl:
 
 def _end(end: Endpoint) -> str:
     return f"{end.worker}.{end.device}"
+
+
+def _ends(link: Link) -> list[Endpoint]:
+    """The devices of a link, by their ranks in its communicator."""
+    return list(dict.fromkeys((link.source, *link.targets)))
 
 
 def _name(link: Link) -> str:
