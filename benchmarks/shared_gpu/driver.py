@@ -31,8 +31,7 @@ MOST_FAILURES = 3  # of a case; then it is given up
 # Nothing is tuned at all: eight ranks that time kernels at once disturb each other, and it takes
 # minutes. Products are cuBLAS's, by its own choice.
 _XLA_FLAGS = (
-    "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 "
-    "--xla_gpu_enable_triton_gemm=false"
+    "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 )
 _ENDED_BY_LAUNCHER = (0, -15, -9)
 
