@@ -115,7 +115,7 @@ def init(
     hang_limit_s:     after this long without progress in a step, too (300).
     start_limit_s:    how long workers may take to start (120).
     profile:          prices the plans: the path of a file that `autopar profile` wrote on such
-                      devices, the name of a table that comes with autopar ("h200", "cpu"), or the
+                      devices, the name of a table that comes with autopar (such as "h200"), or the
                       profile itself.
 
     Raises `ClusterError` if a cluster cannot be reached or is too small, `ProfileError` if the

@@ -200,7 +200,7 @@ class ClusterSpec:
     intra_host_bandwidth: of one device's link inside a host, bytes per second each way.
     host_bandwidth:       of a host's whole network, bytes per second each way.
     profile: measured on such devices by `autopar profile`: the path of its file, the name of a
-             table that comes with autopar ("h200", "cpu"), or the profile itself. The cluster of a
+             table that comes with autopar (such as "h200"), or the profile itself. The cluster of a
              plan file has only its summary, unless the table comes with autopar. If it was measured
              on shares of GPUs, the devices are such shares.
     """

@@ -293,7 +293,7 @@ def _read(path: Path, changed: float) -> MachineProfile:
 
 def load_profile(path: str | Path) -> MachineProfile:
     """The profile in the file at `path` that `autopar profile` wrote, or the one of this name that
-    comes with autopar ("h200", "cpu"); `ProfileError` if it is missing, cut short, of another
+    comes with autopar (such as "h200"); `ProfileError` if it is missing, cut short, of another
     format, or has figures that cannot be."""
     if path in shipped_profiles():
         path = SHIPPED / f"{path}.json"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,19 +134,13 @@ class Program:
         self._state = [self._placed(i) for i in range(num_state)]
         return [float(self.advance()) for _ in range(num)]
 
-    def seen_bytes(self) -> int | None:
-        """Bytes of this rank's device that one more step of the running program takes, state
-        included and the model's own arrays not; None if the device does not tell."""
+    def peak_bytes(self) -> int | None:
+        """The most bytes that this rank's device has had in use so far, without the model's own
+        arrays; None if the device does not tell."""
         device = self._model.leaves[0].devices().pop()
-        if not device.memory_stats():
-            return None
         own = sum(leaf.nbytes for leaf in self._model.leaves)
-        loss: Any = self.advance()
-        most, until_s = 0, time.monotonic() + 10
-        while not loss.is_ready() and time.monotonic() < until_s:
-            most = max(most, device.memory_stats()["bytes_in_use"])
-        jax.block_until_ready(loss)
-        return most - own if most else None
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        return None if peak is None else peak - own
 
     def _placed(self, number: int) -> jax.Array:
         return self._model.placed(number, self._places[number])

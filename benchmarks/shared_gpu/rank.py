@@ -78,14 +78,14 @@ class Rank:
         self._watch(name, "", "create", COMPILE_LIMIT_S)
         model = ModelState(example)
         programs, facts = [], {}
-        for key, one in compiled.items():
-            program = Program(key, one, model)
+        loaded = [Program(key, one, model) for key, one in compiled.items()]
+        for program in sorted(loaded, key=lambda one: one.xla_bytes):
             found, error = self._check(name, program)
             if error:
-                errors[key] = error
+                errors[program.name] = error
             else:
                 programs.append(program)
-                facts[key] = found
+                facts[program.name] = found
         seconds["check"] = time.monotonic()
         runners = self._time(name, programs)
         seconds["time"] = time.monotonic()
@@ -148,13 +148,16 @@ class Rank:
     # -- running
 
     def _check(self, name: str, program: Program) -> tuple[dict[str, Any], str]:
-        """Its first losses and its memory; or why a rank cannot run it."""
+        """Its first losses and its memory; or why a rank cannot run it. A peak never falls, so it
+        is seen only if it is the highest so far."""
         self._watch(name, program.name, "check", self.options.hang_limit_s)
         found: dict[str, Any] = {"xla_bytes": program.xla_bytes}
         error = ""
         try:
+            before = program.peak_bytes()
             found["losses"] = program.first_losses()
-            found["seen_bytes"] = program.seen_bytes()
+            peak = program.peak_bytes()
+            found["seen_bytes"] = None if peak == before else peak
         except jax.errors.JaxRuntimeError as failure:  # such as too little memory
             error = f"{type(failure).__name__}: {failure}"[:2000]
         program.end()
