@@ -32,8 +32,8 @@ from autopar.methods import (
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.executable import Executable
-from autopar.runtime.failures import add_remedy, is_out_of_memory
 from autopar.runtime.local import LocalExecutable, SignatureChanged
+from autopar.runtime.ranks.failures import add_remedy, is_out_of_memory
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
 from autopar.tracer.flat_call import flatten_call, is_array_leaf

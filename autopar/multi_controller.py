@@ -39,7 +39,7 @@ from autopar.methods import (
     ParallelMethod,
     PipeshardParallel,
 )
-from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
+from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s, planning_limit_s
 from autopar.session import devices_per_process
 from autopar.stages.training_arrays import state_of_training
 from autopar.tracer.fingerprint import program_fingerprint

@@ -20,8 +20,8 @@ from autopar.errors import ArgumentError, MeshError, ProfileError
 from autopar.ir.mesh import ClusterSpec, device_spec, preset_of
 from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
-from autopar.runtime.gpu_share import gpu_share
-from autopar.runtime.machines import memory_limit, places_of_processes, ranks_per_gpu
+from autopar.runtime.ranks.gpu_share import gpu_share
+from autopar.runtime.ranks.machines import memory_limit, places_of_processes, ranks_per_gpu
 from autopar.runtime.remote.activity import describe_instruction
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.progress import State

@@ -37,8 +37,8 @@ from autopar._requirements import (
 from autopar.errors import ClusterError
 from autopar.inspect.lines import counted
 from autopar.ir.text import format_bytes
-from autopar.runtime.guard import MPS_CONTROL
-from autopar.runtime.shared_gpu import find_nccl
+from autopar.runtime.ranks.guard import MPS_CONTROL
+from autopar.runtime.ranks.shared_gpu import find_nccl
 
 OK, BROKEN = 0, 1
 _PROCESSES = 4

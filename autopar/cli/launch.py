@@ -10,8 +10,8 @@ import sys
 from argparse import Namespace
 
 from autopar.errors import ArgumentError
-from autopar.runtime.launch import RankResult, run_ranks
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
+from autopar.runtime.ranks.launch import RankResult, run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 
 TIMED_OUT = 124
 _SIGNAL = 128

@@ -12,8 +12,8 @@ import sys
 from argparse import Namespace
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime.launch import RankResult, run_ranks
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
+from autopar.runtime.ranks.launch import RankResult, run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 
 OK, INTERRUPTED = 0, 130
 _COORDINATOR = "JAX_COORDINATOR_ADDRESS"

@@ -30,7 +30,7 @@ from autopar.runtime.arguments import (
     without_aliases,
 )
 from autopar.runtime.executable import Executable, FlatFunction
-from autopar.runtime.failures import failure_watch
+from autopar.runtime.ranks.failures import failure_watch
 from autopar.runtime.recording import Recorder, clock
 from autopar.runtime.stage_programs import program_bytes
 from autopar.runtime.threads import must_run_alone, run_alone

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.files import write_whole
-from autopar.runtime.launch import RankResult, run_ranks
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, gpu_ranks
+from autopar.runtime.ranks.launch import RankResult, run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, gpu_ranks
 
 from .cases import CASES
 from .group import FINISHED, HANG_CODE, progress_file

@@ -360,7 +360,7 @@ def other_devices() -> Any:
 
 def after_errors() -> Any:
     """Steps still work, and no message is left behind for ever."""
-    from autopar.runtime import consensus
+    from autopar.runtime.ranks import consensus
 
     found = by_default()
     return {**found, "messages": len(consensus._written)}

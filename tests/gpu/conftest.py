@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import pytest
 
 from autopar.errors import ClusterError
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 
 ON_CPU = os.environ.get("AUTOPAR_TEST_RANKS") == "cpu"
 

@@ -22,7 +22,7 @@ import pytest
 
 import autopar
 from autopar.ir.schedule import SCHEDULES
-from autopar.runtime.shared_gpu import Ranks
+from autopar.runtime.ranks.shared_gpu import Ranks
 from autopar.runtime.transports.choose import NAMES
 from examples.models import MODELS
 from tests.remote.cases import (

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.runtime.launch import run_ranks
-from autopar.runtime.shared_gpu import Ranks, SharedGpu
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import Ranks, SharedGpu
 from tests.gpu.conftest import ON_CPU
 
 LIMIT_S = 1200.0 if ON_CPU else 300.0

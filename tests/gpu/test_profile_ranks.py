@@ -10,8 +10,8 @@ import pytest
 import autopar
 from autopar.ir.mesh import cluster_of_profile
 from autopar.ir.profile import COLLECTIVES, GpuShare, load_profile
-from autopar.runtime.launch import run_ranks
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, SharedGpu
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, SharedGpu
 
 pytestmark = pytest.mark.gpu
 

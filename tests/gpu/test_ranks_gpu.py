@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.runtime.launch import RankResult, run_ranks
-from autopar.runtime.shared_gpu import Ranks
+from autopar.runtime.ranks.launch import RankResult, run_ranks
+from autopar.runtime.ranks.shared_gpu import Ranks
 from tests.gpu.rank_programs import FAILING_RANK, MEMORY_METHODS, NUM_STEPS, ORDERS, SMALL_TYPES
 
 ROOT = Path(__file__).parents[2]

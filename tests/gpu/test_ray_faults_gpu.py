@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.runtime.ranks.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 from autopar.runtime.ray.cluster import RayCluster
-from autopar.runtime.shared_gpu import CpuRanks, Ranks, count_gpus, gpu_ranks
 from tests.gpu.conftest import ON_CPU
 from tests.ray import faults, training
 from tests.ray.conftest import TOY, local_ray

@@ -19,7 +19,7 @@ import pytest
 
 import autopar
 from autopar import session
-from autopar.runtime.shared_gpu import Ranks
+from autopar.runtime.ranks.shared_gpu import Ranks
 from tests.gpu.conftest import ON_CPU
 from tests.ray import training
 from tests.ray.conftest import local_ray

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from autopar.runtime.guard import mps_processes
-from autopar.runtime.launch import run_ranks
-from autopar.runtime.shared_gpu import Ranks, SharedGpu, gpu_ranks
+from autopar.runtime.ranks.guard import mps_processes
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import Ranks, SharedGpu, gpu_ranks
 from tests.gpu.conftest import ON_CPU
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from autopar.runtime.shared_gpu import SHARE_VARIABLE, Ranks
+from autopar.runtime.ranks.shared_gpu import SHARE_VARIABLE, Ranks
 from autopar.runtime.transports.base import Endpoint
 from autopar.runtime.transports.choose import NAMES
 from tests.unit.runtime.transports import cases

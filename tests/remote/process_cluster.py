@@ -22,8 +22,8 @@ from typing import Any
 
 from autopar.errors import AutoparError, WorkerError
 from autopar.ir.mesh import ClusterSpec
+from autopar.runtime.ranks.shared_gpu import SHARE_VARIABLE, Ranks
 from autopar.runtime.remote.place import Later, WorkerPlace
-from autopar.runtime.shared_gpu import SHARE_VARIABLE, Ranks
 
 LIMIT_S = 300.0
 START_LIMIT_S = 300.0  # for the processes of all meshes to have their devices

@@ -13,8 +13,8 @@ from autopar import _jax
 from autopar.errors import ProfileError
 from autopar.ir.profile import GpuShare, MachineProfile
 from autopar.measure.profile.samples import Abilities
-from autopar.runtime.gpu_share import gpu_share
-from autopar.runtime.machines import places_of_processes
+from autopar.runtime.ranks.gpu_share import gpu_share
+from autopar.runtime.ranks.machines import places_of_processes
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime.shared_gpu import SHARE_VARIABLE
+from autopar.runtime.ranks.shared_gpu import SHARE_VARIABLE
 
 _PASSED_ON = ("JAX_", "XLA_", "NCCL_")
 # Passed on too if the driver itself is one of several processes on a GPU.
-_PASSED_ON_SHARES = ("CUDA_MPS_", "LD_PRELOAD", SHARE_VARIABLE)
+_PASSED_ON_SHARES = ("CUDA_MPS_", "CUDA_DEVICE_MAX_CONNECTIONS", "LD_PRELOAD", SHARE_VARIABLE)
 # These select the devices and the group of a process: each worker has its own.
 _NOT_PASSED_ON = frozenset(
     (
@@ -43,6 +43,8 @@ _NOT_PASSED_ON = frozenset(
 # Those that `Ranks.environment` sets for one rank: which device it has, and how many.
 _OF_ONE_RANK = ("JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES")
 _GPUS = "CUDA_VISIBLE_DEVICES"
+# Every link between meshes has a stream, and CUDA runs that many side by side; by default 8.
+_CONNECTIONS = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Plans count on 90 % of a GPU's memory, but JAX takes 75 % by default. The rest is for NCCL. On a
 # shared GPU, every process has a CUDA context and buffers of NCCL beside its share.
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -105,6 +107,8 @@ def worker_environment(
         env[_GPUS] = ",".join(gpu_ids)
         used = _USED_MEMORY if ranks_per_gpu == 1 else _USED_SHARED_MEMORY / ranks_per_gpu
         env.setdefault(_MEMORY_FRACTION, f"{used:.4g}")
+        if ranks_per_gpu == 1:
+            env.setdefault(*_CONNECTIONS)
     env.update(wanted)
     env["XLA_FLAGS"] = " ".join(kept)
     return env

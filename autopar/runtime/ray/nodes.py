@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime.shared_gpu import SHARE_VARIABLE
+from autopar.runtime.ranks.shared_gpu import SHARE_VARIABLE
 
 CONNECT_LIMIT_S = 10.0
 

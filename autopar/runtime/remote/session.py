@@ -121,8 +121,7 @@ class RemoteSession:
     def _choose_transport(self, groups: Sequence[WorkerGroup]) -> str:
         replies = [r for g in groups for r in g.submit("transports", [()] * len(g.workers))]
         common = set.intersection(*(set(reply.result(_CONNECT_LIMIT_S)) for reply in replies))
-        nodes = {worker.place.node for group in groups for worker in group.workers}
-        return choose(self.cluster.platform, len(nodes) == 1, common)
+        return choose(self.cluster.platform, common)
 
     def new_task(self) -> int:
         return next(self._tasks)

@@ -30,27 +30,17 @@ def available_transports(platform: str) -> tuple[str, ...]:
     return tuple(available)
 
 
-def choose(
-    platform: str, same_host: bool, available: Collection[str], *, shared_gpu: bool = False
-) -> str:
-    """The transport for tiles between meshes.
+def choose(platform: str, available: Collection[str]) -> str:
+    """The transport for tiles between meshes; the variable AUTOPAR_TRANSPORT overrides it.
 
-    platform:   of the devices, "cpu" or "gpu".
-    same_host:  whether all processes are on one host.
-    available:  the transports that every worker could use (`available_transports`).
-    shared_gpu: whether processes share a GPU. NCCL refuses that; and only then do processes see
-                each other's GPUs, which CUDA needs to map memory.
+    platform:  of the devices, "cpu" or "gpu".
+    available: the transports that every worker could use (`available_transports`).
     """
     asked = os.environ.get(VARIABLE, "")
     if asked:
         _check(asked, f"the variable {VARIABLE}")
         return asked
-    if platform == "gpu":
-        if "nccl" in available and not shared_gpu:
-            return "nccl"
-        if "cuda_ipc" in available and same_host and shared_gpu:
-            return "cuda_ipc"
-    return "jax_transfer"
+    return "nccl" if platform == "gpu" and "nccl" in available else "jax_transfer"
 
 
 def make_transport(name: str, place: WorkerPlace) -> Transport:

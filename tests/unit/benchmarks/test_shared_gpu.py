@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.ir.mesh import DEVICES
-from autopar.runtime.launch import RankResult
+from autopar.runtime.ranks.launch import RankResult
 from benchmarks.shared_gpu.__main__ import MODELS
 from benchmarks.shared_gpu.cases import CASES
 from benchmarks.shared_gpu.driver import Driver, failure_of

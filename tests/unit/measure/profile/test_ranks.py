@@ -23,8 +23,8 @@ from autopar.measure.profile.hardware import Hardware, first_difference, profile
 from autopar.measure.profile.samples import Abilities, planned_samples
 from autopar.measure.profile.text import show_profile
 from autopar.measure.profile.unfinished import part_path
-from autopar.runtime.launch import run_ranks
-from autopar.runtime.shared_gpu import CpuRanks
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks
 from autopar.runtime.timing import time_calls
 from autopar.session import check_profile_here
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import ArgumentError, ClusterError
+from autopar.runtime.ranks.shared_gpu import CpuRanks
 from autopar.runtime.ray.environment import (
     Versions,
     check_environment,
@@ -15,7 +16,6 @@ from autopar.runtime.ray.environment import (
     versions_here,
     worker_environment,
 )
-from autopar.runtime.shared_gpu import CpuRanks
 
 DRIVER = {
     "HOME": "/home/user",
@@ -42,6 +42,7 @@ def test_virtual_devices():
 def test_gpus():
     env = worker_environment(DRIVER, {}, "gpu", 2, ["4", "7"])
     assert env["CUDA_VISIBLE_DEVICES"] == "4,7"
+    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert env["JAX_PLATFORMS"] == "cuda,cpu"
     assert env["XLA_FLAGS"] == "--xla_a=1"
 

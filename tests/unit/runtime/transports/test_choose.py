@@ -23,28 +23,24 @@ def _unset(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "same_host", "available", "shared_gpu", "expected"),
+    ("platform", "available", "expected"),
     [
-        ("cpu", True, ALL, False, "jax_transfer"),
-        ("gpu", True, ALL, False, "nccl"),
-        ("gpu", False, ALL, False, "nccl"),
-        ("gpu", True, ALL, True, "cuda_ipc"),
-        ("gpu", True, NO_NCCL, True, "cuda_ipc"),
-        ("gpu", True, NO_NCCL, False, "jax_transfer"),
-        ("gpu", False, NO_NCCL, False, "jax_transfer"),
-        ("gpu", True, {"jax_transfer"}, False, "jax_transfer"),
+        ("cpu", ALL, "jax_transfer"),
+        ("gpu", ALL, "nccl"),
+        ("gpu", NO_NCCL, "jax_transfer"),
+        ("gpu", {"jax_transfer"}, "jax_transfer"),
     ],
 )
-def test_what_is_chosen(platform, same_host, available, shared_gpu, expected):
-    assert choose(platform, same_host, available, shared_gpu=shared_gpu) == expected
+def test_what_is_chosen(platform, available, expected):
+    assert choose(platform, available) == expected
 
 
 def test_the_variable_decides(monkeypatch):
     monkeypatch.setenv("AUTOPAR_TRANSPORT", "jax_transfer")
-    assert choose("gpu", True, ALL) == "jax_transfer"
+    assert choose("gpu", ALL) == "jax_transfer"
     monkeypatch.setenv("AUTOPAR_TRANSPORT", "carrier pigeon")
     with pytest.raises(ArgumentError, match="'carrier pigeon': unknown transport"):
-        choose("gpu", True, ALL)
+        choose("gpu", ALL)
 
 
 def test_cpus_have_one_transport():

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime import shared_gpu
-from autopar.runtime.launch import run_ranks
-from autopar.runtime.shared_gpu import (
+from autopar.runtime.ranks import shared_gpu
+from autopar.runtime.ranks.launch import run_ranks
+from autopar.runtime.ranks.shared_gpu import (
     CpuRanks,
     OwnGpus,
     SharedGpu,
@@ -22,7 +22,7 @@ from autopar.runtime.shared_gpu import (
     find_nccl,
     gpu_ranks,
 )
-from tests.unit.runtime.test_launch import wait_for
+from tests.unit.runtime.ranks.test_launch import wait_for
 
 DAEMON = """\
 #!/bin/sh
@@ -131,13 +131,13 @@ def test_ranks_after_one_that_died_have_another_daemon(driver):
 def test_the_daemon_ends_when_its_owner_is_killed(driver, tmp_path):
     log = driver(1)
     code = (
-        "import autopar.runtime.shared_gpu as s, time\n"
+        "import autopar.runtime.ranks.shared_gpu as s, time\n"
         "s._version_of = lambda library: (2, 30, 7)\n"
         "ranks = s.SharedGpu(2).__enter__()\n"
         "print(ranks.environment()['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
         "time.sleep(600)\n"
     )
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])
     owner = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": root},

@@ -15,12 +15,12 @@ import pytest
 
 import autopar
 from autopar import _jax
-from autopar.runtime.failures import FailureWatch, add_remedy, is_out_of_memory
-from autopar.runtime.launch import RankResult, run_ranks
-from autopar.runtime.shared_gpu import CpuRanks
+from autopar.runtime.ranks.failures import FailureWatch, add_remedy, is_out_of_memory
+from autopar.runtime.ranks.launch import RankResult, run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks
 
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FAILING, NUM_RANKS = 1, 3
 LIMIT_S = 240.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from autopar.ir.profile import GpuShare
-from autopar.runtime.machines import ranks_per_gpu
+from autopar.runtime.ranks.machines import ranks_per_gpu
 
 
 def gpu_share(platform: str) -> GpuShare | None:

@@ -13,8 +13,8 @@ import pytest
 
 from autopar.cli import main
 from autopar.errors import ClusterError
-from autopar.runtime.launch import held_port, run_ranks
-from autopar.runtime.shared_gpu import CpuRanks
+from autopar.runtime.ranks.launch import held_port, run_ranks
+from autopar.runtime.ranks.shared_gpu import CpuRanks
 
 LIMIT_S = 60.0
 JOIN = """
@@ -89,7 +89,7 @@ def test_ranks_end_at_the_time_limit(tmp_path):
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path):
     command = [sys.executable, "-m", "autopar", "launch", "--ranks", "2", "--platform", "cpu", "--"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     launcher = subprocess.Popen([*command, *program(SLEEP)], cwd=tmp_path, env=env)
     pids = pids_in(tmp_path, 2)
     assert all(map(is_running, pids))

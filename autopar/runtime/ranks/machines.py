@@ -23,8 +23,8 @@ import jax
 
 from autopar import _jax
 from autopar.errors import ArgumentError
-from autopar.runtime.consensus import processes_text
-from autopar.runtime.shared_gpu import SHARE_VARIABLE
+from autopar.runtime.ranks.consensus import processes_text
+from autopar.runtime.ranks.shared_gpu import SHARE_VARIABLE
 
 WAIT_S = 30.0  # for the processes that have not said yet where they are
 

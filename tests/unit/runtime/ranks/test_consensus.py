@@ -13,8 +13,8 @@ import pytest
 
 from autopar import _jax
 from autopar.errors import ArgumentError, ClusterError, PlanError, TraceError
-from autopar.runtime import consensus
-from autopar.runtime.consensus import Consensus, arrival_limit_s, planning_limit_s
+from autopar.runtime.ranks import consensus
+from autopar.runtime.ranks.consensus import Consensus, arrival_limit_s, planning_limit_s
 
 SOON_S = 5.0
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.runtime.guard import MPS_CONTROL
+from autopar.runtime.ranks.guard import MPS_CONTROL
 
 NCCL_VARIABLE = "AUTOPAR_NCCL"
 SHARE_VARIABLE = "AUTOPAR_RANKS_PER_GPU"

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import ClusterError
-from autopar.runtime.shared_gpu import Guard, Ranks
+from autopar.runtime.ranks.shared_gpu import Guard, Ranks
 
 GRACE_S = 15.0
 _KILL_S = 5.0

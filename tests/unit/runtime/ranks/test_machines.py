@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from autopar import _jax
-from autopar.runtime import machines
-from autopar.runtime.machines import ProcessPlace, own_place, places_of_processes
+from autopar.runtime.ranks import machines
+from autopar.runtime.ranks.machines import ProcessPlace, own_place, places_of_processes
 
 
 @pytest.fixture
