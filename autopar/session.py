@@ -17,7 +17,7 @@ import jax
 
 from autopar import _jax
 from autopar.errors import ArgumentError, MeshError, ProfileError
-from autopar.ir.mesh import ClusterSpec, device_spec, preset_of
+from autopar.ir.mesh import ClusterSpec, device_spec, preset_of, preset_or_share
 from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
 from autopar.runtime.ranks.gpu_share import gpu_share
@@ -317,13 +317,13 @@ def cluster_of_devices(devices: Sequence[Any]) -> ClusterSpec:
         machines = [places[device.process_index].machine for device in devices]
         per_host = _devices_per_machine(machines, otherwise=per_host)
     preset = preset_of(devices[0].platform, devices[0].device_kind)
-    memory_bytes = device_spec(preset).memory_bytes
-    share = memory_bytes / (ranks_per_gpu() if devices[0].platform == "gpu" else 1)
-    least = min([share, *(limit for limit in limits if limit is not None)])
+    device = preset_or_share(preset, ranks_per_gpu() if devices[0].platform == "gpu" else 1)
+    memory_bytes = device_spec(device).memory_bytes
+    least = min((limit for limit in limits if limit is not None), default=memory_bytes)
     return ClusterSpec(
         len(devices) // per_host,
         per_host,
-        preset,
+        device,
         memory_bytes=least if least < memory_bytes else None,
     )
 

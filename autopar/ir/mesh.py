@@ -147,17 +147,22 @@ def device_spec(device: str | DeviceSpec) -> DeviceSpec:
 
 
 def share_of(device: DeviceSpec, num_ranks: int) -> DeviceSpec:
-    """One of `num_ranks` equal shares of a device. Between shares, bytes are read from and written
-    to the device's memory."""
-    memory_bandwidth = device.memory_bandwidth / num_ranks
+    """One of `num_ranks` equal shares of a device. NCCL's blocks carry bytes between shares through
+    the device's memory; with the few that a share can spare, they reach about the same share of the
+    device's own links (an eighth of an H200: 40 GB/s, where 450 / 8 = 56)."""
     return replace(
         device,
         flops_16bit=device.flops_16bit / num_ranks,
         flops_32bit=device.flops_32bit / num_ranks,
         memory_bytes=device.memory_bytes / num_ranks,
-        memory_bandwidth=memory_bandwidth,
-        intra_host_bandwidth=min(device.intra_host_bandwidth, memory_bandwidth / 2),
+        memory_bandwidth=device.memory_bandwidth / num_ranks,
+        intra_host_bandwidth=device.intra_host_bandwidth / num_ranks,
     )
+
+
+def preset_or_share(preset: str, num_ranks: int) -> str | DeviceSpec:
+    """A device for `ClusterSpec`: the preset, or a share of it if ranks share devices."""
+    return preset if num_ranks == 1 else share_of(device_spec(preset), num_ranks)
 
 
 def _check_same_device(profile: MachineProfile | ProfileSummary, name: str) -> None:

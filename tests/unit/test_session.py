@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar import session
+from autopar.ir.mesh import DEVICES
 from autopar.runtime.ranks.machines import ProcessPlace
 from autopar.session import Session, cluster_of_devices
 from tests.machine_profiles import machine_profile
@@ -118,7 +119,9 @@ def test_devices_have_the_memory_that_jax_may_allocate(monkeypatch, limit, ranks
     monkeypatch.setenv("AUTOPAR_RANKS_PER_GPU", ranks)
     cluster = cluster_of_devices(h200s(0, 0, limit=limit))
     assert cluster.spec.memory_bytes == wanted
-    assert (cluster.memory_bytes is None) == (wanted == H200_BYTES)
+    shares = int(ranks or 1)
+    assert cluster.spec.flops_16bit == DEVICES["h200-sxm"].flops_16bit / shares
+    assert (cluster.device == "h200-sxm") == (shares == 1)
 
 
 def test_a_share_of_a_gpu_is_no_share_of_a_cpu(monkeypatch) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
-from autopar.ir.mesh import ClusterSpec, device_spec, preset_of
+from autopar.ir.mesh import ClusterSpec, preset_of, preset_or_share
 from autopar.runtime.ray.environment import check_environment, shares_per_gpu
 from autopar.runtime.ray.group import MeshGroup
 from autopar.runtime.ray.monitor import Monitor, kill_workers
@@ -92,9 +92,8 @@ class RayCluster:
         session = self._session
         names = {name for node in session.nodes for name in node.gpu_names}
         preset = preset_of(session.platform, next(iter(names), ""))
-        shares = session.ranks_per_gpu
-        memory_bytes = device_spec(preset).memory_bytes / shares if shares > 1 else None
-        return ClusterSpec(len(session.hosts), session.devices_per_host, preset, memory_bytes)
+        device = preset_or_share(preset, session.ranks_per_gpu)
+        return ClusterSpec(len(session.hosts), session.devices_per_host, device)
 
     @property
     def platform(self) -> str:
