@@ -11,8 +11,13 @@ Steps, each on one mesh axis (or together on all axes of one dimension, or all p
 A mesh may forbid reduce-scatters or all-to-alls; the other steps still lead everywhere.
 
 If two axes split one dimension, the later axis is the minor one, and only that one can be added or
-removed by itself. Closing the table under composition (Floyd–Warshall) gives the cheapest sequence
-for every pair, so the triangle inequality holds by construction.
+removed by itself. Sums that are partial along several axes are finished at once, as XLA does it:
+one reduce-scatter if a single dimension takes all these axes, a reduce-scatter along one axis and
+an all-reduce along the others if those stay whole, else an all-reduce. (So two axes that should
+split two dimensions scatter onto one and move one axis by an all-to-all: half of an all-reduce.)
+
+Closing the table under composition (Floyd–Warshall) gives the cheapest sequence for every pair. A
+sum that stays partial along some axes is added last: only a later operator finishes those.
 """
 
 from __future__ import annotations
@@ -48,8 +53,9 @@ class ReshardTable:
         here, goal = self.index[source], self.index[target]
         steps = []
         while here != goal:
-            here = int(self.first_step[here, goal])
-            steps.append(self.layouts[here])
+            after = int(self.first_step[here, goal])
+            steps += _collectives_of(self.layouts[here], self.layouts[after])
+            here = after
         return steps
 
 
@@ -81,7 +87,53 @@ def reshard_table(
         better = through < cost - tolerance
         cost = np.where(better, through, cost)
         first = np.where(better, first[:, k, None], first)
+    for i, layout in enumerate(layouts):
+        for target, seconds in _unfinished_steps(mesh, layout, num_bytes, alpha_share, len(shape)):
+            j = index.get(target)
+            if j is not None and seconds < cost[i, j]:
+                cost[i, j] = seconds
+                first[i, j] = j
     return ReshardTable(layouts, index, cost, first)
+
+
+def _collectives_of(before: Layout, after: Layout) -> list[Layout]:
+    """Layouts after each collective of a step: of partial sums that become split along some axes
+    and whole along others, the scattered axes come first."""
+    changed = [axis for axis, (b, a) in enumerate(zip(before, after, strict=True)) if b != a]
+    scattered = [axis for axis in changed if before[axis] == PARTIAL and after[axis] != WHOLE]
+    if not scattered or scattered == changed:
+        return [after]
+    return [tuple(after[a] if a in scattered else e for a, e in enumerate(before)), after]
+
+
+def _unfinished_steps(
+    mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
+) -> list[tuple[Layout, float]]:
+    """Steps that finish one of several partial axes."""
+    axes = _partial_axes(mesh, layout)
+    if len(axes) < 2:
+        return []
+    local = num_bytes / num_shards(layout, mesh.shape)
+    steps = []
+    for axis in axes:
+        finished = [(WHOLE, all_reduce_s(mesh, (axis,), local, share))]
+        if "reduce-scatter" not in mesh.forbidden:
+            seconds = reduce_scatter_s(mesh, (axis,), local, share)
+            finished += [(d, seconds) for d in range(ndim) if _is_minor(layout, axis, d)]
+        steps += [(_moved(layout, (axis,), entry), seconds) for entry, seconds in finished]
+    return steps
+
+
+def _partial_axes(mesh: LogicalMesh, layout: Layout) -> tuple[int, ...]:
+    return tuple(a for a, e in enumerate(layout) if e == PARTIAL and mesh.shape[a] > 1)
+
+
+def _moved(layout: Layout, axes: Sequence[int], entry: int) -> Layout:
+    return tuple(entry if a in axes else e for a, e in enumerate(layout))
+
+
+def _is_minor(layout: Layout, axis: int, dim: int) -> bool:
+    return not any(e == dim for e in layout[axis + 1 :])
 
 
 def _steps(
@@ -92,41 +144,40 @@ def _steps(
     may_exchange = "all-to-all" not in mesh.forbidden
     steps: list[tuple[Layout, float]] = []
 
-    def moved(axes: tuple[int, ...], entry: int) -> Layout:
-        return tuple(entry if a in axes else e for a, e in enumerate(layout))
-
-    def is_minor(axis: int, dim: int) -> bool:
-        return not any(e == dim for e in layout[axis + 1 :])
-
-    def finish(axes: tuple[int, ...], dims: Sequence[int]) -> None:
-        steps.append((moved(axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
-        if may_scatter:
-            seconds = reduce_scatter_s(mesh, axes, local, share)
-            steps.extend((moved(axes, d), seconds) for d in dims)
-
     def gather(axes: tuple[int, ...], whole_bytes: float, dims: Sequence[int]) -> None:
-        steps.append((moved(axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
+        steps.append((_moved(layout, axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
         if may_exchange:
             seconds = all_to_all_s(mesh, axes, whole_bytes, share)
-            steps.extend((moved(axes, d), seconds) for d in dims)
+            steps.extend((_moved(layout, axes, d), seconds) for d in dims)
+
+    def finish(axes: tuple[int, ...]) -> None:
+        """Sums over all partial axes: to whole, to split along all or along one of them."""
+        steps.append((_moved(layout, axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
+        if not may_scatter:
+            return
+        for scattered in {axes, *((axis,) for axis in axes)}:
+            others = tuple(axis for axis in axes if axis not in scattered)
+            seconds = reduce_scatter_s(mesh, scattered, local, share)
+            if others:
+                num_left = num_shards(_moved(layout, scattered, 0), mesh.shape)
+                seconds += all_reduce_s(mesh, others, num_bytes / num_left, share)
+            whole = _moved(layout, others, WHOLE)
+            for d in range(ndim):
+                if all(_is_minor(layout, axis, d) for axis in scattered):
+                    steps.append((_moved(whole, scattered, d), seconds))
 
     for axis, entry in enumerate(layout):
-        axes, size = (axis,), mesh.shape[axis]
-        free_dims = [d for d in range(ndim) if d != entry and is_minor(axis, d)]
-        if size == 1:
+        if mesh.shape[axis] == 1 or entry == PARTIAL:
             continue
+        free_dims = [d for d in range(ndim) if d != entry and _is_minor(layout, axis, d)]
         if entry == WHOLE:
-            steps += [(moved(axes, d), 0.0) for d in free_dims]
-        elif entry == PARTIAL:
-            finish(axes, free_dims)
-        elif is_minor(axis, entry):
-            gather(axes, local * size, free_dims)
-    for entry in set(layout) - {WHOLE}:
+            steps += [(_moved(layout, (axis,), d), 0.0) for d in free_dims]
+        elif _is_minor(layout, axis, entry):
+            gather((axis,), local * mesh.shape[axis], free_dims)
+    for entry in set(layout) - {WHOLE, PARTIAL}:
         axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh.shape[a] > 1)
-        if len(axes) < 2:
-            continue
-        if entry == PARTIAL:
-            finish(axes, range(ndim))
-        else:
+        if len(axes) > 1:
             gather(axes, local * mesh.num_devices, [d for d in range(ndim) if d != entry])
+    if axes := _partial_axes(mesh, layout):
+        finish(axes)
     return steps
