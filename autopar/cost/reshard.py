@@ -16,8 +16,10 @@ one reduce-scatter if a single dimension takes all these axes, a reduce-scatter 
 an all-reduce along the others if those stay whole, else an all-reduce. (So two axes that should
 split two dimensions scatter onto one and move one axis by an all-to-all: half of an all-reduce.)
 
-Closing the table under composition (Floyd–Warshall) gives the cheapest sequence for every pair. A
-sum that stays partial along some axes is added last: only a later operator finishes those.
+Nor does XLA gather or exchange tiles of a sum before it is finished: it would reshard the operands.
+
+Closing the table under composition (Floyd–Warshall) gives the cheapest sequence for every pair.
+Collectives that leave a sum partial are added last: only a later operator finishes it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,11 +76,16 @@ def reshard_table(
     cost = np.full((count, count), np.inf)
     np.fill_diagonal(cost, 0.0)
     first = np.tile(np.arange(count), (count, 1))
+    last: list[tuple[int, int, float]] = []
     for i, layout in enumerate(layouts):
-        for target, seconds in _steps(mesh, layout, num_bytes, alpha_share, len(shape)):
-            j = index.get(target)
-            if j is not None and seconds < cost[i, j]:
-                cost[i, j] = seconds
+        for step in _steps(mesh, layout, num_bytes, alpha_share, len(shape)):
+            j = index.get(step.target)
+            if j is None:
+                continue
+            if step.leaves_partial:
+                last.append((i, j, step.seconds))
+            else:
+                cost[i, j] = min(cost[i, j], step.seconds)
     # Rounding must not count as an improvement, nor may a real one be missed: either way `path`
     # could loop. So the tolerance is far below the cheapest step.
     positive = cost[np.isfinite(cost) & (cost > 0)]
@@ -87,12 +95,8 @@ def reshard_table(
         better = through < cost - tolerance
         cost = np.where(better, through, cost)
         first = np.where(better, first[:, k, None], first)
-    for i, layout in enumerate(layouts):
-        for target, seconds in _unfinished_steps(mesh, layout, num_bytes, alpha_share, len(shape)):
-            j = index.get(target)
-            if j is not None and seconds < cost[i, j]:
-                cost[i, j] = seconds
-                first[i, j] = j
+    for i, j, seconds in last:
+        cost[i, j] = min(cost[i, j], seconds)
     return ReshardTable(layouts, index, cost, first)
 
 
@@ -104,24 +108,6 @@ def _collectives_of(before: Layout, after: Layout) -> list[Layout]:
     if not scattered or scattered == changed:
         return [after]
     return [tuple(after[a] if a in scattered else e for a, e in enumerate(before)), after]
-
-
-def _unfinished_steps(
-    mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
-) -> list[tuple[Layout, float]]:
-    """Steps that finish one of several partial axes."""
-    axes = _partial_axes(mesh, layout)
-    if len(axes) < 2:
-        return []
-    local = num_bytes / num_shards(layout, mesh.shape)
-    steps = []
-    for axis in axes:
-        finished = [(WHOLE, all_reduce_s(mesh, (axis,), local, share))]
-        if "reduce-scatter" not in mesh.forbidden:
-            seconds = reduce_scatter_s(mesh, (axis,), local, share)
-            finished += [(d, seconds) for d in range(ndim) if _is_minor(layout, axis, d)]
-        steps += [(_moved(layout, (axis,), entry), seconds) for entry, seconds in finished]
-    return steps
 
 
 def _partial_axes(mesh: LogicalMesh, layout: Layout) -> tuple[int, ...]:
@@ -136,48 +122,81 @@ def _is_minor(layout: Layout, axis: int, dim: int) -> bool:
     return not any(e == dim for e in layout[axis + 1 :])
 
 
+class _Step(NamedTuple):
+    target: Layout
+    seconds: float
+    leaves_partial: bool = False  # a collective after which a sum is still partial
+
+
 def _steps(
     mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
-) -> list[tuple[Layout, float]]:
-    local = num_bytes / num_shards(layout, mesh.shape)
-    may_scatter = "reduce-scatter" not in mesh.forbidden
-    may_exchange = "all-to-all" not in mesh.forbidden
-    steps: list[tuple[Layout, float]] = []
-
-    def gather(axes: tuple[int, ...], whole_bytes: float, dims: Sequence[int]) -> None:
-        steps.append((_moved(layout, axes, WHOLE), all_gather_s(mesh, axes, whole_bytes, share)))
-        if may_exchange:
-            seconds = all_to_all_s(mesh, axes, whole_bytes, share)
-            steps.extend((_moved(layout, axes, d), seconds) for d in dims)
-
-    def finish(axes: tuple[int, ...]) -> None:
-        """Sums over all partial axes: to whole, to split along all or along one of them."""
-        steps.append((_moved(layout, axes, WHOLE), all_reduce_s(mesh, axes, local, share)))
-        if not may_scatter:
-            return
-        for scattered in {axes, *((axis,) for axis in axes)}:
-            others = tuple(axis for axis in axes if axis not in scattered)
-            seconds = reduce_scatter_s(mesh, scattered, local, share)
-            if others:
-                num_left = num_shards(_moved(layout, scattered, 0), mesh.shape)
-                seconds += all_reduce_s(mesh, others, num_bytes / num_left, share)
-            whole = _moved(layout, others, WHOLE)
-            for d in range(ndim):
-                if all(_is_minor(layout, axis, d) for axis in scattered):
-                    steps.append((_moved(whole, scattered, d), seconds))
-
+) -> list[_Step]:
+    partial = _partial_axes(mesh, layout)
+    steps: list[_Step] = []
     for axis, entry in enumerate(layout):
         if mesh.shape[axis] == 1 or entry == PARTIAL:
             continue
         free_dims = [d for d in range(ndim) if d != entry and _is_minor(layout, axis, d)]
         if entry == WHOLE:
-            steps += [(_moved(layout, (axis,), d), 0.0) for d in free_dims]
+            steps += [_Step(_moved(layout, (axis,), d), 0.0) for d in free_dims]
         elif _is_minor(layout, axis, entry):
-            gather((axis,), local * mesh.shape[axis], free_dims)
+            steps += _gathers(mesh, layout, (axis,), num_bytes, share, free_dims)
     for entry in set(layout) - {WHOLE, PARTIAL}:
         axes = tuple(a for a, e in enumerate(layout) if e == entry and mesh.shape[a] > 1)
         if len(axes) > 1:
-            gather(axes, local * mesh.num_devices, [d for d in range(ndim) if d != entry])
-    if axes := _partial_axes(mesh, layout):
-        finish(axes)
+            dims = [d for d in range(ndim) if d != entry]
+            steps += _gathers(mesh, layout, axes, num_bytes, share, dims)
+    if partial:
+        steps += _sums(mesh, layout, partial, num_bytes, share, ndim)
+    if len(partial) > 1:
+        for axis in partial:
+            steps += _sums(mesh, layout, (axis,), num_bytes, share, ndim)
+    return steps
+
+
+def _gathers(
+    mesh: LogicalMesh,
+    layout: Layout,
+    axes: tuple[int, ...],
+    num_bytes: float,
+    share: float,
+    dims: Sequence[int],
+) -> list[_Step]:
+    """The axes no longer split their dimension: to whole, or to another of `dims`."""
+    is_partial = bool(_partial_axes(mesh, layout))
+    whole = _moved(layout, axes, WHOLE)
+    whole_bytes = num_bytes / num_shards(whole, mesh.shape)
+    steps = [_Step(whole, all_gather_s(mesh, axes, whole_bytes, share), is_partial)]
+    if "all-to-all" not in mesh.forbidden:
+        seconds = all_to_all_s(mesh, axes, whole_bytes, share)
+        steps += [_Step(_moved(layout, axes, d), seconds, is_partial) for d in dims]
+    return steps
+
+
+def _sums(
+    mesh: LogicalMesh,
+    layout: Layout,
+    axes: tuple[int, ...],
+    num_bytes: float,
+    share: float,
+    ndim: int,
+) -> list[_Step]:
+    """The sum over these axes is finished: to whole, or to split along all or one of them."""
+    leaves_partial = axes != _partial_axes(mesh, layout)
+    local = num_bytes / num_shards(layout, mesh.shape)
+    all_whole = _moved(layout, axes, WHOLE)
+    steps = [_Step(all_whole, all_reduce_s(mesh, axes, local, share), leaves_partial)]
+    if "reduce-scatter" in mesh.forbidden:
+        return steps
+    for scattered in {axes, *((axis,) for axis in axes)}:
+        others = tuple(axis for axis in axes if axis not in scattered)
+        seconds = reduce_scatter_s(mesh, scattered, local, share)
+        if others:
+            num_left = num_shards(_moved(layout, scattered, 0), mesh.shape)
+            seconds += all_reduce_s(mesh, others, num_bytes / num_left, share)
+        steps += [
+            _Step(_moved(all_whole, scattered, d), seconds, leaves_partial)
+            for d in range(ndim)
+            if all(_is_minor(layout, axis, d) for axis in scattered)
+        ]
     return steps
