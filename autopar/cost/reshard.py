@@ -122,7 +122,7 @@ def _is_minor(layout: Layout, axis: int, dim: int) -> bool:
     return not any(e == dim for e in layout[axis + 1 :])
 
 
-class _Step(NamedTuple):
+class _ReshardStep(NamedTuple):
     target: Layout
     seconds: float
     leaves_partial: bool = False  # a collective after which a sum is still partial
@@ -130,15 +130,15 @@ class _Step(NamedTuple):
 
 def _steps(
     mesh: LogicalMesh, layout: Layout, num_bytes: float, share: float, ndim: int
-) -> list[_Step]:
+) -> list[_ReshardStep]:
     partial = _partial_axes(mesh, layout)
-    steps: list[_Step] = []
+    steps: list[_ReshardStep] = []
     for axis, entry in enumerate(layout):
         if mesh.shape[axis] == 1 or entry == PARTIAL:
             continue
         free_dims = [d for d in range(ndim) if d != entry and _is_minor(layout, axis, d)]
         if entry == WHOLE:
-            steps += [_Step(_moved(layout, (axis,), d), 0.0) for d in free_dims]
+            steps += [_ReshardStep(_moved(layout, (axis,), d), 0.0) for d in free_dims]
         elif _is_minor(layout, axis, entry):
             steps += _gathers(mesh, layout, (axis,), num_bytes, share, free_dims)
     for entry in set(layout) - {WHOLE, PARTIAL}:
@@ -161,15 +161,15 @@ def _gathers(
     num_bytes: float,
     share: float,
     dims: Sequence[int],
-) -> list[_Step]:
+) -> list[_ReshardStep]:
     """The axes no longer split their dimension: to whole, or to another of `dims`."""
     is_partial = bool(_partial_axes(mesh, layout))
     whole = _moved(layout, axes, WHOLE)
     whole_bytes = num_bytes / num_shards(whole, mesh.shape)
-    steps = [_Step(whole, all_gather_s(mesh, axes, whole_bytes, share), is_partial)]
+    steps = [_ReshardStep(whole, all_gather_s(mesh, axes, whole_bytes, share), is_partial)]
     if "all-to-all" not in mesh.forbidden:
         seconds = all_to_all_s(mesh, axes, whole_bytes, share)
-        steps += [_Step(_moved(layout, axes, d), seconds, is_partial) for d in dims]
+        steps += [_ReshardStep(_moved(layout, axes, d), seconds, is_partial) for d in dims]
     return steps
 
 
@@ -180,12 +180,12 @@ def _sums(
     num_bytes: float,
     share: float,
     ndim: int,
-) -> list[_Step]:
+) -> list[_ReshardStep]:
     """The sum over these axes is finished: to whole, or to split along all or one of them."""
     leaves_partial = axes != _partial_axes(mesh, layout)
     local = num_bytes / num_shards(layout, mesh.shape)
     all_whole = _moved(layout, axes, WHOLE)
-    steps = [_Step(all_whole, all_reduce_s(mesh, axes, local, share), leaves_partial)]
+    steps = [_ReshardStep(all_whole, all_reduce_s(mesh, axes, local, share), leaves_partial)]
     if "reduce-scatter" in mesh.forbidden:
         return steps
     for scattered in {axes, *((axis,) for axis in axes)}:
@@ -195,7 +195,7 @@ def _sums(
             num_left = num_shards(_moved(layout, scattered, 0), mesh.shape)
             seconds += all_reduce_s(mesh, others, num_bytes / num_left, share)
         steps += [
-            _Step(_moved(all_whole, scattered, d), seconds, leaves_partial)
+            _ReshardStep(_moved(all_whole, scattered, d), seconds, leaves_partial)
             for d in range(ndim)
             if all(_is_minor(layout, axis, d) for axis in scattered)
         ]
