@@ -42,8 +42,8 @@ _PROBE_S = 60.0
 _ON_GPU = {"JAX_PLATFORMS": "cuda,cpu", "JAX_LOCAL_DEVICE_IDS": "0"}  # whatever this process uses
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 # Defaults for ranks that share a GPU; the environment overrides them. NCCL's blocks take
-# multiprocessors from a rank's compute. With two of them, an eighth of an H200 has 97 TFLOP/s in
-# bfloat16 and 40 GB/s between ranks: about the ratio of a whole H100 and its NVLink.
+# multiprocessors from a rank's compute. With two of them, an eighth of an H200 has 74 to 97
+# TFLOP/s in bfloat16 and 40 GB/s between ranks: about the ratio of a whole H100 and its NVLink.
 _TUNING = {"NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 
 
