@@ -34,8 +34,8 @@ SHARE_VARIABLE = "AUTOPAR_RANKS_PER_GPU"
 OLDEST_NCCL = (2, 30)
 MOST_RANKS_PER_GPU = 48  # clients of an MPS server
 _USED_MEMORY = 0.9  # of the GPU by XLA; the rest is for CUDA contexts and NCCL's buffers
-# Streams run side by side up to a process's connections (32 at most, 8 by default). The clients of
-# an H200's MPS server have 128 together; more, and a client cannot start.
+# Streams run side by side up to a process's connections (32 at most, 8 by default). On an
+# H200, half of eight clients with 32 each could not start; with 12 each, all did.
 _CONNECTIONS = 96
 _START_S = 20.0
 _PROBE_S = 60.0
@@ -131,7 +131,7 @@ class SharedGpu(Ranks):
     nccl: a libnccl.so.2 from 2.30 on. Default: the file that AUTOPAR_NCCL names, or the installed
           package `nvidia-nccl-cu13` or `nvidia-nccl-cu12`.
     mps:  whether ranks run side by side. Without the MPS daemon they take turns on the GPU: results
-          are the same, but a small step of 8 ranks takes hundreds of milliseconds.
+          are the same, but collectives are very slow.
     """
 
     def __init__(self, num_ranks: int, *, nccl: str | Path | None = None, mps: bool = True) -> None:
