@@ -23,6 +23,9 @@ if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
+else:
+    # This process computes small oracles; the GPU's memory is for the ranks it starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_addoption(parser):
