@@ -1,0 +1,1 @@
+"""Train steps built from public packages, unmodified; a module per family."""

@@ -1,0 +1,53 @@
+"""Every program of the zoo, on two meshes and, where it has layers, in a pipeline of two stages.
+
+`.ci/run` runs twenty representatives, which need only the packages of the extra `test`. The others
+are slow tests, and need the extra `zoo`:
+
+    pip install -e '.[test,zoo]' && python -m pytest -n 2 -m 'ci or slow' tests/zoo
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.zoo.check import check_program, methods_of
+from tests.zoo.program import ZooProgram, all_programs
+
+# (program, method): twenty that stand for the zoo in `.ci/run`.
+REPRESENTATIVES: frozenset[tuple[str, str]] = frozenset()
+
+
+def cases() -> list[Any]:
+    found = []
+    for program in all_programs().values():
+        for method in methods_of(program):
+            is_ci = (program.name, method) in REPRESENTATIVES
+            marks: list[Any] = [pytest.mark.ci if is_ci else pytest.mark.slow]
+            if method in program.fails:
+                marks.append(pytest.mark.xfail(reason=program.fails[method], strict=True))
+            found.append(pytest.param(program, method, id=f"{program.name}-{method}", marks=marks))
+    return found
+
+
+def require(program: ZooProgram) -> None:
+    if missing := program.missing():
+        pytest.skip(f"{program.name} needs {', '.join(missing)}")
+
+
+@pytest.mark.filterwarnings("default")  # other people's code may warn
+@pytest.mark.parametrize(("program", "method"), cases())
+def test_as_on_one_device(program: ZooProgram, method: str) -> None:
+    require(program)
+    check_program(program, method)
+
+
+def test_representatives_exist() -> None:
+    known = {(p.name, method) for p in all_programs().values() for method in methods_of(p)}
+    assert known >= REPRESENTATIVES
+
+
+def test_names_are_plain() -> None:
+    """Names are test ids, arguments of the benchmark and file names."""
+    assert all(name.replace("-", "").isalnum() for name in all_programs())

@@ -1,0 +1,1 @@
+"""Train steps written for the zoo; a module per family."""
