@@ -129,6 +129,7 @@ class Node:
     batch_factor: int | None = None  # the factor that carries the batch dimension
     signature: int = -1  # equal signatures have equal rules, costs and strategies
     work: OpSize | None = None  # of a product, convolution or attention kernel
+    part_bytes: float | None = None  # of its first operand that it reads or writes; None for all
     traffic: Traffic | None = None  # None where nothing is moved
 
     @property

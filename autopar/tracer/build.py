@@ -32,6 +32,7 @@ from autopar.tracer.costs import (
     batch_factors,
     deferred_values,
     equation_flops,
+    part_bytes,
     touched_bytes,
 )
 from autopar.tracer.kernels import node_traffic
@@ -67,6 +68,7 @@ class _Signature:
     rule: Rule  # without constant operands
     flops: float
     work: OpSize | None
+    part_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class _Builder:
             flops = equation_flops(equation, self.program.avals) if equation.results else 0.0
             rule = _without_constants(equation, ruled.rule)
             work = equation_work(equation, self.program.avals)
-            self.signatures.append(_Signature(number, ruled, rule, flops, work))
+            part = part_bytes(equation, self.program.avals)
+            self.signatures.append(_Signature(number, ruled, rule, flops, work, part))
         self.signature_of = [None if n is None else self.signatures[n] for n in numbers]
 
     # -- the graph
@@ -266,6 +269,7 @@ class _Builder:
             equation=index,
             signature=signature.number,
             work=signature.work,
+            part_bytes=signature.part_bytes,
         )
         self.nodes.append(node)
         if partial:

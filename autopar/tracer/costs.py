@@ -37,8 +37,8 @@ INSTRUCTIONS = {
 }  # fmt: skip
 # The kernels of fused attention, with the number of products in each.
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-_READS_PART = ("gather", "dynamic_slice")  # of their first operand
-_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand holds
+_READS_PART = ("gather", "dynamic_slice")  # as much of their first operand as they return
+_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2}  # as much as this operand holds, in place
 # A trip of a scan reads its slice in place, and writes its results into the stack: the ops that
 # make and read them pay, as in an unrolled loop.
 _STACKS = ("scan_slice", "scan_stack")
@@ -88,6 +88,20 @@ def equation_flops(equation: Equation, avals: Sequence[ShapedArray]) -> float:
     return max([size, *(float(prod(shape_of(o))) for o in equation.operands)])
 
 
+def part_bytes(equation: Equation, avals: Sequence[ShapedArray]) -> float | None:
+    """The bytes of its first operand that an equation reads, or writes in place; None for all of
+    them. Operands are those of the equation: a node lacks the constants among them."""
+    if not equation.operands or isinstance(equation.operands[0], Constant):
+        return None
+    name = "scatter" if equation.name.startswith("scatter") else equation.name
+    if name in _READS_PART:
+        return float(aval_bytes(avals[equation.results[0]]))
+    if name in _WRITES_PART:
+        part = equation.operands[_WRITES_PART[name]]
+        return float(aval_bytes(part.aval if isinstance(part, Constant) else avals[part]))
+    return None
+
+
 def touched_bytes(
     node: Node, values: Sequence[Value], in_memory: Collection[int]
 ) -> tuple[float, ...]:
@@ -98,11 +112,11 @@ def touched_bytes(
         float(values[v].num_bytes) if v in in_memory else 0.0
         for v in (*node.operands, *node.results)
     ]
-    if node.name in _READS_PART:
-        touched[0] = min(touched[0], float(values[node.results[0]].num_bytes))
-    elif node.name in _WRITES_PART:
+    part = node.part_bytes
+    if part is not None and node.name in _READS_PART:
+        touched[0] = min(touched[0], part)
+    elif part is not None and node.name in _WRITES_PART:
         # In place: the rest of the array is neither read nor written.
-        part = float(values[node.operands[_WRITES_PART[node.name]]].num_bytes)
         touched = [min(count, part) for count in touched]
     return tuple(touched)
 

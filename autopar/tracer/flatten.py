@@ -77,7 +77,7 @@ class _Flattener:
         env.update(zip(jaxpr.invars, inputs, strict=True))
         equations: list[Equation] = []
         self.inline(jaxpr, env, scope, equations, captured)
-        outputs = tuple(_read(env, atom) for atom in jaxpr.outvars)
+        outputs = tuple(self.read(atom, env, captured) for atom in jaxpr.outvars)
         return Program(inputs, outputs, tuple(equations), self.avals, tuple(captured))
 
     def capture(
@@ -92,6 +92,20 @@ class _Flattener:
             env[var] = value
             captured.append((value, const))
 
+    def read(
+        self, atom: Any, env: dict[Any, Operand], captured: list[tuple[int, Any]]
+    ) -> Operand:
+        """The operand for an atom of a jaxpr. Only scalars stay constants: a literal array
+        (`jax_use_simplified_jaxpr_constants`) is captured, like one of the jaxpr's constants."""
+        if not isinstance(atom, _jax.Literal):
+            return env[atom]
+        assert isinstance(atom.aval, ShapedArray)
+        if not atom.aval.shape:
+            return Constant(atom.val, atom.aval)
+        value = self.new_value(atom.aval)
+        captured.append((value, atom.val))
+        return value
+
     def inline(
         self,
         jaxpr: Any,
@@ -103,7 +117,7 @@ class _Flattener:
         for eqn in jaxpr.eqns:
             source_info = eqn.source_info
             scope = outer.below(source_info.name_stack)
-            operands = [_read(env, atom) for atom in eqn.invars]
+            operands = [self.read(atom, env, captured) for atom in eqn.invars]
             if eqn.primitive.name == _jax.LAYER_BOUNDARY:
                 self.mark(eqn, scope)
                 continue
@@ -117,7 +131,7 @@ class _Flattener:
                 inner_env.update(zip(inner.invars, operands, strict=True))
                 self.inline(inner, inner_env, scope.called_from(source_info), equations, captured)
                 for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
-                    env[var] = _read(inner_env, atom)
+                    env[var] = self.read(atom, inner_env, captured)
                 continue
             results = tuple(self.new_value(var.aval) for var in eqn.outvars)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -189,13 +203,6 @@ class _Flattener:
             )
         )
         return [results.get(i, o) for i, o in enumerate(operands)]
-
-
-def _read(env: dict[Any, Operand], atom: Any) -> Operand:
-    if isinstance(atom, _jax.Literal):
-        assert isinstance(atom.aval, ShapedArray)
-        return Constant(atom.val, atom.aval)
-    return env[atom]
 
 
 def _loop_bodies(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
 
 _FREE = ("scan_slice", "scan_stack", "iota", "random_seed")
 _REDUCTIONS = ("reduce_", "arg", "cum")
-_GATHERS = ("gather", "dynamic_slice", "take")
+_GATHERS = ("gather", "dynamic_slice")
 _MAX_MEMBERS = 256  # ops of a kernel, in the search for its sources
 _MAX_BETWEEN = 64  # kernels between two that may merge, in the search for a dependence
 _SMALL = 2**16  # elements of a value that is too small to merge kernels
@@ -259,19 +259,15 @@ class _Kernels:
 
     def written_bytes(self, node: Node, value: int) -> float:
         size = float(self.values[value].num_bytes)
-        if _is_in_place(node):
+        if node.part_bytes is not None and _is_in_place(node):
             # In place: it neither reads nor writes the rest of the array.
-            position = 1 if node.name == "dynamic_update_slice" else len(node.operands) - 1
-            size = min(size, float(self.values[node.operands[position]].num_bytes))
+            size = min(size, node.part_bytes)
         return size
 
     def read_bytes(self, node: Node, position: int, operand: int) -> float:
         size = float(self.values[operand].num_bytes)
-        if position == 0 and node.name in _GATHERS:
-            size = min(size, float(self.values[node.results[0]].num_bytes))
-        elif position == 0 and _is_in_place(node):
-            size = self.written_bytes(node, node.results[0])
-        return size
+        part = node.part_bytes if position == 0 else None
+        return size if part is None else min(size, part)
 
     def stream_of(self, kernel: _Kernel) -> str:
         """The hardest kind of access in a kernel."""
@@ -299,7 +295,7 @@ class _Kernels:
         return any(f in in_results for f in last)
 
     def moves_last(self, node: Node) -> bool:
-        return node.rule.operands[0][-1:] != node.rule.results[0][-1:]
+        return bool(node.operands) and node.rule.operands[0][-1:] != node.rule.results[0][-1:]
 
 
 def _is_in_place(node: Node) -> bool:

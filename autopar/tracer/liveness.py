@@ -318,6 +318,8 @@ class _Sweep:
         for index, node in enumerate(self.nodes):
             if node.name != "conv_general_dilated" or node.region == UPDATE:
                 continue
+            if len(node.operands) < 2:  # an operand is a constant
+                continue
             kernel = node.operands[1]
             source = self.nodes[self.producer[kernel]]
             while self.is_view(source):
