@@ -92,9 +92,7 @@ class _Flattener:
             env[var] = value
             captured.append((value, const))
 
-    def read(
-        self, atom: Any, env: dict[Any, Operand], captured: list[tuple[int, Any]]
-    ) -> Operand:
+    def read(self, atom: Any, env: dict[Any, Operand], captured: list[tuple[int, Any]]) -> Operand:
         """The operand for an atom of a jaxpr. Only scalars stay constants: a literal array
         (`jax_use_simplified_jaxpr_constants`) is captured, like one of the jaxpr's constants."""
         if not isinstance(atom, _jax.Literal):
