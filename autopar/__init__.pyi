@@ -58,6 +58,9 @@ from autopar.errors import (
     PlanError as PlanError,
 )
 from autopar.errors import (
+    PlanningError as PlanningError,
+)
+from autopar.errors import (
     ProfileError as ProfileError,
 )
 from autopar.errors import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class AutoparError(Exception):
@@ -45,6 +46,18 @@ class MemoryBudgetError(AutoparError, RuntimeError):
         super().__init__(message)
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
+
+
+class PlanningError(AutoparError, RuntimeError):
+    """autopar itself failed: on every candidate of a search, or for operators with more than a
+    tenth of the step's work. `__cause__` is the exception that was met first.
+
+    failures: what failed and why, an `autopar.ir.failures.Failure` each.
+    """
+
+    def __init__(self, message: str, failures: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
 
 
 class PlanError(AutoparError, ValueError):

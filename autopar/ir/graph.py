@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
+from autopar.ir.failures import Failure
+
 
 class NodeKind(Enum):
     INPUT = "input"  # an argument of the step, or a constant it captured
@@ -168,12 +170,18 @@ class Liveness:
 
 @dataclass(frozen=True)
 class Unruled:
-    """An equation that is not split, or not as its rule allows, and why."""
+    """An equation that is not split, or not as its rule allows, and why.
+
+    flops:   of all `count` of them, whole.
+    failure: why autopar has no rule though it should have one.
+    """
 
     name: str
     source: str
     why: str
     count: int
+    flops: float = 0.0
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)

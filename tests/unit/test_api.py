@@ -94,6 +94,7 @@ def test_public_names() -> None:
         "ParallelPlan",
         "PipeshardParallel",
         "PlanError",
+        "PlanningError",
         "ProfileError",
         "ShardParallel",
         "ShardingOptions",
