@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import autopar
@@ -75,6 +76,6 @@ def _check_meaning(first: Any, results: list[tuple[Any, Any]]) -> None:
         assert all(np.isfinite(x).all() for x in numbers if x.dtype.kind == "f")
     last = results[-1][0]
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)
-    floats = [(a, b) for a, b in pairs if jax.dtypes.issubdtype(a.dtype, np.floating)]
+    floats = [(a, b) for a, b in pairs if jax.dtypes.issubdtype(jnp.result_type(a), np.floating)]
     changed = [not np.array_equal(np.asarray(a), np.asarray(b)) for a, b in floats]
     assert any(changed), "three steps left every number of the state as it was"

@@ -1,0 +1,159 @@
+"""Libraries with a module system or a subject of their own: e3nn-jax, penzai, brax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.zoo.program import Size, ZooStep, zoo_program
+from tests.zoo.steps import momentum, next_token_loss, tokens, train_step
+
+
+@zoo_program(
+    "e3nn-equivariant", source="e3nn-jax", packages=("e3nn_jax", "flax"), rtol=5e-3, atol=5e-4
+)
+def e3nn_equivariant(size: Size) -> ZooStep:
+    """Atoms of a batch of molecules: spherical harmonics, tensor products, energies and forces
+    (a gradient inside the loss)."""
+    import e3nn_jax as e3nn
+    import flax.linen as nn
+
+    molecules, atoms, depth, hidden = (8, 4, 1, "4x0e + 2x1o")
+    if not size.is_small:
+        molecules, atoms, depth, hidden = (512, 64, 4, "128x0e + 128x1o + 128x2e")
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, features: Any, vectors: Any) -> Any:
+            harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", vectors, normalize=True)
+            sent = e3nn.tensor_product(features[None, :], harmonics, filter_ir_out=irreps)
+            received = e3nn.mean(sent, axis=1)
+            mixed = e3nn.flax.Linear(irreps)(e3nn.concatenate([features, received]).regroup())
+            gates = e3nn.flax.Linear(irreps)(features)
+            return e3nn.scalar_activation(mixed, [jax.nn.silu, *[None] * (len(irreps) - 1)]) + gates
+
+    irreps = e3nn.Irreps(hidden)
+
+    class Energy(nn.Module):
+        @nn.compact
+        def __call__(self, positions: Any) -> Any:
+            vectors = positions[:, None] - positions[None, :] + 0.1
+            features = e3nn.IrrepsArray("1x0e", jnp.ones((atoms, 1)))
+            features = e3nn.flax.Linear(irreps, force_irreps_out=True)(features)
+            for _ in range(depth):
+                features = Layer()(features, e3nn.IrrepsArray("1o", vectors))
+            return e3nn.flax.Linear("1x0e")(features).array.sum()
+
+    model = Energy()
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        energy = lambda positions: model.apply(params, positions)  # noqa: E731
+        energies, slopes = jax.vmap(jax.value_and_grad(energy))(batch["positions"])
+        wrong = (energies - batch["energy"]) ** 2
+        return jnp.mean(wrong) + jnp.mean((slopes + batch["forces"]) ** 2)
+
+    def make_batch(i: int) -> tuple[Any, ...]:
+        draw = jax.random.normal(jax.random.key(i), (2, molecules, atoms, 3))
+        energy = jnp.cos(jnp.arange(molecules) + 1.0 * i)
+        return ({"positions": draw[0], "forces": 0.1 * draw[1], "energy": energy},)
+
+    def make_params() -> Any:
+        positions = jax.random.normal(jax.random.key(5), (atoms, 3))
+        return model.init(jax.random.key(0), positions)
+
+    return train_step(loss, make_params, make_batch, optax.sgd(1e-3))
+
+
+@zoo_program("penzai-llama", source="penzai", layers=True, packages=("penzai",))
+def penzai_llama(size: Size) -> ZooStep:
+    """penzai's Llama, on named arrays; its parameters are unbound and bound again in the step."""
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common
+
+    heads, groups, width, features, hidden, depth, vocabulary, length, rows = (
+        (1, 2, 16, 8, 32, 2, 32, 8, 8)
+        if size.is_small
+        else (8, 4, 4096, 128, 14336, 32, 32000, 2048, 16)  # Mistral-7B
+    )
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=heads,
+        query_head_multiplier=groups,
+        embedding_dim=width,
+        projection_dim=features,
+        mlp_hidden_dim=hidden,
+        num_decoder_blocks=depth,
+        vocab_size=vocabulary,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=False,
+    )
+
+    def build() -> Any:
+        model = llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
+        return pz.unbind_params(model, freeze=True)
+
+    unbound = jax.eval_shape(lambda: build()[0])
+
+    def make_params() -> Any:
+        return {var.label: var.value for var in build()[1]}
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        values = [pz.ParameterValue(label=k, value=v, metadata={}) for k, v in params.items()]
+        model = pz.bind_variables(unbound, values)
+        named = pz.nx.wrap(batch).tag("batch", "seq")
+        positions = pz.nx.arange("seq", batch.shape[1])
+        logits = model(named, token_positions=positions)
+        return next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), batch)
+
+    return train_step(loss, make_params, tokens(rows, length, vocabulary))
+
+
+@zoo_program("brax-ppo", source="brax", packages=("brax",), rtol=5e-3, atol=5e-4)
+def brax_ppo(size: Size) -> ZooStep:
+    """The update of brax's PPO: generalised advantages by a scan over time, normalised over the
+    batch, a clipped surrogate and an entropy bonus."""
+    from brax.training.agents.ppo import losses, networks
+    from brax.training.types import Transition
+
+    observed, acted, rows, time, hidden = (6, 2, 8, 4, (8, 8))
+    if not size.is_small:
+        observed, acted, rows, time, hidden = (376, 17, 8192, 32, (4096, 4096, 4096))
+    made = networks.make_ppo_networks(
+        observed, acted, policy_hidden_layer_sizes=hidden, value_hidden_layer_sizes=hidden
+    )
+    optimizer = momentum()
+
+    def make_state() -> Any:
+        one, two, key = jax.random.split(jax.random.key(0), 3)
+        params = losses.PPONetworkParams(
+            policy=made.policy_network.init(one), value=made.value_network.init(two)
+        )
+        return params, optimizer.init(params), key
+
+    def make_batch(i: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(i), 4)
+        action = jax.random.normal(keys[1], (rows, time, acted))
+        data = Transition(
+            observation=jax.random.normal(keys[0], (rows, time, observed)),
+            action=jnp.tanh(action),
+            reward=jax.random.normal(keys[2], (rows, time)),
+            discount=jnp.ones((rows, time)),
+            next_observation=jax.random.normal(keys[3], (rows, time, observed)),
+            extras={
+                "state_extras": {"truncation": jnp.zeros((rows, time))},
+                "policy_extras": {"raw_action": action, "log_prob": -jnp.ones((rows, time))},
+            },
+        )
+        return (data,)
+
+    def step(state: Any, data: Any) -> Any:
+        params, opt_state, key = state
+        key, used = jax.random.split(key)
+        grad = jax.value_and_grad(losses.compute_ppo_loss, has_aux=True)
+        (_, metrics), grads = grad(params, None, data, used, made)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state, key), metrics
+
+    return ZooStep(step, make_state, make_batch)
