@@ -288,7 +288,7 @@ def parallelize(
     method: ParallelMethod | ParallelPlan | None = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: Sequence[int] | str = "auto",
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
 ) -> Any:
     """Make a train step run on all devices. Use as `@parallelize`, `@parallelize(method=…)` or
     `parallelize(fn, method=…)`.
@@ -298,7 +298,9 @@ def parallelize(
     static_argnums: positions of hashable arguments that are part of the program.
     donate_argnums: "auto" donates training state that the step returns updated. Positions donate
                     these arguments, which are state if the step returns them leaf for leaf.
-    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension. "auto" takes
+                    argument 1, or the first that is not state, and all others whose rows go along
+                    with its rows; `plan.explain()` names them.
 
     Returns a `ParallelFunction`, which is called like `fn` and traces and plans at its first call.
     Raises `ArgumentError` for invalid arguments.
@@ -332,7 +334,7 @@ def plan(
     cluster: ClusterSpec,
     method: ParallelMethod | ParallelPlan | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
     **kwargs: Any,
 ) -> ParallelPlan:
     """Plan for a cluster that need not exist. Returns the plan; runs and allocates nothing.
@@ -342,7 +344,7 @@ def plan(
     cluster:        a `ClusterSpec`.
     method:         as for `parallelize`.
     static_argnums: positions of arguments that are part of the program.
-    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+    batch_argnums:  as for `parallelize`.
 
     Raises `TraceError` if the function cannot be traced, `MeshError` if no mesh divides its arrays,
     `SpecError` if a pin or spec is infeasible, and `MemoryBudgetError` if no plan fits.
@@ -439,7 +441,7 @@ def solve_sharding(
     mesh: LogicalMesh,
     options: ShardingOptions | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
     **kwargs: Any,
 ) -> ShardingSolution:
     """Shard a function's operators on a logical mesh, without devices. Returns a
@@ -450,7 +452,7 @@ def solve_sharding(
     mesh:           a `LogicalMesh`, with the costs of its axes.
     options:        constraints for the solver.
     static_argnums: positions of arguments that are part of the program.
-    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+    batch_argnums:  as for `parallelize`.
 
     Raises `SpecError` if a pin or spec is infeasible, `MemoryBudgetError` if no sharding fits, and
     `SolverError` if the solver fails.
@@ -474,7 +476,7 @@ def compile(
     plan: ParallelPlan,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
     **kwargs: Any,
 ) -> dict[str, jax.stages.Compiled]:
     """Compile a planned function for devices, including those of a topology: compiling for GPUs
@@ -485,7 +487,7 @@ def compile(
     plan:           from `autopar.plan`, `step.plan` or `ParallelPlan.load`.
     devices:        at least as many as the plan has; by default those of this process.
     static_argnums: positions of arguments that are part of the program.
-    batch_argnums:  positions of arguments whose arrays have a leading batch dimension.
+    batch_argnums:  as for `parallelize`.
 
     Raises `PlanError` if the plan was made for another program, `MeshError` for too few devices,
     and `CompileError` if XLA rejects a program.

@@ -5,6 +5,7 @@ Every section is a list of lines of at most `WIDTH` columns, made from the plan 
 
 from __future__ import annotations
 
+import re
 from math import inf
 
 from autopar.errors import ArgumentError
@@ -25,6 +26,8 @@ from autopar.inspect.why_text import pin_lines
 from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan, StagePlan
 from autopar.ir.text import format_bytes, format_seconds, layer_names, table
+
+_ARGUMENT = re.compile(r"args\[\d+\]|[^.\[]*")  # at the beginning of an array's path
 
 
 def explain(plan: ParallelPlan, depth: int | None = None) -> str:
@@ -93,6 +96,10 @@ def _head(plan: ParallelPlan) -> list[str]:
     lines += paragraph(f"cluster   {cluster_text(plan)}")
     if (costs := costs_text(plan)) is not None:
         lines += paragraph(f"costs     {costs}")
+    batch = (t.path for t in plan.inputs if t.role == "batch")
+    names = dict.fromkeys(_ARGUMENT.match(path)[0] for path in batch)  # type: ignore[index]
+    if len(names) > 1:
+        lines += paragraph(f"batch     {', '.join(names)}")
     if plan.schedule:
         micro_batches = counted(plan.num_micro_batches, "micro-batch")
         lines.append(f"  schedule  {plan.schedule}, {micro_batches}")

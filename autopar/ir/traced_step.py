@@ -6,12 +6,12 @@ into another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.core import ShapedArray
-from jax.tree_util import tree_unflatten
+from jax.tree_util import keystr, tree_unflatten
 
 from autopar.ir.program import Program
 
@@ -57,6 +57,11 @@ class FlatCall:
     static: StaticLeaves
     static_args: tuple[tuple[int, Any], ...]
     in_objects: frozenset[int] = frozenset()  # leaves that belong to nnx objects
+
+    def names_of(self, inputs: Iterable[int]) -> tuple[str, ...]:
+        """The user's names of the arguments that hold these leaves, each once."""
+        names = (self.paths[i].removesuffix(keystr(self.key_paths[i])) for i in inputs)
+        return tuple(dict.fromkeys(names))
 
     def arrays_among(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
         """The array leaves of another call with this structure; None if a static leaf differs."""

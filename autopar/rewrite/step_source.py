@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.ir.traced_step import TracedStep
-from autopar.rewrite.accumulate import accumulate, micro_batch_leaves
+from autopar.rewrite.accumulate import accumulate, batch_size, micro_batch_leaves
 from autopar.rewrite.layers import Layer
 from autopar.rewrite.remat import with_remat
 from autopar.rewrite.single_microbatch import loop_single_microbatch
@@ -44,10 +44,14 @@ class StepSource:
     def micro_batch(self, num_micro_batches: int) -> TracedStep:
         """The step traced with one micro-batch."""
         if num_micro_batches not in self._micro:
-            args, kwargs = self.whole.call.rebuild(
-                micro_batch_leaves(self.whole, num_micro_batches)
-            )
-            self._micro[num_micro_batches] = trace(self.fn, args, kwargs, self.options)
+            leaves = micro_batch_leaves(self.whole, num_micro_batches)
+            args, kwargs = self.whole.call.rebuild(leaves)
+            try:
+                micro = trace(self.fn, args, kwargs, self.options, batch=self.whole.batch)
+            except Exception as error:
+                error.add_note(_micro_batch_note(self.whole, num_micro_batches))
+                raise
+            self._micro[num_micro_batches] = micro
         return self._micro[num_micro_batches]
 
     def as_loop(self, num_micro_batches: int) -> TracedStep:
@@ -68,3 +72,15 @@ class StepSource:
         return accumulate(
             self.whole, self.micro_batch(num_micro_batches), num_micro_batches, layers
         )
+
+
+def _micro_batch_note(step: TracedStep, num_micro_batches: int) -> str:
+    """For an error of the user's function, which has run with the whole batch."""
+    size = batch_size(step, num_micro_batches)
+    names = step.call.names_of(i for i in step.batch if step.avals[i].shape)
+    return (
+        f"autopar: {step.name} was traced with {size // num_micro_batches} of the batch's {size} "
+        f"rows, one of {num_micro_batches} micro-batches. The batch is "
+        f"{' and '.join(names)}; say with batch_argnums if other arguments are, or "
+        "use num_micro_batches=1."
+    )

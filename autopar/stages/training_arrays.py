@@ -88,9 +88,9 @@ def _arguments(method: CreateStateParallel, state: Any) -> tuple[tuple[Any, ...]
             "arguments beside the state. Give a tuple with a value (or a jax.ShapeDtypeStruct) for "
             "each of them, in their order, as the batch."
         )
-    taken = {*step.options.batch_argnums, *step.options.static_argnums}
-    if count > 1 and step.options.batch_argnums == (1,):
-        taken -= {1}
+    given = step.options.batch_argnums
+    default = (1,) if count == 1 else ()
+    taken = {*(default if isinstance(given, str) else given), *step.options.static_argnums}
     states = list(state) if count > 1 else [state]
     total = len(rest) + count
     free = [i for i in range(total) if i not in taken]

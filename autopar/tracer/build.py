@@ -49,6 +49,13 @@ def build_graph(step: TracedStep) -> Graph:
     return builder.graph()
 
 
+def build_nodes(step: TracedStep) -> tuple[Sequence[Node], Sequence[Value]]:
+    """The graph's nodes and values, before all that depends on the whole graph."""
+    builder = _Builder(step)
+    builder.build()
+    return builder.nodes, builder.values
+
+
 def stablehlo_ops(step: TracedStep) -> dict[str, bool]:
     """{StableHLO op that some equation lowers to: whether it has a rule}."""
     ops: dict[str, bool] = {}

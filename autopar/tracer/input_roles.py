@@ -1,4 +1,4 @@
-"""Which inputs of a step are state, batch, and donated: from a `Program` and its call to indices.
+"""Which inputs of a step are state or donated: from a `Program` and its call to indices.
 
 *State* is found, not declared: an argument is state if its pytree returns in the result, leaf for
 leaf, and most leaves are updated elementwise, as optimizers do, outside of any backward pass. An
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from jax.core import ShapedArray
 
 from autopar import _jax
-from autopar.errors import ArgumentError, TraceError
+from autopar.errors import ArgumentError
 from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.traced_step import FlatCall, KeyPath
 from autopar.tracer.regions import BACKWARD, region_by_name
@@ -34,11 +34,12 @@ def match_state(
     out_avals: Sequence[ShapedArray],
     *,
     out_key_paths: Sequence[KeyPath],
-    batch_argnums: Sequence[int],
+    batch_argnums: Sequence[int] | str,
     donate_argnums: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
     """The state as (input, output) indices."""
     in_avals = [program.avals[v] for v in program.inputs]
+    batch_argnums = (1,) if isinstance(batch_argnums, str) else batch_argnums
     by_path = {path: index for index, path in enumerate(out_key_paths)}
     edges: dict[int, set[int]] = {}
     for source, target in _update_edges(program):
@@ -128,53 +129,6 @@ def _reaches(edges: dict[int, set[int]], start: int, target: Operand) -> bool:
                 reached.add(value)
                 frontier.append(value)
     return target in reached
-
-
-def batch_inputs(
-    call: FlatCall,
-    avals: Sequence[ShapedArray],
-    argument_names: Sequence[str],
-    state: Sequence[tuple[int, int]],
-    batch_argnums: Sequence[int],
-    step_name: str,
-) -> tuple[int, ...]:
-    arguments = set(call.argument)
-    state_args = {call.argument[i] for i, _ in state}
-    # An argument may have been passed by name.
-    owners = [
-        argument_names[n] if n < len(argument_names) and argument_names[n] in arguments else n
-        for n in batch_argnums
-    ]
-    with_objects = {call.argument[i] for i in call.in_objects}
-    is_default = tuple(batch_argnums) == (1,)
-    if is_default and (owners[0] not in arguments or owners[0] in state_args | with_objects):
-        return _inferred_batch(call, avals, state_args) if state or call.in_objects else ()
-    for position, owner in zip(batch_argnums, owners, strict=True):
-        if owner not in arguments and position not in dict(call.static_args):
-            is_named = position < len(argument_names)
-            path = argument_names[position] if is_named else f"args[{position}]"
-            raise TraceError(
-                f"{path} (batch_argnums={tuple(batch_argnums)}): the batch argument of {step_name} "
-                "was not given, or holds no arrays. Pass arrays with a leading batch dimension, or "
-                "set batch_argnums to the positions of the arguments that have them."
-            )
-    return tuple(i for i, owner in enumerate(call.argument) if owner in owners)
-
-
-def _inferred_batch(
-    call: FlatCall, avals: Sequence[ShapedArray], state_args: set[int | str]
-) -> tuple[int, ...]:
-    """The default if argument 1 is not the batch: the arrays that are neither state nor in objects
-    and have as many rows as the first of them (a random key has not)."""
-    others = [
-        i
-        for i, owner in enumerate(call.argument)
-        if owner not in state_args
-        and i not in call.in_objects
-        and avals[i].shape
-        and not _jax.is_extended_dtype(avals[i].dtype)
-    ]
-    return tuple(i for i in others if avals[i].shape[0] == avals[others[0]].shape[0])
 
 
 def donated_inputs(

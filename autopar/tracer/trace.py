@@ -15,6 +15,7 @@ from jax.tree_util import tree_flatten
 
 from autopar.errors import ArgumentError, TraceError, shortened
 from autopar.ir.traced_step import FlatCall, TracedStep
+from autopar.tracer.batch_arguments import AUTO
 from autopar.tracer.flat_call import argument_names, flatten_call
 from autopar.tracer.trace_step import trace_step
 
@@ -25,27 +26,27 @@ class StepOptions:
 
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] | str = "auto"
-    batch_argnums: tuple[int, ...] = (1,)
+    batch_argnums: tuple[int, ...] | str = AUTO
 
     @classmethod
     def checked(
         cls,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: Sequence[int] | str = "auto",
-        batch_argnums: int | Sequence[int] = (1,),
+        batch_argnums: int | Sequence[int] | str = AUTO,
     ) -> StepOptions:
         """The options as users write them, with single positions as tuples."""
         return cls(
             _positions("static_argnums", static_argnums),
-            "auto" if donate_argnums == "auto" else _positions("donate_argnums", donate_argnums),
-            _positions("batch_argnums", batch_argnums),
+            AUTO if donate_argnums == AUTO else _positions("donate_argnums", donate_argnums),
+            AUTO if batch_argnums == AUTO else _positions("batch_argnums", batch_argnums),
         )
 
 
 def _positions(name: str, given: Any) -> tuple[int, ...]:
     positions = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
-        auto = "'auto' or " if name == "donate_argnums" else ""
+        auto = "" if name == "static_argnums" else "'auto' or "
         raise ArgumentError(
             f"{name}={given!r}: needs {auto}argument positions, whole numbers ≥ 0 such as (0,)."
         )
@@ -53,7 +54,10 @@ def _positions(name: str, given: Any) -> tuple[int, ...]:
 
 
 def step_and_options(
-    call: str, fn: Any, static_argnums: int | Sequence[int], batch_argnums: int | Sequence[int]
+    call: str,
+    fn: Any,
+    static_argnums: int | Sequence[int],
+    batch_argnums: int | Sequence[int] | str,
 ) -> tuple[Callable[..., Any], StepOptions]:
     """The function to trace and its options; a parallelized function has its own. `call`: the
     user's, for errors."""
@@ -66,8 +70,13 @@ def step_and_options(
 
 
 def trace(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: StepOptions,
+    batch: tuple[int, ...] | None = None,
 ) -> TracedStep:
+    """`batch`: the inputs that are the batch, if known from another call of that structure."""
     call = flatten_call(fn, args, kwargs, options.static_argnums)
     _check_batch(fn, args, kwargs, call, options)
     try:
@@ -78,6 +87,7 @@ def trace(
             static_argnums=options.static_argnums,
             donate_argnums=options.donate_argnums,
             batch_argnums=options.batch_argnums,
+            batch=batch,
         )
     except TypeError as error:
         _explain(error, call)
@@ -111,10 +121,13 @@ def _check_batch(
     Functions pass (optimizers consist of them). Without an explicit `batch_argnums` so does
     anything, if a third argument has arrays: that may be the batch."""
     owners = set(call.argument)
-    if len(owners) != 1 and options.batch_argnums == StepOptions.batch_argnums:
-        return
+    given_positions = options.batch_argnums
+    if isinstance(given_positions, str):
+        if len(owners) != 1:
+            return
+        given_positions = (1,)
     names = argument_names(fn)
-    for position in options.batch_argnums:
+    for position in given_positions:
         name = names[position] if position < len(names) else f"args[{position}]"
         if position in options.static_argnums or owners & {position, name}:
             continue

@@ -1,15 +1,15 @@
 """From a user's function and arguments to a `TracedStep`: a flat program of arrays.
 
-JAX traces the function on array leaves (`flat_call`), `flatten` flattens the jaxpr, and
-`input_roles` finds out which inputs are state, batch, or donated. Outputs are named by their path
-in the result, `result[0].params['w']`.
+JAX traces the function on array leaves (`flat_call`), `flatten` flattens the jaxpr, `input_roles`
+finds out which inputs are state or donated, and `batch_arguments` which are batch. Outputs are
+named by their path in the result, `result[0].params['w']`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ from autopar.ir.objects.equinox_modules import has_equinox_module, is_array
 from autopar.ir.objects.nnx import run_pure
 from autopar.ir.program import Program
 from autopar.ir.traced_step import FlatCall, KeyPath, StaticLeaf, StaticLeaves, TracedStep
+from autopar.tracer.batch_arguments import AUTO, batch_inputs
 from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
 from autopar.tracer.flatten import flatten_jaxpr
-from autopar.tracer.input_roles import batch_inputs, donated_inputs, match_state
+from autopar.tracer.input_roles import donated_inputs, match_state
 
 
 def trace_step(
@@ -34,8 +35,10 @@ def trace_step(
     *,
     static_argnums: Sequence[int] = (),
     donate_argnums: Sequence[int] | str = "auto",
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: Sequence[int] | str = AUTO,
+    batch: tuple[int, ...] | None = None,
 ) -> TracedStep:
+    """`batch`: the inputs that are the batch, if known; `batch_argnums` are then ignored."""
     call = flatten_call(fn, args, kwargs or {}, static_argnums)
     name = getattr(fn, "__name__", None) or type(fn).__name__
     if not call.leaves:
@@ -60,7 +63,7 @@ def trace_step(
         batch_argnums=batch_argnums,
         donate_argnums=() if isinstance(donate_argnums, str) else tuple(donate_argnums),
     )
-    return TracedStep(
+    step = TracedStep(
         program=program,
         call=call,
         avals=avals,
@@ -69,11 +72,14 @@ def trace_step(
         out_tree=result.treedef,
         out_static=result.static,
         state=state,
-        batch=batch_inputs(call, avals, argument_names(fn), state, batch_argnums, name),
+        batch=(),
         donated=donated_inputs(call, program, len(args), state, donate_argnums),
         name=name,
         flat_fn=flat_fn,
     )
+    if batch is None:
+        batch = batch_inputs(step, argument_names(fn), batch_argnums)
+    return replace(step, batch=batch)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def plan_verified(
     method: ParallelMethod,
     target: str | Path | None = None,
     time_limit_s: float = 3600.0,
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
     **kwargs: Any,
 ) -> ParallelPlan:
     """Plan for a cluster that need not exist, and choose the best of several plans by compiling
@@ -45,7 +45,7 @@ def plan_verified(
     method:       one that searches; its `ShardingOptions(rerank=…)` is the number of plans.
     target:       the GPU, as for `autopar.verify`. Default: the cluster's device.
     time_limit_s: for compiling one program.
-    batch_argnums: positions of arguments whose arrays have a leading batch dimension.
+    batch_argnums: as for `parallelize`.
 
     Returns the plan. Raises `MemoryBudgetError` if no compiled plan fits, and `CompileError` if XLA
     rejects a program.

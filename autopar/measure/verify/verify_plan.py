@@ -46,7 +46,7 @@ def verify(
     time_limit_s: float = 3600.0,
     hlo_folder: str | Path | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] | str = "auto",
     **kwargs: Any,
 ) -> VerifyReport:
     """Compile every program of a plan for its GPU, without having one, and compare XLA's memory,

@@ -456,7 +456,7 @@ def test_batch_arrays_of_different_sizes():
 
 
 def test_no_batch():
-    traced = trace_step(lambda w: w * 2, (W,), batch_argnums=(1,))
+    traced = trace_step(lambda w: w * 2, (W,))
     with pytest.raises(TraceError, match="needs a batch"):
         batch_size(traced, 2)
 

@@ -353,9 +353,10 @@ def test_batch_by_position_name_and_default() -> None:
         return sgd(params, grads)
 
     x, y = BATCH["x"], BATCH["y"]
-    assert batch_paths(trace_step(step, (PARAMS, x, y))) == {"x"}
+    assert batch_paths(trace_step(step, (PARAMS, x, y))) == {"x", "y"}
+    assert batch_paths(trace_step(step, (PARAMS, x, y), batch_argnums=(1,))) == {"x"}
     assert batch_paths(trace_step(step, (PARAMS, x, y), batch_argnums=(1, 2))) == {"x", "y"}
-    assert batch_paths(trace_step(step, (PARAMS,), {"x": x, "y": y})) == {"x"}
+    assert batch_paths(trace_step(step, (PARAMS,), {"x": x, "y": y})) == {"x", "y"}
     by_name = trace_step(step, (PARAMS,), {"x": x, "y": y}, batch_argnums=(1, 2))
     assert batch_paths(by_name) == {"x", "y"}
     assert batch_paths(trace_step(lambda x: x * 2, (x,))) == set()
