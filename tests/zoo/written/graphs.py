@@ -75,13 +75,13 @@ def gat(size: Size) -> ZooStep:
     depth = 2
 
     def init() -> Any:
-        a, b, *keys = jax.random.split(jax.random.key(0), 2 * depth + 2)
+        out_key, *keys = jax.random.split(jax.random.key(0), 2 * depth + 1)
         dim = heads * features
         layers = [
             {"w": dense_init(k, width if i == 0 else dim, dim), "a": dense_init(q, features, 2)}
             for i, (k, q) in enumerate(zip(keys[:depth], keys[depth:], strict=True))
         ]
-        return {"layers": layers, "out": dense_init(a, dim, classes)}
+        return {"layers": layers, "out": dense_init(out_key, dim, classes)}
 
     def loss(params: Any, graph: dict[str, jax.Array], labels: jax.Array) -> jax.Array:
         senders, receivers, h = graph["senders"], graph["receivers"], graph["nodes"]

@@ -1,4 +1,4 @@
-"""Recurrences over time: an LSTM (scan), Mamba (associative scan), RWKV (scan of a matrix state)."""
+"""Recurrences over time: LSTM (scan), Mamba (associative scan), RWKV (scan of a matrix state)."""
 
 from __future__ import annotations
 

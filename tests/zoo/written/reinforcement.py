@@ -1,4 +1,4 @@
-"""Reinforcement learning updates: PPO with epochs of shuffled minibatches, DQN with a target net."""
+"""Reinforcement learning updates: PPO with epochs of shuffled minibatches, DQN with a target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients: Newton steps by conjugate gradients, MAML, a Wasserstein GAN's penalty."""
+"""Gradients of gradients: Newton steps by conjugate gradients, MAML, a WGAN's penalty."""
 
 from __future__ import annotations
 

@@ -157,9 +157,7 @@ def ema(size: Size) -> ZooStep:
         updates, opt = tx.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         decay = 1 - 0.004 * (jnp.cos(jnp.pi * state["step"] / 1000) + 1) / 2
-        target = jax.tree.map(
-            lambda t, p: decay * t + (1 - decay) * p, state["target"], params["net"]
-        )
+        target = optax.incremental_update(params["net"], state["target"], 1 - decay)
         return {"params": params, "target": target, "opt": opt, "step": state["step"] + 1}, value
 
     return ZooStep(

@@ -38,7 +38,7 @@ from tests.zoo.written.training import (
 
 @zoo_program("ensemble", source="written", layers=True)
 def ensemble(size: Size) -> ZooStep:
-    """Seven members with parameters, optimizer states and learning rates of their own: the whole
+    """Seven members with parameters, optimizer states and temperatures of their own: the whole
     update is vmapped."""
     members, rows, width, hidden, classes = pick(
         size, (7, 16, 9, 16, 3), (7, 16384, 1024, 4096, 1000)
