@@ -64,9 +64,12 @@ class Executable(ABC):
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the step. Raises `SignatureChanged` for arguments of other types."""
-        self._check_types(leaves)
         if _jax.is_tracing():
+            # JAX would first check that the plan's shardings divide the arguments, of any shape.
+            if not has_types(leaves, self.avals):
+                raise SignatureChanged
             return list(self._whole(*leaves))
+        self._check_types(leaves)
         return self._run(leaves, recording.current)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:

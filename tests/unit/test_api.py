@@ -454,3 +454,18 @@ def test_static_and_batch_arguments_of_functions_that_take_a_plan_or_a_mesh() ->
     batch, state = np.ones((32, 8), np.float32), np.full((8, 16), 0.5, np.float32)
     (result,) = program(batch, state)
     assert_close(result, powers(batch, state, 2))
+
+
+# -- inside other transformations
+
+
+@pytest.mark.parametrize("rows", [None, 8, 16, 6], ids=lambda rows: f"after {rows}")
+def test_vmap_does_not_depend_on_earlier_calls(rows: int | None) -> None:
+    """Six rows: no plan for another number of them divides these."""
+    forward = autopar.parallelize(lambda w, x: jnp.tanh(x @ w), method=EIGHT)
+    w, xs = jnp.ones((8, 8)), jax.random.normal(jax.random.key(0), (3, 6, 8))
+    if rows is not None:
+        forward(w, jnp.ones((rows, 8)))
+    want = jnp.tanh(xs @ w)
+    assert_close(jax.vmap(forward, (None, 0))(w, xs), want)
+    assert_close(jax.jit(forward)(w, xs[0]), want[0])
