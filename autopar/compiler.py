@@ -29,6 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import ArgumentError
+from autopar.ir.failures import failure_warnings
 from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -88,7 +89,8 @@ def plan_step(
         with Progress(f"planning {name}"), logged(f"planning {name}"):
             with log.timed("trace"):
                 source = StepSource.of(fn, args, kwargs, options or StepOptions())
-            planned = _plan(source, cluster, method, mesh, one_mesh, log)
+            planned = _warned(_plan(source, cluster, method, mesh, one_mesh, log), log)
+            log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
     if debugs("plan"):
@@ -96,6 +98,15 @@ def plan_step(
     if debugs("strategies"):
         tell("strategies", planned.plan.strategies())
     return planned
+
+
+def _warned(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
+    """The plan with warnings of what failed beside it."""
+    failures = failure_warnings(log.failures)
+    if not failures:
+        return planned
+    warnings = tuple(dict.fromkeys((*planned.plan.warnings, *failures)))
+    return replace(planned, plan=replace(planned.plan, warnings=warnings))
 
 
 def _plan(

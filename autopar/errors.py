@@ -6,7 +6,7 @@ mistake has its class; all are :class:`AutoparError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -40,12 +40,52 @@ class MemoryBudgetError(AutoparError, RuntimeError):
 
     peak_bytes:   the smallest peak per device that was found.
     budget_bytes: the memory or budget per device.
+    tried:        "micro-batches", "recomputation" or "pipelines" -> what came of it, or why it was
+                  not tried.
+    remedies:     what would help -> how.
+    num_micro_batches: how many of them may be enough; None if none seem to be.
     """
 
-    def __init__(self, message: str, peak_bytes: float = 0.0, budget_bytes: float = 0.0) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        peak_bytes: float = 0.0,
+        budget_bytes: float = 0.0,
+        *,
+        tried: Mapping[str, str] | None = None,
+        remedies: Mapping[str, str] | None = None,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        self.problem = message
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
+        self.tried = dict(tried or {})
+        self.remedies = dict(remedies or {})
+        self.num_micro_batches = num_micro_batches
+        lines = [message]
+        for title, entries in (
+            ("What was tried:", self.tried),
+            ("What would help:", self.remedies),
+        ):
+            if entries:
+                lines += [title, *(f"  - {what}: {text}" for what, text in entries.items())]
+        super().__init__("\n".join(lines))
+
+    def having_tried(
+        self, tried: Mapping[str, str], *, useless: Iterable[str] = ()
+    ) -> MemoryBudgetError:
+        """The same error with more that was tried, and without remedies that are of no use."""
+        useless = set(useless)
+        error = MemoryBudgetError(
+            self.problem,
+            self.peak_bytes,
+            self.budget_bytes,
+            tried={**self.tried, **tried},
+            remedies={what: how for what, how in self.remedies.items() if what not in useless},
+            num_micro_batches=None if "micro-batches" in useless else self.num_micro_batches,
+        )
+        error.__cause__ = self.__cause__
+        return error
 
 
 class PlanningError(AutoparError, RuntimeError):

@@ -1,8 +1,8 @@
 """Failures of autopar's own that planning survives: from an exception to a `Failure`.
 
-A search that meets a bug of ours in one candidate goes on with the others. It keeps the exception as
-a `Failure`, which the plan's warnings name. When no candidate is left, `planning_failed` is raised.
-What the user's function raises is the user's: no search may hide it (`is_users`).
+A search that meets a bug of ours in one candidate goes on with the others. It keeps the exception
+as a `Failure`, which the plan's warnings name. When no candidate is left, it raises
+`planning_failed`. What the user's function raises is the user's: no search hides it (`is_users`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def failure_warnings(failures: Iterable[Failure]) -> tuple[str, ...]:
 
 
 def planning_failed(name: str, failures: Sequence[Failure], why: str) -> PlanningError:
-    """The error of a step that cannot be planned because autopar failed. `why`: what that leaves."""
+    """The error of a step that cannot be planned for failures of ours. `why`: what they leave."""
     lines = [
         f"{name}: planning failed, by a fault of autopar's own: {why}.",
         *(f"  {failure.what}: {failure.exception}" for failure in failures[:_MAX_NAMED]),

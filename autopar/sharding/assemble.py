@@ -110,7 +110,11 @@ def sharded_decision(
     graph, mesh = sharding.graph, sharding.mesh
     report = cost_report(graph, mesh, sharding.layouts)
     lines = equation_lines(step.program)
-    unruled = [f"{op.count} × {op.name} at {op.source} {op.why}" for op in graph.unruled]
+    unruled = [
+        f"{op.count} × {op.name} at {op.source} {op.why}"
+        + ("" if op.failure is None else f": {op.failure.exception}")
+        for op in graph.unruled
+    ]
     return MeshDecision(
         mesh=mesh,
         program=program,

@@ -26,6 +26,7 @@ from autopar.methods import (
     options_of,
 )
 from autopar.sharding.solve import GraphSharding
+from autopar.tracer.costs import aval_bytes
 
 RESERVE_SHARE = 0.10
 _NUM_SHOWN = 6
@@ -71,10 +72,11 @@ def out_of_memory(
         f"the budget of {format_bytes(budget)} ({source}).",
         "At the peak a device holds:",
         *_dominating(nearest.graph, held),
-        "What would help:",
-        *_remedies(nearest.graph, held, peak, budget, nearest.mesh, options),
     ]
-    return MemoryBudgetError("\n".join(lines), peak, budget)
+    number, remedies = _remedies(traced, nearest, held, budget, options)
+    return MemoryBudgetError(
+        "\n".join(lines), peak, budget, remedies=remedies, num_micro_batches=number
+    )
 
 
 def _kind(graph: Graph, holding: Holding, state: set[int]) -> tuple[str, str]:
@@ -117,13 +119,14 @@ def _dominating(graph: Graph, held: Sequence[Holding]) -> list[str]:
 
 
 def _remedies(
-    graph: Graph,
+    traced: TracedStep,
+    nearest: GraphSharding,
     held: Sequence[Holding],
-    peak: float,
     budget: float,
-    mesh: LogicalMesh,
     options: ShardingOptions,
-) -> list[str]:
+) -> tuple[int | None, dict[str, str]]:
+    """(a number of micro-batches that may be enough, what would help -> how)."""
+    graph, mesh, peak = nearest.graph, nearest.mesh, nearest.memory.peak_bytes
     state = {graph.inputs[i] for i, _ in graph.state}
     by_kind: dict[str, float] = defaultdict(float)
     wide_state = 0.0
@@ -134,27 +137,42 @@ def _remedies(
             wide_state += holding.num_bytes
     activations = peak - by_kind["state"] - by_kind["update"]
     excess = peak - budget
-    remedies = []
-    if activations > excess and graph.batch:
-        count = ceil(activations / (activations - excess))
-        remedies.append(
-            f"  - micro-batches: num_micro_batches={count} or more keeps about 1/{count} of the "
+    remedies: dict[str, str] = {}
+    number = None
+    if activations > excess:
+        least = traced.num_micro_batches * ceil(activations / (activations - excess))
+        number = _number_from(least, traced)
+    if number is not None:
+        share = number // traced.num_micro_batches
+        remedies["micro-batches"] = (
+            f"num_micro_batches={number} or more keeps about 1/{share} of the "
             f"{format_bytes(activations)} that depend on the batch; or a smaller batch"
         )
     if options.remat == "none" and by_kind["activations"] > 0:
-        kept = format_bytes(by_kind["activations"])
-        remedies.append(
-            f'  - rematerialisation: ShardingOptions(remat="auto") computes activations ({kept}) '
-            "again in the backward pass instead of keeping them"
+        remedies["rematerialisation"] = (
+            f'ShardingOptions(remat="auto") computes activations '
+            f"({format_bytes(by_kind['activations'])}) again in the backward pass instead of "
+            "keeping them"
         )
     if wide_state / 2 > 0 and by_kind["state"] > 0.2 * peak:
-        remedies.append(
-            f"  - state in bfloat16: halves {format_bytes(wide_state)} of float32 state, "
+        remedies["state in bfloat16"] = (
+            f"halves {format_bytes(wide_state)} of float32 state, "
             f"{'enough' if wide_state / 2 >= excess else 'not enough by itself'}"
         )
     devices = ceil(mesh.num_devices * peak / budget)
-    remedies.append(
-        f"  - more devices: about {devices} instead of {mesh.num_devices}, if all of it is split "
-        "further; or devices with more memory"
+    remedies["more devices"] = (
+        f"about {devices} instead of {mesh.num_devices}, if all of it is split further; or devices "
+        "with more memory"
     )
-    return remedies
+    return number, remedies
+
+
+def _number_from(least: int, traced: TracedStep) -> int | None:
+    """The smallest number of micro-batches from this one on that divides the batch's rows."""
+    rows = next((traced.avals[i].shape[0] for i in traced.batch if traced.avals[i].shape), 0)
+    return next((n for n in range(least, rows + 1) if rows % n == 0), None)
+
+
+def state_floor(step: TracedStep, num_devices: int) -> float:
+    """Bytes that every plan holds on some device: the state, divided evenly over all of them."""
+    return sum(aval_bytes(step.avals[i]) for i, _ in step.state) / num_devices

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.errors import AutoparError, MemoryBudgetError, MeshError, SolverError, SpecError
+from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
@@ -42,7 +43,11 @@ from autopar.sharding.memory_limits import memory_floor
 from autopar.sharding.origin import GraphChange, Origin, Pins, bound_origin, constraints_with_pins
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, solve_graph
+from autopar.sharding.tried import with_failures
 from autopar.tracer.build import build_graph
+
+# Share of a step's flops that may run replicated because autopar failed to find rules.
+MOST_UNRULED = 0.1
 
 
 @dataclass(frozen=True)
@@ -114,14 +119,21 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
         graph = with_output_nodes(built, constraints)
         graph = graph if task.change is None else task.change(graph)
         check_graph(graph)
+    _check_rules(built, step)
     return MeshProblem(task, step, constraints, built, graph, *_meshes(task, graph))
+
+
+def peak_floor(task: ShardingTask, log: PlanningLog) -> float:
+    """A lower bound on the peak of every plan of a step, on any of its meshes."""
+    problem = mesh_problem(task, log)
+    return min(memory_floor(problem.graph, mesh) for mesh in problem.meshes)
 
 
 def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
     """The best sharding on the best mesh."""
     task = problem.task
     with paused_garbage_collector(), log.timed("shard"):
-        best = _best_sharding(problem)
+        best = _best_sharding(problem, log)
     origin = Origin(
         traced=task.step,
         mesh=best.mesh,
@@ -207,30 +219,41 @@ def _meshes(task: ShardingTask, graph: Graph) -> tuple[list[LogicalMesh], tuple[
 # -- sharding
 
 
-def _best_sharding(problem: MeshProblem) -> GraphSharding:
+def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
     """The best sharding over all meshes that fits into memory. A mesh on which the constraints
-    cannot be met is left out, as long as another remains."""
+    cannot be met, or autopar fails, is left out, as long as another remains."""
     task, graph, step = problem.task, problem.graph, problem.step
     known = {} if task.known is None else task.known
     shardings: list[GraphSharding] = []
     refusals: dict[LogicalMesh, AutoparError] = {}
+    failures: list[Failure] = []
     with Progress("solving meshes", len(problem.meshes)) as progress:
         for mesh in problem.meshes:
             budget = None if task.in_full else memory_budget(mesh, task.method)
-            if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
-                text = f"{step.name} needs {floor:.0f} bytes per device or more"
-                refusals[mesh] = MemoryBudgetError(text, floor, budget)
-                continue
             try:
+                if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
+                    text = f"{step.name} needs {floor:.0f} bytes per device or more"
+                    refusals[mesh] = MemoryBudgetError(text, floor, budget)
+                    continue
                 if mesh not in known:
                     known[mesh] = _sharding_on(mesh, problem)
                 shardings.append(known[mesh].of_graph(graph))
             except (MeshError, SolverError, SpecError) as error:
                 refusals[mesh] = error
+            except Exception as error:
+                failures += log.contain(_named(mesh), error)
             progress.step()
-    if not shardings:
-        raise _refusal(refusals)
-    return _best_within_memory(shardings, step, task.method)
+    if shardings:
+        return _best_within_memory(shardings, problem, failures, log)
+    if refusals and isinstance(error := _refusal(refusals), MemoryBudgetError):
+        raise with_failures(error, failures)
+    if failures:
+        raise planning_failed(step.name, failures, "no mesh could be solved")
+    raise _refusal(refusals)
+
+
+def _named(mesh: LogicalMesh) -> str:
+    return f"mesh {mesh.shape}"
 
 
 def _refusal(refusals: Mapping[LogicalMesh, AutoparError]) -> AutoparError:
@@ -263,10 +286,15 @@ def _sharding_on(mesh: LogicalMesh, problem: MeshProblem) -> GraphSharding:
 
 
 def _best_within_memory(
-    shardings: Sequence[GraphSharding], step: TracedStep, method: OneMeshMethod
+    shardings: Sequence[GraphSharding],
+    problem: MeshProblem,
+    failures: list[Failure],
+    log: PlanningLog,
 ) -> GraphSharding:
     """The best that fits into the devices' memory, given the best on each mesh without a budget. A
-    mesh whose unbounded optimum hardly beats a plan that fits is not looked at again."""
+    mesh whose unbounded optimum hardly beats a plan that fits is not looked at again. `failures`:
+    of other meshes."""
+    method = problem.task.method
     options = options_of(method)
     best: GraphSharding | None = None
     misses: list[GraphSharding] = []
@@ -287,8 +315,30 @@ def _best_within_memory(
             except DoesNotFit as miss:
                 misses.append(miss.smallest)
                 continue
+            except Exception as error:
+                failures += log.contain(_named(sharding.mesh), error)
+                continue
         if best is None or sharding.objective < best.objective:
             best = sharding
-    if best is None:
-        raise out_of_memory(step, misses, method)
-    return best
+    if best is not None:
+        return best
+    if not misses:
+        raise planning_failed(problem.step.name, failures, "no mesh could be solved")
+    raise with_failures(out_of_memory(problem.step, misses, method), failures)
+
+
+# -- operators without a rule
+
+
+def _check_rules(graph: Graph, step: TracedStep) -> None:
+    """Refuse a graph much of whose work is replicated because autopar failed to find rules."""
+    failed = [op for op in graph.unruled if op.failure is not None]
+    flops = sum(op.flops for op in failed)
+    total = sum(node.weight * node.flops for node in graph.nodes)
+    if flops > MOST_UNRULED * total:
+        raise planning_failed(
+            step.name,
+            [op.failure for op in failed if op.failure is not None],
+            f"without their rules, operators with {flops / total:.0%} of the step's flops would "
+            "run replicated on every device",
+        )

@@ -9,27 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.errors import MemoryBudgetError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, ShardParallel, options_of
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
-from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, plan_mesh
+from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, peak_floor, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.remat_choice import choose_remat
+from autopar.sharding.tried import having_tried_one_mesh
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step to plan on one mesh. `mesh`: None for the best of those that the method may use."""
+    """A step to plan on one mesh.
+
+    mesh:    None for the best of those that the method may use.
+    in_full: explain a step that does not fit; else the error comes soon, with bytes only.
+    """
 
     source: StepSource
     cluster: ClusterSpec
     method: OneMeshMethod
     log: PlanningLog
     mesh: LogicalMesh | None = None
+    in_full: bool = True
 
     @property
     def num_micro_batches(self) -> int:
@@ -47,12 +55,7 @@ class WholeStep:
         in_full: bool = True,
     ) -> PlannedStep:
         """The plan with these layers recomputed."""
-        number = self.num_micro_batches
-        if number > 1:
-            with self.log.timed("trace"):
-                self.source.micro_batch(number)
-        with self.log.timed("remat"):
-            step = self.source.with_recomputation(layers, number)
+        step = self._recomputing(layers)
         mesh = self.mesh
         if mesh is None and mesh_shape is not None:
             meshes = candidate_meshes(self.cluster, self.method)
@@ -60,12 +63,63 @@ class WholeStep:
         task = ShardingTask(step, self.cluster, self.method, mesh, in_full=in_full)
         return self.log.note(plan_mesh(task, self.log))
 
+    def peak_floor(self) -> float:
+        """A lower bound on the peak of every plan, whichever layers it recomputes."""
+        tries = {(), self.layers() if self.may_recompute else ()}
+        return min(
+            peak_floor(
+                ShardingTask(self._recomputing(layers), self.cluster, self.method, self.mesh),
+                self.log,
+            )
+            for layers in tries
+        )
+
+    @property
+    def may_recompute(self) -> bool:
+        remat = options_of(self.method).remat
+        return remat == "all" or (remat == "auto" and isinstance(self.method, ShardParallel))
+
+    def _recomputing(self, layers: Sequence[Layer]) -> TracedStep:
+        number = self.num_micro_batches
+        if number > 1:
+            with self.log.timed("trace"):
+                self.source.micro_batch(number)
+        with self.log.timed("remat"):
+            return self.source.with_recomputation(layers, number)
+
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
-    remat = options_of(whole.method).remat
-    if remat == "auto" and isinstance(whole.method, ShardParallel):
-        return choose_remat(whole, whole.cluster.spec, whole.cluster.num_devices)
-    return whole.plan(whole.layers() if remat == "all" else ())
+    try:
+        if options_of(whole.method).remat == "auto" and isinstance(whole.method, ShardParallel):
+            return choose_remat(
+                whole,
+                whole.cluster.spec,
+                whole.cluster.num_devices,
+                whole.log,
+                in_full=whole.in_full,
+            )
+        return whole.plan(_recomputed(whole), in_full=whole.in_full)
+    except MemoryBudgetError as error:
+        raise _explained(whole, error) if whole.in_full else error from error.__cause__
+
+
+def plan_smallest(whole: WholeStep) -> PlannedStep:
+    """The plan that takes the least memory, on any mesh; its error explains why even that does not
+    fit."""
+    try:
+        return whole.plan(_recomputed(whole))
+    except MemoryBudgetError as error:
+        raise _explained(whole, error) from error.__cause__
+
+
+def _recomputed(whole: WholeStep) -> tuple[Layer, ...]:
+    """The layers that a plan recomputes if it lacks memory."""
+    return whole.layers() if whole.may_recompute else ()
+
+
+def _explained(whole: WholeStep, error: MemoryBudgetError) -> MemoryBudgetError:
+    num_layers = len(_recomputed(whole))
+    return having_tried_one_mesh(error, whole.source, whole.method, num_layers, whole.log)
 
 
 def bind_whole(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from autopar.errors import PlanningError
+from autopar.ir.failures import Failure, is_contained
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
 from autopar.progress import Progress, logged
@@ -33,12 +35,16 @@ class PlanningLog:
     num_alternatives: how many plans, chosen or not, the caller wants to see in `alternatives`.
     alternatives:    plans of the whole step that were made on the way.
     search:          what the last stage search considered.
+    skipped:         numbers of micro-batches that a stage search could not have, and why.
+    failures:        failures of autopar's own that ruled out candidates.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     num_alternatives: int = 0
     alternatives: list[PlannedStep] = field(default_factory=list)
     search: SearchReport | None = None
+    skipped: dict[int, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -54,6 +60,18 @@ class PlanningLog:
         if self.num_alternatives:
             self.alternatives.append(planned)
         return planned
+
+    def contain(self, what: str, error: Exception) -> list[Failure]:
+        """Keep a failure of autopar's own in one candidate, so that a search can go on; returns it.
+        Raises what is not ours to hide: errors that speak to the user, and the user's own."""
+        if not is_contained(error):
+            raise error
+        if isinstance(error, PlanningError):  # a search inside failed as a whole
+            failures = list(error.failures)
+        else:
+            failures = [Failure.of(what, error)]
+        self.failures += [failure for failure in failures if failure not in self.failures]
+        return failures
 
 
 @contextmanager

@@ -16,10 +16,13 @@ from math import ceil
 from typing import Protocol
 
 from autopar.errors import MemoryBudgetError
+from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.mesh import DeviceSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.planned_step import PlannedStep
 from autopar.rewrite.layers import Layer
+from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.tried import with_failures
 
 _MAX_TRIES = 3
 
@@ -42,8 +45,10 @@ class RematProblem(Protocol):
 @dataclass
 class _Tries:
     problem: RematProblem
+    log: PlanningLog
     planned: list[PlannedStep] = field(default_factory=list)
     failed: list[tuple[int, MemoryBudgetError]] = field(default_factory=list)  # number of layers
+    broken: list[Failure] = field(default_factory=list)  # tries in which autopar failed
 
     def plan(
         self, layers: Sequence[Layer], mesh_shape: tuple[int, ...] | None
@@ -53,15 +58,42 @@ class _Tries:
         except MemoryBudgetError as error:
             self.failed.append((len(layers), error))
             return None
+        except Exception as error:
+            what = f"a plan that recomputes {len(layers)} layers"
+            self.broken += self.log.contain(what if layers else "a plan on one mesh", error)
+            return None
         return self.planned[-1].plan
 
+    def give_up(self, layers: Sequence[Layer], in_full: bool) -> PlannedStep:
+        """Raises, unless a plan fits after all once every mesh is looked at."""
+        if not self.failed:
+            raise planning_failed("the step", self.broken, "no plan on one mesh could be made")
+        if not in_full:
+            raise min((error for _, error in self.failed), key=lambda error: error.peak_bytes)
+        try:
+            return self.problem.plan(layers, None, in_full=True)
+        except MemoryBudgetError as error:
+            raise with_failures(error, self.broken) from error.__cause__
 
-def choose_remat(problem: RematProblem, device: DeviceSpec, num_devices: int) -> PlannedStep:
-    tries = _Tries(problem)
+
+def choose_remat(
+    problem: RematProblem,
+    device: DeviceSpec,
+    num_devices: int,
+    log: PlanningLog | None = None,
+    *,
+    in_full: bool = True,
+) -> PlannedStep:
+    """`in_full`: explain a step that does not fit."""
+    tries = _Tries(problem, log or PlanningLog())
     without = tries.plan((), None)
     if without is not None and not without.solver.unbounded:
         return tries.planned[0]
     layers = problem.layers()
+    if tries.broken:  # nothing is known of its memory: all or nothing
+        if layers and tries.plan(layers, None) is not None:
+            return tries.planned[0]
+        return tries.give_up(layers, in_full)
     mesh_shape = without.mesh_shape if without is not None else None
     for _ in range(_MAX_TRIES):
         count = _num_needed(layers, without, tries.failed, num_devices)
@@ -76,7 +108,7 @@ def choose_remat(problem: RematProblem, device: DeviceSpec, num_devices: int) ->
         if tries.plan(layers[:count], mesh_shape) is not None:
             break
     if not tries.planned:
-        return problem.plan(layers, None, in_full=True)  # raises, and explains
+        return tries.give_up(layers, in_full)
     return min(tries.planned, key=lambda planned: planned.plan.solver.objective)
 
 

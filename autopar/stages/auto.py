@@ -3,24 +3,38 @@
 A pipeline is searched unless it cannot win: no step is faster than its products at full speed on
 all devices, and every stage starts its stage programs for every micro-batch. Micro-batches are used
 only where they change nothing: a step with statistics over the batch keeps its batch whole.
+
+Ways to plan a step return None where they lead to no plan, and leave in `_Outcomes` why. If all do,
+the error says what was tried; a step whose state alone is too large has it at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.cost.measured import min_work_s
-from autopar.errors import AutoparError, MemoryBudgetError
+from autopar.errors import AutoparError, MemoryBudgetError, PlanningError, TraceError
+from autopar.ir.failures import Failure, first_line, planning_failed
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.stages import SearchReport
+from autopar.ir.text import format_bytes
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.step_source import StepSource
-from autopar.sharding.memory_budget import RESERVE_SHARE
-from autopar.sharding.plan_whole import WholeStep, plan_whole
+from autopar.sharding.memory_budget import RESERVE_SHARE, state_floor
+from autopar.sharding.plan_whole import WholeStep, plan_smallest, plan_whole
 from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.tried import (
+    MICRO_BATCHES,
+    PIPELINES,
+    RECOMPUTATION,
+    cut_refusal,
+    why_not_cut,
+    with_failures,
+)
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
 from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.tracer.costs import aval_bytes, program_flops
@@ -44,69 +58,128 @@ class AutoTask:
     def number_is_free(self) -> bool:
         return self.method.num_micro_batches == "auto"
 
-    def on_one_mesh(self, num_micro_batches: int | None = None) -> PlannedStep:
-        """The best plan on one mesh, with the method's number of micro-batches by default."""
+    @property
+    def budget_bytes(self) -> float:
+        given = self.method.options.memory_budget_bytes
+        if given is not None:
+            return float(given)
+        return self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
+
+    def whole(self, num_micro_batches: int | None = None, *, in_full: bool = False) -> WholeStep:
+        """The step on one mesh, with the method's number of micro-batches by default."""
         number = num_micro_batches
         if number is None:
             number = 1 if self.number_is_free else int(self.method.num_micro_batches)
         method = ShardParallel(num_micro_batches=number, options=self.method.options)
-        return plan_whole(WholeStep(self.source, self.cluster, method, self.log))
+        return WholeStep(self.source, self.cluster, method, self.log, in_full=in_full)
 
     def as_pipeline(self) -> PlannedStep:
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
         return plan_pipeline(self.source, method, self.cluster, self.log)
 
 
+@dataclass
+class _Outcomes:
+    """What came of every way to plan a step.
+
+    misfit:   the first error for want of memory.
+    failures: of autopar's own.
+    tried:    micro-batches and pipelines -> what came of them, or why they were not tried.
+    useless:  remedies that were tried in vain.
+    """
+
+    task: AutoTask
+    misfit: MemoryBudgetError | None = None
+    failures: list[Failure] = field(default_factory=list)
+    tried: dict[str, str] = field(default_factory=dict)
+    useless: set[str] = field(default_factory=set)
+
+    def on_one_mesh(self, num_micro_batches: int | None = None) -> PlannedStep | None:
+        """The best plan on one mesh."""
+        try:
+            return plan_whole(self.task.whole(num_micro_batches))
+        except MemoryBudgetError as error:
+            self.misfit = self.misfit or error
+        except Exception as error:
+            self.failures += self.task.log.contain("a plan on one mesh", error)
+        return None
+
+    def as_pipeline(self) -> PlannedStep | None:
+        """The best pipeline. The user asked for none, so no error of it is the user's."""
+        try:
+            return self.task.as_pipeline()
+        except MemoryBudgetError as error:
+            self.misfit = self.misfit or error
+            self.tried[PIPELINES] = f"tried: {error.problem.splitlines()[0]}"
+        except Exception as error:
+            refusal = cut_refusal(error)
+            if refusal is None and isinstance(error, AutoparError):
+                refusal = None if isinstance(error, PlanningError) else first_line(error)
+            if refusal is not None:
+                self.tried[PIPELINES] = f"tried: {refusal}"
+            else:
+                self.failures += self.task.log.contain("pipelines", error)
+                self.tried[PIPELINES] = f"tried: autopar failed, {self.failures[-1].exception}"
+        return None
+
+
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
     """`one_mesh`: consider no pipelines."""
+    outcomes = _Outcomes(task)
+    planned = None
+    if not _state_is_too_large(task, outcomes):
+        planned = _best_planned(task, outcomes, one_mesh)
+    return planned or _smallest(task, outcomes)
+
+
+def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> PlannedStep | None:
     if task.cluster.num_devices == 1 or one_mesh:
-        return _fitted_on_one_mesh(task)
+        reason = "one mesh was asked for" if one_mesh else "there is one device"
+        outcomes.tried[PIPELINES] = f"not tried: {reason}"
+        return _fitted_on_one_mesh(task, outcomes)
     reason = None
     whole_may_fit = not task.number_is_free or _may_fit(task)
     if task.cluster.num_hosts > 1 or not whole_may_fit:
         reason = _why_whole_batch(task)
         if reason is None:
-            return _pipeline_first(task, whole_may_fit)
-    return _one_mesh_first(task, reason)
+            return _pipeline_first(task, outcomes, whole_may_fit)
+    return _one_mesh_first(task, outcomes, reason)
 
 
-def _one_mesh_first(task: AutoTask, reason: str | None) -> PlannedStep:
+def _one_mesh_first(task: AutoTask, outcomes: _Outcomes, reason: str | None) -> PlannedStep | None:
     """Plan on one mesh, and search a pipeline if it can be faster. `reason`: why it cannot be
     searched, if that is known."""
-    whole: PlannedStep | None = None
-    misfit: MemoryBudgetError | None = None
-    try:
-        whole = task.on_one_mesh()
-    except MemoryBudgetError as error:
-        misfit = error
+    whole = outcomes.on_one_mesh()
     whole_s = inf if whole is None else whole.plan.estimated_step_s
     reason = reason or _why_too_slow(task, whole_s) or _why_whole_batch(task)
     pipeline = None
     if reason is None:
-        try:
-            pipeline = task.as_pipeline()
-        except AutoparError as error:
-            reason = _first_line(error)
+        pipeline = outcomes.as_pipeline()
+    else:
+        outcomes.tried[PIPELINES] = f"not tried: {reason}"
     if pipeline is not None and pipeline.plan.estimated_step_s < whole_s:
         return _with_notes(pipeline, whole_s)
+    note = outcomes.tried.get(PIPELINES)
     if whole is not None:
         search = None if pipeline is None else pipeline.plan.search
-        return _with_notes(whole, whole_s, search, reason)
-    assert misfit is not None
-    return _with_notes(_with_micro_batches(task, misfit), inf, note=reason)
+        return _with_notes(whole, whole_s, search, note)
+    planned = _with_micro_batches(task, outcomes)
+    return None if planned is None else _with_notes(planned, inf, note=note)
 
 
-def _pipeline_first(task: AutoTask, whole_may_fit: bool) -> PlannedStep:
+def _pipeline_first(task: AutoTask, outcomes: _Outcomes, whole_may_fit: bool) -> PlannedStep | None:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
     none with micro-batches is solved. Tables say little of the whole batch at once, which has more
     rows to split over the devices and gathers parameters once. A pipeline of one stage gives way
     to one program on that mesh, unless that is clearly slower: short of memory, two programs per
     micro-batch may have it easier."""
-    try:
-        pipeline = task.as_pipeline()
-    except AutoparError as error:
-        planned = _fitted_on_one_mesh(task)
-        return _with_notes(planned, planned.plan.estimated_step_s, note=_first_line(error))
+    pipeline = outcomes.as_pipeline()
+    if pipeline is None:
+        planned = _fitted_on_one_mesh(task, outcomes)
+        if planned is None:
+            return None
+        note = outcomes.tried[PIPELINES]
+        return _with_notes(planned, planned.plan.estimated_step_s, note=note)
     plan, pipeline_s = pipeline.plan, pipeline.plan.estimated_step_s
     numbers = _numbers_on_one_mesh(task, pipeline, whole_may_fit)
     if not numbers:
@@ -114,9 +187,8 @@ def _pipeline_first(task: AutoTask, whole_may_fit: bool) -> PlannedStep:
     best = pipeline if plan.num_stages > 1 else None
     whole_s = inf
     for number in numbers:
-        try:
-            whole = task.on_one_mesh(number)
-        except MemoryBudgetError:
+        whole = outcomes.on_one_mesh(number)
+        if whole is None:
             continue
         whole_s = min(whole_s, whole.plan.estimated_step_s)
         if best is None or whole.plan.estimated_step_s < best.plan.estimated_step_s:
@@ -143,40 +215,121 @@ def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep, whole_may_fit: b
 # -- one mesh
 
 
-def _fitted_on_one_mesh(task: AutoTask) -> PlannedStep:
-    try:
-        return task.on_one_mesh()
-    except MemoryBudgetError as error:
-        return _with_micro_batches(task, error)
+def _fitted_on_one_mesh(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
+    return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
 
 
-def _with_micro_batches(task: AutoTask, misfit: MemoryBudgetError) -> PlannedStep:
-    """A plan on one mesh that fits because it cuts the batch; else raises the misfit."""
-    if not task.number_is_free or _why_whole_batch(task) is not None:
-        raise misfit
+def _with_micro_batches(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
+    """A plan on one mesh that fits because it cuts the batch."""
+    if not task.number_is_free:
+        number = task.method.num_micro_batches
+        given = f"AutoParallel(num_micro_batches={number})"
+        outcomes.tried[MICRO_BATCHES] = f"{number} of them, as {given} asks for"
+        return None
+    outcomes.useless.add(MICRO_BATCHES)
+    reason = _why_whole_batch(task)
+    if reason is not None:
+        outcomes.tried[MICRO_BATCHES] = f"not possible: {reason}"
+        return None
     rows = batch_rows(task.source.whole)
-    number = 2
-    while number <= rows and rows % number == 0:
+    numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
+    tried = _MicroBatchTries(task)
+    planned = None
+    if not tried.all_are_too_large(numbers):
+        planned = next((p for number in numbers if (p := tried.plan(number)) is not None), None)
+    outcomes.failures += tried.failures
+    outcomes.tried[MICRO_BATCHES] = f"tried: {'; '.join(tried.found.values())}"
+    return planned
+
+
+@dataclass
+class _MicroBatchTries:
+    """Plans on one mesh with more and more micro-batches. `found`: a number -> why it has none."""
+
+    task: AutoTask
+    found: dict[int, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    def plan(self, number: int) -> PlannedStep | None:
         try:
-            return task.on_one_mesh(number)
-        except MemoryBudgetError:
-            number *= 2
-    raise misfit
+            return plan_whole(self.task.whole(number))
+        except MemoryBudgetError as error:
+            self._note_need(number, error.peak_bytes)
+        except Exception as error:
+            self._note_refusal(number, error)
+        return None
+
+    def all_are_too_large(self, numbers: Sequence[int]) -> bool:
+        """Whether even the most micro-batches that the step can have are too large. That is soon
+        known, and fewer need more."""
+        for number in reversed(numbers):
+            try:
+                floor = self.task.whole(number).peak_floor()
+            except Exception as error:
+                self._note_refusal(number, error)
+                continue
+            if floor <= self.task.budget_bytes:
+                return False
+            self._note_need(number, floor)
+            return True
+        return True
+
+    def _note_need(self, number: int, peak_bytes: float) -> None:
+        self.found[number] = f"{number} of them need {format_bytes(peak_bytes)} per device or more"
+
+    def _note_refusal(self, number: int, error: Exception) -> None:
+        refusal = cut_refusal(error)
+        if refusal is None:
+            failures = self.task.log.contain(f"{number} micro-batches on one mesh", error)
+            self.failures += [failure for failure in failures if failure not in self.failures]
+            refusal = f"autopar failed, {failures[0].exception}"
+        self.found[number] = f"{number} are not possible: {refusal}"
+
+
+# -- what does not fit
+
+
+def _state_is_too_large(task: AutoTask, outcomes: _Outcomes) -> bool:
+    """Whether no plan can fit: the state alone, divided evenly over all devices, is too large."""
+    num_devices = task.cluster.num_devices
+    floor = state_floor(task.source.whole, num_devices)
+    if floor <= task.budget_bytes:
+        return False
+    evenly = f", divided evenly over all {num_devices}" if num_devices > 1 else ""
+    reason = f"not tried: the state alone takes {format_bytes(floor)} per device{evenly}"
+    outcomes.tried = dict.fromkeys((MICRO_BATCHES, RECOMPUTATION, PIPELINES), reason)
+    outcomes.useless.add(MICRO_BATCHES)
+    return True
+
+
+def _smallest(task: AutoTask, outcomes: _Outcomes) -> PlannedStep:
+    """The plan that takes the least memory, once no other fits; mostly it raises, and explains."""
+    name, failures = task.source.whole.name, outcomes.failures
+    if failures and outcomes.misfit is None:
+        raise planning_failed(name, failures, "no plan on one mesh and no pipeline could be made")
+    misfit = outcomes.misfit
+    try:
+        return plan_smallest(task.whole(in_full=True))
+    except MemoryBudgetError as error:
+        misfit = error
+    except Exception as error:
+        failures += task.log.contain("the plan that takes the least memory", error)
+    if misfit is None:
+        raise planning_failed(name, failures, "no plan on one mesh could be made")
+    misfit = misfit.having_tried(outcomes.tried, useless=outcomes.useless)
+    raise with_failures(misfit, failures) from misfit.__cause__
 
 
 def _may_fit(task: AutoTask) -> bool:
     """Whether the whole batch may fit at once: state, what every layer keeps if all are
     recomputed, and the largest layer, divided evenly. Of what its backward pass reads, about a
     third must be in memory (see `rewrite.residuals`)."""
-    step, cluster = task.source.whole, task.cluster
-    budget = cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
-    if task.method.options.memory_budget_bytes is not None:
-        budget = float(task.method.options.memory_budget_bytes)
+    step = task.source.whole
     layers = find_layers(step.program, batch=step.batch)
     held = sum(aval_bytes(step.avals[i]) for i, _ in step.state)
     held += sum(layer.kept_bytes for layer in layers)
     held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3
-    return held / cluster.num_devices <= budget
+    return held / task.cluster.num_devices <= task.budget_bytes
 
 
 # -- reasons
@@ -188,17 +341,16 @@ def _why_whole_batch(task: AutoTask) -> str | None:
     step = task.source.whole
     try:
         rows = batch_rows(step)
-        if asked == "auto" and rows == 1:
-            return "the batch has one row"
-        number = first_micro_batches(step, task.cluster) if asked == "auto" else int(asked)
-        notes = task.source.as_loop(number).notes
-    except AutoparError as error:
-        return _first_line(error)
-    except Exception as error:  # the user's own: a function that takes the whole batch alone
-        return f"it cannot be called with a micro-batch: {_first_line(error)}"
-    if notes and asked == "auto":
-        return f"micro-batches would change results: {notes[0]}"
-    return None
+    except TraceError as error:
+        return first_line(error)
+    if asked == "auto" and rows == 1:
+        return "the batch has one row"
+    number = first_micro_batches(step, task.cluster) if asked == "auto" else int(asked)
+    reason = why_not_cut(task.source.as_loop, number, task.log)
+    if reason is not None or asked != "auto":
+        return reason
+    notes = task.source.as_loop(number).notes
+    return f"micro-batches would change results: {notes[0]}" if notes else None
 
 
 def _why_too_slow(task: AutoTask, whole_s: float) -> str | None:
@@ -208,19 +360,15 @@ def _why_too_slow(task: AutoTask, whole_s: float) -> str | None:
     return None if whole_s > min_s else f"it would take {min_s:.3g} s at least"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0].rstrip(".")
-
-
 def _with_notes(
     planned: PlannedStep,
     whole_s: float,
     search: SearchReport | None = None,
     note: str | None = None,
 ) -> PlannedStep:
-    """The plan with what was considered beside it."""
+    """The plan with what was considered beside it. `note`: what came of pipelines."""
     search = planned.plan.search or search or SearchReport(0, 0, 0, 0)
-    notes = search.notes if note is None else (*search.notes, f"No pipeline was searched: {note}.")
+    notes = search.notes if note is None else (*search.notes, f"Pipelines were {note}.")
     intra_only_s = None if whole_s == inf else whole_s
     search = replace(search, intra_only_s=intra_only_s, notes=notes)
     return replace(planned, plan=replace(planned.plan, search=search))

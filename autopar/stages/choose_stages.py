@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import ceil, inf, prod
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from autopar.ir.graph import Graph, check_graph
 from autopar.ir.mesh import ClusterSpec, mesh_of_cluster
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, Submesh
 from autopar.ir.text import format_bytes
+from autopar.ir.traced_step import TracedStep
 from autopar.methods import AutoStages, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.rewrite.attach_layers import boundary_bytes
 from autopar.sharding.constraints import (
@@ -29,8 +30,9 @@ from autopar.sharding.constraints import (
     solver_constraints,
 )
 from autopar.sharding.layout_constraints import LayoutConstraints
-from autopar.sharding.memory_budget import memory_budget
+from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
+from autopar.sharding.tried import MICRO_BATCHES
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
@@ -131,6 +133,7 @@ class _TableMaker:
                 prices=prices,
                 remat=remat if self.looped.has_backward else (False,),
                 bench=self.bench,
+                log=self.log,
             )
 
 
@@ -271,4 +274,26 @@ def nothing_fits(
         f"budget of {format_bytes(budget)} per device. {' '.join(report.notes)}",
         inf,
         budget,
+        remedies={
+            MICRO_BATCHES: f"more than {looped.step.num_micro_batches} of them, of fewer rows",
+            "smaller layers": f"layers=AutoLayers(…) with more than {report.num_layers}",
+            "more devices": f"more than {cluster.num_devices}, or devices with more memory",
+        },
     )
+
+
+def check_state_fits(step: TracedStep, options: ShardingOptions, cluster: ClusterSpec) -> None:
+    """Refuse at once what no pipeline can hold, whatever its stages are."""
+    floor, budget = state_floor(step, cluster.num_devices), _budget(options, cluster)
+    if floor > budget:
+        raise MemoryBudgetError(
+            f"{step.name}: no pipeline fits. The state alone takes {format_bytes(floor)} per "
+            f"device if it is divided evenly over all {cluster.num_devices}, and the budget is "
+            f"{format_bytes(budget)}.",
+            floor,
+            budget,
+            remedies={
+                "more devices": f"{ceil(cluster.num_devices * floor / budget)} instead of "
+                f"{cluster.num_devices} would hold the state alone; or devices with more memory"
+            },
+        )

@@ -17,7 +17,7 @@ from math import prod
 
 from jax.sharding import PartitionSpec
 
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import ArgumentError, TraceError
 from autopar.ir.layering import BY_ARGUMENTS, PER_STAGE_OUTPUTS, Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
@@ -38,6 +38,7 @@ from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
 from autopar.sharding.origin import bound_origin
 from autopar.sharding.plan_mesh import ShardingTask, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.tried import why_not_cut
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import LoopedStep, StageSpec, find_looped, layers_of
 from autopar.stages.solve_pipeline import ExistingPlacement, PipelineTask, solve_pipeline
@@ -114,7 +115,7 @@ def _follow_pipeline(
     """`matches`: input of the evaluation, by position -> the same array of the train step. A
     function that reads no batch runs on all devices, to which its arguments then move."""
     try:
-        step = _as_loop(source, plan.num_micro_batches)
+        step = _as_loop(source, plan.num_micro_batches, log)
     except TraceError:
         mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
         method = PlacedParallel("FollowParallel", mesh)
@@ -150,13 +151,10 @@ def _follow_pipeline(
     return replace(planned, plan=replace(planned.plan, method="FollowParallel()"))
 
 
-def _as_loop(source: StepSource, num_micro_batches: int) -> TracedStep:
+def _as_loop(source: StepSource, num_micro_batches: int, log: PlanningLog) -> TracedStep:
     """As many micro-batches as training has, unless that is impossible or changes results."""
-    if num_micro_batches > 1:
-        try:
-            step = source.as_loop(num_micro_batches)
-        except AutoparError:
-            return source.as_loop(1)
+    if num_micro_batches > 1 and why_not_cut(source.as_loop, num_micro_batches, log) is None:
+        step = source.as_loop(num_micro_batches)
         if not step.notes:
             return step
     return source.as_loop(1)
@@ -184,7 +182,7 @@ def _choose(step: TracedStep, plan: ParallelPlan, matches: Mapping[int, Tensor])
         if len(looped.layers) != len(plan.layers):
             layering = Layering(LayerSource.AUTO, len(plan.layers))
             looped = find_looped(step, layers_of(layering))
-    except AutoparError:
+    except (TraceError, ArgumentError):  # this function has no such layers
         return held
     ranges = tuple(stage.layers for stage in plan.stages)
     same = _FollowedStages(looped, ranges, tuple(range(len(ranges))), layering)

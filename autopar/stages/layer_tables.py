@@ -27,6 +27,7 @@ from autopar.cost.layer_costs import STATE_EDGE, GroupCosts, LayerTerms
 from autopar.cost.node_layers import NodeLayers, place_nodes
 from autopar.cost.reshard import DEFERRED_ALPHA_SHARE, reshard_table
 from autopar.errors import AutoparError, MeshError, SolverError, SpecError
+from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import ClusterSpec, LogicalMesh, mesh_of_cluster
 from autopar.ir.spec import PARTIAL, Layout, is_slice, num_shards
@@ -38,6 +39,7 @@ from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import copy_shares
+from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.problem import (
     Allowed,
     ShardingProblem,
@@ -71,20 +73,24 @@ def stage_tables(
     solver: str = "highs",
     time_limit_s: float = 5.0,
     bench: TableBench | None = None,
+    log: PlanningLog | None = None,
 ) -> list[LayerTable]:
-    """Tables of these submeshes. A mesh on which the constraints cannot be met is left out, as long
-    as another remains.
+    """Tables of these submeshes. A mesh on which the constraints cannot be met, or autopar fails,
+    is left out, as long as another remains.
 
     shapes:       logical meshes of a submesh; all sensible ones by default.
     constraints:  mesh -> what the solver may choose there.
     forbidden:    collectives that may not be used.
     time_limit_s: of one solve.
     bench:        made of the same graph and options before.
+    log:          takes the failures.
     """
+    log = log or PlanningLog()
     if bench is None:
         bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
     tables: list[LayerTable] = []
     refused: list[AutoparError] = []
+    failures: list[Failure] = []
     shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
     with Progress("meshes", sum(map(len, shapes_of))) as progress:
         for submesh, submesh_shapes in zip(submeshes, shapes_of, strict=True):
@@ -102,11 +108,19 @@ def stage_tables(
                     )
                 except (MeshError, SolverError, SpecError) as error:
                     refused.append(error)
+                except Exception as error:
+                    failures += log.contain(f"mesh {shape} of a {submesh} submesh", error)
                 progress.step()
             tables += undominated(submesh_tables)
-    if not tables and refused:
-        raise refused[0]
+    if not tables and (failures or refused):
+        raise _no_tables(failures, refused)
     return tables
+
+
+def _no_tables(failures: Sequence[Failure], refused: Sequence[AutoparError]) -> AutoparError:
+    if failures:
+        return planning_failed("the step", failures, "no mesh of any submesh could be priced")
+    return refused[0]
 
 
 def node_places(graph: Graph, step: TracedStep, layers: LoopLayers) -> NodeLayers:

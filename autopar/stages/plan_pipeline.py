@@ -9,16 +9,17 @@ solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.errors import ArgumentError, MemoryBudgetError
+from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
-from autopar.ir.stages import SearchReport, StageChoice
+from autopar.ir.stages import SearchReport, StageChoice, Submesh
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
     AutoLayers,
@@ -30,7 +31,19 @@ from autopar.methods import (
 )
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.planning_log import PlanningLog
-from autopar.stages.choose_stages import StageSearch, choose_stages, nothing_fits
+from autopar.sharding.tried import (
+    MICRO_BATCHES,
+    PIPELINES,
+    RECOMPUTATION,
+    why_not_cut,
+    with_failures,
+)
+from autopar.stages.choose_stages import (
+    StageSearch,
+    check_state_fits,
+    choose_stages,
+    nothing_fits,
+)
 from autopar.stages.looped import (
     LoopedStep,
     StageSpec,
@@ -50,14 +63,17 @@ def plan_pipeline(
 ) -> PlannedStep:
     """A pipeline as a method asks for it."""
     task = PipelineTask(method, cluster, log)
-    if isinstance(method.stages, AutoStages):
-        return _searched(source, task)
-    if method.num_micro_batches == "auto":
+    if not isinstance(method.stages, AutoStages) and method.num_micro_batches == "auto":
         raise ArgumentError(
             "PipeshardParallel(num_micro_batches='auto'): needs stages=AutoStages(), which "
             "searches it. Give a number with stages that are given."
         )
-    return _given(source, task, int(method.num_micro_batches))
+    try:
+        if isinstance(method.stages, AutoStages):
+            return _searched(source, task)
+        return _given(source, task, int(method.num_micro_batches))
+    except MemoryBudgetError as error:
+        raise _explained(error, source, task) from error.__cause__
 
 
 def _looped(
@@ -134,6 +150,7 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     free, tables made at a first number tell which other to search at."""
     method, cluster, log = task.method, task.cluster, task.log
     is_free = method.num_micro_batches == "auto"
+    check_state_fits(source.whole, method.options, cluster)
     if is_free:
         number = first_micro_batches(source.as_loop(1), cluster)
     else:
@@ -144,14 +161,15 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     rows = batch_rows(looped.step)
     if search.choice is None and is_free and rows % 2 == 0:  # the smallest that can be split
         smallest = _looped_near(source, task, rows // 2, looped.step.num_micro_batches)
-        if smallest is not None:
-            looped, search = smallest, choose_stages(smallest, method, cluster, log)
+        again = None if smallest is None else _search_again(smallest, task)
+        if smallest is not None and again is not None:
+            looped, search = smallest, again
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
     planned = _best_solved(task, looped, search.report)
     if is_free and _recomputes_more(planned.plan, search.report):
-        return _with_smaller(source, task, planned)
-    return planned
+        planned = _with_smaller(source, task, planned)
+    return _with_skipped(planned, log)
 
 
 def _at_better_number(
@@ -168,31 +186,53 @@ def _at_better_number(
     submeshes = {stage.submesh for plan in plans for stage in plan.stages}
     rows = batch_rows(looped.step) // other.step.num_micro_batches
     has_few_rows = rows < task.cluster.devices_per_host  # of which tables know little
-    again = choose_stages(
-        other, task.method, task.cluster, task.log, only=None if has_few_rows else submeshes
-    )
+    again = _search_again(other, task, only=None if has_few_rows else submeshes)
+    if again is None:
+        return looped, search
     old, new = search.choice, again.choice
     if old is None or (new is not None and new.step_s < old.step_s):
         return other, again
     return looped, search
 
 
+def _search_again(
+    looped: LoopedStep, task: PipelineTask, only: Collection[Submesh] | None = None
+) -> StageSearch | None:
+    """A search at another number of micro-batches than the first; None if autopar fails in it."""
+    try:
+        return choose_stages(looped, task.method, task.cluster, task.log, only=only)
+    except Exception as error:
+        number = looped.step.num_micro_batches
+        task.log.contain(f"pipelines of {number} micro-batches", error)
+        return None
+
+
 def _looped_near(
     source: StepSource, task: PipelineTask, number: int, known: int
 ) -> LoopedStep | None:
     """The step in so many micro-batches; if it is not the same program with so few rows, in half
-    as many and so on, as long as these are more than the known number."""
+    as many and so on, as long as these are more than the known number. The log keeps the numbers
+    that it cannot have, and why."""
     layers, log = task.method.layers, task.log
-    while number > known:
-        try:
+    while number != known:
+        reason = why_not_cut(lambda n: _looped(source, n, layers, log), number, log)
+        if reason is None:
             return _looped(source, number, layers, log)
-        except Exception:  # ours, or the user's own: a function that needs more rows
-            if number % 2:
-                return None
-            number //= 2
-            if number <= known:
-                return None
-    return _looped(source, number, layers, log) if number < known else None
+        log.skipped[number] = reason
+        if number < known or number % 2 or number // 2 <= known:
+            return None
+        number //= 2
+    return None
+
+
+def _with_skipped(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
+    """The plan with notes on numbers of micro-batches that promised more but cannot be."""
+    search = planned.plan.search
+    if search is None or not log.skipped:
+        return planned
+    notes = [f"{n} micro-batches were not searched: {why}." for n, why in log.skipped.items()]
+    search = replace(search, notes=(*search.notes, *notes))
+    return replace(planned, plan=replace(planned.plan, search=search))
 
 
 def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -> PlannedStep:
@@ -201,6 +241,7 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
     least = max(1, task.log.num_alternatives)
     best: PlannedStep | None = None
     misfit: MemoryBudgetError | None = None
+    failures: list[Failure] = []
     checked: list[tuple[float, float]] = []
     for choice in report.best:
         is_enough = len(checked) >= least
@@ -214,13 +255,18 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
         except MemoryBudgetError as error:
             misfit = misfit or error
             continue
+        except Exception as error:
+            submeshes = [spec.submesh for spec in specs]
+            failures += task.log.contain(f"the pipeline on submeshes {submeshes}", error)
+            continue
         exact_s = planned.plan.estimated_step_s
         checked.append((choice.step_s, exact_s))
         if best is None or exact_s < best.plan.estimated_step_s:
             best = planned
+    if best is None and misfit is not None:
+        raise with_failures(misfit, failures)
     if best is None:
-        assert misfit is not None
-        raise misfit
+        raise planning_failed(looped.step.name, failures, "no pipeline could be solved")
     task.log.search = replace(report, checked=tuple(checked))
     return replace(best, plan=replace(best.plan, search=task.log.search))
 
@@ -243,12 +289,50 @@ def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) 
     if looped is None:
         return planned
     submeshes = {stage.submesh for stage in planned.plan.stages}
-    search = choose_stages(looped, task.method, task.cluster, task.log, only=submeshes)
-    if search.choice is None or search.choice.step_s >= planned.plan.estimated_step_s:
+    search = _search_again(looped, task, only=submeshes)
+    if search is None or search.choice is None:
+        return planned
+    if search.choice.step_s >= planned.plan.estimated_step_s:
         return planned
     try:
         smaller = _best_solved(task, looped, search.report)
     except MemoryBudgetError:
         return planned
+    except Exception as error:
+        task.log.contain(f"pipelines of {looped.step.num_micro_batches} micro-batches", error)
+        return planned
     is_faster = smaller.plan.estimated_step_s < planned.plan.estimated_step_s
     return smaller if is_faster else planned
+
+
+# -- what does not fit
+
+
+def _explained(
+    error: MemoryBudgetError, source: StepSource, task: PipelineTask
+) -> MemoryBudgetError:
+    """The error with what was tried."""
+    method, log = task.method, task.log
+    useless = set()
+    if method.num_micro_batches == "auto":
+        batch = "all numbers that divide the batch were ranked by the tables"
+        batch += "".join(f"; {n} are not possible: {why}" for n, why in log.skipped.items())
+        useless.add(MICRO_BATCHES)
+    else:
+        given = f"PipeshardParallel(num_micro_batches={method.num_micro_batches})"
+        batch = f"{method.num_micro_batches} of them, as {given} asks for"
+        if error.num_micro_batches is not None:
+            reason = why_not_cut(source.as_loop, error.num_micro_batches, log)
+            if reason is not None:
+                useless.add(MICRO_BATCHES)
+                batch += f"; {error.num_micro_batches} are not possible: {reason}"
+    recomputation = {
+        "none": 'not tried: ShardingOptions(remat="none")',
+        "all": "every stage recomputes its layers",
+        "auto": "tried: stages that do not fit recompute their layers",
+    }[method.options.remat]
+    stages = "searched: stages=AutoStages()"
+    if not isinstance(method.stages, AutoStages):
+        stages = f"the one that is given: stages={type(method.stages).__name__}(…)"
+    tried = {MICRO_BATCHES: batch, RECOMPUTATION: recomputation, PIPELINES: stages}
+    return error.having_tried(tried, useless=useless)

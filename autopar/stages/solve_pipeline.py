@@ -261,16 +261,22 @@ def _too_large(
 ) -> MemoryBudgetError:
     spec, error = specs[miss.stage], miss.error
     first, last = spec.layers
-    text = str(error)
+    remedies = {
+        **error.remedies,
+        "other stages": "give the stage fewer layers or more devices, or let stages=AutoStages() "
+        "choose",
+    }
     if options.remat == "auto":  # it was tried, and is no remedy
-        lines = text.split("\n")
-        text = "\n".join(x for x in lines if not x.startswith("  - rematerialisation"))
+        remedies.pop("rematerialisation", None)
     return MemoryBudgetError(
         f"stage {miss.stage} of {len(specs)} (layers {first} to {last - 1} of "
-        f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): {text}\n"
-        "  - give the stage fewer layers or more devices, or let stages=AutoStages() choose",
+        f"{len(looped.layers)}, on a submesh of {spec.submesh[0]}×{spec.submesh[1]}): "
+        f"{error.problem}",
         error.peak_bytes,
         error.budget_bytes,
+        tried=error.tried,
+        remedies=remedies,
+        num_micro_batches=error.num_micro_batches,
     )
 
 

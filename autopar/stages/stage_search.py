@@ -297,11 +297,9 @@ def _why_none(ranges: Ranges, num_stages: int | None) -> str:
         if missing > 0:
             return (
                 f"Layer {layer} alone fits on no submesh: with {in_flight} micro-batches in flight "
-                f"it needs at least {format_bytes(missing)} more on each device. More "
-                "micro-batches, layers that are cut smaller or more devices would help."
+                f"it needs at least {format_bytes(missing)} more on each device."
             )
     with_count = "" if num_stages is None else f" of {num_stages} stages"
     return (
-        f"Every layer fits on some submesh by itself, but no pipeline{with_count} fits as a whole. "
-        "More micro-batches, recomputation or more devices would help."
+        f"Every layer fits on some submesh by itself, but no pipeline{with_count} fits as a whole."
     )
