@@ -3,6 +3,7 @@ everywhere, and on GPUs or shares of one in `tests/gpu`."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,13 +26,13 @@ THREADS_LIMIT_S = 240.0
 
 
 @contextmanager
-def running_on(cluster: ProcessCluster, transport: str) -> Iterator[None]:
+def running_on(cluster: ProcessCluster, transport: str) -> Iterator[RemoteSession]:
     """Parallelized functions run on this cluster meanwhile."""
     before = session._current
     remote = RemoteSession(cluster, transport, plan_tiles)
     session._current = session.Session(next(session._numbers), None, remote)
     try:
-        yield
+        yield remote
     finally:
         session._current = before
         remote.close()
@@ -134,3 +135,27 @@ def check_two_threads(name: str, methods: Sequence[Any], rtol: float = 1e-4) -> 
         training = [threads.submit(train, method) for method in methods]
         for losses in training:
             np.testing.assert_allclose(losses.result(THREADS_LIMIT_S), want, rtol=rtol)
+
+
+def check_room_is_made(remote: RemoteSession) -> None:
+    """On two devices, a mesh that nobody uses ends when others need its devices. Arrays and steps
+    that somebody holds keep theirs; and a step whose mesh was closed starts it again."""
+    example = build("mlp-tiny")
+    want = losses_of(jax.jit(example.train_step), example)
+    apart = autopar.parallelize(example.train_step, method=pipeline(2))
+    np.testing.assert_allclose(losses_of(apart, example), want, rtol=1e-4)
+    executable: Any = apart.last_executable
+    groups = [mesh.group for mesh in executable.meshes]
+
+    check_step("mlp-tiny", autopar.ShardParallel((2,)))
+    assert not any(group.closed for group in groups), "their step can still be called"
+    (whole,) = (mesh for devices, mesh in remote._meshes.items() if len(devices) == 2)
+    gc.collect()
+    check_step("mlp-tiny", pipeline(2, num_micro_batches=2))
+    check_step("mlp-tiny", autopar.ShardParallel((1,)))
+    assert whole.group.closed, "of a step that is gone"
+
+    for group in groups:
+        remote.cluster.close_group(group)
+    np.testing.assert_allclose(losses_of(apart, example), want, rtol=1e-4)
+    assert not {mesh.group for mesh in executable.meshes} & {*groups}

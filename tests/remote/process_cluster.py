@@ -140,6 +140,7 @@ class Group:
         self.devices = devices
         self.workers = tuple(workers)
         self.num_arrays = 0
+        self.closed = False
 
     def submit(
         self, command: str, args_per_worker: Sequence[tuple[Any, ...] | None], fatal: bool = False
@@ -215,6 +216,7 @@ class ProcessCluster:
         assert ranks is None or num_devices <= ranks.num_ranks, (num_devices, ranks)
         self._ranks = None if ranks is None or ranks.platform == "cpu" else ranks
         self.platform = "cpu" if self._ranks is None else "gpu"
+        self.ends_idle_groups = self.platform == "gpu"
         self.spec = ClusterSpec(
             num_hosts, devices_per_host, "cpu" if self._ranks is None else "h200-sxm"
         )
@@ -298,12 +300,21 @@ class ProcessCluster:
     def check(self) -> None:
         pass
 
+    def close_group(self, group: Group) -> None:
+        self._end([group])
+
     def close(self) -> None:
-        for group in self.started.values():
+        self._end(list(self.started.values()))
+        self._folder.cleanup()
+
+    def _end(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.closed = True
+            del self.started[group.devices]
             for worker in group.workers:
                 with contextlib.suppress(OSError):
                     worker.connection.send(None)
-        for group in self.started.values():
+        for group in groups:
             for worker in group.workers:
                 try:
                     worker.process.wait(10)
@@ -311,5 +322,3 @@ class ProcessCluster:
                     worker.process.kill()
                     worker.process.wait()
                 worker.connection.close()
-        self.started.clear()
-        self._folder.cleanup()

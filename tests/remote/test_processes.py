@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from tests.remote.cases import check_plan_to_plan, check_step, pipeline, running_on
+from tests.remote.cases import (
+    check_plan_to_plan,
+    check_room_is_made,
+    check_step,
+    pipeline,
+    running_on,
+)
 from tests.remote.process_cluster import ProcessCluster
 
 
@@ -51,3 +57,11 @@ def test_two_processes_are_one_mesh() -> None:
 def test_state_goes_from_plan_to_plan() -> None:
     with running_on(ProcessCluster(2, 1), "jax_transfer"):
         check_plan_to_plan("mlp-tiny", pipeline(2), autopar.ShardParallel((2,)))
+
+
+@pytest.mark.ci
+def test_a_mesh_that_nobody_uses_makes_room() -> None:
+    cluster = ProcessCluster(2, 1)
+    cluster.ends_idle_groups = True  # as on GPUs
+    with running_on(cluster, "jax_transfer") as remote:
+        check_room_is_made(remote)

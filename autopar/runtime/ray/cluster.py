@@ -100,6 +100,10 @@ class RayCluster:
         return self._session.platform
 
     @property
+    def ends_idle_groups(self) -> bool:
+        return self.platform == "gpu"
+
+    @property
     def failure(self) -> WorkerError | None:
         return self._session.failure
 
@@ -132,7 +136,7 @@ class RayCluster:
         """A running group for each mesh, given by the numbers of its devices. Running groups are
         reused. A GPU belongs to one group at a time, so a group that shares GPUs with a new one is
         closed, and it is an error if arrays are still on it. Where processes share GPUs anyway,
-        and on CPUs, groups may overlap."""
+        and on CPUs, groups may overlap, as far as a GPU can serve that many processes."""
         self.check()
         wanted = [tuple(devices) for devices in meshes]
         for devices in wanted:

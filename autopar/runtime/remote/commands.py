@@ -16,6 +16,7 @@ CommandName = Literal[
     "compiled",
     "connect",
     "fetch",
+    "free",
     "hlo_texts",
     "load",
     "open",

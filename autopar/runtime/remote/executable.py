@@ -92,20 +92,33 @@ class RemoteExecutable(InstructionExecutable):
             tuple(place for place, result in enumerate(results) if _is_small(result.type))
             for results in self._results
         ]
-        platform = session.cluster.platform
+        self.meshes: list[RemoteMesh] = []
+        self._start()
+
+    # -- loading
+
+    def _start(self) -> None:
+        """Start the meshes that do not run, and load the step on all."""
+        lowered, session = self._lowered, self._session
         with ThreadPoolExecutor(1, thread_name_prefix="autopar-start") as starter:
             starting = starter.submit(session.meshes, lowered.meshes)
             exported = [
-                export_stage_program(lowered.name, stage_program, platform)
+                export_stage_program(lowered.name, stage_program, session.cluster.platform)
                 for stage_program in lowered.stage_programs
             ]
-            self.meshes: list[RemoteMesh] = starting.result()
+            self.meshes = starting.result()
         register_remote_backend()
         self.number = session.new_task()
-        weakref.finalize(self, session.end_task, self.number, self.meshes).atexit = False
+        self._end = weakref.finalize(self, session.end_task, self.number, self.meshes)
+        self._end.atexit = False
         self._load(exported)
 
-    # -- loading
+    def _start_again(self) -> None:
+        """Once another step needed the GPUs, meshes of this one may be closed."""
+        if any(mesh.group.closed for mesh in self.meshes):
+            self._end()
+            self._ahead.clear()
+            self._start()
 
     def _task(self, mesh: int) -> MeshTask:
         lowered, program = self._lowered, self._lowered.programs.meshes[mesh]
@@ -158,6 +171,7 @@ class RemoteExecutable(InstructionExecutable):
 
     def _run(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[DistributedArray]:
         self._session.check()
+        self._start_again()
         self._wait_for_room()
         with self._session.lock:
             return self._submit(leaves, recorder)
@@ -232,6 +246,7 @@ class RemoteExecutable(InstructionExecutable):
         ]
 
     def place_inputs(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        self._start_again()
         placed: dict[int, Any] = {}
         by_mesh: dict[int, list[BoundBuffer]] = {}
         for argument in self._lowered.arguments:

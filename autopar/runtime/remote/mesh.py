@@ -31,10 +31,11 @@ class WorkerHandle(Protocol):
 class WorkerGroup(Protocol):
     """The workers of one mesh, however they were started. `submit` sends a command to each, with
     arguments of its own, or to those whose arguments are not None; if a `fatal` command raises, the
-    session has failed."""
+    session has failed. A group that is `closed` has no workers any more."""
 
     devices: tuple[int, ...]
     num_arrays: int
+    closed: bool
 
     @property
     def workers(self) -> Sequence[WorkerHandle]: ...
@@ -76,6 +77,11 @@ class RemoteMesh:
         released = _take_all(self._released)
         self.group.num_arrays -= len(released)
         return released
+
+    def free_released(self) -> None:
+        """Free arrays whose handles were dropped now, rather than with the next step."""
+        if released := self.take_released():
+            self.submit("free", released)
 
     def end_task(self, number: int) -> None:
         self._ended.append(number)

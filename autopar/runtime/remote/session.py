@@ -45,7 +45,14 @@ class WorkerCluster(Protocol):
     @property
     def spec(self) -> ClusterSpec: ...
 
+    @property
+    def ends_idle_groups(self) -> bool:
+        """Whether a group that nobody uses makes room for one that needs its devices."""
+        ...
+
     def groups(self, meshes: Sequence[tuple[int, ...]], /) -> Sequence[WorkerGroup]: ...
+
+    def close_group(self, group: Any, /) -> None: ...
 
     def check(self) -> None: ...
 
@@ -84,12 +91,10 @@ class RemoteSession:
     def meshes(self, devices: Sequence[tuple[int, ...]]) -> list[RemoteMesh]:
         """The meshes with these devices; those that do not run yet are started."""
         with self.lock:
+            self._make_room(devices)
             groups = self.cluster.groups(list(devices))
             live = {tuple(group.devices): group for group in groups}
-            for key, mesh in list(self._meshes.items()):
-                if key in live and live[key] is not mesh.group:
-                    mesh.close()
-                    del self._meshes[key]
+            self._forget_closed()
             fresh = [group for key, group in live.items() if key not in self._meshes]
             if fresh and self._transport is None:
                 self._transport = self._choose_transport(fresh)
@@ -117,6 +122,32 @@ class RemoteSession:
                 for reply in connecting:
                     reply.result(_CONNECT_LIMIT_S)
             return [self._meshes[tuple(numbers)] for numbers in devices]
+
+    def _make_room(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        """End meshes that nobody uses and whose GPUs new meshes need: each of their processes has
+        memory and connections of the GPU. A mesh of the cluster's choice may have to go besides."""
+        if not self.cluster.ends_idle_groups:
+            return
+        taken = {device for devices in wanted for device in devices}
+        steps = [step for number, step in self.tasks.items() if number not in self.moves.values()]
+        busy = {devices for step in steps for devices in step.meshes}
+        for devices, mesh in list(self._meshes.items()):
+            if devices in wanted or taken.isdisjoint(devices) or mesh.group.closed:
+                continue
+            mesh.free_released()
+            if mesh.group.num_arrays == 0 and devices not in busy:
+                self.cluster.close_group(mesh.group)
+
+    def _forget_closed(self) -> None:
+        for devices, mesh in list(self._meshes.items()):
+            if mesh.group.closed:
+                mesh.close()
+                del self._meshes[devices]
+                for place in mesh.places:
+                    self._addresses.pop(place.worker, None)
+                for key, number in list(self.moves.items()):
+                    if devices in self.tasks[number].meshes:
+                        del self.moves[key], self.tasks[number]
 
     def _choose_transport(self, groups: Sequence[WorkerGroup]) -> str:
         replies = [r for g in groups for r in g.submit("transports", [()] * len(g.workers))]
