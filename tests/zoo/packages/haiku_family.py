@@ -52,7 +52,7 @@ def haiku_resnet(size: Size) -> ZooStep:
             num_classes=4,
             channels_per_group=(8, 8, 16, 16),
             bottleneck=False,
-            use_projection=(False, True, True, True),
+            use_projection=(True, True, True, True),
         )
 
     return _classifier(small, 8, 32, 4)

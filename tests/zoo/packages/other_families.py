@@ -31,9 +31,10 @@ def e3nn_equivariant(size: Size) -> ZooStep:
             harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", vectors, normalize=True)
             sent = e3nn.tensor_product(features[None, :], harmonics, filter_ir_out=irreps)
             received = e3nn.mean(sent, axis=1)
-            mixed = e3nn.flax.Linear(irreps)(e3nn.concatenate([features, received]).regroup())
-            gates = e3nn.flax.Linear(irreps)(features)
-            return e3nn.scalar_activation(mixed, [jax.nn.silu, *[None] * (len(irreps) - 1)]) + gates
+            linear = lambda: e3nn.flax.Linear(irreps, force_irreps_out=True)  # noqa: E731
+            mixed = linear()(e3nn.concatenate([features, received]).regroup())
+            activations = [jax.nn.silu, *[None] * (len(irreps) - 1)]
+            return e3nn.scalar_activation(mixed, activations) + linear()(features)
 
     irreps = e3nn.Irreps(hidden)
 
