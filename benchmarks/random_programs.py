@@ -98,8 +98,11 @@ class _Results:
     def write(self) -> None:
         self.written_at = time.time()
         rows = [self.rows[seed] for seed in sorted(self.rows)]
-        document = {"command": command_line("benchmarks.random_programs", FILE=self.path),
-                    **summary(rows), "rows": rows}  # fmt: skip
+        document = {
+            "command": command_line("benchmarks.random_programs", FILE=self.path),
+            **summary(rows),
+            "rows": rows,
+        }
         if self.path:
             write_json(self.path + ".part", document)
             os.replace(self.path + ".part", self.path)

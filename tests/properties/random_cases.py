@@ -85,8 +85,10 @@ def compare(got: Any, want: Any, tolerance: float) -> None:
     paths = jax.tree_util.tree_leaves_with_path(want)
     for ours, (path, theirs) in zip(jax.tree.leaves(got), paths, strict=True):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            raise WrongResult(f"{jax.tree_util.keystr(path)}: {ours.dtype}{list(ours.shape)}, "
-                              f"{theirs.dtype}{list(theirs.shape)} wanted")  # fmt: skip
+            raise WrongResult(
+                f"{jax.tree_util.keystr(path)}: {ours.dtype}{list(ours.shape)}, "
+                f"{theirs.dtype}{list(theirs.shape)} wanted"
+            )
         inexact = jax.numpy.issubdtype(theirs.dtype, jax.numpy.inexact)
         bound = tolerance if inexact else 0.0
         a, b = (np.asarray(x).astype(np.float64) for x in (ours, theirs))

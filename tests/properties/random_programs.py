@@ -60,7 +60,9 @@ class RandomProgram:
 
         def loss(floats: list[Any]) -> Any:
             values = [v for v in self.values(floats, ints) if jnp.issubdtype(v.dtype, jnp.floating)]
-            return sum(jnp.mean(jnp.sin(v.astype(jnp.float32))) for v in values[-3:]) + jnp.mean(floats[0])
+            return sum(jnp.mean(jnp.sin(v.astype(jnp.float32))) for v in values[-3:]) + jnp.mean(
+                floats[0]
+            )
 
         return jax.value_and_grad(loss)(floats)
 

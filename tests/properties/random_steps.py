@@ -40,8 +40,9 @@ class RandomStep:
         def floats(*shape: int) -> np.ndarray:
             return rng.normal(size=shape).astype(np.float32)
 
-        w = [{"w": floats(self.width, self.width) / 4, "b": floats(self.width)}
-             for _ in self.layers]  # fmt: skip
+        w = [
+            {"w": floats(self.width, self.width) / 4, "b": floats(self.width)} for _ in self.layers
+        ]
         state = {"params": w, "momentum": jax.tree.map(np.zeros_like, w), "count": np.int32(0)}
         ids = rng.integers(0, 50, size=(BATCH_SIZE, self.num_ids), dtype=np.int32)
         return state, floats(BATCH_SIZE, self.width), floats(BATCH_SIZE, self.width), ids

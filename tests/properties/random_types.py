@@ -94,7 +94,7 @@ def to_narrow(pool: Pool) -> Any:
 def integer_arithmetic(pool: Pool) -> Any:
     a = narrow_array(pool)
     b = a and pool.any_type(0, lambda e: alike(e, a))
-    if b is None:
+    if a is None or b is None:
         return None
     by = pool.rng.choice(
         (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, jnp.bitwise_xor, jnp.bitwise_and)
@@ -107,9 +107,9 @@ def integer_sum(pool: Pool) -> Any:
     a = narrow_array(pool, 1)
     if a is None:
         return None
-    by = pool.rng.choice((jnp.sum, jnp.max, jnp.min, jnp.prod))
-    return Entry(by(a.value, axis=pool.axis(a), dtype=a.value.dtype)
-                 if by in (jnp.sum, jnp.prod) else by(a.value, axis=pool.axis(a)), True)  # fmt: skip
+    by, axis = pool.rng.choice((jnp.sum, jnp.max, jnp.min, jnp.prod)), pool.axis(a)
+    options = {"dtype": a.value.dtype} if by in (jnp.sum, jnp.prod) else {}
+    return Entry(by(a.value, axis=axis, **options), True)
 
 
 @operation
