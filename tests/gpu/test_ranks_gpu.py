@@ -48,7 +48,8 @@ CHECKS = [MEMORY, *ATTENTIONS, *TYPES, *ORDER, *LOSSES]
 IN_COMMAND_BUFFERS = [f"losses:zero3 float32 {NUM_STEPS}", f"losses:2x4 float32 {NUM_STEPS}"]
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 
-# Relative error of a loss, and how much of it each step adds.
+# Error of a loss against the first one, and how much of it each step adds. (Late losses are small,
+# and in bfloat16 they scatter by percents of themselves.)
 ERRORS = {"float32": (2e-5, 2e-6), "bfloat16": (1e-2, 2e-4)}
 # Measured peak over the plan's. XLA's buffers are 0.96 to 1.15 of it; NCCL's are not XLA's.
 PEAK_TOLERANCE = 1.3
@@ -256,7 +257,7 @@ def allowed_error(check: str, num_steps: int) -> np.ndarray:
 def test_losses_of_many_steps_do_not_drift(eight: Launched, check: str) -> None:
     found = eight.of(check)
     got, wanted = found[0][0]["losses"], np.array(found[0][0]["wanted"])
-    signed = (np.array(got) - wanted) / wanted
+    signed = (np.array(got) - wanted) / wanted[0]
     error, allowed = np.abs(signed), allowed_error(check, len(wanted))
     print(check, f"largest error {error.max():.1e} at step {error.argmax()}, last {error[-1]:.1e}")
     assert all(own[0]["losses"] == got for own in found)
@@ -275,7 +276,7 @@ def test_command_buffers_with_collectives(
     assert not any(one.failed for one in in_command_buffers.results)
     for one, other in zip(plain, found, strict=True):
         losses, wanted = np.array(other[0]["losses"]), np.array(one[0]["losses"])
-        assert np.all(np.abs(losses - wanted) <= allowed_error(check, len(wanted)) * wanted)
+        assert np.all(np.abs(losses - wanted) <= allowed_error(check, len(wanted)) * wanted[0])
 
 
 # -- out of memory
