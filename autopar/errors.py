@@ -92,12 +92,16 @@ class PlanningError(AutoparError, RuntimeError):
     """autopar itself failed: on every candidate of a search, or for operators with more than a
     tenth of the step's work. `__cause__` is the exception that was met first.
 
-    failures: what failed and why, an `autopar.ir.failures.Failure` each.
+    failures:      what failed and why, an `autopar.ir.failures.Failure` each.
+    concerns_step: the step itself cannot be planned, so that other candidates are of no use.
     """
 
-    def __init__(self, message: str, failures: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, message: str, failures: tuple[Any, ...] = (), *, concerns_step: bool = False
+    ) -> None:
         super().__init__(message)
         self.failures = failures
+        self.concerns_step = concerns_step
 
 
 class PlanError(AutoparError, ValueError):

@@ -64,7 +64,7 @@ def is_contained(error: BaseException) -> bool:
     """Whether a search goes on after this exception. Errors that speak to the user are theirs to
     see; a search that knows one of them to rule out a candidate says so itself."""
     if isinstance(error, AutoparError):
-        return isinstance(error, PlanningError)
+        return isinstance(error, PlanningError) and not error.concerns_step
     return not is_users(error)
 
 
@@ -82,7 +82,9 @@ def failure_warnings(failures: Iterable[Failure]) -> tuple[str, ...]:
     )
 
 
-def planning_failed(name: str, failures: Sequence[Failure], why: str) -> PlanningError:
+def planning_failed(
+    name: str, failures: Sequence[Failure], why: str, *, concerns_step: bool = False
+) -> PlanningError:
     """The error of a step that cannot be planned for failures of ours. `why`: what they leave."""
     lines = [
         f"{name}: planning failed, by a fault of autopar's own: {why}.",
@@ -91,7 +93,7 @@ def planning_failed(name: str, failures: Sequence[Failure], why: str) -> Plannin
     if len(failures) > _MAX_NAMED:
         lines.append(f"  and {len(failures) - _MAX_NAMED} more")
     lines.append("Please report it with the traceback above. Another method or mesh may work.")
-    error = PlanningError("\n".join(lines), tuple(failures))
+    error = PlanningError("\n".join(lines), tuple(failures), concerns_step=concerns_step)
     error.__cause__ = failures[0].cause
     return error
 

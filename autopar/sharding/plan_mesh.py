@@ -341,4 +341,5 @@ def _check_rules(graph: Graph, step: TracedStep) -> None:
             [op.failure for op in failed if op.failure is not None],
             f"without their rules, operators with {flops / total:.0%} of the step's flops would "
             "run replicated on every device",
+            concerns_step=True,
         )

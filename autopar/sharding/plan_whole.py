@@ -96,6 +96,7 @@ def plan_whole(whole: WholeStep) -> PlannedStep:
                 whole.cluster.spec,
                 whole.cluster.num_devices,
                 whole.log,
+                name=whole.source.whole.name,
                 in_full=whole.in_full,
             )
         return whole.plan(_recomputed(whole), in_full=whole.in_full)

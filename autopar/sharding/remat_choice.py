@@ -45,6 +45,7 @@ class RematProblem(Protocol):
 @dataclass
 class _Tries:
     problem: RematProblem
+    name: str
     log: PlanningLog
     planned: list[PlannedStep] = field(default_factory=list)
     failed: list[tuple[int, MemoryBudgetError]] = field(default_factory=list)  # number of layers
@@ -67,7 +68,7 @@ class _Tries:
     def give_up(self, layers: Sequence[Layer], in_full: bool) -> PlannedStep:
         """Raises, unless a plan fits after all once every mesh is looked at."""
         if not self.failed:
-            raise planning_failed("the step", self.broken, "no plan on one mesh could be made")
+            raise planning_failed(self.name, self.broken, "no plan on one mesh could be made")
         if not in_full:
             raise min((error for _, error in self.failed), key=lambda error: error.peak_bytes)
         try:
@@ -82,10 +83,11 @@ def choose_remat(
     num_devices: int,
     log: PlanningLog | None = None,
     *,
+    name: str = "the step",
     in_full: bool = True,
 ) -> PlannedStep:
-    """`in_full`: explain a step that does not fit."""
-    tries = _Tries(problem, log or PlanningLog())
+    """`name`: the step's, for errors. `in_full`: explain a step that does not fit."""
+    tries = _Tries(problem, name, log or PlanningLog())
     without = tries.plan((), None)
     if without is not None and not without.solver.unbounded:
         return tries.planned[0]

@@ -114,7 +114,8 @@ class _Outcomes:
         except Exception as error:
             refusal = cut_refusal(error)
             if refusal is None and isinstance(error, AutoparError):
-                refusal = None if isinstance(error, PlanningError) else first_line(error)
+                is_failure = isinstance(error, PlanningError)
+                refusal = None if is_failure else first_line(error)
             if refusal is not None:
                 self.tried[PIPELINES] = f"tried: {refusal}"
             else:

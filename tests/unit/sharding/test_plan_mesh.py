@@ -1,0 +1,72 @@
+"""Planning on one mesh: operators whose rules failed, and the floor of a step's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import PlanningError
+from autopar.ir.failures import Failure
+from autopar.ir.graph import Graph, Unruled
+from autopar.methods import ShardParallel
+from autopar.sharding import plan_mesh
+from autopar.sharding.plan_mesh import ShardingTask, peak_floor
+from autopar.sharding.planning_log import PlanningLog
+from autopar.tracer.trace_step import trace_step
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+CLUSTER = autopar.ClusterSpec(1, 4, "a100-sxm")
+FAILURE = Failure.of("the rule of dot_general", IndexError("tuple index out of range"))
+
+
+def product(x: Any, y: Any) -> Any:
+    return jnp.tanh(x @ y)
+
+
+@pytest.fixture
+def share_without_rules(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Graphs in which this share of the flops has no rule, for a failure."""
+    build = plan_mesh.build_graph
+
+    def built(step: Any) -> Graph:
+        graph = build(step)
+        flops = request.param * sum(node.weight * node.flops for node in graph.nodes)
+        unruled = Unruled("dot_general", "model.py:3", "runs replicated", 1, flops, FAILURE)
+        return replace(graph, unruled=(unruled,))
+
+    monkeypatch.setattr(plan_mesh, "build_graph", built)
+
+
+@pytest.mark.usefixtures("share_without_rules")
+@pytest.mark.parametrize("share_without_rules", [0.09], indirect=True)
+def test_a_little_work_without_rules_is_a_warning() -> None:
+    (warning,) = autopar.plan(product, X, X, cluster=CLUSTER, method=ShardParallel()).warnings
+    assert warning == (
+        "1 × dot_general at model.py:3 runs replicated: IndexError: tuple index out of range"
+    )
+
+
+@pytest.mark.usefixtures("share_without_rules")
+@pytest.mark.parametrize("share_without_rules", [0.11], indirect=True)
+@pytest.mark.parametrize("method", [ShardParallel(), autopar.AutoParallel()])
+def test_much_work_without_rules_is_an_error(method: Any) -> None:
+    with pytest.raises(PlanningError, match="11% of the step's flops would run") as error:
+        autopar.plan(product, X, X, cluster=CLUSTER, method=method)
+    assert "the rule of dot_general: IndexError: tuple index out of range" in str(error.value)
+
+
+def test_no_plan_is_below_the_floor() -> None:
+    step = trace_step(product, (X, X))
+    floor = peak_floor(ShardingTask(step, CLUSTER, ShardParallel()), PlanningLog())
+    assert floor >= 3 * 64 * 64 * 4 / 4  # both operands and the result, divided evenly
+    method = ShardParallel(options=autopar.ShardingOptions(memory_budget_bytes=floor))
+    try:
+        peak = autopar.plan(product, X, X, cluster=CLUSTER, method=method).estimated_peak_bytes
+    except autopar.MemoryBudgetError as error:
+        peak = error.peak_bytes
+    assert peak >= floor

@@ -1,0 +1,263 @@
+"""Failures of autopar's own, put into real searches: contained, counted and named; raised if
+nothing is left. Errors that speak to the user, and the user's own, come through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParallel
+from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
+from autopar.rewrite import step_source
+from autopar.sharding import plan_mesh
+from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+WEIGHTS, BATCH = [array(16, 16)] * 4, {"x": array(16, 16)}
+HOST, HOSTS = autopar.ClusterSpec(1, 4, "a100-sxm"), autopar.ClusterSpec(2, 2, "a100-sxm")
+
+
+def train_step(weights: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
+    def loss(weights: list[Any]) -> Any:
+        x = batch["x"]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(jnp.cumsum(x, axis=1) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+
+def plan(
+    method: Any = None, cluster: Any = HOST, fn: Any = train_step, args: Any = (WEIGHTS, BATCH)
+) -> autopar.ParallelPlan:
+    return autopar.plan(fn, *args, cluster=cluster, method=method)
+
+
+class Injected:
+    """Replaces a function by one that raises for the calls that `fails` picks."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        module: Any,
+        name: str,
+        fails: Callable[..., bool],
+        error: Callable[[], Exception] = lambda: IndexError("tuple index out of range"),
+    ) -> None:
+        self.calls = self.raised = 0
+        function = getattr(module, name)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if fails(*args, **kwargs):
+                self.raised += 1
+                raise error()
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, replaced)
+
+
+def always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def warning_of(plan: autopar.ParallelPlan) -> str:
+    (warning,) = [w for w in plan.warnings if "failure of autopar's own" in w]
+    return warning
+
+
+# -- meshes
+
+
+def test_a_mesh_that_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan(ShardParallel())
+    assert free.warnings == ()
+    best = free.mesh_shape
+    injected = Injected(
+        monkeypatch, plan_mesh, "solve_graph", lambda graph, mesh, **_: mesh.shape == best
+    )
+    other = plan(ShardParallel())
+    assert other.mesh_shape != best and injected.raised == 1 < injected.calls
+    warning = warning_of(other)
+    assert f"ruled out mesh {best}: IndexError: tuple index out of range" in warning
+    assert "(autopar/sharding/plan_mesh.py:" in warning
+    assert warning in " ".join(other.explain().split())
+
+
+def test_a_mesh_that_cannot_be_fitted_into_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tight = ShardingOptions(memory_budget_bytes=0.9 * plan(ShardParallel()).estimated_peak_bytes)
+    best = plan(ShardParallel(options=tight)).mesh_shape
+    Injected(
+        monkeypatch,
+        plan_mesh,
+        "fit_into_memory",
+        lambda sharding, *_, **__: sharding.mesh.shape == best,
+    )
+    other = plan(ShardParallel(options=tight))
+    assert other.mesh_shape != best
+    assert f"mesh {best}" in warning_of(other)
+
+
+def test_no_mesh_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    Injected(monkeypatch, plan_mesh, "solve_graph", always)
+    with pytest.raises(PlanningError, match=r"train_step: .* no plan on one mesh could") as caught:
+        plan(ShardParallel())
+    text = str(caught.value)
+    assert "mesh (4,): IndexError: tuple index out of range (autopar/sharding/plan_mesh.py:" in text
+    assert isinstance(caught.value.__cause__, IndexError)
+    assert len({failure.what for failure in caught.value.failures}) > 1
+
+
+@pytest.mark.parametrize("kind", [ArgumentError, autopar.ProfileError])
+def test_errors_that_speak_to_the_user_come_through(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    Injected(monkeypatch, plan_mesh, "solve_graph", always, lambda: kind("what was given"))
+    for method in (ShardParallel(), AutoParallel()):
+        with pytest.raises(kind, match="what was given"):
+            plan(method)
+
+
+@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=2), PipeshardParallel(2)])
+def test_what_the_users_function_raises_comes_through(method: Any) -> None:
+    def picky(weights: list[Any], batch: dict[str, Any]) -> Any:
+        if batch["x"].shape[0] != 16:
+            raise KeyError("needs 16 rows")
+        return train_step(weights, batch)
+
+    with pytest.raises(KeyError, match="needs 16 rows"):
+        plan(method, fn=picky)
+
+
+# -- pipelines
+
+
+def test_a_mesh_of_a_submesh_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    Injected(
+        monkeypatch, layer_tables, "solve_graph", lambda graph, mesh, **_: mesh.shape == (2, 2)
+    )
+    pipeline = plan(PipeshardParallel(2))
+    assert "mesh (2, 2) of a (1, 4) submesh: IndexError" in warning_of(pipeline)
+
+
+def test_without_tables_the_default_stays_on_one_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    Injected(monkeypatch, layer_tables, "solve_graph", always)
+    with pytest.raises(PlanningError, match="no mesh of any submesh could be priced"):
+        plan(PipeshardParallel(2))
+    whole = plan(AutoParallel(), HOSTS)
+    assert not whole.is_pipeline
+    assert whole.search is not None and "autopar failed" in " ".join(whole.search.notes)
+    assert "IndexError" in warning_of(whole) and "candidates" in warning_of(whole)
+
+
+def test_a_pipeline_that_cannot_be_solved_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages: list[int] = []
+
+    def is_first(task: Any, looped: Any, specs: Any, report: Any) -> bool:
+        stages.append(len(specs))
+        return len(stages) == 1
+
+    Injected(monkeypatch, plan_pipeline, "solve_pipeline", is_first)
+    large = [array(2048, 2048)] * 4, {"x": array(4096, 2048)}  # so that there is a second best
+    pipeline = plan(PipeshardParallel(8), HOSTS, args=large)
+    assert len(stages) > 1
+    assert "the pipeline on submeshes [" in warning_of(pipeline)
+    Injected(monkeypatch, plan_pipeline, "solve_pipeline", always)
+    with pytest.raises(PlanningError, match="no pipeline could be solved"):
+        plan(PipeshardParallel(2), HOSTS)
+
+
+def test_a_number_of_micro_batches_that_fails_is_halved_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first number is 4 here; 16 is said to be better, and 8 is next."""
+    search = plan_pipeline.choose_stages
+    numbers: list[int] = []
+
+    def promising(looped: Any, *args: Any, **options: Any) -> Any:
+        numbers.append(looped.step.num_micro_batches)
+        found = search(looped, *args, **options)
+        if not options.get("try_other_numbers"):
+            return found
+        return replace(found, another=replace(found.choice, num_micro_batches=16))
+
+    monkeypatch.setattr(plan_pipeline, "choose_stages", promising)
+    Injected(monkeypatch, step_source, "accumulate", lambda full, micro, number, *_: number == 16)
+    pipeline = plan(PipeshardParallel("auto"), HOSTS)
+    assert numbers[0] < 8 and numbers[1] == 8
+    assert "ruled out 16 micro-batches: IndexError" in warning_of(pipeline)
+    assert pipeline.search is not None
+    assert any("16 micro-batches were not searched" in note for note in pipeline.search.notes)
+
+
+def test_a_number_that_the_user_cannot_have_is_noted_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def picky(weights: list[Any], batch: dict[str, Any]) -> Any:
+        if batch["x"].shape[0] < 4:
+            raise ValueError("needs 4 rows")
+        return train_step(weights, batch)
+
+    monkeypatch.setattr(plan_pipeline, "first_micro_batches", lambda *_: 4)
+    monkeypatch.setattr(choose_stages, "WORTH_ANOTHER", 1.0)
+    monkeypatch.setattr(plan_pipeline, "_recomputes_more", lambda plan, report: True)
+    pipeline = plan(PipeshardParallel("auto"), HOSTS, picky)
+    assert pipeline.num_micro_batches == 4 and pipeline.search is not None
+    (note,) = [note for note in pipeline.search.notes if "micro-batches" in note]
+    assert note.startswith("8 micro-batches were not searched: it cannot be called with")
+    assert "needs 4 rows" in note
+    assert pipeline.warnings == ()
+
+
+# -- the default
+
+
+def test_the_default_goes_on_with_pipelines_and_with_one_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        Injected(patch, auto, "plan_whole", always)
+        pipeline = plan(AutoParallel(), HOSTS)
+        assert pipeline.is_pipeline
+        assert "ruled out a plan on one mesh: IndexError" in warning_of(pipeline)
+    with monkeypatch.context() as patch:
+        Injected(patch, auto, "plan_pipeline", always)
+        whole = plan(AutoParallel(), HOSTS)
+        assert not whole.is_pipeline
+        assert "ruled out pipelines: IndexError" in warning_of(whole)
+    Injected(monkeypatch, auto, "plan_whole", always)
+    Injected(monkeypatch, auto, "plan_pipeline", always)
+    with pytest.raises(PlanningError, match="no plan on one mesh and no pipeline") as caught:
+        plan(AutoParallel(), HOSTS)
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_failure_does_not_hide_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mesh of two does not fit, the other fails: the error is that of memory, and says both."""
+    Injected(monkeypatch, plan_mesh, "solve_graph", lambda graph, mesh, **_: mesh.shape == (4,))
+    small = ShardingOptions(memory_budget_bytes=3000, remat="none")
+    with pytest.raises(MemoryBudgetError, match="no sharding fits") as caught:
+        plan(ShardParallel(options=small))
+    assert "mesh (4,): autopar failed, IndexError" in caught.value.tried["what failed"]
+
+
+def test_a_pin_in_vain_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ShardingOptions(pins={"nothing*": jax.sharding.PartitionSpec("x")})
+    for method in (ShardParallel(options=options), AutoParallel(options=options)):
+        with pytest.raises(SpecError, match="nothing"):
+            plan(method, HOSTS)
