@@ -3,7 +3,7 @@
 `.ci/run` runs twenty representatives, which need only the packages of the extra `test`. The others
 are slow tests, and need the extra `zoo`:
 
-    pip install -e '.[test,zoo]' && python -m pytest -n 2 -m 'ci or slow' tests/zoo
+    pip install -e '.[zoo]' && python -m pytest -n 2 -m 'ci or slow' tests/zoo
 """
 
 from __future__ import annotations

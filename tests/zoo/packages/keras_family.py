@@ -149,3 +149,34 @@ def keras_bidirectional(size: Size) -> ZooStep:
         return ({"input": x, "label": (jnp.arange(rows) + i) % 4},)
 
     return _stateless(make_model, size, make_batch)
+
+
+@zoo_program("kerashub-gpt2", source="keras-hub", layers=True, packages=("keras", "keras_hub"))
+def kerashub_gpt2(size: Size) -> ZooStep:
+    """KerasHub's GPT-2 (medium at real size) with a head that classifies."""
+    depth, heads, width, vocabulary, length, rows = (2, 2, 16, 32, 8, 8)
+    if not size.is_small:
+        depth, heads, width, vocabulary, length, rows = (24, 16, 1024, 50257, 1024, 128)
+
+    def make_model(keras: Any) -> Any:
+        import keras_hub
+
+        backbone = keras_hub.models.GPT2Backbone(
+            vocabulary_size=vocabulary,
+            num_layers=depth,
+            num_heads=heads,
+            hidden_dim=width,
+            intermediate_dim=4 * width,
+            dropout=0.0,
+            max_sequence_length=length,
+        )
+        return keras.Model(backbone.inputs, keras.layers.Dense(4)(backbone.output[:, -1]))
+
+    made = tokens(rows, length, vocabulary)
+
+    def make_batch(i: int) -> tuple[Any, ...]:
+        (batch,) = made(i)
+        given = {"token_ids": batch, "padding_mask": jnp.ones_like(batch)}
+        return ({"input": given, "label": (jnp.arange(rows) + i) % 4},)
+
+    return _stateless(make_model, size, make_batch)
