@@ -174,6 +174,46 @@ def kernels_without_devices() -> Iterator[None]:
 
 
 _KERNELS_LOCK = threading.Lock()
+_ABSENT_LOCK = threading.RLock()
+# What tracing assumes of a GPU that is not there: nothing that a newer one could do is refused.
+_ABSENT_CUDNN = 99999
+
+
+@contextlib.contextmanager
+def kernels_of_absent_gpus() -> Iterator[None]:
+    """Allows tracing cuDNN's attention where there is no GPU. JAX asks cuDNN for its version and
+    the GPU for its capability while it traces; without one, it stops. An installed cuDNN and a
+    present GPU are asked as before."""
+    from jax._src import xla_bridge
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    ask_version, ask_capability = fused.check_cudnn_version, fused.check_compute_capability
+
+    def version() -> int:
+        return _ABSENT_CUDNN if fused.cuda_versions is None else ask_version()
+
+    def is_capable(capability: str) -> bool:
+        has_gpu = "cuda" in xla_bridge.get_backend().platform_version
+        return ask_capability(capability) if has_gpu else True
+
+    with _ABSENT_LOCK:
+        fused.check_cudnn_version, fused.check_compute_capability = version, is_capable
+        try:
+            yield
+        finally:
+            fused.check_cudnn_version = ask_version
+            fused.check_compute_capability = ask_capability
+
+
+def kernel_platforms(name: str, params: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+    """(what it is, the platforms that it runs on) of a kernel that is made for some; else None."""
+    if name.startswith("dot_product_attention"):
+        return "cuDNN's attention", ("gpu",)
+    if name.startswith("scaled_matmul"):
+        return "cuDNN's scaled product", ("gpu",)
+    if name == "pallas_call" and not params.get("interpret"):
+        return "a Pallas kernel", ("gpu", "tpu")
+    return None
 
 
 def primitives_that_need_devices(jaxpr: _core.Jaxpr) -> set[str]:

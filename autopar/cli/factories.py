@@ -62,8 +62,11 @@ def load_step(target: str, options: Mapping[str, Any]) -> UserStep:
             f"{target}: this is {shortened(factory)}; needs a function that returns {_RETURNS}."
         )
     check_options(target, factory, options)
+    from autopar import _jax  # after the checks: importing JAX takes a second
+
     try:
-        made = factory(**options)
+        with _jax.kernels_of_absent_gpus():  # a model's shapes may be traced through its attention
+            made = factory(**options)
     except Exception as error:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise FactoryError(f"{target}({_options_text(options)}) raised {said}") from error

@@ -23,6 +23,7 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.spec import to_partition_spec
 from autopar.lower.annotate import annotated_function
 from autopar.lower.instructions import emit_programs
+from autopar.lower.kernel_platforms import check_kernels
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.schedules import make_schedule
 from autopar.lower.stage_programs import cut_into_stage_programs, stage_program_function
@@ -82,6 +83,7 @@ def lower_pipeline(
     a pipeline of one stage and one phase."""
     plan, platform = planned.plan, platform_of(devices)
     check_devices(plan, devices)
+    check_kernels(plan.name, planned.traced.program, platform)
     every = tuple(range(plan.num_devices))
     stage_devices = tuple(stage.devices or every for stage in plan.stages)
     # Stages that share devices may arrange them differently.
@@ -194,6 +196,7 @@ def annotate(
     """(flat function for `jax.jit`, its mesh) of a planned step on the given devices."""
     plan = planned.plan
     check_devices(plan, devices)
+    check_kernels(plan.name, planned.traced.program, platform_of(devices))
     mesh = mesh_of(devices, range(plan.num_devices), plan.mesh_shape, plan.axis_names)
     return _function_on(planned, mesh, platform_of(devices)), mesh
 

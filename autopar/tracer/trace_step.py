@@ -99,7 +99,8 @@ def _trace(
 
     def flat_fn(*leaves: Any) -> list[Any]:
         nonlocal result
-        arrays, result = _call_on_leaves(fn, call, leaves)
+        with _jax.kernels_of_absent_gpus():
+            arrays, result = _call_on_leaves(fn, call, leaves)
         return arrays
 
     flat_fn.__name__ = flat_fn.__qualname__ = name
