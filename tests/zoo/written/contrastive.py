@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from tests.zoo.program import Size, ZooStep, zoo_program
 from tests.zoo.written.training import (
+    adamw_if_real,
     cross_entropy,
     dense_init,
     integers,
@@ -68,7 +69,7 @@ def clip(size: Size) -> ZooStep:
         images = normal(i, rows, pixels, pixels, 3, dtype=image.dtype)
         return images, integers(i, text.vocabulary, rows, length)
 
-    return trained(init, loss, make_batch)
+    return trained(init, loss, make_batch, adamw_if_real(size))
 
 
 @zoo_program("swav", source="written", layers=True, micro_batches=1)

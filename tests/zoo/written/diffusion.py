@@ -14,7 +14,7 @@ import optax
 from flax import linen as nn
 
 from tests.zoo.program import Size, ZooStep, zoo_program
-from tests.zoo.written.training import adamw, integers, normal, pick, trained_with_key
+from tests.zoo.written.training import adamw_if_real, integers, normal, pick, trained_with_key
 
 
 def time_features(t: jax.Array, dim: int) -> jax.Array:
@@ -73,7 +73,7 @@ class DiT(nn.Module):
 def dit(size: Size) -> ZooStep:
     model = pick(size, DiT(10, 2, 32, 2, 4), DiT(1000, 2, 1152, 28, 16, jnp.bfloat16))
     shape = pick(size, (16, 6, 6, 4), (256, 32, 32, 4))
-    tx = adamw()
+    tx = adamw_if_real(size)
 
     def make_state() -> Any:
         x = jnp.zeros((1, *shape[1:]))
@@ -177,4 +177,4 @@ def unet(size: Size) -> ZooStep:
         noisy = signal * images + jnp.sqrt(1 - signal**2) * noise
         return jnp.mean((model.apply(params, noisy, t) - noise) ** 2)
 
-    return trained_with_key(init, loss, lambda i: (normal(i, *shape),))
+    return trained_with_key(init, loss, lambda i: (normal(i, *shape),), adamw_if_real(size))

@@ -87,9 +87,10 @@ def vqvae(size: Size) -> ZooStep:
     return trained(init, loss, lambda i: (normal(i, *shape),))
 
 
-@zoo_program("gan", source="written", layers=True)
+@zoo_program("gan", source="written", layers=True, micro_batches=1)
 def gan(size: Size) -> ZooStep:
-    """The discriminator's update, then the generator's against the new discriminator."""
+    """The discriminator's update, then the generator's against the new discriminator,
+    which is that of the whole batch."""
     dim, depth, latent = pick(size, (8, 2, 6), (128, 4, 128))
     shape = pick(size, (16, 12, 12, 3), (512, 128, 128, 3))
     small = shape[1] // 2**depth

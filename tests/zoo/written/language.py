@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.zoo.program import Size, ZooStep, zoo_program
-from tests.zoo.written.training import cross_entropy, dense_init, integers, pick, trained
+from tests.zoo.written.training import (
+    adamw_if_real,
+    cross_entropy,
+    dense_init,
+    integers,
+    pick,
+    trained,
+)
 
 
 class LMSize(NamedTuple):
@@ -166,7 +173,7 @@ def t5(size: Size) -> ZooStep:
         source = integers(2 * i, s.vocabulary, s.rows, s.length)
         return source, integers(2 * i + 1, s.vocabulary, s.rows, out_length)
 
-    return trained(init, loss, make_batch)
+    return trained(init, loss, make_batch, adamw_if_real(size))
 
 
 # Sliding windows

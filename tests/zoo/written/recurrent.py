@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tests.zoo.program import Size, ZooStep, zoo_program
 from tests.zoo.written.language import LMSize, cast, embedding_init, next_token_loss, rms_norm
-from tests.zoo.written.training import dense_init, integers, pick, trained
+from tests.zoo.written.training import adamw_if_real, dense_init, integers, pick, trained
 
 
 @zoo_program("lstm", source="written", layers=True)
@@ -179,4 +179,7 @@ def rwkv(size: Size) -> ZooStep:
             x = x + channel_mix(w["channel"], rms_norm(x, w["norms"][1]))
         return next_token_loss(rms_norm(x, p["norm"]) @ p["head"], tokens)
 
-    return trained(init, loss, lambda i: (integers(i, s.vocabulary, s.rows, s.length),))
+    def make_batch(i: int) -> tuple:
+        return (integers(i, s.vocabulary, s.rows, s.length),)
+
+    return trained(init, loss, make_batch, adamw_if_real(size))

@@ -93,7 +93,7 @@ def maml(size: Size) -> ZooStep:
     return trained(lambda: mlp_init(jax.random.key(0), width, hidden, hidden, 1), loss, make_batch)
 
 
-@zoo_program("wgan-gp", source="written", layers=True)
+@zoo_program("wgan-gp", source="written", layers=True, micro_batches=1)
 def wgan_gp(size: Size) -> ZooStep:
     """Several critic steps in a scan, each with the norm of the critic's gradient in its loss, then
     a generator step."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from tests.zoo.program import Size, ZooStep
-from tests.zoo.steps import train_step
+from tests.zoo.steps import momentum, train_step
 
 
 def pick(size: Size, small: Any, real: Any) -> Any:
@@ -25,6 +25,11 @@ def pick(size: Size, small: Any, real: Any) -> Any:
 def adamw() -> optax.GradientTransformation:
     """Its eps is large, so that the rounding of gradients near zero stays small in the update."""
     return optax.adamw(1e-3, eps=1e-3)
+
+
+def adamw_if_real(size: Size) -> optax.GradientTransformation:
+    """For models of many parameters: momentum has a third of AdamW's operators."""
+    return pick(size, momentum(), adamw())
 
 
 def trained(
@@ -41,10 +46,11 @@ def trained_with_key(
     init: Callable[[], Any],
     loss: Callable[..., jax.Array],
     make_batch: Callable[[int], tuple],
+    optimizer: optax.GradientTransformation | None = None,
 ) -> ZooStep:
     """Like `trained`, with `loss(params, key, *batch)`; the key is in the state, and split by
     every step."""
-    tx = adamw()
+    tx = optimizer or adamw()
 
     def make_state() -> Any:
         params = init()

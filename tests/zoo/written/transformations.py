@@ -151,7 +151,7 @@ def switch(size: Size) -> ZooStep:
     return ZooStep(step, make_state, lambda i: (normal(i, rows, width), integers(i, classes, rows)))
 
 
-@zoo_program("line-search", source="written", layers=True)
+@zoo_program("line-search", source="written", layers=True, micro_batches=1)
 def line_search(size: Size) -> ZooStep:
     """The step is halved until the loss of the whole batch falls enough: a `while_loop` around the
     model whose trips depend on the data."""

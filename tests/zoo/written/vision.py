@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 from tests.zoo.program import Size, ZooStep, zoo_program
-from tests.zoo.written.training import cross_entropy, integers, normal, pick, trained
+from tests.zoo.written.training import adamw_if_real, cross_entropy, integers, normal, pick, trained
 
 
 class EncoderBlock(nn.Module):
@@ -163,7 +163,7 @@ class VideoResNet(nn.Module):
         return nn.Dense(self.classes)(x.mean(axis=(1, 2, 3)))
 
 
-def classifier(model: nn.Module, classes: int, *shape: int) -> ZooStep:
+def classifier(size: Size, model: nn.Module, classes: int, *shape: int) -> ZooStep:
     dtype = model.dtype  # type: ignore[attr-defined]
 
     def init() -> Any:
@@ -172,21 +172,22 @@ def classifier(model: nn.Module, classes: int, *shape: int) -> ZooStep:
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(model.apply(params, images), labels)  # type: ignore[arg-type]
 
-    return trained(
-        init, loss, lambda i: (normal(i, *shape, dtype=dtype), integers(i, classes, shape[0]))
-    )
+    def make_batch(i: int) -> tuple:
+        return normal(i, *shape, dtype=dtype), integers(i, classes, shape[0])
+
+    return trained(init, loss, make_batch, adamw_if_real(size))
 
 
 @zoo_program("vit", source="written", layers=True)
 def vit(size: Size) -> ZooStep:
     model = pick(size, ViT(10, 8, 32, 2, 4), ViT(1000, 16, 1024, 24, 16, jnp.bfloat16))
-    return classifier(model, model.classes, *pick(size, (16, 32, 32, 3), (1024, 224, 224, 3)))
+    return classifier(size, model, model.classes, *pick(size, (16, 32, 32, 3), (1024, 224, 224, 3)))
 
 
 @zoo_program("mixer", source="written", layers=True)
 def mixer(size: Size) -> ZooStep:
     model = pick(size, Mixer(10, 8, 32, 3, 24), Mixer(1000, 16, 1024, 24, 512, jnp.bfloat16))
-    return classifier(model, model.classes, *pick(size, (16, 24, 24, 3), (1024, 224, 224, 3)))
+    return classifier(size, model, model.classes, *pick(size, (16, 24, 24, 3), (1024, 224, 224, 3)))
 
 
 @zoo_program("convnext", source="written", layers=True)
@@ -194,14 +195,14 @@ def convnext(size: Size) -> ZooStep:
     small = ConvNeXt(10, (1, 2), (16, 32))
     real = ConvNeXt(1000, (3, 3, 27, 3), (192, 384, 768, 1536), jnp.bfloat16)
     shape = pick(size, (16, 24, 24, 3), (1024, 224, 224, 3))
-    return classifier(pick(size, small, real), pick(size, 10, 1000), *shape)
+    return classifier(size, pick(size, small, real), pick(size, 10, 1000), *shape)
 
 
 @zoo_program("conv3d", source="written", layers=True)
 def conv3d(size: Size) -> ZooStep:
     small, real = VideoResNet(5, (1, 1), 8), VideoResNet(400, (2, 2, 2, 2), 64, jnp.bfloat16)
     shape = pick(size, (16, 5, 12, 12, 3), (128, 16, 112, 112, 3))
-    return classifier(pick(size, small, real), pick(size, 5, 400), *shape)
+    return classifier(size, pick(size, small, real), pick(size, 5, 400), *shape)
 
 
 class BatchNormState(train_state.TrainState):
