@@ -114,6 +114,7 @@ def test_links_in_relative_units_price_communication_alone(tmp_path, capsys) -> 
          "is 7; needs a method"),
         (["plan", STEP, "--cluster", "1x4", "--method", "shard", "--budget", "1 KB"], 1,
          "no sharding fits"),
+        (["plan", STEP, "--cluster", "1x4", "--budget", "1 KB"], 1, "What was tried:   - micro-"),
         (["plan", STEP, "--cluster", "1x4", "--method", "data", "--memory", "1 KB"], 1,
          "the plan does not fit: each device has 1000 B"),
         (["explain", "no.json"], 2, "no.json"),
