@@ -106,7 +106,8 @@ def summary_table(document: dict[str, Any]) -> str:
     text = (
         f"JAX {document['jax']} has {len(rows) + len(document['excluded'])} primitives. "
         f"{len(rows)} have a case, {gradients} of them with a gradient: {right} are right on both "
-        f"meshes.\nThe other {len(document['excluded'])} have none, [for reasons](#without-a-case).\n\n"
+        f"meshes.\nThe other {len(document['excluded'])} have none, "
+        "[for reasons](#without-a-case).\n\n"
     )
     return text + table_text(["rule from", "operators", "meaning"], lines)
 

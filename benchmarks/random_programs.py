@@ -7,19 +7,21 @@
 Every seed is a case (tests/properties/random_cases.py) that depends on nothing else. Cases run in
 worker processes on eight simulated CPU devices; an abort or a hang of XLA ends the worker, and the
 case counts as crashed. FILE is written as the run goes on. A later run with the same FILE
-runs only seeds that are missing there; `--again` adds those that failed.
+runs only seeds that are missing there; `--again` adds those that failed. `--minutes 9` stops
+after nine minutes. `--summary benchmarks/results/random_programs.json` writes counts and failures.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -31,6 +33,8 @@ FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",  # compile time matters more than run time
     "--xla_allow_excess_precision=false",  # half floats round where the program says so
+    "--xla_cpu_multi_thread_eigen=false",  # a process has one core
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 LIMIT_S = 300  # for one case, on a busy machine
 SEEDS_PER_WORKER = 200  # then a fresh process, since XLA keeps what it compiled
@@ -45,17 +49,20 @@ def main() -> None:
         rows = {s: row for s, row in rows.items() if row["outcome"] in ("right", "refused")}
     missing = [seed for seed in seeds if seed not in rows]
     results = _Results(options.json, rows, len(missing))
-    chunks = [missing[i : i + SEEDS_PER_WORKER] for i in range(0, len(missing), SEEDS_PER_WORKER)]
-    if len(missing) < SEEDS_PER_WORKER * options.jobs:  # a few for each
-        chunks = [missing[i :: options.jobs] for i in range(options.jobs)]
+    queue = _Queue(missing)
     with ThreadPoolExecutor(options.jobs) as pool:
-        for done in [pool.submit(_run_chunk, chunk, options, results.add) for chunk in chunks]:
-            done.result()
+        jobs = [pool.submit(_run_seeds, queue, options, results.add) for _ in range(options.jobs)]
+        for job in jobs:
+            job.result()
     results.write()
-    for row in sorted(results.rows.values(), key=lambda row: row["seed"]):
-        if row["seed"] in seeds and row["outcome"] in ("wrong", "crashed"):
+    every = [results.rows[seed] for seed in sorted(results.rows) if seed in seeds]
+    failures = [row for row in every if row["outcome"] != "right"]
+    command = command_line("benchmarks.random_programs", FILE=options.json)
+    write_json(options.summary, {"command": command, **summary(every), "rows": failures})
+    for row in failures:
+        if row["outcome"] != "refused":
             print(f"seed {row['seed']} ({row['kind']}) {row['outcome']}: {row['why']}")
-    counts = Counter(row["outcome"] for s, row in results.rows.items() if s in seeds)
+    counts = Counter(row["outcome"] for row in every)
     print(f"seeds {seeds.start}:{seeds.stop}: {_counted(counts)}")
     sys.exit(1 if counts["wrong"] or counts["crashed"] else 0)
 
@@ -64,9 +71,13 @@ def _options() -> argparse.Namespace:
     parser = script_parser(__doc__)
     parser.add_argument("--seeds", type=_range, default=(0, 10000), metavar="FIRST:LAST")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument("--minutes", type=float, default=1e6, help="then start no further case")
+    parser.add_argument("--summary", metavar="FILE", help="write counts and failures to this file")
     parser.add_argument("--again", action="store_true", help="run failed seeds of FILE again")
     parser.add_argument("--shrink", action="store_true", help="drop what failures do not need")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.until = time.time() + 60 * options.minutes
+    return options
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -76,6 +87,20 @@ def _range(text: str) -> tuple[int, int]:
 
 def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[k]} {k}" for k in ("right", "wrong", "crashed", "refused"))
+
+
+class _Queue:
+    """The seeds to run, for several threads."""
+
+    def __init__(self, seeds: list[int]) -> None:
+        self.seeds, self.lock = iter(seeds), Lock()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        with self.lock:
+            return next(self.seeds)
 
 
 class _Results:
@@ -131,34 +156,56 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # -- workers
 
 
-def _run_chunk(
-    seeds: list[int], options: argparse.Namespace, add: Callable[[dict[str, Any]], None]
+def _run_seeds(
+    seeds: Iterator[int], options: argparse.Namespace, add: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Runs the seeds in a process, and in another one when it dies."""
-    context = multiprocessing.get_context("spawn")
-    left = list(seeds)
-    while left:
-        ours, theirs = context.Pipe()
-        one = options.seeds[1] - options.seeds[0] == 1
-        worker = context.Process(target=_work, args=(theirs, left, options.shrink, one))
-        worker.start()
+    """Runs seeds in a worker process, and in a new one when it has died or run many."""
+    worker = None
+    for number, seed in enumerate(seeds):
+        if time.time() > options.until:
+            break
+        if worker is None or number % SEEDS_PER_WORKER == 0:
+            if worker is not None:
+                worker.end()
+            worker = _Worker(options)
+        row = worker.run(seed)
+        add(row)
+        if worker.is_lost:
+            worker = None
+    if worker is not None:
+        worker.end()
+
+
+class _Worker:
+    """A process that runs one case at a time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        verbose = options.seeds[1] - options.seeds[0] == 1
+        self.process = context.Process(target=_work, args=(theirs, options.shrink, verbose))
+        self.process.start()
         theirs.close()
+        self.is_lost = False
+
+    def run(self, seed: int) -> dict[str, Any]:
+        begun = time.time()
         try:
-            while left:
-                why = f"no answer within {LIMIT_S} s"
-                try:
-                    row = ours.recv() if ours.poll(LIMIT_S) else None
-                except EOFError:
-                    worker.join()
-                    row, why = None, f"the process ended with {worker.exitcode}"
-                if row is None:
-                    add(_row(left.pop(0), "?", "crashed", why, float(LIMIT_S)))
-                    break
-                add(row)
-                left.pop(0)
-        finally:
-            worker.kill()
-            worker.join()
+            self.connection.send(seed)
+            if self.connection.poll(LIMIT_S):
+                return self.connection.recv()
+            why = f"no answer within {LIMIT_S} s"
+        except (EOFError, OSError):
+            self.process.join()
+            why = f"the process ended with {self.process.exitcode}"
+        self.is_lost = True
+        self.end()
+        return _row(seed, "?", "crashed", why, time.time() - begun)
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
 
 
 def _row(seed: int, kind: str, outcome: str, why: str, seconds: float) -> dict[str, Any]:
@@ -166,7 +213,8 @@ def _row(seed: int, kind: str, outcome: str, why: str, seconds: float) -> dict[s
     return {**row, "why": why} if why else row
 
 
-def _work(connection: Any, seeds: list[int], shrink: bool, verbose: bool) -> None:
+def _work(connection: Any, shrink: bool, verbose: bool) -> None:
+    """Receives seeds, sends rows."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = " ".join(FLAGS)
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -174,7 +222,8 @@ def _work(connection: Any, seeds: list[int], shrink: bool, verbose: bool) -> Non
 
     from tests.properties.random_cases import case_of, smaller
 
-    for number, seed in enumerate(seeds):
+    for number in itertools.count():
+        seed = connection.recv()
         begun = time.time()
         case = case_of(seed)
         if verbose:

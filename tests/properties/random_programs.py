@@ -87,7 +87,7 @@ def programs(min_steps: int, max_steps: int) -> st.SearchStrategy[RandomProgram]
 
 
 def program_of(rng: random.Random) -> RandomProgram:
-    """A program of three to eight steps. Its first input has eight rows, so that every mesh has
+    """A program of three to seven steps. Its first input has eight rows, so that every mesh has
     something to split; the other sizes may be ragged."""
     dims = rng.choice((DIMS, RAGGED_DIMS))
 
@@ -101,6 +101,6 @@ def program_of(rng: random.Random) -> RandomProgram:
     return RandomProgram(
         ((8, *shape(0, 2)), *(shape(1, 3) for _ in range(rng.randint(1, 2)))),
         (shape(1, 2),),
-        tuple((rng.choice(names), rng.randrange(2**32)) for _ in range(rng.randint(3, 8))),
+        tuple((rng.choice(names), rng.randrange(2**32)) for _ in range(rng.randint(3, 7))),
         rng.random() < 0.5,
     )

@@ -68,7 +68,7 @@ def check(program: RandomProgram, mesh_shape: tuple[int, ...], num_micro_batches
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours, theirs, rtol=program.tolerance, atol=program.tolerance)
 
 
 ARGUMENTS = (

@@ -59,7 +59,7 @@ def check(program: RandomProgram, num_layers: int | None, chosen: Collection[int
     )
     want = jax.tree.leaves(jax.jit(step)(floats, ints))
     for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours, theirs, rtol=program.tolerance, atol=program.tolerance)
 
 
 ANY_LAYERS = st.sets(st.integers(0, 3))

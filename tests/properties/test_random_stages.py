@@ -43,7 +43,7 @@ def check(program: RandomProgram, num_micro_batches: int, cuts: list[float], sch
     got = run_lists(staged, jax.tree.leaves(args))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours, theirs, rtol=program.tolerance, atol=program.tolerance)
 
 
 @pytest.mark.ci
