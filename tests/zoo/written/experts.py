@@ -34,7 +34,7 @@ REAL = LMSize(64, 2048, 50304, 2048, 16, 16, jnp.bfloat16)
 
 
 class Experts(NamedTuple):
-    count: int
+    num_experts: int
     top: int
     width: int
 
@@ -55,9 +55,9 @@ def moe_language_model(s: LMSize, e: Experts, mix: Mix) -> ZooStep:
         return {
             "qkv": dense_init(a, s.dim, 3 * s.dim),
             "o": dense_init(b, s.dim, s.dim),
-            "router": dense_init(c, s.dim, e.count),
-            "up": stack(jax.random.split(d, e.count), s.dim, e.width),
-            "down": stack(jax.random.split(f, e.count), e.width, s.dim),
+            "router": dense_init(c, s.dim, e.num_experts),
+            "up": stack(jax.random.split(d, e.num_experts), s.dim, e.width),
+            "down": stack(jax.random.split(f, e.num_experts), e.width, s.dim),
             "norms": jnp.ones((2, s.dim)),
         }
 
@@ -81,8 +81,8 @@ def moe_language_model(s: LMSize, e: Experts, mix: Mix) -> ZooStep:
             gates = jax.nn.softmax((y @ w["router"]).astype(jnp.float32))
             weights, chosen = jax.lax.top_k(gates, e.top)
             weights = weights / weights.sum(-1, keepdims=True)
-            load = jnp.mean(jax.nn.one_hot(chosen, e.count).sum(1), axis=0) / e.top
-            balance += e.count * jnp.sum(load * gates.mean(0))
+            load = jnp.mean(jax.nn.one_hot(chosen, e.num_experts).sum(1), axis=0) / e.top
+            balance += e.num_experts * jnp.sum(load * gates.mean(0))
             x = x + mix(w, y, weights.astype(y.dtype), chosen).reshape(x.shape)
         logits = rms_norm(x, p["norm"]) @ p["embedding"].T
         return next_token_loss(logits, tokens) + 0.01 * balance
@@ -96,7 +96,7 @@ def moe_ragged_dot(size: Size) -> ZooStep:
 
     def mix(w: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         order = jnp.argsort(chosen.ravel())
-        sizes = jnp.bincount(chosen.ravel(), length=e.count)
+        sizes = jnp.bincount(chosen.ravel(), length=e.num_experts)
         y = x[order // e.top]
         y = jax.lax.ragged_dot(jax.nn.silu(jax.lax.ragged_dot(y, w["up"], sizes)), w["down"], sizes)
         return jnp.zeros_like(x).at[order // e.top].add(y * weights.ravel()[order, None])
@@ -112,15 +112,17 @@ def moe_dropless(size: Size) -> ZooStep:
     def mix(w: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         expert = chosen.ravel()
         order = jnp.argsort(expert, stable=True)
-        sizes = jnp.bincount(expert, length=e.count)
+        sizes = jnp.bincount(expert, length=e.num_experts)
         padded = (sizes + block - 1) // block * block
         first, first_padded = jnp.cumsum(sizes) - sizes, jnp.cumsum(padded) - padded
         rank = jnp.arange(expert.size) - first[expert[order]]
         place = first_padded[expert[order]] + rank
-        blocks = -(-expert.size // block) + e.count
+        blocks = -(-expert.size // block) + e.num_experts
         gathered = jnp.zeros((blocks * block, x.shape[1]), x.dtype).at[place].set(x[order // e.top])
         starts = jnp.arange(blocks) * block
-        owner = jnp.searchsorted(jnp.cumsum(padded), starts, side="right").clip(0, e.count - 1)
+        owner = jnp.searchsorted(jnp.cumsum(padded), starts, side="right").clip(
+            0, e.num_experts - 1
+        )
         y = gathered.reshape(blocks, block, -1)
         y = jax.nn.silu(jnp.einsum("nbd,ndf->nbf", y, w["up"][owner]))
         y = jnp.einsum("nbf,nfd->nbd", y, w["down"][owner]).reshape(blocks * block, -1)
@@ -136,14 +138,14 @@ def moe_capacity(size: Size) -> ZooStep:
     e = experts_of(size)
 
     def mix(w: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        capacity = -(-chosen.size * 5 // (4 * e.count))
+        capacity = -(-chosen.size * 5 // (4 * e.num_experts))
         expert = chosen.ravel()
-        hot = jax.nn.one_hot(expert, e.count, dtype=jnp.int32)
+        hot = jax.nn.one_hot(expert, e.num_experts, dtype=jnp.int32)
         rank = jnp.sum((jnp.cumsum(hot, axis=0) - 1) * hot, axis=-1)
         kept = rank < capacity
         rank = jnp.where(kept, rank, capacity)
         source = jnp.repeat(x, e.top, axis=0)
-        slots = jnp.zeros((e.count, capacity, x.shape[1]), x.dtype)
+        slots = jnp.zeros((e.num_experts, capacity, x.shape[1]), x.dtype)
         slots = slots.at[expert, rank].set(source, mode="drop")
         y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", slots, w["up"]))
         y = jnp.einsum("ecf,efd->ecd", y, w["down"])

@@ -41,7 +41,8 @@ class Decoder(nn.Module):
 def vae(size: Size) -> ZooStep:
     dim, depth, latent = pick(size, (8, 2, 6), (128, 3, 16))
     shape = pick(size, (16, 12, 12, 3), (256, 256, 256, 3))
-    encoder, decoder = Encoder(dim, depth, 2 * latent), Decoder(dim, depth)
+    encoder: Any = Encoder(dim, depth, 2 * latent)
+    decoder: Any = Decoder(dim, depth)
     small = shape[1] // 2**depth
 
     def init() -> Any:
@@ -65,7 +66,8 @@ def vqvae(size: Size) -> ZooStep:
     """The nearest code of a table, with the gradient passed straight through."""
     dim, depth, latent, codes = pick(size, (8, 2, 6, 13), (128, 3, 64, 8192))
     shape = pick(size, (16, 12, 12, 3), (256, 256, 256, 3))
-    encoder, decoder = Encoder(dim, depth, latent), Decoder(dim, depth)
+    encoder: Any = Encoder(dim, depth, latent)
+    decoder: Any = Decoder(dim, depth)
     small = shape[1] // 2**depth
 
     def init() -> Any:
@@ -94,7 +96,8 @@ def gan(size: Size) -> ZooStep:
     dim, depth, latent = pick(size, (8, 2, 6), (128, 4, 128))
     shape = pick(size, (16, 12, 12, 3), (512, 128, 128, 3))
     small = shape[1] // 2**depth
-    discriminator, generator = Encoder(dim, depth, 1), Decoder(dim, depth)
+    discriminator: Any = Encoder(dim, depth, 1)
+    generator: Any = Decoder(dim, depth)
     g_tx, d_tx = optax.adam(1e-3, b1=0.5, eps=1e-3), optax.adam(4e-3, b1=0.5, eps=1e-3)
 
     def make_state() -> Any:

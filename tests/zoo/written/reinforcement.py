@@ -48,7 +48,7 @@ def ppo(size: Size) -> ZooStep:
     so micro-batches would change the result."""
     time, actors, side, dim, actions = pick(size, (6, 8, 16, 4, 5), (128, 1024, 84, 32, 18))
     epochs, minibatches = pick(size, (2, 4), (4, 8))
-    net = Atari(dim, (actions, 1))
+    net: Any = Atari(dim, (actions, 1))
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4, eps=1e-3))
 
     def make_state() -> Any:
@@ -108,7 +108,8 @@ def dqn(size: Size) -> ZooStep:
     """Double Q-learning with priorities out; the target network is copied every other step by a
     `cond`."""
     rows, side, dim, actions = pick(size, (16, 16, 4, 5), (4096, 84, 32, 18))
-    net, tx = Atari(dim, (actions,)), adamw()
+    net: Any = Atari(dim, (actions,))
+    tx = adamw()
 
     def make_state() -> Any:
         params = net.init(jax.random.key(0), jnp.zeros((1, side, side, 4)))

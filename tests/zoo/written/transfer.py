@@ -155,7 +155,7 @@ def ema(size: Size) -> ZooStep:
 
         value, grads = jax.value_and_grad(loss)(state["params"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        params: Any = optax.apply_updates(state["params"], updates)
         decay = 1 - 0.004 * (jnp.cos(jnp.pi * state["step"] / 1000) + 1) / 2
         target = optax.incremental_update(params["net"], state["target"], 1 - decay)
         return {"params": params, "target": target, "opt": opt, "step": state["step"] + 1}, value
