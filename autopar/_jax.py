@@ -227,6 +227,20 @@ def primitives_that_need_devices(jaxpr: _core.Jaxpr) -> set[str]:
     return names
 
 
+def given_devices(name: str, params: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The devices that the user gave to a `shard_map` or a sharding constraint; None for other
+    equations, and for meshes without devices."""
+    if name == "shard_map":
+        mesh = params.get("mesh")
+    elif name == "sharding_constraint":
+        mesh = getattr(params.get("sharding"), "mesh", None)
+    else:
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
+        return None
+    return tuple(mesh.devices.flat)
+
+
 @contextlib.contextmanager
 def equation_context(
     source_info: SourceInfo, name_stack: NameStack, eqn_ctx: EquationContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.ir.objects.equinox_modules import is_equinox_module
 from autopar.ir.objects.nnx import NO_OBJECTS, has_objects, is_object, split_objects, update_objects
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport
+from autopar.lower.given_devices import devices_of_step
 from autopar.lower.planned_step import PlannedStep
 from autopar.measure.rerank import plan_fastest
 from autopar.methods import (
@@ -38,6 +39,7 @@ from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
 from autopar.tracer.trace import StepOptions, step_and_options
+from autopar.tracer.users_names import use_users_names
 
 
 def local_devices() -> tuple[Any, ...]:
@@ -140,9 +142,35 @@ class ParallelFunction:
                 method=method,
                 options=options,
             )
-        return plan_step(
+        planned = plan_step(
             self._fn, args, kwargs, cluster=now.cluster(), method=method, options=options
         )
+        if now.remote is not None:
+            return planned
+        given = devices_of_step(planned.plan.name, planned.traced.program, now.all_devices())
+        if given is None or planned.plan.num_devices <= len(given):
+            return planned
+        return self._plan_on_fewer(args, kwargs, given)
+
+    def _plan_on_fewer(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: tuple[Any, ...]
+    ) -> PlannedStep:
+        """A step that names its devices, fewer than the session has."""
+        cluster = replace(session.current(), devices=devices).cluster()
+        try:
+            return plan_step(
+                self._fn,
+                args,
+                kwargs,
+                cluster=cluster,
+                method=self._method,
+                options=self._options,
+            )
+        except MeshError as error:
+            raise MeshError(
+                f"{self!r}: a shard_map or sharding constraint in it has a mesh of {len(devices)} "
+                f"devices, and all of a step runs on the same devices. {error}"
+            ) from error
 
     def _make_fastest(self, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> PlannedStep:
         """The plan that ran fastest. Its executable is kept for the first call."""
@@ -268,6 +296,9 @@ def _types_of(avals: Sequence[Any]) -> list[tuple]:
 def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) -> list[Any]:
     try:
         return executable(leaves)
+    except (TypeError, ValueError) as error:
+        use_users_names(error, planned.traced.call.paths)
+        raise
     except RuntimeError as error:
         if is_out_of_memory(error):  # whether or not it has used up the old state
             add_remedy(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar.lower.given_devices import devices_for
 from autopar.lower.lower_step import AbstractDevices, annotate, lower_pipeline
 from autopar.lower.planned_step import PlannedStep
 from autopar.lower.remote_step import lower_for_workers
@@ -22,7 +23,7 @@ def make_executable(
 ) -> LocalExecutable | PipelineExecutable:
     """The step on devices of this process."""
     make = _make_pipeline if planned.plan.is_pipeline else _make_local
-    return make(planned, devices)
+    return make(planned, devices_for(planned, devices))
 
 
 def _make_pipeline(planned: PlannedStep, devices: Sequence[Any]) -> PipelineExecutable:

@@ -5,7 +5,6 @@ What the user's own function raises goes through unchanged, at most with a note.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +94,7 @@ def trace(
 
 
 def _explain(error: TypeError, call: FlatCall) -> None:
-    """Raise a `TraceError` if an argument is no array; else note the user's names of arguments,
-    which JAX counts as leaves."""
+    """Raise a `TraceError` if an argument is no array."""
     for leaf, path in zip(call.leaves, call.paths, strict=True):
         try:
             jax.eval_shape(lambda x: x, leaf)
@@ -105,9 +103,6 @@ def _explain(error: TypeError, call: FlatCall) -> None:
                 f"{path}: a {type(leaf).__name__} of {leaf.dtype} is no array that JAX can "
                 "trace. Convert it with numpy.asarray to numbers or booleans first."
             ) from error
-    named = {int(n) for n in re.findall(r"\bleaves\[(\d+)\]", str(error))}
-    for n in sorted(named & set(range(len(call.paths)))):
-        error.add_note(f"autopar: leaves[{n}] is {call.paths[n]}")
 
 
 def _check_batch(

@@ -7,13 +7,11 @@ named by their path in the result, `result[0].params['w']`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.errors import JAXTypeError
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import _jax
@@ -26,6 +24,7 @@ from autopar.tracer.batch_arguments import AUTO, batch_inputs
 from autopar.tracer.flat_call import argument_names, flatten_call, is_array_leaf
 from autopar.tracer.flatten import flatten_jaxpr
 from autopar.tracer.input_roles import donated_inputs, match_state
+from autopar.tracer.users_names import use_users_names
 
 
 def trace_step(
@@ -106,8 +105,8 @@ def _trace(
     flat_fn.__name__ = flat_fn.__qualname__ = name
     try:
         traced = jax.jit(flat_fn, keep_unused=True).trace(*map(_shape_of, call.leaves))
-    except JAXTypeError as error:
-        _name_leaves(error, call.paths)
+    except Exception as error:
+        use_users_names(error, call.paths, flat_fn, fn)
         raise
     assert result is not None
     return flatten_jaxpr(traced.jaxpr), flat_fn, result
@@ -134,14 +133,6 @@ def _shape_of(leaf: Any) -> Any:
         return leaf
     is_weak = getattr(leaf, "weak_type", False)  # keys have none
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)
-
-
-def _name_leaves(error: Exception, paths: Sequence[str]) -> None:
-    """Adds the user's names to an error in which JAX names our parameters, `leaves[3]`."""
-    indices = dict.fromkeys(re.findall(r"\bleaves\[(\d+)\]", str(error)))
-    names = [f"leaves[{i}] is {paths[int(i)]}" for i in indices if int(i) < len(paths)]
-    if names:
-        error.add_note(f"In your call, {', '.join(names)}.")
 
 
 def _check_pure(program: Program, name: str) -> None:

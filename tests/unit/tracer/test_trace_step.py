@@ -404,5 +404,8 @@ def test_errors_of_jax_name_the_arguments() -> None:
     batch = {"x": jnp.ones(4), "y": jnp.ones(4)}
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         trace_step(branching, (jnp.ones(4), batch))
-    notes = " ".join(caught.value.__notes__)
-    assert "is batch['x']." in notes and "batch['y']" not in notes
+    text = str(caught.value)
+    assert "the value of the argument batch['x']." in text and "batch['y']" not in text
+    assert "leaves" not in text and "autopar/" not in text
+    line = branching.__code__.co_firstlineno
+    assert f"branching at {__file__}:{line}" in text
