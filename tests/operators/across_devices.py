@@ -99,7 +99,7 @@ doubled.def_partition(
     ),
     sharding_rule="i j -> i j",
 )
-operator("custom_partitioning", "placements", doubled, A, gradient=False)
+operator("custom_partitioning", "partitioning", doubled, A, gradient=False)
 operator(
     "layout_constraint",
     "placements",
