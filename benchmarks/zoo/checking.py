@@ -12,7 +12,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.zoo.planning import ROOT, without_folders
+
 RIGHT = "right"
 
 
@@ -67,5 +68,5 @@ def outcomes(report: str) -> dict[str, str]:
         else:
             lines = complaint.get("message", "").strip().splitlines() or ["no message"]
             kind = "known failure" if "xfail" in complaint.get("type", "") else complaint.tag
-            found[parameters] = f"{kind}: {lines[0]}"
+            found[parameters] = without_folders(f"{kind}: {lines[0]}")
     return found

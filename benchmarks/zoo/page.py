@@ -141,13 +141,6 @@ def _row(*cells: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One line without Markdown's signs and without paths of this machine."""
-    words = []
-    for word in " ".join(text.split())[:300].split(" "):
-        if word.startswith("/"):
-            word = word.split("site-packages/")[-1].rpartition("/autopar/")[-1]
-        words.append(word)
-    joined = " ".join(words)
-    for sign in "*_<>[]`":
-        joined = joined.replace(sign, f"\\{sign}")
-    return joined
+    """One line without Markdown's signs."""
+    line = " ".join(text.split())[:300]
+    return "".join(f"\\{c}" if c in "*_<>[]`" else c for c in line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -45,12 +46,17 @@ def plan_in_a_process(name: str, num_devices: int, method: str, limit_s: float) 
         return {**about, "error": f"no plan within {limit_s:g} s"}
     if process.returncode:
         last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return {**about, "error": last[0]}
+        return {**about, "error": without_folders(last[0])}
     return {**about, **json.loads(printed.splitlines()[-1])}
 
 
 def versions() -> dict[str, str]:
     return {"jax": version("jax"), "python": platform.python_version()}
+
+
+def without_folders(text: str) -> str:
+    """Paths from the repository's root, or from an installed package's name."""
+    return re.sub(r"\S*/(site|dist)-packages/", "", text).replace(f"{ROOT}/", "")
 
 
 def plan_row(name: str, num_devices: int, method: str) -> dict[str, Any]:
@@ -75,7 +81,8 @@ def plan_row(name: str, num_devices: int, method: str) -> dict[str, Any]:
             plan = autopar.plan(zoo_step.step, state, *batch, cluster=cluster, method=how)
         except autopar.AutoparError as error:
             seconds = time.perf_counter() - started
-            return {"planned_s": seconds, "error": f"{type(error).__name__}: {error}"}
+            message = without_folders(f"{type(error).__name__}: {error}")
+            return {"planned_s": seconds, "error": message}
     return {"planned_s": time.perf_counter() - started, **_promises(plan)}
 
 
@@ -88,7 +95,7 @@ def _promises(plan: Any) -> dict[str, Any]:
         "stages": [list(stage.mesh_shape) for stage in plan.stages],
         "num_micro_batches": plan.num_micro_batches,
         "remat_layers": len(plan.remat),
-        "warnings": list(plan.warnings),
+        "warnings": [without_folders(text) for text in plan.warnings],
         "max_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 

@@ -16,7 +16,30 @@ from tests.zoo.check import check_program, methods_of
 from tests.zoo.program import ZooProgram, all_programs
 
 # (program, method): twenty that stand for the zoo in `.ci/run`.
-REPRESENTATIVES: frozenset[tuple[str, str]] = frozenset()
+REPRESENTATIVES: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("optax-adafactor", "8"),
+        ("optax-muon", "2x4"),
+        ("optax-multi-steps", "stages"),
+        ("optax-frozen-parts", "stages"),
+        ("optax-sam", "8"),
+        ("equinox-gru", "8"),
+        ("linen-transformer", "stages"),
+        ("linen-scanned-layers", "2x4"),
+        ("nnx-transformer", "2x4"),
+        ("haiku-lstm", "8"),
+        ("clip", "8"),
+        ("gan", "8"),
+        ("gnn", "2x4"),
+        ("moe-ragged-dot", "2x4"),
+        ("mamba", "8"),
+        ("vit", "stages"),
+        ("maml", "8"),
+        ("lora", "stages"),
+        ("neural-ode-adaptive", "8"),
+        ("x64", "2x4"),
+    }
+)
 
 
 def cases() -> list[Any]:

@@ -183,7 +183,7 @@ def _nnx_step(
     return ZooStep(step, make_state, make_batch)
 
 
-@zoo_program("nnx-transformer", source="flax nnx", layers=True, packages=("flax",))
+@zoo_program("nnx-transformer", source="flax", layers=True, packages=("flax",))
 def nnx_transformer(size: Size) -> ZooStep:
     """Encoder layers of nnx with dropout; random streams are part of the state."""
     from flax import nnx
@@ -222,7 +222,7 @@ def nnx_transformer(size: Size) -> ZooStep:
 
 
 @zoo_program(
-    "nnx-cnn", source="flax nnx", layers=True, packages=("flax",), micro_batches=1,
+    "nnx-cnn", source="flax", layers=True, packages=("flax",), micro_batches=1,
     rtol=1e-2, atol=2e-3,
 )  # fmt: skip
 def nnx_cnn(size: Size) -> ZooStep:

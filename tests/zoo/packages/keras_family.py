@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from tests.zoo.program import Size, ZooStep, zoo_program
 from tests.zoo.steps import images, tokens
 
+# Keras reads it on its first import, which may be that of another package.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 
 def _keras() -> Any:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
     if keras.backend.backend() != "jax":

@@ -95,10 +95,15 @@ def penzai_llama(size: Size) -> ZooStep:
         model = llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
         return pz.unbind_params(model, freeze=True)
 
-    unbound = jax.eval_shape(lambda: build()[0])
+    structure = []  # a model without its parameters, whose other leaves are plain numbers
 
     def make_params() -> Any:
-        return {var.label: var.value for var in build()[1]}
+        unbound, variables = build()
+        structure[:] = [unbound]
+        return {variable.label: variable.value for variable in variables}
+
+    jax.eval_shape(make_params)
+    (unbound,) = structure
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         values = [pz.ParameterValue(label=k, value=v, metadata={}) for k, v in params.items()]
