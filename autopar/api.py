@@ -38,7 +38,7 @@ from autopar.runtime.ranks.failures import add_remedy, is_out_of_memory
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
-from autopar.tracer.trace import StepOptions, step_and_options
+from autopar.tracer.trace import DEFAULT_BATCH, StepOptions, step_and_options
 from autopar.tracer.users_names import use_users_names
 
 
@@ -319,7 +319,7 @@ def parallelize(
     method: ParallelMethod | ParallelPlan | None = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: Sequence[int] | str = "auto",
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
 ) -> Any:
     """Make a train step run on all devices. Use as `@parallelize`, `@parallelize(method=…)` or
     `parallelize(fn, method=…)`.
@@ -329,7 +329,7 @@ def parallelize(
     static_argnums: positions of hashable arguments that are part of the program.
     donate_argnums: "auto" donates training state that the step returns updated. Positions donate
                     these arguments, which are state if the step returns them leaf for leaf.
-    batch_argnums:  positions of arguments whose arrays have a leading batch dimension. "auto" takes
+    batch_argnums:  positions of arguments whose arrays have a leading batch dimension. By default
                     argument 1, or the first that is not state, and all others whose rows go along
                     with its rows; `plan.explain()` names them.
 
@@ -365,7 +365,7 @@ def plan(
     cluster: ClusterSpec,
     method: ParallelMethod | ParallelPlan | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> ParallelPlan:
     """Plan for a cluster that need not exist. Returns the plan; runs and allocates nothing.
@@ -472,7 +472,7 @@ def solve_sharding(
     mesh: LogicalMesh,
     options: ShardingOptions | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> ShardingSolution:
     """Shard a function's operators on a logical mesh, without devices. Returns a
@@ -507,7 +507,7 @@ def compile(
     plan: ParallelPlan,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> dict[str, jax.stages.Compiled]:
     """Compile a planned function for devices, including those of a topology: compiling for GPUs

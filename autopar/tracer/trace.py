@@ -19,6 +19,14 @@ from autopar.tracer.flat_call import argument_names, flatten_call
 from autopar.tracer.trace_step import trace_step
 
 
+class DefaultBatch(tuple[int, ...]):
+    """The default of `batch_argnums`, as opposed to the same positions given by the user: argument
+    1 and all that go along with it."""
+
+
+DEFAULT_BATCH = DefaultBatch((1,))
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """How the user's function is called: arguments of `parallelize`."""
@@ -32,20 +40,22 @@ class StepOptions:
         cls,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: Sequence[int] | str = "auto",
-        batch_argnums: int | Sequence[int] | str = AUTO,
+        batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     ) -> StepOptions:
         """The options as users write them, with single positions as tuples."""
         return cls(
             _positions("static_argnums", static_argnums),
             AUTO if donate_argnums == AUTO else _positions("donate_argnums", donate_argnums),
-            AUTO if batch_argnums == AUTO else _positions("batch_argnums", batch_argnums),
+            AUTO
+            if isinstance(batch_argnums, DefaultBatch)
+            else _positions("batch_argnums", batch_argnums),
         )
 
 
 def _positions(name: str, given: Any) -> tuple[int, ...]:
     positions = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
-        auto = "" if name == "static_argnums" else "'auto' or "
+        auto = "'auto' or " if name == "donate_argnums" else ""
         raise ArgumentError(
             f"{name}={given!r}: needs {auto}argument positions, whole numbers ≥ 0 such as (0,)."
         )
@@ -56,7 +66,7 @@ def step_and_options(
     call: str,
     fn: Any,
     static_argnums: int | Sequence[int],
-    batch_argnums: int | Sequence[int] | str,
+    batch_argnums: int | Sequence[int],
 ) -> tuple[Callable[..., Any], StepOptions]:
     """The function to trace and its options; a parallelized function has its own. `call`: the
     user's, for errors."""

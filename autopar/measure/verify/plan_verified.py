@@ -24,7 +24,7 @@ from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
 from autopar.methods import ParallelMethod
 from autopar.progress import Progress
-from autopar.tracer.trace import StepOptions
+from autopar.tracer.trace import DEFAULT_BATCH, StepOptions
 
 
 def plan_verified(
@@ -34,7 +34,7 @@ def plan_verified(
     method: ParallelMethod,
     target: str | Path | None = None,
     time_limit_s: float = 3600.0,
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> ParallelPlan:
     """Plan for a cluster that need not exist, and choose the best of several plans by compiling
@@ -73,7 +73,7 @@ def plan_verified(
                 plan=planned.plan,
                 target=target,
                 time_limit_s=time_limit_s,
-                batch_argnums=options.batch_argnums,
+                batch_argnums=batch_argnums,
                 **kwargs,
             )
             compiled.append(CompiledPlan(planned.plan, report))

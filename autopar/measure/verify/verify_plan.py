@@ -32,7 +32,7 @@ from autopar.measure.verify.targets import GpuTarget, cuda_version, load_target,
 from autopar.progress import Progress
 from autopar.runtime.remote.exporting import CallsBackError, exported_stage_program
 from autopar.sharding.memory_budget import RESERVE_SHARE
-from autopar.tracer.trace import step_and_options
+from autopar.tracer.trace import DEFAULT_BATCH, step_and_options
 
 _LOCATION_LINE = re.compile(r"^#loc.*\n", re.MULTILINE)
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*")*\)')
@@ -46,7 +46,7 @@ def verify(
     time_limit_s: float = 3600.0,
     hlo_folder: str | Path | None = None,
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | str = "auto",
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> VerifyReport:
     """Compile every program of a plan for its GPU, without having one, and compare XLA's memory,

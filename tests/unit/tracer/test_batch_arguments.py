@@ -155,3 +155,12 @@ def test_the_plan_and_the_error_name_the_batch() -> None:
         autopar.parallelize(step, method=method, batch_argnums=1).plan(*args)
     (note,) = [n for n in raised.value.__notes__ if n.startswith("autopar")]
     assert "8 of the batch's 16 rows" in note and "The batch is x;" in note
+
+
+def test_positions_are_taken_as_they_are() -> None:
+    """Even those of the default: its signature says `(1,)`, and only the default looks further."""
+    step, args = step_of(distance), (PARAMS, floats(16, D), floats(16, D))
+    found = autopar.parallelize(step).plan(*args)
+    given = autopar.parallelize(step, batch_argnums=(1,)).plan(*args)
+    batches = [[one.path for one in plan.inputs if one.role == "batch"] for plan in (found, given)]
+    assert [len(paths) for paths in batches] == [2, 1]
