@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from autopar.errors import MemoryBudgetError
+from autopar.errors import MemoryBudgetError, MeshError, SolverError, SpecError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
+from autopar.ir.text import format_bytes
 from autopar.ir.traced_step import TracedStep
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import OneMeshMethod, ShardParallel, options_of
 from autopar.rewrite.layers import Layer, find_layers, layers_by_name, worth_recomputing
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.constraints import candidate_meshes
+from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.plan_mesh import ShardingTask, bind_mesh_plan, peak_floor, plan_mesh
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.remat_choice import choose_remat
-from autopar.sharding.tried import having_tried_one_mesh
+from autopar.sharding.tried import (
+    MICRO_BATCHES,
+    PIPELINES,
+    RECOMPUTATION,
+    having_tried_one_mesh,
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,17 @@ class WholeStep:
             for layers in tries
         )
 
+    @cached_property
+    def hopeless(self) -> str | None:
+        """Why no plan can fit, if the state alone tells; None if one may."""
+        meshes = [self.mesh] if self.mesh else candidate_meshes(self.cluster, self.method)
+        budget, num_devices = memory_budget(meshes[0], self.method), meshes[0].num_devices
+        floor = state_floor(self.source.whole, num_devices)
+        if budget is None or floor <= budget:
+            return None
+        evenly = f", divided evenly over all {num_devices}" if num_devices > 1 else ""
+        return f"the state alone takes {format_bytes(floor)} per device{evenly}"
+
     @property
     def may_recompute(self) -> bool:
         remat = options_of(self.method).remat
@@ -89,6 +108,8 @@ class WholeStep:
 
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
+    if whole.in_full and whole.hopeless is not None:
+        return plan_smallest(whole)
     try:
         if options_of(whole.method).remat == "auto" and isinstance(whole.method, ShardParallel):
             return choose_remat(
@@ -105,12 +126,23 @@ def plan_whole(whole: WholeStep) -> PlannedStep:
 
 
 def plan_smallest(whole: WholeStep) -> PlannedStep:
-    """The plan that takes the least memory, on any mesh; its error explains why even that does not
-    fit."""
+    """The plan that takes the least memory; its error explains why even that does not fit. Where
+    the state alone is too large, one mesh will do, and nothing is recomputed."""
     try:
+        if whole.hopeless is not None:
+            return _plan_on_one_mesh(whole)
         return whole.plan(_recomputed(whole))
     except MemoryBudgetError as error:
         raise _explained(whole, error) from error.__cause__
+
+
+def _plan_on_one_mesh(whole: WholeStep) -> PlannedStep:
+    """On the flattest of its meshes, unless what is asked of arrays cannot be met there."""
+    meshes = [whole.mesh] if whole.mesh else candidate_meshes(whole.cluster, whole.method)
+    try:
+        return whole.plan((), min((mesh.shape for mesh in meshes), key=len))
+    except (MeshError, SolverError, SpecError):
+        return whole.plan(())
 
 
 def _recomputed(whole: WholeStep) -> tuple[Layer, ...]:
@@ -119,6 +151,10 @@ def _recomputed(whole: WholeStep) -> tuple[Layer, ...]:
 
 
 def _explained(whole: WholeStep, error: MemoryBudgetError) -> MemoryBudgetError:
+    if whole.hopeless is not None:
+        ways = (MICRO_BATCHES, RECOMPUTATION, PIPELINES)
+        reasons = {way: f"not tried: {whole.hopeless}" for way in ways}
+        return error.having_tried(reasons, useless=(MICRO_BATCHES, "rematerialisation"))
     num_layers = len(_recomputed(whole))
     return having_tried_one_mesh(error, whole.source, whole.method, num_layers, whole.log)
 

@@ -24,13 +24,12 @@ from autopar.lower.planned_step import PlannedStep
 from autopar.methods import AutoParallel, PipeshardParallel, ShardParallel
 from autopar.rewrite.layers import find_layers
 from autopar.rewrite.step_source import StepSource
-from autopar.sharding.memory_budget import RESERVE_SHARE, state_floor
+from autopar.sharding.memory_budget import RESERVE_SHARE
 from autopar.sharding.plan_whole import WholeStep, plan_smallest, plan_whole
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.tried import (
     MICRO_BATCHES,
     PIPELINES,
-    RECOMPUTATION,
     cut_refusal,
     why_not_cut,
     with_failures,
@@ -127,10 +126,10 @@ class _Outcomes:
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
     """`one_mesh`: consider no pipelines."""
     outcomes = _Outcomes(task)
-    planned = None
-    if not _state_is_too_large(task, outcomes):
-        planned = _best_planned(task, outcomes, one_mesh)
-    return planned or _smallest(task, outcomes)
+    whole = task.whole(in_full=True)
+    if whole.hopeless is not None:
+        return plan_smallest(whole)
+    return _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
 
 
 def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> PlannedStep | None:
@@ -288,19 +287,6 @@ class _MicroBatchTries:
 
 
 # -- what does not fit
-
-
-def _state_is_too_large(task: AutoTask, outcomes: _Outcomes) -> bool:
-    """Whether no plan can fit: the state alone, divided evenly over all devices, is too large."""
-    num_devices = task.cluster.num_devices
-    floor = state_floor(task.source.whole, num_devices)
-    if floor <= task.budget_bytes:
-        return False
-    evenly = f", divided evenly over all {num_devices}" if num_devices > 1 else ""
-    reason = f"not tried: the state alone takes {format_bytes(floor)} per device{evenly}"
-    outcomes.tried = dict.fromkeys((MICRO_BATCHES, RECOMPUTATION, PIPELINES), reason)
-    outcomes.useless.add(MICRO_BATCHES)
-    return True
 
 
 def _smallest(task: AutoTask, outcomes: _Outcomes) -> PlannedStep:

@@ -200,3 +200,10 @@ def test_what_is_advised_fits() -> None:
     method = ShardParallel(num_micro_batches=2 * number, options=options)
     plan = autopar.plan(train_step, STATE, batch_of(rows), cluster=HOST, method=method)
     assert plan.estimated_peak_bytes <= 0.5 * free.estimated_peak_bytes
+
+
+def test_a_pin_that_needs_two_axes_does_not_hide_the_misfit() -> None:
+    """The error is explained on one mesh, but on one that has the axes of the pin."""
+    pins = {"state['params'][0]": jax.sharding.PartitionSpec("x", "y")}
+    error = misfit(ShardParallel(options=within(1000, pins=pins)))
+    assert "on mesh (2, 2)" in str(error)
