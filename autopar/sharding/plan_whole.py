@@ -52,8 +52,15 @@ class WholeStep:
         return getattr(self.method, "num_micro_batches", 1)
 
     def layers(self) -> tuple[Layer, ...]:
+        """Those that can be recomputed; none, if autopar fails to find them and need not."""
         with self.log.timed("remat"):
-            return recomputable_layers(self.source)
+            try:
+                return recomputable_layers(self.source)
+            except Exception as error:
+                if options_of(self.method).remat == "all":
+                    raise
+                self.log.contain("recomputation", error)
+                return ()
 
     def plan(
         self,

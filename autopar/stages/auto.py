@@ -312,7 +312,11 @@ def _may_fit(task: AutoTask) -> bool:
     recomputed, and the largest layer, divided evenly. Of what its backward pass reads, about a
     third must be in memory (see `rewrite.residuals`)."""
     step = task.source.whole
-    layers = find_layers(step.program, batch=step.batch)
+    try:
+        layers = find_layers(step.program, batch=step.batch)
+    except Exception as error:
+        task.log.contain("recomputation", error)
+        return True
     held = sum(aval_bytes(step.avals[i]) for i, _ in step.state)
     held += sum(layer.kept_bytes for layer in layers)
     held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3

@@ -15,8 +15,16 @@ import autopar
 from autopar import AutoParallel, PipeshardParallel, ShardingOptions, ShardParallel
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, SpecError
 from autopar.rewrite import step_source
-from autopar.sharding import plan_mesh
+from autopar.sharding import plan_mesh, plan_whole
 from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline
+
+pytestmark = pytest.mark.representatives(
+    "test_a_mesh_that_fails_is_left_out_and_named",
+    "test_no_mesh_is_left",
+    "test_without_tables_the_default_stays_on_one_mesh",
+    "test_a_number_of_micro_batches_that_fails_is_halved_and_named",
+    "test_the_default_goes_on_with_pipelines_and_with_one_mesh",
+)
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -261,3 +269,15 @@ def test_a_pin_in_vain_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in (ShardParallel(options=options), AutoParallel(options=options)):
         with pytest.raises(SpecError, match="nothing"):
             plan(method, HOSTS)
+
+
+def test_without_layers_the_default_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (auto, plan_whole):
+        Injected(monkeypatch, module, "find_layers", always)
+    whole = plan(AutoParallel(), HOSTS)
+    assert "ruled out recomputation: IndexError" in warning_of(whole)
+    tight = ShardingOptions(memory_budget_bytes=0.9 * plan(ShardParallel()).estimated_peak_bytes)
+    other = plan(ShardParallel(options=tight))
+    assert other.remat == () and "ruled out recomputation: IndexError" in warning_of(other)
+    with pytest.raises(IndexError):
+        plan(ShardParallel(options=ShardingOptions(remat="all")))
