@@ -313,7 +313,9 @@ class _LoopWriter:
         dtype = sum_dtype = aval.dtype
         if kind in (SAME, ZERO):  # a loop's counter: the same in every micro-batch
             start = {"shape": aval.shape, "dtype": dtype, "fill": 0}
-            return _Carry(self.inner.new_value(aval), term, start, is_average=False)
+            inside = self.inner.new_value(aval)
+            out = self.inner.emit(_of_first, [scope.index, inside, term], equation)
+            return _Carry(inside, out, start, is_average=False)
         if is_average and not jnp.issubdtype(dtype, jnp.inexact):
             raise TraceError(
                 f"{equation.source_line}: a result of this {equation.name} is {dtype} and depends "
@@ -390,6 +392,11 @@ def _neutral_element(combined_by: str, dtype: Any) -> Any:
 
 def _filled(*, shape: tuple[int, ...], dtype: Any, fill: Any) -> jax.Array:
     return jnp.full(shape, fill, dtype)
+
+
+def _of_first(index: jax.Array, kept: jax.Array, made: jax.Array) -> jax.Array:
+    """The first micro-batch's value. In a pipeline, a carry that nobody reads has no buffer."""
+    return jnp.where(index == 0, made, kept)
 
 
 def _convert(value: jax.Array, *, dtype: Any) -> jax.Array:

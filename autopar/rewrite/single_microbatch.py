@@ -54,7 +54,26 @@ class _Writer:
             if is_inside:
                 moving.update(equation.results)
             inside.append(is_inside)
+        self.add_updates_between(inside)
         return inside
+
+    def add_updates_between(self, inside: list[bool]) -> None:
+        """Take in what lies between passes over the data: the update of one part of the state (the
+        discriminator), where a later pass reads the updated one (to train the generator)."""
+        equations = self.program.equations
+        after: set[int] = set()  # values that depend on the passes
+        depends = []
+        for equation, at in zip(equations, inside, strict=True):
+            is_after = at or not after.isdisjoint(equation.inputs)
+            if is_after:
+                after.update(equation.results)
+            depends.append(is_after)
+        read: set[int] = set()  # by the passes
+        for index in reversed(range(len(equations))):
+            equation = equations[index]
+            inside[index] |= depends[index] and not read.isdisjoint(equation.results)
+            if inside[index]:
+                read.update(equation.inputs)
 
     def written(self) -> tuple[Program, int]:
         outer, env, program = self.outer, self.env, self.program

@@ -512,3 +512,40 @@ def test_lanes_of_a_plan_are_checked():
     refused({"axes": [0], "operands": layouts[:-1]}, "lanes .* mesh of 1 axes")
     refused({"axes": [0], "operands": [[-3], *layouts[1:]]}, r"a layout \(-3,\)")
     refused({"axes": ["x"], "operands": layouts}, "malformed")
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(3), jax.random.key(3)], ids=["raw", "typed"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_counted_beside_rows_is_counted_once(key: Any, stages: int) -> None:
+    """A key and counters that a loop or branch with rows returns too are the same in every
+    micro-batch (optax's sophia evaluates the loss in a branch of its update)."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            def apply(carry: Any, layer: Any) -> tuple[Any, None]:
+                rows, key, count = carry
+                return (jnp.tanh(rows @ layer), jax.random.split(key)[0], count + 1), None
+
+            (rows, key, count), _ = jax.lax.scan(apply, (x, *state[1:]), layers)
+            return jnp.mean(rows**2), (key, count)
+
+        (value, (key, count)), slopes = jax.value_and_grad(loss, has_aux=True)(state[0])
+        again, count = jax.lax.cond(
+            state[2] % 2 == 0,
+            lambda: (jnp.mean(x @ state[0][0]), state[2] + 1),
+            lambda: (jnp.float32(0), state[2] + 2),
+        )
+        return (state[0] - 0.1 * slopes, key, count), value + again
+
+    def plain(array: Any) -> Any:
+        is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(array) if is_key else array
+
+    layers = jax.random.normal(jax.random.key(0), (4, 8, 8))
+    args = (layers, key, jnp.int32(0)), jax.random.normal(jax.random.key(1), (16, 8))
+    method = autopar.ShardParallel((4,), num_micro_batches=2)
+    if stages > 1:
+        method = autopar.PipeshardParallel(2, stages=autopar.UniformStages(stages))
+    got = autopar.parallelize(step, method=method, donate_argnums=())(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(plain(a), plain(b), rtol=1e-5, atol=1e-6)

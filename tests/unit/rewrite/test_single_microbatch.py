@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import autopar
 from autopar import _jax
 from autopar.errors import TraceError
 from autopar.lower.annotate import annotated_function
@@ -65,3 +66,29 @@ def test_step_that_ignores_its_batch_is_refused() -> None:
 
     with pytest.raises(TraceError, match="nothing in the step reads one"):
         loop_single_microbatch(trace_step(step, (parameters(), batch())))
+
+
+def test_an_update_between_two_passes_is_in_the_loop() -> None:
+    """As in a GAN: the generator is trained against the updated discriminator."""
+
+    def score(judge: Any, x: Any) -> Any:
+        return jnp.mean(jax.nn.softplus(jnp.tanh(x @ judge) @ jnp.ones(8)))
+
+    def step(state: Any, x: Any) -> Any:
+        slope = jax.grad(lambda d: score(d, x) - score(d, x @ state["maker"]))(state["judge"])
+        judge = state["judge"] - 0.1 * slope
+        slope = jax.grad(lambda g: score(judge, x @ g))(state["maker"])
+        return {"maker": state["maker"] - 0.1 * slope, "judge": judge}
+
+    state = {"maker": jnp.eye(8), "judge": jnp.ones((8, 8)) / 8}
+    args = state, jax.random.normal(jax.random.key(0), (16, 8))
+    looped = loop_single_microbatch(trace_step(step, args))
+    mesh = _jax.fresh_mesh(np.array(jax.devices()[:1]), ("x",))
+    function = annotated_function(looped.program, unsharded(looped.program), mesh)
+    want = jax.tree.leaves(jax.jit(step)(*args))
+    for a, b in zip(jax.jit(function)(*looped.call.leaves), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    method = autopar.PipeshardParallel(1, stages=autopar.UniformStages(2))
+    got = autopar.parallelize(step, method=method, donate_argnums=())(*args)
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
