@@ -96,17 +96,17 @@ def keras_cnn(size: Size) -> ZooStep:
     rtol=5e-2, atol=1e-2,
 )  # fmt: skip
 def keras_application(size: Size) -> ZooStep:
-    """`keras.applications`: MobileNetV3 when small, EfficientNetV2-L at real size."""
+    """`keras.applications`: MobileNetV3 when small, ResNet50V2 at real size."""
     if size.is_small:
         make = lambda keras: keras.applications.MobileNetV3Small(  # noqa: E731
             (32, 32, 3), alpha=0.35, minimalistic=True, weights=None, classes=4,
             classifier_activation=None, dropout_rate=0.0, include_preprocessing=False,
         )  # fmt: skip
         return _stateless(make, size, _labelled_images(8, 32, 4))
-    make = lambda keras: keras.applications.EfficientNetV2L(  # noqa: E731
-        weights=None, classes=1000, classifier_activation=None, input_shape=(384, 384, 3)
+    make = lambda keras: keras.applications.ResNet50V2(  # noqa: E731
+        weights=None, classes=1000, classifier_activation=None
     )
-    return _stateless(make, size, _labelled_images(512, 384, 1000))
+    return _stateless(make, size, _labelled_images(2048, 224, 1000))
 
 
 @zoo_program("keras-transformer", source="keras", layers=True, packages=("keras",))

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from tests.zoo.program import Size, ZooStep, zoo_program
-from tests.zoo.steps import momentum, next_token_loss, tokens, train_step
+from tests.zoo.steps import (
+    momentum,
+    next_token_loss,
+    tokens,
+    train_step,
+    train_step_with_statistics,
+)
 
 
 @zoo_program(
@@ -70,7 +76,8 @@ def e3nn_equivariant(size: Size) -> ZooStep:
 
 @zoo_program("penzai-llama", source="penzai", layers=True, packages=("penzai",))
 def penzai_llama(size: Size) -> ZooStep:
-    """penzai's Llama, on named arrays; its parameters are unbound and bound again in the step."""
+    """penzai's Llama, on named arrays. Parameters are bound in the step to a model without them,
+    which is a pytree with constants of its own."""
     from penzai import pz
     from penzai.models.transformer.variants import llamalike_common
 
@@ -91,29 +98,20 @@ def penzai_llama(size: Size) -> ZooStep:
         tie_embedder_and_logits=False,
     )
 
-    def build() -> Any:
+    def make_variables() -> Any:
         model = llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
-        return pz.unbind_params(model, freeze=True)
+        unbound, variables = pz.unbind_params(model, freeze=True)
+        return {variable.label: variable.value for variable in variables}, unbound
 
-    structure = []  # a model without its parameters, whose other leaves are plain numbers
-
-    def make_params() -> Any:
-        unbound, variables = build()
-        structure[:] = [unbound]
-        return {variable.label: variable.value for variable in variables}
-
-    jax.eval_shape(make_params)
-    (unbound,) = structure
-
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
+    def loss(params: Any, unbound: Any, batch: jax.Array) -> Any:
         values = [pz.ParameterValue(label=k, value=v, metadata={}) for k, v in params.items()]
         model = pz.bind_variables(unbound, values)
         named = pz.nx.wrap(batch).tag("batch", "seq")
         positions = pz.nx.arange("seq", batch.shape[1])
-        logits = model(named, token_positions=positions)
-        return next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), batch)
+        logits = model(named, token_positions=positions).unwrap("batch", "seq", "vocabulary")
+        return next_token_loss(logits, batch), unbound
 
-    return train_step(loss, make_params, tokens(rows, length, vocabulary))
+    return train_step_with_statistics(loss, make_variables, tokens(rows, length, vocabulary))
 
 
 @zoo_program("brax-ppo", source="brax", packages=("brax",), rtol=5e-3, atol=5e-4)
@@ -149,7 +147,11 @@ def brax_ppo(size: Size) -> ZooStep:
             next_observation=jax.random.normal(keys[3], (rows, time, observed)),
             extras={
                 "state_extras": {"truncation": jnp.zeros((rows, time))},
-                "policy_extras": {"raw_action": action, "log_prob": -jnp.ones((rows, time))},
+                "policy_extras": {
+                    "raw_action": action,
+                    "log_prob": -jnp.ones((rows, time)),
+                    "distribution_params": jnp.zeros((rows, time, 2 * acted)),
+                },
             },
         )
         return (data,)
