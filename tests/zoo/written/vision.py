@@ -214,7 +214,8 @@ def resnet(size: Size) -> ZooStep:
     """Statistics are of the whole batch, and beside the parameters in a flax TrainState."""
     model = pick(size, ResNet(10, (1, 2), 8), ResNet(1000, (3, 4, 6, 3), 64, jnp.bfloat16))
     shape = pick(size, (16, 24, 24, 3), (2048, 224, 224, 3))
-    tx = optax.sgd(0.1, momentum=0.9, nesterov=True)
+    # A small rate: rounding before a ReLU switches gradients of single pixels on or off.
+    tx = optax.sgd(0.01, momentum=0.9, nesterov=True)
 
     def make_state() -> BatchNormState:
         variables = model.init(jax.random.key(0), jnp.zeros((2, *shape[1:])))
