@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import AutoparError, PlanningError
 from autopar.ir.objects.nnx import run_pure
@@ -40,6 +41,10 @@ class Failure:
     @classmethod
     def of(cls, what: str, error: BaseException) -> Failure:
         return cls(what, type(error).__name__, first_line(error), _where(error), error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes all but the exception, which may not go."""
+        return Failure, (self.what, self.error, self.message, self.where)
 
     @property
     def exception(self) -> str:

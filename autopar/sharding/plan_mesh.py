@@ -61,6 +61,7 @@ class ShardingTask:
     built:       the step's graph, if it is known.
     known:       mesh -> the best sharding of an equal graph, memory aside; new ones are added.
     in_full:     explain a step that cannot fit; else its error comes at once, with bytes only.
+    every_order: look at every order of a mesh's axes; else, for a try, at one.
     """
 
     step: TracedStep
@@ -73,6 +74,7 @@ class ShardingTask:
     built: Graph | None = None
     known: dict[LogicalMesh, GraphSharding] | None = None
     in_full: bool = True
+    every_order: bool = True
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def bind_mesh_plan(plan: ParallelPlan, step: TracedStep, cluster: ClusterSpec) -
 def _meshes(task: ShardingTask, graph: Graph) -> tuple[list[LogicalMesh], tuple[str, ...]]:
     """The meshes to solve on, and a warning if they leave devices unused."""
     given = [task.mesh] if task.mesh is not None else candidate_meshes(task.cluster, task.method)
-    if task.step.remat and not task.in_full:  # one order of the axes will do for a try
+    if not task.every_order:
         given = [m for m in given if m.shape[0] >= m.shape[-1]] or given
     available = given[0].num_devices
     if available == 1:

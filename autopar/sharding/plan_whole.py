@@ -68,14 +68,22 @@ class WholeStep:
         mesh_shape: tuple[int, ...] | None = None,
         *,
         in_full: bool = True,
+        every_order: bool = False,
     ) -> PlannedStep:
-        """The plan with these layers recomputed."""
+        """The plan with these layers recomputed (see `RematProblem`)."""
         step = self._recomputing(layers)
         mesh = self.mesh
         if mesh is None and mesh_shape is not None:
             meshes = candidate_meshes(self.cluster, self.method)
             mesh = next((m for m in meshes if m.shape == mesh_shape), None)
-        task = ShardingTask(step, self.cluster, self.method, mesh, in_full=in_full)
+        task = ShardingTask(
+            step,
+            self.cluster,
+            self.method,
+            mesh,
+            in_full=in_full,
+            every_order=in_full or every_order or not step.remat,
+        )
         return self.log.note(plan_mesh(task, self.log))
 
     def peak_floor(self) -> float:

@@ -35,10 +35,16 @@ class RematProblem(Protocol):
         ...
 
     def plan(
-        self, layers: Sequence[Layer], mesh_shape: tuple[int, ...] | None, *, in_full: bool
+        self,
+        layers: Sequence[Layer],
+        mesh_shape: tuple[int, ...] | None,
+        *,
+        in_full: bool,
+        every_order: bool = False,
     ) -> PlannedStep:
         """The plan with these layers recomputed, on any mesh if the shape is None. Unless in full,
-        it may raise a short `MemoryBudgetError` at once."""
+        it may raise a short `MemoryBudgetError` at once, and look at one order of a mesh's axes
+        alone, unless every order is asked for."""
         ...
 
 
@@ -69,8 +75,10 @@ class _Tries:
         """Raises, unless a plan fits after all once every mesh is looked at."""
         if not self.failed:
             raise planning_failed(self.name, self.broken, "no plan on one mesh could be made")
+        if not in_full and not layers:
+            raise self.failed[0][1]
         if not in_full:
-            raise min((error for _, error in self.failed), key=lambda error: error.peak_bytes)
+            return self.problem.plan(layers, None, in_full=False, every_order=True)
         try:
             return self.problem.plan(layers, None, in_full=True)
         except MemoryBudgetError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
+
 import jax.numpy as jnp
 import pytest
 
@@ -96,3 +99,15 @@ def test_the_error_of_a_step_that_cannot_be_planned() -> None:
     assert "mesh 2: ValueError" in text and "mesh 3" not in text and "and 2 more" in text
     assert error.__cause__ is failures[0].cause
     assert error.failures == tuple(failures)
+
+
+def test_errors_go_to_other_processes() -> None:
+    failed = planning_failed("step", [Failure.of("mesh (2,)", ours())], "nothing is left")
+    failed.failures[0].cause.lock = threading.Lock()  # what cannot go
+    copy = pickle.loads(pickle.dumps(failed))
+    assert str(copy) == str(failed) and copy.failures == failed.failures
+    misfit = MemoryBudgetError("x: no sharding fits.", 3.0, 2.0, remedies={"a": "b"})
+    misfit = misfit.having_tried({"pipelines": "not tried"})
+    copy = pickle.loads(pickle.dumps(misfit))
+    assert str(copy) == str(misfit) == str(copy.having_tried({}))
+    assert (copy.peak_bytes, copy.budget_bytes, copy.tried) == (3.0, 2.0, misfit.tried)

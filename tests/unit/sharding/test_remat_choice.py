@@ -95,3 +95,20 @@ def test_the_error_of_what_came_nearest() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         Model(budget=-3, saveable=0.0).choose()
     assert caught.value.peak_bytes == 0
+
+
+def test_a_short_error_looks_at_every_order_first() -> None:
+    """Without an explanation, all layers are tried once more, on meshes that tries left out."""
+    orders: list[bool] = []
+
+    class Large(Model):
+        def plan(self, chosen, mesh_shape, *, in_full, every_order=False):
+            orders.append(every_order)
+            return super().plan(chosen, mesh_shape, in_full=in_full)
+
+    model = Large(budget=-3, saveable=0.0)
+    model.flops, model.residual = 0.0, 4 * GIB
+    with pytest.raises(MemoryBudgetError):
+        choose_remat(model, DEVICE, NUM_DEVICES, in_full=False)
+    assert orders[-1] and not any(orders[:-1])
+    assert model.tried[-1] == model.num_layers
