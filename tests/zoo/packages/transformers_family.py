@@ -80,20 +80,20 @@ def transformers_bert(size: Size) -> ZooStep:
     return _trained(model, (1, length), loss, make_batch)
 
 
-@zoo_program("transformers-t5", **NEEDS)
-def transformers_t5(size: Size) -> ZooStep:
-    """Encoder and decoder; relative positions are shared by all layers."""
-    from transformers import FlaxT5ForConditionalGeneration, T5Config
+@zoo_program("transformers-bart", **NEEDS)
+def transformers_bart(size: Size) -> ZooStep:
+    """Encoder and decoder, with an embedding that both and the logits share."""
+    from transformers import BartConfig, FlaxBartForConditionalGeneration
 
-    length, rows = (8, 8) if size.is_small else (512, 128)
-    config = T5Config(
-        d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64, dropout_rate=0.0
-    )  # T5-large
+    length, rows = (8, 8) if size.is_small else (1024, 64)
+    config = BartConfig()  # BART-large
     if size.is_small:
-        config = T5Config(
-            vocab_size=32, d_model=16, d_ff=32, num_layers=2, num_heads=2, d_kv=8, dropout_rate=0.0
-        )
-    model = FlaxT5ForConditionalGeneration(config, input_shape=(1, length), _do_init=False)
+        config = BartConfig(
+            vocab_size=32, max_position_embeddings=16, d_model=16, encoder_layers=1,
+            decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=32, decoder_ffn_dim=32,
+        )  # fmt: skip
+    model = FlaxBartForConditionalGeneration(config, input_shape=(1, length), _do_init=False)
     made = tokens(rows, length, config.vocab_size)
 
     def loss(params: Any, source: jax.Array, target: jax.Array) -> jax.Array:
