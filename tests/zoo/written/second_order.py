@@ -93,10 +93,10 @@ def maml(size: Size) -> ZooStep:
     return trained(lambda: mlp_init(jax.random.key(0), width, hidden, hidden, 1), loss, make_batch)
 
 
-@zoo_program("wgan-gp", source="written", layers=True, micro_batches=1)
+@zoo_program("wgan-gp", source="written", layers=False)
 def wgan_gp(size: Size) -> ZooStep:
     """Several critic steps in a scan, each with the norm of the critic's gradient in its loss, then
-    a generator step."""
+    a generator step. Layers inside the scan are out of a pipeline's reach."""
     rows, width, latent, hidden, rounds = pick(size, (16, 6, 4, 16, 2), (65536, 784, 128, 4096, 5))
     tx = adamw()
 
