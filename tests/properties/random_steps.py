@@ -24,11 +24,16 @@ WIDTHS = (8, 16, 12, 10)
 
 @dataclass(frozen=True)
 class RandomStep:
-    """`layers` run one after the other on rows of `width` numbers, with boundaries between them."""
+    """`layers` run one after the other on rows of `width` numbers, with boundaries between them.
+
+    features: "tied" (the head uses the first layer's weights), "clipped" (by the norm of all
+              gradients), "dropout" (by a key that the step's number changes)
+    """
 
     layers: tuple[RandomProgram, ...]
     width: int
     num_ids: int
+    features: tuple[str, ...] = ()
 
     @property
     def tolerance(self) -> float:
@@ -65,9 +70,17 @@ class RandomStep:
                 if index:
                     autopar.mark_layer_boundary()
                 hidden = self.layer(index, layer, hidden, ids)
+            if "dropout" in self.features:
+                key = jax.random.fold_in(jax.random.key(0), state["count"])
+                hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0.0)
+            if "tied" in self.features:
+                hidden = hidden @ params[0]["w"].T
             return jnp.mean((hidden - y) ** 2)
 
         value, grads = jax.value_and_grad(loss)(state["params"])
+        if "clipped" in self.features:
+            norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
         params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
         return {"params": params, "momentum": momentum, "count": state["count"] + 1}, value
@@ -81,4 +94,5 @@ def step_of(rng: random.Random, num_layers: int) -> RandomStep:
         return RandomProgram((), (), steps, True)
 
     layers = tuple(program() for _ in range(num_layers))
-    return RandomStep(layers, rng.choice(WIDTHS), rng.choice((2, 3, 4)))
+    features = tuple(f for f in ("tied", "clipped", "dropout") if rng.random() < 0.3)
+    return RandomStep(layers, rng.choice(WIDTHS), rng.choice((2, 3, 4)), features)
