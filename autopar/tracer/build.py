@@ -14,7 +14,6 @@ Values keep the program's numbers; values that only the graph has get numbers be
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +23,7 @@ from typing import Any
 from jax.core import ShapedArray
 
 from autopar import _jax
+from autopar.ir.failures import Failure
 from autopar.ir.graph import Graph, Node, NodeKind, OpSize, Rule, Unruled, Value
 from autopar.ir.program import LOOPS, Equation, Operand, Program, values_in
 from autopar.ir.traced_step import TracedStep
@@ -98,7 +98,7 @@ class _Builder:
         self.summed: set[int] = set()  # values that a sum of partial sums reads
         self.zeros: set[int] = set()  # values known to be zero
         self.unfinished: set[int] = set()  # values whose partial sums a loop adds up
-        self.unruled: Counter[tuple[str, str, str]] = Counter()  # name, line, why
+        self.unruled: dict[tuple[str, str, str, Failure | None], list[float]] = {}  # their flops
         self.signature_of: list[_Signature | None] = []  # by equation, bodies included
         self.signatures: list[_Signature] = []
         self.loops: list[tuple[int, int]] = []  # nodes of each loop, outer loops first
@@ -174,7 +174,10 @@ class _Builder:
             for index, node in enumerate(nodes)
             for position, result in enumerate(node.results)
         }
-        unruled = tuple(Unruled(*where, count) for where, count in self.unruled.items())
+        unruled = tuple(
+            Unruled(name, line, why, len(flops), sum(flops), failure)
+            for (name, line, why, failure), flops in self.unruled.items()
+        )
         return Graph(
             values=values,
             nodes=nodes,
@@ -247,7 +250,9 @@ class _Builder:
         signature = self.signature_of[index]
         assert signature is not None
         if signature.ruled.warning:
-            self.unruled[equation.name, equation.source_line, signature.ruled.warning] += 1
+            ruled = signature.ruled
+            key = (equation.name, equation.source_line, ruled.warning, ruled.failure)
+            self.unruled.setdefault(key, []).append(here.weight * signature.flops)
         # The update reads parameters in the layout they are stored in, all else in that of use.
         stored = self.shared if here.region == UPDATE else ()
         operands = tuple(v if v in stored else self.alias.get(v, v) for v in equation.inputs)

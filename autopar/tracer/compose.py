@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from autopar import _jax
+from autopar.ir.failures import Failure
 from autopar.ir.graph import Rule
 from autopar.ir.program import Constant, Equation
 
@@ -48,6 +49,7 @@ class RuledEquation:
     unruled_ops: tuple[str, ...] = ()
     op_names: tuple[str, ...] = ()
     note: str = ""
+    failure: Failure | None = None  # why autopar has no rule though it should have one
 
     @property
     def warning(self) -> str:

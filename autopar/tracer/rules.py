@@ -20,6 +20,8 @@ import jax
 from jax.core import ShapedArray
 
 from autopar import _jax
+from autopar.errors import AutoparError
+from autopar.ir.failures import Failure
 from autopar.ir.graph import Rule
 from autopar.ir.program import Constant, Equation
 from autopar.tracer.compose import RuledEquation, compose_rule, replicated_rule
@@ -75,8 +77,9 @@ def rules_of_equations(
             # The user's sharding on the user's mesh.
             note = "is entered and left replicated: autopar does not look into it"
             ruled[index] = RuledEquation(replicated_rule(operands, results), note=note)
-        elif equation.has_effect or not results:
-            # An effect can neither be lowered out of its context nor be split.
+        elif equation.has_effect or not results or _is_of_platform(equation):
+            # An effect cannot be lowered out of its context, and a kernel only for its platform;
+            # neither can be split.
             unruled = (equation.name,) if results else ()
             ruled[index] = RuledEquation(replicated_rule(operands, results), unruled)
         else:
@@ -87,6 +90,10 @@ def rules_of_equations(
             zip(indices, _lower_and_read([equations[i] for i in indices], avals), strict=True)
         )
     return [_adjust_for_xla(equations[i], ruled[i], avals) for i in range(len(equations))]
+
+
+def _is_of_platform(equation: Equation) -> bool:
+    return _jax.kernel_platforms(equation.name, equation.params) is not None
 
 
 def _adjust_for_xla(
@@ -301,18 +308,28 @@ def _lower_and_read(
     equations: Sequence[Equation], avals: Sequence[ShapedArray]
 ) -> list[RuledEquation]:
     try:
-        module = _lower(equations, avals)
-    except Exception:
-        # Some equation cannot be lowered here: it needs another platform, or its context. Bisect
-        # to find it, and leave it without a rule; the plan's warnings name it.
+        return _read_rules(equations, avals, _lower(equations, avals))
+    except AutoparError:
+        raise
+    except Exception as error:
+        # Bisect to find the equation that fails, and leave it without a rule; the plan's warnings
+        # name it. JAX cannot lower some for this platform. All else is a failure of ours.
         if len(equations) == 1:
-            rule = replicated_rule(*_avals_of(equations[0], avals))
-            return [RuledEquation(rule, (equations[0].name,))]
+            (equation,) = equations
+            rule = replicated_rule(*_avals_of(equation, avals))
+            is_ours = not isinstance(error, NotImplementedError)
+            failure = Failure.of(f"the rule of {equation.name}", error) if is_ours else None
+            return [RuledEquation(rule, (equation.name,), failure=failure)]
         half = len(equations) // 2
         return [
             *_lower_and_read(equations[:half], avals),
             *_lower_and_read(equations[half:], avals),
         ]
+
+
+def _read_rules(
+    equations: Sequence[Equation], avals: Sequence[ShapedArray], module: Any
+) -> list[RuledEquation]:
     _jax.populate_sharding_rules(module)
     functions = {
         op.attributes["sym_name"].value: op

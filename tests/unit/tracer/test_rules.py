@@ -15,7 +15,9 @@ import pytest
 from jax import lax
 
 from autopar._jax import CONSTRAIN
+from autopar.errors import DependencyError
 from autopar.ir.program import Constant, Equation
+from autopar.tracer.build import build_graph
 from autopar.tracer.costs import equation_flops
 from autopar.tracer.rules import (
     PRIMITIVE_RULES,
@@ -249,7 +251,11 @@ def test_effects_are_not_lowered() -> None:
     assert ruled.unruled_ops == ("io_callback",)
 
 
-def test_an_equation_that_cannot_be_lowered_spares_the_others(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("error", [NotImplementedError("for another platform"), KeyError("x")])
+def test_an_equation_that_cannot_be_lowered_spares_the_others(
+    monkeypatch: Any, error: Exception
+) -> None:
+    """JAX may be unable to lower it; anything else is a failure, which the plan's warnings name."""
     good, avals = last_equation(lambda a: jnp.sin(a), (ones(8),))
     bad, _ = last_equation(lambda a: jnp.cos(a), (ones(8),))
     from autopar.tracer import rules
@@ -258,13 +264,52 @@ def test_an_equation_that_cannot_be_lowered_spares_the_others(monkeypatch: Any) 
 
     def fail(equations: Any, avals: Any) -> Any:
         if bad in equations:
-            raise NotImplementedError("for another platform")
+            raise error
         return lower(equations, avals)
 
     monkeypatch.setattr(rules, "_lower", fail)
     found = rules_of_equations([good, bad, good], avals)
     assert [ruled.unruled_ops for ruled in found] == [(), ("cos",), ()]
     assert found[0].rule == identity_rule((8,))
+    assert found[0].failure is None
+    failure = found[1].failure
+    if isinstance(error, NotImplementedError):
+        assert failure is None
+    else:
+        assert failure is not None and failure.what == "the rule of cos"
+        assert failure.exception.startswith("KeyError: 'x'")
+
+
+def test_a_failure_is_in_the_graph_with_its_flops(monkeypatch: Any) -> None:
+    from autopar.tracer import rules
+
+    lower = rules._lower
+
+    def fail(equations: Any, avals: Any) -> Any:
+        if any(e.name == "dot_general" for e in equations):
+            raise IndexError("of ours")
+        return lower(equations, avals)
+
+    monkeypatch.setattr(rules, "_lower", fail)
+
+    def fn(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
+
+    (unruled,) = build_graph(trace_step(fn, (ones(8, 8), ones(16, 8)))).unruled
+    assert unruled.name == "dot_general" and unruled.failure is not None
+    assert unruled.flops == 3 * 2 * 16 * 8 * 8
+
+
+def test_errors_of_our_own_are_no_missing_rules(monkeypatch: Any) -> None:
+    from autopar.tracer import rules
+
+    def lacking(equations: Any, avals: Any) -> Any:
+        raise DependencyError("a pass of MLIR")
+
+    monkeypatch.setattr(rules, "_lower", lacking)
+    with pytest.raises(DependencyError):
+        equation, avals = last_equation(jnp.sin, (ones(8),))
+        rules_of_equations([equation], avals)
 
 
 def test_equal_equations_have_one_key() -> None:
