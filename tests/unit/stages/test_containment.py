@@ -17,6 +17,7 @@ from autopar.errors import ArgumentError, MemoryBudgetError, PlanningError, Spec
 from autopar.rewrite import step_source
 from autopar.sharding import plan_mesh, plan_whole
 from autopar.stages import auto, choose_stages, layer_tables, plan_pipeline
+from autopar.tracer import rules
 
 pytestmark = pytest.mark.representatives(
     "test_a_mesh_that_fails_is_left_out_and_named",
@@ -148,6 +149,31 @@ def test_what_the_users_function_raises_comes_through(method: Any) -> None:
 
     with pytest.raises(KeyError, match="needs 16 rows"):
         plan(method, fn=picky)
+
+
+# -- operators
+
+
+def any_named(equations: Any, name: str) -> bool:
+    return any(equation.name == name for equation in equations)
+
+
+def test_an_operator_whose_rule_fails_is_replicated_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Injected(monkeypatch, rules, "_lower", lambda equations, _: any_named(equations, "cumsum"))
+    warnings = [w for w in plan(ShardParallel()).warnings if "cumsum" in w]
+    assert warnings and all("IndexError: tuple index out of range" in w for w in warnings)
+
+
+@pytest.mark.parametrize("method", [ShardParallel(), AutoParallel(), PipeshardParallel(2)])
+def test_too_much_work_without_rules_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    Injected(monkeypatch, rules, "_lower", lambda equations, _: any_named(equations, "dot_general"))
+    with pytest.raises(PlanningError, match="of the step's flops would run replicated") as caught:
+        plan(method)
+    assert "the rule of dot_general: IndexError" in str(caught.value)
 
 
 # -- pipelines
