@@ -257,6 +257,7 @@ def _finish_rule(
     # equation and still in a result (cumulative ops), cannot be split.
     lost = set(numbering.values()) - in_results - reduction
     fixed = {n for root, n in numbering.items() if root in fixed_roots}
+    fixed |= _in_two_dims((*ins, *outs))
     return Rule(
         ins,
         outs,
@@ -265,6 +266,16 @@ def _finish_rule(
         frozenset(fixed | lost | (reduced & in_results)),
         linear=equation.name in _LINEAR,
     )
+
+
+def _in_two_dims(values: Sequence[tuple[tuple[int, ...], ...]]) -> set[int]:
+    """Factors that two dimensions of one value share, as in the product of a matrix and its
+    transpose: a shard needs the rows of all others."""
+    found: set[int] = set()
+    for dims in values:
+        factors = [f for dim in dims for f in dim]
+        found |= {f for f in factors if factors.count(f) > 1}
+    return found
 
 
 def _single_op(arguments: Sequence[Any], outputs: Sequence[Any]) -> Any | None:

@@ -237,6 +237,12 @@ def _batched(num_inner: int, operands: Avals, results: Avals) -> Rule:
     return Rule(tuple(map(with_rest, operands)), tuple(map(with_rest, results)), sizes, local=True)
 
 
+def _permutation(equation: Equation, operands: Avals, results: Avals) -> Rule:
+    """Pivots as a permutation: the dimensions in front of the last are free."""
+    del equation
+    return _batched(1, operands, results)
+
+
 def _elementwise_loop(equation: Equation, operands: Avals, results: Avals) -> Rule:
     """A series summed until all elements have converged: run on shards, no device waits for the
     elements of another."""
@@ -294,6 +300,7 @@ PRIMITIVE_RULES: dict[str, Callable[[Equation, Avals, Avals], Rule]] = {
     "dot_product_attention_bwd_wrapper": _fused_attention,
     "fft": _fft,
     "lu": _factorised,
+    "lu_pivots_to_permutation": _permutation,
     "igamma": _elementwise_loop,
     "igammac": _elementwise_loop,
     "igamma_grad_a": _elementwise_loop,

@@ -341,3 +341,14 @@ def test_judged_primitives_are_those_of_jax() -> None:
     named = {name for name in PRIMITIVE_RULES if "attention" not in name}
     named -= {CONSTRAIN}  # ours
     assert named <= {e.name for e in program.equations}
+
+
+def test_a_matrix_times_its_transpose_is_not_split_along_its_rows() -> None:
+    equation, avals = last_equation(
+        lambda a, c: lax.linalg.symmetric_product(a, c, alpha=2.0, beta=1.0),
+        (ones(16, 8), ones(16, 16)),
+    )
+    (ruled,) = rules_of_equations([equation], avals)
+    for dims in (*ruled.rule.operands, *ruled.rule.results):
+        split = [f for factors in dims for f in factors if f not in ruled.rule.fixed]
+        assert len(split) == len(set(split))
