@@ -334,6 +334,7 @@ def test_judged_primitives_are_those_of_jax() -> None:
         hashed = jax.extend.random.threefry_2x32(seeded, bits)
         special = [lax.igamma(a, a), lax.igammac(a, a), lax.igamma_grad_a(a, a)]
         special += [lax.betainc(a, a, a), jnp.fft.fft(a), lax.linalg.lu(jnp.outer(a, a))]
+        special += [lax.linalg.lu_pivots_to_permutation(jnp.arange(8), 8)]
         return hashed, special, jnp.copy(a), lax.top_k(a, 2), lax.optimization_barrier(a)
 
     args = (jax.random.key_data(jax.random.key(0)), ones(8))
