@@ -7,8 +7,9 @@
 
 Each program is planned in its own process, which is ended after `--limit-s` seconds: a program
 that takes too long, or too much memory, costs its own row only. Rows are written as they come, so
-an interrupted run goes on where it stopped. Nothing is compiled or run; no GPU is needed. With
-`--check`, the tests of `tests/zoo` run program by program, and their outcomes are kept as well.
+an interrupted run goes on where it stopped; with `--json`, they go to another file and the page
+stays as it is. Nothing is compiled or run; no GPU is needed. With `--check`, the tests of
+`tests/zoo` run program by program, and their outcomes are kept as well.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def main() -> None:
         check_all(options, results, names)
     elif not options.page:
         plan_all(options, results, names)
-    write_page(PAGE, results)
+    if Path(options.json) == RESULTS:
+        write_page(PAGE, results)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def diffrax_neural_ode(size: Size) -> ZooStep:
     import diffrax
     import equinox as eqx
 
-    width, hidden, rows = (4, 8, 8) if size.is_small else (1024, 4096, 8192)
+    width, hidden, rows = (4, 8, 8) if size.is_small else (256, 1024, 2048)
 
     def loss(field: Any, batch: Any) -> jax.Array:
         def solve(start: jax.Array) -> jax.Array:
@@ -226,9 +226,9 @@ def optimistix_levenberg(size: Size) -> ZooStep:
 
         def fit(target: jax.Array) -> jax.Array:
             solver = optx.LevenbergMarquardt(rtol=1e-4, atol=1e-4)
-            adjoint = optx.RecursiveCheckpointAdjoint(checkpoints=8)
+            adjoint = optx.RecursiveCheckpointAdjoint(checkpoints=4)
             found = optx.least_squares(
-                residual, solver, params["start"], target, max_steps=8, throw=False, adjoint=adjoint
+                residual, solver, params["start"], target, max_steps=4, throw=False, adjoint=adjoint
             )
             return jnp.mean(residual(found.value, target) ** 2)
 
