@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.errors import ArgumentError, MemoryBudgetError
+from autopar.errors import ArgumentError, MemoryBudgetError, TraceError
 from autopar.ir.failures import Failure, planning_failed
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
@@ -86,7 +86,22 @@ def _looped(
     with log.timed("trace"):
         step = source.as_loop(number)
     with log.timed("layers"):
-        return find_looped(step, layers, at_least)
+        looped = find_looped(step, layers, at_least)
+    if not looped.layers:
+        raise _no_layers(looped)
+    return looped
+
+
+def _no_layers(looped: LoopedStep) -> TraceError:
+    loops = [equation for equation in looped.body.equations if equation.bodies]
+    why = "nothing in it computes with the batch"
+    if loops:
+        largest = max(loops, key=lambda equation: equation.num_equations())
+        why = f"all that could be cut is inside of a {largest.name} ({largest.source_line})"
+    return TraceError(
+        f"{looped.step.name}: a pipeline cuts the forward pass into layers, and there is none: "
+        f"{why}. Use ShardParallel or AutoParallel."
+    )
 
 
 # -- stages that the user gives

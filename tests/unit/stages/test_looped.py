@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.stages.looped import even_ranges
 
 
@@ -26,3 +30,30 @@ def test_even_ranges_have_the_least_largest_sum(seed):
     cuts = combinations(range(1, len(work)), count - 1)
     best = min(largest(list(pairwise((0, *c, len(work))))) for c in cuts)
     assert largest(found) == best
+
+
+@pytest.mark.parametrize("stages", [autopar.UniformStages(2), autopar.AutoStages()])
+def test_a_step_that_updates_inside_of_a_scan_has_no_layers(stages: Any) -> None:
+    """WGAN's critic steps, PPO's epochs: a pipeline is refused, with the line of the scan."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    def step(weights, x):
+        def update(weights, _):
+            value, grads = jax.value_and_grad(loss)(weights, x)
+            return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+        return jax.lax.scan(update, weights, length=3)
+
+    args = [jnp.ones((8, 8))] * 4, jnp.ones((16, 8))
+    cluster = autopar.ClusterSpec(1, 4, "h100-sxm")
+    method = autopar.PipeshardParallel(1, stages=stages)
+    with pytest.raises(autopar.TraceError) as caught:
+        autopar.plan(step, *args, cluster=cluster, method=method)
+    text = str(caught.value)
+    assert "inside of a scan" in text and "test_looped.py" in text
+    assert text.endswith("Use ShardParallel or AutoParallel.")
+    assert not autopar.plan(step, *args, cluster=cluster).is_pipeline
