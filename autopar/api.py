@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
 from autopar.compiler import last_search, plan_step
-from autopar.errors import ArgumentError, MeshError
+from autopar.errors import ArgumentError, CompileError, MeshError
 from autopar.executables import make_executable, make_remote_executable
 from autopar.inspect.dump import describing
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
@@ -296,7 +296,7 @@ def _types_of(avals: Sequence[Any]) -> list[tuple]:
 def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) -> list[Any]:
     try:
         return executable(leaves)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, CompileError) as error:
         use_users_names(error, planned.traced.call.paths)
         raise
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.errors import CompileError
+from autopar.errors import AutoparError, CompileError
 from autopar.ir.pipeline import MeshProgram, PipelinePrograms, Run
 from autopar.ir.plan import ParallelPlan
 from autopar.progress import Progress, logged
@@ -136,11 +136,21 @@ class LocalExecutable(Executable):
         what = f"compiling {self.plan.name}"
         try:
             with Progress(what), logged(what):
-                return self._lower().compile()
+                return self._lower_step().compile()
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(
                 f"XLA could not compile {self.plan.name} for the mesh "
                 f"{self.plan.mesh_shape}: {error}"
+            ) from error
+
+    def _lower_step(self) -> jax.stages.Lowered:
+        try:
+            return self._lower()
+        except AutoparError:
+            raise
+        except (ValueError, NotImplementedError) as error:
+            raise CompileError(
+                f"JAX could not lower {self.plan.name} for the mesh {self.plan.mesh_shape}: {error}"
             ) from error
 
     def _lower(self) -> jax.stages.Lowered:

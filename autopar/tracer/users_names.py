@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-_RAISED_BY_JAX = (TypeError, ValueError, IndexError)
+from autopar.errors import CompileError
+
+_RAISED_BY_JAX = (TypeError, ValueError, IndexError, CompileError)
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
 
 

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar._jax import Primitive
+from autopar.errors import CompileError
 
 MESH = autopar.LogicalMesh((2, 4), alpha=(1e-6, 1e-6), beta=(1e-9, 1e-9))
 METHOD = autopar.ShardParallel(MESH)
@@ -375,3 +377,13 @@ def test_what_an_executable_tells(tmp_path: Path) -> None:
     assert autopar.ParallelPlan.load(tmp_path / "dump" / "plan.json") == executable.plan
     with pytest.raises(autopar.ArgumentError, match="is a file"):
         executable.dump_debug_info(tmp_path / "dump" / "plan.txt")
+
+
+def test_what_jax_cannot_lower_is_a_compile_error_with_the_users_names() -> None:
+    """No platform has a lowering of this operator."""
+    primitive = Primitive("unknown")
+    primitive.def_abstract_eval(lambda x: x)
+    step = autopar.parallelize(lambda w, x: primitive.bind(x @ w), method=METHOD)
+    with pytest.raises(CompileError, match=r"could not lower <lambda>.*'unknown'") as raised:
+        step(jnp.ones((8, 8)), jnp.ones((16, 8)))
+    assert "leaves[" not in str(raised.value)
