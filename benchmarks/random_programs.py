@@ -217,6 +217,7 @@ def _work(connection: Any, shrink: bool, verbose: bool) -> None:
     """Receives seeds, sends rows."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = " ".join(FLAGS)
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA warns of slow reshardings
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import jax
 

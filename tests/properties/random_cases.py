@@ -4,8 +4,9 @@
 
     python -m benchmarks.random_programs --seeds 1234:1235
 
-`check_case` runs the case beside `jax.jit`. Of a hundred cases, 85 are programs on one mesh, 10
-train steps with several batch arguments (half of them with micro-batches) and 5 pipelines.
+`check_case` runs the case beside `jax.jit`. Of a hundred cases, 65 are programs on one mesh, 20
+programs with a strategy by lot for every node, 10 train steps with several batch arguments (half
+of them with micro-batches) and 5 pipelines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import numpy as np
 import autopar
 from tests.properties.random_programs import MESHES, RandomProgram, program_of
 from tests.properties.random_steps import RandomStep, step_of
+from tests.properties.random_strategies import run_by_any_strategies
 
+# Kinds of cases, and how many of a hundred are of each.
+KINDS = {"program": 65, "strategies": 20, "step": 5, "micro-batches": 5, "pipeline": 5}
 SCHEDULES = ("gpipe", "1f1b", "1f1b_eager", "zero_bubble")
 
 
@@ -31,9 +35,10 @@ class WrongResult(AssertionError):
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. `options` are further arguments of `autopar.parallelize`."""
+    """What is run. `method` is a mesh shape and a seed where strategies are drawn by lot; `options`
+    are further arguments of `autopar.parallelize`."""
 
-    kind: str  # "program", "step", "micro-batches" or "pipeline"
+    kind: str  # of KINDS
     program: RandomProgram | RandomStep
     method: Any
     options: tuple[tuple[str, Any], ...] = ()
@@ -41,9 +46,11 @@ class Case:
 
 def case_of(seed: int) -> Case:
     rng = random.Random(seed)
-    kind = rng.choices(("program", "step", "micro-batches", "pipeline"), (85, 5, 5, 5))[0]
+    kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
     if kind == "program":
         return Case(kind, program_of(rng), autopar.ShardParallel(mesh_of(rng)))
+    if kind == "strategies":
+        return Case(kind, program_of(rng), (rng.choice(MESHES), rng.randrange(2**16)))
     options = (("donate_argnums", ()),)
     if rng.random() < 0.5:  # otherwise, autopar finds the batch arguments
         options = (*options, ("batch_argnums", (1, 2, 3)))
@@ -74,6 +81,12 @@ def check_case(case: Case) -> tuple[str, ...]:
     """Runs the case; `WrongResult` if it differs from `jax.jit`. Returns the plan's warnings."""
     args = case.program.inputs()
     want = jax.jit(case.program)(*args)
+    if case.kind == "strategies":
+        assert isinstance(case.program, RandomProgram)
+        mesh_shape, seed = case.method
+        got = run_by_any_strategies(case.program, mesh_shape, seed)
+        compare(got, want, case.program.tolerance)
+        return ()
     step = autopar.parallelize(case.program, method=case.method, **dict(case.options))
     compare(step(*args), want, case.program.tolerance)
     return step.last_executable.plan.warnings

@@ -15,11 +15,18 @@ import pytest
 
 import autopar
 from benchmarks.random_programs import summary
-from tests.properties.random_cases import Case, WrongResult, case_of, check_case, compare, smaller
+from tests.properties.random_cases import (
+    KINDS,
+    Case,
+    WrongResult,
+    case_of,
+    check_case,
+    compare,
+    smaller,
+)
 from tests.properties.random_programs import RandomProgram
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("program", "step", "micro-batches", "pipeline")
 
 
 def first_seed(kind: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,17 +9,10 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from jax.sharding import NamedSharding
 
 import autopar
-from autopar import _jax
-from autopar.ir.spec import PARTIAL, to_partition_spec
-from autopar.lower.annotate import annotated_function
-from autopar.lower.assign import assign_layouts
-from autopar.sharding.strategies import enumerate_strategies
-from autopar.tracer.build import build_graph
-from autopar.tracer.trace_step import trace_step
 from tests.properties.random_programs import MESHES, RandomProgram, programs
+from tests.properties.random_strategies import run_by_any_strategies
 
 FEW = settings(
     max_examples=10,
@@ -80,31 +72,8 @@ def assert_details_add_up(plan: autopar.ParallelPlan) -> None:
 
 def check_any_strategies(program: RandomProgram, mesh_shape: tuple[int, ...], seed: int) -> None:
     """Whatever strategy each node takes, good or bad, the result is the same."""
-    floats, ints = program.inputs()
-    want = jax.jit(program)(floats, ints)
-    step = trace_step(program, (floats, ints))
-    graph = build_graph(step)
-    rng = random.Random(seed)
-    logical = autopar.LogicalMesh(mesh_shape)
-    layouts = []
-    for node in graph.nodes:
-        strategies = [
-            s
-            for s in enumerate_strategies(node.rule, mesh_shape)
-            if not any(PARTIAL in layout for layout in s.operands)
-        ]
-        strategy = rng.choice(strategies)
-        layouts.append((strategy.operands, strategy.results))
-    sharding = assign_layouts(step.program, graph, layouts, logical)
-    devices = np.array(jax.devices()[: logical.num_devices]).reshape(mesh_shape)
-    mesh = _jax.fresh_mesh(devices, logical.axis_names)
-    in_shardings = [
-        NamedSharding(mesh, to_partition_spec(layout, len(aval.shape), mesh.axis_names))
-        for layout, aval in zip(sharding.inputs, step.avals, strict=True)
-    ]
-    function = annotated_function(step.program, sharding, mesh)
-    results = jax.jit(function, in_shardings=in_shardings)(*floats, *ints)
-    assert_equal(step.rebuild_output(results), want, program.tolerance)
+    want = jax.jit(program)(*program.inputs())
+    assert_equal(run_by_any_strategies(program, mesh_shape, seed), want, program.tolerance)
 
 
 @FEW
