@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError, DataError
+from autopar.tracer.trace import DEFAULT_BATCH
 
 SOON_S = 5.0
 
@@ -339,10 +340,10 @@ def separate_state():
     return jnp.ones((8, 4)), {"m": jnp.zeros((8, 4)), "v": jnp.zeros((8, 4))}
 
 
-@pytest.mark.representatives("batch_argnums4-argument4", "auto-None")
+@pytest.mark.representatives("batch_argnums4-argument4", "batch_argnums0-None")
 @pytest.mark.parametrize(
     ("batch_argnums", "argument"),
-    [("auto", None), ((2, 3), None), ((2, 3), (2, 3)), ((2, 3), ["x", 3]), ((2, 3), ("x", "y"))],
+    [(DEFAULT_BATCH, None), ((2, 3), None), ((2, 3), (2, 3)), ((2, 3), ["x", 3]), ((2, 3), ("x", "y"))],
 )
 def test_a_batch_may_be_several_arguments(batch_argnums, argument):
     step = autopar.parallelize(separate, method=autopar.DataParallel(), batch_argnums=batch_argnums)
