@@ -53,6 +53,7 @@ def test_cases_beyond_the_kept_ones_equal_jit(first: int) -> None:
             raise
 
 
+@pytest.mark.ci
 def test_a_seed_is_always_the_same_case() -> None:
     code = (
         "from tests.properties.random_cases import case_of; print([case_of(s) for s in range(9)])"
