@@ -343,7 +343,13 @@ def separate_state():
 @pytest.mark.representatives("batch_argnums4-argument4", "batch_argnums0-None")
 @pytest.mark.parametrize(
     ("batch_argnums", "argument"),
-    [(DEFAULT_BATCH, None), ((2, 3), None), ((2, 3), (2, 3)), ((2, 3), ["x", 3]), ((2, 3), ("x", "y"))],
+    [
+        (DEFAULT_BATCH, None),
+        ((2, 3), None),
+        ((2, 3), (2, 3)),
+        ((2, 3), ["x", 3]),
+        ((2, 3), ("x", "y")),
+    ],
 )
 def test_a_batch_may_be_several_arguments(batch_argnums, argument):
     step = autopar.parallelize(separate, method=autopar.DataParallel(), batch_argnums=batch_argnums)
