@@ -100,7 +100,7 @@ def jaxopt_bilevel(size: Size) -> ZooStep:
             errors = batch["x"] @ weights - batch["y"]
             return jnp.mean(errors**2) + jnp.sum(jnp.exp(penalty)[:, None] * weights**2)
 
-        solver = jaxopt.GradientDescent(inner, stepsize=0.1, maxiter=20, tol=0.0, jit=False)
+        solver = jaxopt.GradientDescent(inner, stepsize=0.1, maxiter=20, tol=0.0)
         found = solver.run(params["start"], params["penalty"]).params
         return jnp.mean((batch["x"] @ found - 1.1 * batch["y"]) ** 2)
 
