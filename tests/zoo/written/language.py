@@ -179,6 +179,14 @@ def t5(size: Size) -> ZooStep:
 # Sliding windows
 
 
+def window_mask(blocks: int, window: int) -> jax.Array:
+    """(block, query, key) → whether the query sees the key, of its block and the one before."""
+    ahead = jnp.arange(2 * window)[None] - window - jnp.arange(window)[:, None]
+    near = (ahead <= 0) & (ahead > -window)
+    inside = (jnp.arange(blocks)[:, None] > 0) | (jnp.arange(2 * window) >= window)
+    return near & inside[:, None]
+
+
 @zoo_program("sliding-window", source="written", layers=True)
 def sliding_window(size: Size) -> ZooStep:
     """Each block of the sequence attends to itself and the one before; layers are scanned, and
@@ -220,10 +228,7 @@ def sliding_window(size: Size) -> ZooStep:
         q, k, v = blocks(q), with_previous(k), with_previous(v)
         q = q.reshape(*q.shape[:3], kv_heads, -1, features)
         scores = jnp.einsum("bnqkgd,bnskd->bnkgqs", q, k).astype(jnp.float32) / features**0.5
-        ahead = jnp.arange(2 * window)[None] - window - jnp.arange(window)[:, None]
-        near = (ahead <= 0) & (ahead > -window)
-        inside = (jnp.arange(q.shape[1])[:, None] > 0) | (jnp.arange(2 * window) >= window)
-        mask = near & inside[:, None]
+        mask = window_mask(q.shape[1], window)
         weights = jax.nn.softmax(scores + masked(mask)[:, None, None]).astype(v.dtype)
         out = jnp.einsum("bnkgqs,bnskd->bnqkgd", weights, v)
         return out.reshape(out.shape[0], s.length, s.dim)

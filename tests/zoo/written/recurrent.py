@@ -48,6 +48,11 @@ def lstm(size: Size) -> ZooStep:
     return trained(init, loss, lambda i: (integers(i, s.vocabulary, s.rows, s.length),))
 
 
+def combine(one: Any, two: Any) -> Any:
+    """One after the other of h → a h + b, for pairs (a, b)."""
+    return one[0] * two[0], two[0] * one[1] + two[1]
+
+
 @zoo_program("mamba", source="written", layers=True)
 def mamba(size: Size) -> ZooStep:
     """Selective state spaces: h' = exp(Δ A) h + Δ B x, y = C h, all times at once."""
@@ -83,9 +88,6 @@ def mamba(size: Size) -> ZooStep:
         decay = jnp.exp(-dt[..., None] * jnp.exp(w["log_a"]))
         drive = (dt * x)[..., None] * b[:, :, None]
 
-        def combine(one: Any, two: Any) -> Any:
-            return one[0] * two[0], two[0] * one[1] + two[1]
-
         _, h = jax.lax.associative_scan(combine, (decay, drive), axis=1)
         return jnp.einsum("btdn,btn->btd", h, c) + w["skip"] * x
 
@@ -111,6 +113,15 @@ def mamba(size: Size) -> ZooStep:
         return next_token_loss(rms_norm(x, p["norm"]) @ p["embedding"].T, tokens)
 
     return trained(init, loss, lambda i: (integers(i, s.vocabulary, s.rows, s.length),))
+
+
+def shifted(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def channel_mix(w: Any, x: jax.Array) -> jax.Array:
+    x = x + (shifted(x) - x) * w["mix"]
+    return jnp.square(jax.nn.relu(x @ w["k"])) @ w["v"]
 
 
 @zoo_program("rwkv", source="written", layers=True)
@@ -141,17 +152,11 @@ def rwkv(size: Size) -> ZooStep:
             "head": dense_init(b, s.dim, s.vocabulary),
         }
 
-    def shifted(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-
     def time_mix(w: Any, x: jax.Array, norm: jax.Array) -> jax.Array:
         before = shifted(x)
         mixed = [x + (before - x) * m for m in w["mix"]]
         r, k, v, d, g = (y @ w[n] for n, y in zip("rkvwg", mixed, strict=True))
         decay = jnp.exp(-jnp.exp(d.astype(jnp.float32) - 1))
-
-        def heads_first_in_time(y: jax.Array) -> jax.Array:
-            return y.astype(jnp.float32).reshape(*y.shape[:2], s.heads, features).swapaxes(0, 1)
 
         bonus = w["bonus"].reshape(s.heads, features)
 
@@ -162,14 +167,13 @@ def rwkv(size: Size) -> ZooStep:
             return decay[..., None] * state + kv, out
 
         zeros = jnp.zeros((x.shape[0], s.heads, features, features))
-        inputs = tuple(heads_first_in_time(y) for y in (r, k, v, decay))
+        shape = (*x.shape[:2], s.heads, features)
+        inputs = tuple(
+            y.astype(jnp.float32).reshape(shape).swapaxes(0, 1) for y in (r, k, v, decay)
+        )
         _, out = jax.lax.scan(tick, zeros, inputs)
         out = out.swapaxes(0, 1).reshape(x.shape).astype(x.dtype)
         return (rms_norm(out, norm) * jax.nn.silu(g)) @ w["o"]
-
-    def channel_mix(w: Any, x: jax.Array) -> jax.Array:
-        x = x + (shifted(x) - x) * w["mix"]
-        return jnp.square(jax.nn.relu(x @ w["k"])) @ w["v"]
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         p = cast(params, s.dtype)
