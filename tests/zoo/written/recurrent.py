@@ -158,20 +158,17 @@ def rwkv(size: Size) -> ZooStep:
         r, k, v, d, g = (y @ w[n] for n, y in zip("rkvwg", mixed, strict=True))
         decay = jnp.exp(-jnp.exp(d.astype(jnp.float32) - 1))
 
-        bonus = w["bonus"].reshape(s.heads, features)
+        bonus, shape = w["bonus"].reshape(s.heads, features, 1), (*x.shape[:2], s.heads, features)
 
         def tick(state: jax.Array, now: Any) -> Any:
             r, k, v, decay = now
             kv = k[..., :, None] * v[..., None, :]
-            out = jnp.einsum("bhi,bhij->bhj", r, state + bonus[..., None] * kv)
+            out = jnp.einsum("bhi,bhij->bhj", r, state + bonus * kv)
             return decay[..., None] * state + kv, out
 
         zeros = jnp.zeros((x.shape[0], s.heads, features, features))
-        shape = (*x.shape[:2], s.heads, features)
-        inputs = tuple(
-            y.astype(jnp.float32).reshape(shape).swapaxes(0, 1) for y in (r, k, v, decay)
-        )
-        _, out = jax.lax.scan(tick, zeros, inputs)
+        rkvd = (y.astype(jnp.float32).reshape(shape).swapaxes(0, 1) for y in (r, k, v, decay))
+        _, out = jax.lax.scan(tick, zeros, tuple(rkvd))
         out = out.swapaxes(0, 1).reshape(x.shape).astype(x.dtype)
         return (rms_norm(out, norm) * jax.nn.silu(g)) @ w["o"]
 
