@@ -8,7 +8,7 @@ Every seed is a case (tests/properties/random_cases.py) that depends on nothing 
 worker processes on eight simulated CPU devices; an abort or a hang of XLA ends the worker, and the
 case counts as crashed. FILE is written as the run goes on. A later run with the same FILE
 runs only seeds that are missing there; `--again` adds those that failed. `--minutes 9` stops
-after nine minutes. `--summary benchmarks/results/random_programs.json` writes counts and failures.
+after nine minutes. `--summary FILE` writes counts and failures.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Failure:
 
     @property
     def exception(self) -> str:
-        """`IndexError: tuple index out of range (autopar/tracer/build.py:104)`."""
+        """Such as `IndexError: tuple index out of range (autopar/….py:104)`."""
         text = f"{self.error}: {self.message}" if self.message else self.error
         return f"{text} ({self.where})" if self.where else text
 
