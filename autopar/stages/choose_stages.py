@@ -32,7 +32,7 @@ from autopar.sharding.constraints import (
 from autopar.sharding.layout_constraints import LayoutConstraints
 from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
-from autopar.sharding.tried import MICRO_BATCHES
+from autopar.sharding.tried import MICRO_BATCHES, PIPELINES, RECOMPUTATION
 from autopar.stages.layer_tables import PRICES, TableBench, node_places, stage_tables
 from autopar.stages.looped import LoopedStep, batch_rows, launch_s
 from autopar.stages.micro_batches import candidate_micro_batches, choose_micro_batches
@@ -292,6 +292,9 @@ def check_state_fits(step: TracedStep, options: ShardingOptions, cluster: Cluste
             f"{format_bytes(budget)}.",
             floor,
             budget,
+            tried=dict.fromkeys(
+                (MICRO_BATCHES, RECOMPUTATION, PIPELINES), "not tried: the state alone is too large"
+            ),
             remedies={
                 "more devices": f"{ceil(cluster.num_devices * floor / budget)} instead of "
                 f"{cluster.num_devices} would hold the state alone; or devices with more memory"

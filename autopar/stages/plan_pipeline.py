@@ -326,7 +326,9 @@ def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) 
 def _explained(
     error: MemoryBudgetError, source: StepSource, task: PipelineTask
 ) -> MemoryBudgetError:
-    """The error with what was tried."""
+    """The error with what was tried, unless it says so itself."""
+    if MICRO_BATCHES in error.tried:
+        return error
     method, log = task.method, task.log
     useless = set()
     if method.num_micro_batches == "auto":
