@@ -296,9 +296,6 @@ def _types_of(avals: Sequence[Any]) -> list[tuple]:
 def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) -> list[Any]:
     try:
         return executable(leaves)
-    except (TypeError, ValueError, CompileError) as error:
-        use_users_names(error, planned.traced.call.paths)
-        raise
     except RuntimeError as error:
         if is_out_of_memory(error):  # whether or not it has used up the old state
             add_remedy(error)
@@ -310,6 +307,11 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
                     "buffers of the old state (donate_argnums='auto'). Use the state that the step "
                     "returned, or keep the old one with parallelize(…, donate_argnums=())."
                 ) from error
+        if isinstance(error, CompileError):
+            use_users_names(error, planned.traced.call.paths)
+        raise
+    except (TypeError, ValueError) as error:
+        use_users_names(error, planned.traced.call.paths)
         raise
 
 

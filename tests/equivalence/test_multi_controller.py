@@ -66,9 +66,9 @@ ERRORS = {
     ),
     "another_donation": (
         "PlanError",
-        "process 1: options is 'StepOptions(",
+        'process 1: options is "StepOptions(',
         "PlanError",
-        "process 1: options is 'StepOptions(",
+        'process 1: options is "StepOptions(',
     ),
     "first_cannot_plan": (
         "OSError",

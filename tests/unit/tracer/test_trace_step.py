@@ -406,6 +406,6 @@ def test_errors_of_jax_name_the_arguments() -> None:
         trace_step(branching, (jnp.ones(4), batch))
     text = str(caught.value)
     assert "the value of the argument batch['x']." in text and "batch['y']" not in text
-    assert "leaves" not in text and "autopar/" not in text
+    assert "leaves" not in text and "autopar/tracer" not in text
     line = branching.__code__.co_firstlineno
     assert f"branching at {__file__}:{line}" in text

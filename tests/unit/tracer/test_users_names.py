@@ -61,7 +61,7 @@ def test_names(name: str) -> None:
         autopar.parallelize(fn, method=autopar.ShardParallel((8,)))(STATE, BATCH)
     text = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
     assert path in text or name == "jitted", text
-    assert "leaves[" not in text and "autopar/" not in text
+    assert "leaves[" not in text and "autopar/tracer" not in text
     assert f" at {__file__}:" in text
     assert text.count("depends on the value") == 1
     last = traceback.extract_tb(raised.value.__traceback__)
