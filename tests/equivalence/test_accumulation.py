@@ -54,7 +54,7 @@ def gradients_in_loop(executable: Any, state: Any) -> list[Any]:
 CASES = [
     ("mlp-tiny", (2, 4), 64),
     ("mlp-tiny", (8,), 64),
-    ("gpt-tiny-scan", (8,), 16),
+    pytest.param("gpt-tiny-scan", (8,), 16, marks=pytest.mark.slow),
     pytest.param("moe-tiny", (2, 4), 32, marks=pytest.mark.slow),
     pytest.param("gpt-tiny", (2, 4), 16, marks=pytest.mark.slow),
     pytest.param("bert-tiny", (8,), 16, marks=pytest.mark.slow),

@@ -84,7 +84,7 @@ def test_a_port_is_two_lines() -> None:
     assert changed == ["+import autopar", "-@jax.jit", "+@autopar.parallelize"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_ported_loop_gives_the_same_numbers() -> None:
     before, after = (
         run(f"port/{name}.py", JAX_NUM_CPU_DEVICES="8") for name in ("before", "after")

@@ -52,7 +52,12 @@ def wanted(family: str) -> list[Any]:
     return wanted_results(FAMILIES[family])
 
 
-@pytest.mark.representatives("8-indices", "2x4-shapes", "2x4-control flow")
+@pytest.mark.representatives(
+    "8-indices",
+    "2x4-shapes",
+    "2x4-control flow",
+    slow=[f"8-{family}" for family in FAMILIES if family != "indices"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=MESH_IDS)
 def test_operators_equal_jit(family: str, mesh_shape: tuple[int, ...]) -> None:

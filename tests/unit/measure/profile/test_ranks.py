@@ -91,7 +91,7 @@ def run_program(name: str, count: int) -> list:
         )
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_error_in_one_rank_is_raised_in_all_and_silence_has_a_limit():
     results = run_program("rank_program.py", 3)
     seen = []
@@ -140,7 +140,7 @@ def planned_collectives(count: int) -> list:
     return [p.sample for p in planned if p.group == "collectives"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_command(tmp_path):
     output = tmp_path / "killed.json"
     typed = ["profile", "--ranks", "2", "--platform", "cpu", "--only", "collectives"]
