@@ -19,16 +19,24 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         "gemma",
         "4.0.1",
         "pip does not resolve its requirements (kauldron, xmanager, google-cloud-bigquery) within "
-        "four minutes; with their modules installed one by one, it imports",
+        "four minutes on two busy cores; with their modules installed one by one, it imports",
     ),
     LeftOut(
         "haliax",
         "1.3",
         "imports `BuiltInKeyEntry` of `jax._src.tree_util`, which no JAX from 0.10.2 to 0.12 has",
     ),
-    LeftOut("jax-md", "the newest", "pip does not resolve its requirements within four minutes"),
+    LeftOut(
+        "jax-md",
+        "the newest",
+        "pip did not resolve its requirements within four minutes on two busy cores",
+    ),
     LeftOut("kfac-jax", "0.0.8", "reads `jax.core.Effects`, which JAX 0.12 no longer has"),
-    LeftOut("levanter", "the newest", "needs haliax; pip does not resolve it within four minutes"),
+    LeftOut(
+        "levanter",
+        "the newest",
+        "needs haliax; pip did not resolve it within four minutes on two busy cores",
+    ),
     LeftOut(
         "MaxText",
         "0.2.5",
@@ -39,7 +47,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut(
         "sbx-rl",
         "the newest",
-        "needs PyTorch, whose CUDA packages do not install within four minutes; brax's PPO stands "
+        "needs PyTorch, whose CUDA packages did not install within four minutes; brax's PPO stands "
         "for reinforcement learning",
     ),
     LeftOut(
