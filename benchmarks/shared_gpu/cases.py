@@ -19,7 +19,8 @@ from examples.models import Example, build
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model of `examples.models` with a batch and some of its config changed; `tiny` is the model
-    for a dry run."""
+    for a dry run. `autotune_level` of XLA: 0 leaves products to cuBLAS, which chooses well; untuned
+    convolutions take seconds."""
 
     label: str
     model: str
@@ -27,6 +28,7 @@ class Case:
     config: dict[str, Any]
     tiny: str
     tiny_batch: int = 16
+    autotune_level: int = 0
 
     def example(self, *, tiny: bool = False) -> Example:
         if tiny:
@@ -76,7 +78,7 @@ CASES: dict[str, Case] = {
     ),
     "wresnet": Case(
         "Wide-ResNet, 4 blocks of 160 to 1280 channels, batch 128", "wresnet-250m", 128,
-        {"stage_sizes": (1, 1, 1, 1), "image_size": 128}, "wresnet-tiny",
+        {"stage_sizes": (1, 1, 1, 1), "image_size": 128}, "wresnet-tiny", autotune_level=1,
     ),
     "dlrm": Case(
         "DLRM, 16 tables of 131072 × 64, batch 65536", "dlrm-560m", 65536,

@@ -28,11 +28,9 @@ from .tables import case_row, line_of
 
 MOST_FAILURES = 3  # of a case; then it is given up
 # One rank compiles a program for all; by default each would wait for the others' share of tuning.
-# Nothing is tuned at all: eight ranks that time kernels at once disturb each other, and it takes
-# minutes. Products are cuBLAS's, by its own choice.
-_XLA_FLAGS = (
-    "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-)
+# Nothing is tuned unless it must be (`Case.autotune_level`): eight ranks that time kernels at once
+# disturb each other, and it takes minutes. Products are cuBLAS's, by its own choice.
+_XLA_FLAGS = "--xla_gpu_shard_autotuning=false --xla_gpu_enable_triton_gemm=false"
 _ENDED_BY_LAUNCHER = (0, -15, -9)
 
 
@@ -53,19 +51,24 @@ class Driver:
                 results = self._run_ranks(ranks, names)
                 for name in names:
                     self._collect(name)
-                if not any(one.failed for one in results):
-                    break
-                self._note_failure(results, names)
+                if any(one.failed for one in results):
+                    self._note_failure(results, names)
+                elif names == self._wanted():
+                    break  # no row came of it
         return self.document
 
     def _wanted(self) -> list[str]:
+        """The cases of the next launch: those that are left and tuned as the first of them."""
         given_up = [case for case, failed in self._failed().items() if len(failed) >= MOST_FAILURES]
-        return [
+        left = [
             name
             for name in self.options.model
             if name not in self.document["cases"]
             and name not in given_up
             and plan_file(self.plans, name).exists()
+        ]
+        return [
+            name for name in left if CASES[name].autotune_level == CASES[left[0]].autotune_level
         ]
 
     def _run_ranks(self, ranks: Ranks, names: Sequence[str]) -> list[RankResult]:
@@ -84,7 +87,9 @@ class Driver:
         env = {}
         if ranks.platform == "gpu":
             env["JAX_PLATFORMS"] = "cuda"  # in this process it is "cpu"
-            env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+            level = f"--xla_gpu_autotune_level={CASES[names[0]].autotune_level}"
+            given = os.environ.get("XLA_FLAGS", "")
+            env["XLA_FLAGS"] = f"{given} {_XLA_FLAGS} {level}".strip()
         for rank in range(ranks.num_ranks):
             progress_file(self.work, rank).unlink(missing_ok=True)
 

@@ -34,9 +34,10 @@ SHARE_VARIABLE = "AUTOPAR_RANKS_PER_GPU"
 OLDEST_NCCL = (2, 30)
 MOST_RANKS_PER_GPU = 48  # clients of an MPS server
 _USED_MEMORY = 0.9  # of the GPU by XLA; the rest is for CUDA contexts and NCCL's buffers
-# Streams run side by side up to a process's connections (32 at most, 8 by default). On an
-# H200, half of eight clients with 32 each could not start; with 12 each, all did.
+# Streams run side by side up to a process's connections. On an H200 all processes together had 120
+# to 124: the fourth with 32 each could not start, nor the eleventh with 12.
 _CONNECTIONS = 96
+_MOST_CONNECTIONS = 12  # of a process: the next mesh starts before the processes of the last end
 _START_S = 20.0
 _PROBE_S = 60.0
 _ON_GPU = {"JAX_PLATFORMS": "cuda,cpu", "JAX_LOCAL_DEVICE_IDS": "0"}  # whatever this process uses
@@ -187,7 +188,9 @@ class SharedGpu(Ranks):
         if self._mps:
             env |= self._mps_variables()
             env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // share)
-            env["CUDA_DEVICE_MAX_CONNECTIONS"] = str(min(32, max(1, _CONNECTIONS // share)))
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = str(
+                max(1, min(_MOST_CONNECTIONS, _CONNECTIONS // share))
+            )
         return env
 
     def describe(self) -> str:

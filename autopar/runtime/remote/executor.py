@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -174,15 +174,10 @@ class Executor:
         watched = shards if self._place.rank == 0 else {}
 
         def wait() -> StepDone:
-            values = {}
-            for place, shard in watched.items():
-                try:
-                    values[place] = np.asarray(shard)
-                except RuntimeError:
-                    if not shard.is_deleted():  # otherwise the next step has used it up
-                        raise
-            if not values and smallest is not None and not smallest.is_deleted():
-                jax.block_until_ready(smallest)
+            found = {place: _unless_used_up(np.asarray, shard) for place, shard in watched.items()}
+            values = {place: value for place, value in found.items() if value is not None}
+            if not values and smallest is not None:
+                _unless_used_up(jax.block_until_ready, smallest)
             self._check_transfers()
             return StepDone(values)
 
@@ -291,6 +286,16 @@ class Executor:
         if self._transport is not None:
             self._transport.close()
         self._channel.close()
+
+
+def _unless_used_up(wait: Callable[[jax.Array], Any], array: jax.Array) -> Any:
+    """`wait(array)`; or None if a later step has used the array up, at any moment."""
+    try:
+        return wait(array)
+    except RuntimeError:
+        if not array.is_deleted():
+            raise
+        return None
 
 
 def _scalar_on(num_devices: int) -> ShardedType:
