@@ -202,13 +202,15 @@ class _Assigner:
         return [] if after is None else [Refetch(position, num_shared, after)]
 
     def lanes(self, equation: Equation, nodes: Sequence[int]) -> UnreducedAxes | None:
-        """The axes of partial sums that a loop adds up: see `UnreducedAxes`."""
-        axes = self.unreduced_axes(equation.results[0])
-        if not axes:
-            return None
+        """The axes of partial sums that a loop adds up: see `UnreducedAxes`. Lanes of operands stay
+        until the op is bound, even those that its result is then summed over."""
         layouts = iter(layout for node in nodes for layout in self.layouts[node][0])
         operands = [next(layouts) if isinstance(o, int) else None for o in equation.operands]
-        return UnreducedAxes(axes, tuple(operands))
+        axes = set(self.unreduced_axes(equation.results[0]))
+        for operand, layout in zip(equation.operands, operands, strict=True):
+            if isinstance(operand, int) and operand in self.graph.unfinished:
+                axes.update(partial_axes(layout))
+        return UnreducedAxes(tuple(sorted(axes)), tuple(operands)) if axes else None
 
     def unreduced_axes(self, value: int) -> tuple[int, ...]:
         """Mesh axes along which a value stays a partial sum."""

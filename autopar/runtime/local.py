@@ -109,6 +109,7 @@ class LocalExecutable(Executable):
             return failure_watch().run(
                 self.plan.name, lambda: self._dispatch(self.place(leaves)), self._smallest
             )
+        self.compiled  # noqa: B018  # a failure to compile is no objection to the arguments
         try:
             return self._dispatch(leaves)
         except ValueError:
@@ -148,9 +149,11 @@ class LocalExecutable(Executable):
             return self._lower()
         except AutoparError:
             raise
-        except (ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise CompileError(
-                f"JAX could not lower {self.plan.name} for the mesh {self.plan.mesh_shape}: {error}"
+                f"JAX could not lower {self.plan.name} for the mesh {self.plan.mesh_shape}: "
+                f"{error}\nIf jax.jit compiles the function, this is a fault of autopar: please "
+                "report it."
             ) from error
 
     def _lower(self) -> jax.stages.Lowered:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -387,3 +388,19 @@ def test_what_jax_cannot_lower_is_a_compile_error_with_the_users_names() -> None
     with pytest.raises(CompileError, match=r"could not lower <lambda>.*'unknown'") as raised:
         step(jnp.ones((8, 8)), jnp.ones((16, 8)))
     assert "leaves[" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, NotImplementedError])
+def test_what_fails_in_lowering_is_no_change_of_the_arguments(kind: type[Exception]) -> None:
+    """Only the call itself may object to the types of arguments."""
+
+    def refuse(ctx: Any, x: Any) -> Any:
+        raise kind("no such shapes")
+
+    primitive = Primitive("refused")
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, refuse)
+    step = autopar.parallelize(lambda w, x: primitive.bind(x @ w), method=METHOD)
+    for _ in range(2):  # nothing is kept of the first
+        with pytest.raises(CompileError, match=r"could not lower <lambda>.*no such shapes"):
+            step(jnp.ones((8, 8)), jnp.ones((16, 8)))
