@@ -2,7 +2,7 @@
 
 Each mesh is started by its own thread. It creates actors, compares their versions before anything
 else, and lets the processes join each other at a port of the mesh's first host. If that port was
-taken meanwhile, it starts the mesh again with another one.
+taken meanwhile, or a shared GPU still holds processes that have ended, it starts the mesh again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -28,9 +29,20 @@ from autopar.runtime.ray.session import Host, RaySession, Worker
 from autopar.runtime.ray.worker import CommandOutcome, Hello, Joined, MeshWorker
 from autopar.runtime.remote.place import WorkerPlace
 
-PORT_TRIES = 3
+START_TRIES = 3
+PAUSE_S = 2.0  # before the second try; then twice that
 _LOG_LIMIT_S = 3.0
 _PORT_IN_USE = ("address already in use", "failed to add port")
+_PORT_TAKEN = (
+    "a free port was taken before JAX could listen on it. Check what opens ports there, and try "
+    "again."
+)
+_NO_GPU = "Unable to initialize backend 'cuda'"
+_NO_SHARE = (
+    "CUDA's MPS daemon takes no further process while one that died is cleared away, or when all "
+    "processes together have too many connections (CUDA_DEVICE_MAX_CONNECTIONS; about 120 on an "
+    "H200). Use fewer meshes at a time, or start the daemon anew."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +54,11 @@ class _Begun:
     actor: Any
 
 
-class _PortInUse(Exception):
-    pass
+class _Occupied(Exception):
+    """Something that a new process needs is still held by others: another try may get it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
 
 
 class _Abandoned(Exception):
@@ -127,23 +142,23 @@ def _num_devices(session: RaySession) -> int:
 def _start_mesh(
     session: RaySession, devices: tuple[int, ...], until_s: float, stop: threading.Event
 ) -> tuple[Worker, ...]:
-    for _ in range(PORT_TRIES):
+    last = _Occupied("")
+    for number in range(START_TRIES):
+        stop.wait(number * PAUSE_S)
         begun = [
             _Begun(place, host, _make_actor(session, place, host))
             for place, host in _places_of(session, devices)
         ]
         try:
             return _join(session, begun, until_s, stop)
-        except _PortInUse:
+        except _Occupied as occupied:
             _kill(session, [b.actor for b in begun])
+            last = occupied
         except BaseException:
             _kill(session, [b.actor for b in begun])
             raise
     node = session.hosts[devices[0] // session.devices_per_host].node
-    raise ClusterError(
-        f"{PORT_TRIES} free ports on {node.described()} were taken before JAX could listen on "
-        "them. Check what opens ports there, and try again."
-    )
+    raise ClusterError(f"{START_TRIES} times on {node.described()}: {last.what}")
 
 
 def _join(
@@ -167,7 +182,7 @@ def _join(
     calls = {
         b: b.actor.start.remote(b.place, coordinator, session.executor, limit_s) for b in begun
     }
-    joined = gather(calls, _checked)
+    joined = gather(calls, partial(_checked, session))
     return tuple(Worker(b.place, hellos[b], joined[b], b.actor, b.host.node) for b in begun)
 
 
@@ -238,7 +253,7 @@ def _why_it_ended(begun: _Begun, hello: Hello | None, error: BaseException) -> E
             call = begun.host.node.agent.report.remote([process]).future()
             log = "\n".join(log_lines(call.result(_LOG_LIMIT_S)["processes"][0]["log"]))
     if _says_port_in_use(log):
-        return _PortInUse()
+        return _Occupied(_PORT_TAKEN)
     return ClusterError(
         f"A worker on {begun.place.node} could not start: {log or error}\nEvery node needs the "
         "same Python, Ray, JAX and autopar as the driver."
@@ -249,12 +264,17 @@ def _says_port_in_use(text: str) -> bool:
     return any(sign in text.lower() for sign in _PORT_IN_USE)
 
 
-def _checked(begun: _Begun, outcome: CommandOutcome) -> Joined:
+def _checked(session: RaySession, begun: _Begun, outcome: CommandOutcome) -> Joined:
     place = begun.place
     if outcome.error is not None:
         raise outcome.error
     if _says_port_in_use(outcome.raised):
-        raise _PortInUse
+        raise _Occupied(_PORT_TAKEN)
+    if session.ranks_per_gpu > 1 and _NO_GPU in outcome.raised:
+        raise _Occupied(
+            f"the worker with the devices {list(place.devices)} got no share of its GPU: "
+            f"{outcome.raised}\n{_NO_SHARE}"
+        )
     if outcome.raised:
         raise ClusterError(
             f"The worker on {place.node} with the devices {list(place.devices)} could not start: "

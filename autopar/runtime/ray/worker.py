@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import os
 import socket
@@ -157,6 +158,19 @@ class MeshWorker:
             close()
         if jax.distributed.is_initialized():
             jax.distributed.shutdown()
+        if self._devices and self._devices[0].platform == "gpu":
+            _destroy_contexts()
+
+
+def _destroy_contexts() -> None:
+    """Leave the GPUs for good. A process that is killed with a CUDA context can make the MPS server
+    refuse those that start next."""
+    with contextlib.suppress(OSError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        num_devices = ctypes.c_int(0)
+        cuda.cuDeviceGetCount(ctypes.byref(num_devices))
+        for device in range(num_devices.value):
+            cuda.cuDevicePrimaryCtxReset_v2(device)
 
 
 def num_cpu_threads(num_devices: int) -> int:

@@ -72,7 +72,7 @@ def test_every_rank_has_its_share(driver, monkeypatch):
         env = ranks.environment(7)
     assert env["JAX_PLATFORMS"] == "cuda,cpu"
     assert env["CUDA_VISIBLE_DEVICES"] == "0"
-    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12"
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "18"
     assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "12"
     assert float(env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(0.9 / 8, abs=1e-4)
     assert env["LD_PRELOAD"].endswith("libnccl.so.2")
