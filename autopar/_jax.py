@@ -12,9 +12,10 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 import jax
@@ -304,6 +305,29 @@ def line_of_user(tracebacks: tuple[Any, ...]) -> str:
     frame = next(outside_packages, frames[0])
     file = "/".join(frame.file_name.replace("\\", "/").split("/")[-2:])
     return f"{file}:{frame.start_line} ({frame.function_name.replace('.<locals>', '')})"
+
+
+def code_behind(tracebacks: Iterable[Any], outermost: CodeType) -> set[CodeType]:
+    """The code of all functions outside JAX that ran while the equations of these tracebacks were
+    made, below the function with the code `outermost`."""
+    installed, found = str(Path(jax.__file__).parent), set()
+    for traceback in {t for t in tracebacks if t is not None}:
+        for code in traceback.raw_frames()[0]:  # the innermost first
+            if code is outermost:
+                break
+            if not code.co_filename.startswith(installed):
+                found.add(code)
+    return found
+
+
+def context_settings(context: EquationContext) -> tuple[Any, ...]:
+    """What an equation's context sets: memory, random numbers, notes for XLA."""
+    metadata = context.xla_metadata or {}
+    return (
+        str(context.compute_type),
+        bool(context.threefry_partitionable),
+        sorted((str(key), str(value)) for key, value in dict(metadata).items()),
+    )
 
 
 def is_extended_dtype(dtype: Any) -> bool:

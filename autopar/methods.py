@@ -23,7 +23,8 @@ class ShardingOptions:
     stand for themselves.
 
     solver:                 "highs", or the name of any solver that PuLP finds installed.
-    solver_time_limit_s:    after this the best sharding so far is used, with its proven gap.
+    solver_time_limit_s:    of one integer programme: then the best sharding so far is used, with
+                            its proven gap.
     fold_layers:            give equal layers equal shardings; solve time then does not grow with
                             depth.
     pins:                   pattern -> `PartitionSpec` that all arrays it matches must have.
@@ -39,6 +40,11 @@ class ShardingOptions:
                             as many as pay where memory is short, "none", or "all".
     rerank:                 compile and run this many of the best plans, with made-up inputs, and
                             take the fastest; 0 takes the best predicted.
+    planning_time_s:        seconds for the whole plan, tracing included: then the best plan so far
+                            is used, with its proven gap, and `plan.solver.stopped` says what was
+                            left out. Until there is a plan, planning goes on. None for no limit.
+    keep_best_on_interrupt: Ctrl-C ends planning with the best plan so far; a second Ctrl-C raises
+                            `KeyboardInterrupt`.
 
     With `mesh_shape="auto"`, meshes that cannot satisfy the options are skipped.
     """
@@ -55,10 +61,15 @@ class ShardingOptions:
     memory_budget_bytes: float | None = None
     remat: str = "auto"
     rerank: int = 0
+    planning_time_s: float | None = 60.0
+    keep_best_on_interrupt: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.solver_time_limit_s) or not self.solver_time_limit_s > 0:
             _refuse(self, "solver_time_limit_s", "a number of seconds > 0")
+        limit = self.planning_time_s
+        if limit is not None and not (_is_number(limit) and limit > 0):
+            _refuse(self, "planning_time_s", "a number of seconds > 0, or None for no limit")
         if not isinstance(self.solver, str):
             _refuse(self, "solver", "the name of a solver, such as 'highs'")
         for name in _SWITCHES:
@@ -92,6 +103,7 @@ class ShardingOptions:
 
 _SWITCHES = (
     "fold_layers", "allow_reduce_scatter", "allow_all_to_all", "allow_replicated_parameters",
+    "keep_best_on_interrupt",
 )  # fmt: skip
 
 

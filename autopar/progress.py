@@ -3,6 +3,7 @@
 passes      `logging` under "autopar": DEBUG when a pass begins, INFO with its seconds
 terminal    one line on stderr for work of more than a second, if stderr is a terminal;
             AUTOPAR_PROGRESS=0 turns it off
+elsewhere   the same as an INFO record every ten seconds
 on demand   AUTOPAR_DEBUG=plan,strategies,solver prints these to stderr
 
 The line is our own, not `tqdm`'s: a thread redraws it while HiGHS blocks for a minute, and `tqdm`
@@ -16,8 +17,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 LOGGER = logging.getLogger("autopar")
@@ -25,6 +27,7 @@ LOGGER = logging.getLogger("autopar")
 DEBUG_WORDS = ("plan", "strategies", "solver")
 _FIRST_S = 1.0  # shorter work is not shown
 _EVERY_S = 0.2
+_LOG_EVERY_S = 10.0  # where there is no terminal
 _BAR = 20
 _warned: set[str] = set()  # values of AUTOPAR_DEBUG whose unknown words were reported
 
@@ -95,8 +98,40 @@ class Progress:
         return f"{self.what} [{bar}] {self.done} of {self.total}"
 
 
+class Best:
+    """The best plan so far: predicted seconds of its step, its proven gap, and the time left."""
+
+    def __init__(self, left_s: Callable[[], float]) -> None:
+        self.left_s = left_s
+        self.step_s, self.gap = inf, 0.0
+
+    def take(self, step_s: float, gap: float) -> None:
+        if step_s < self.step_s:
+            self.step_s, self.gap = step_s, gap
+
+    def text(self) -> str:
+        parts = []
+        if self.step_s < inf:
+            parts.append(f"best step {self.step_s:.4g} s (gap {self.gap:.1%})")
+        left = self.left_s()
+        if left < inf:
+            parts.append(f"{left:.0f} s left" if left > 0 else "time is up")
+        return ", ".join(parts)
+
+
+@contextmanager
+def showing(best: Best) -> Iterator[None]:
+    """Shows the best plan so far beside the work under way."""
+    before, _SCREEN.best = _SCREEN.best, best
+    try:
+        yield
+    finally:
+        _SCREEN.best = before
+
+
 class _Screen:
-    """The line on the terminal, and the thread that draws it while any work is under way."""
+    """The line on the terminal, or the records elsewhere, and the thread that writes them while any
+    work is under way."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -104,14 +139,16 @@ class _Screen:
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._is_drawn = False
+        self.best: Best | None = None
 
     def enter(self, work: Progress) -> None:
         with self._lock:
             self._under_way.append(work)
-            if self._thread is None and _on_terminal():
+            on_terminal = _on_terminal()
+            if self._thread is None and (on_terminal or LOGGER.isEnabledFor(logging.INFO)):
                 self._over = threading.Event()
                 self._thread = threading.Thread(
-                    target=self._draw_until,
+                    target=self._draw_until if on_terminal else self._log_until,
                     args=(self._over,),
                     name="autopar-progress",
                     daemon=True,
@@ -146,11 +183,24 @@ class _Screen:
                 if now - self._under_way[0].started >= _FIRST_S:
                     self._draw(now)
 
-    def _draw(self, now: float) -> None:
+    def _log_until(self, over: threading.Event) -> None:
+        while not over.wait(_LOG_EVERY_S):
+            with self._lock:
+                line = self._line(time.monotonic()) if self._under_way else None
+            if line is not None and not over.is_set():
+                LOGGER.info("%s", line)
+
+    def _line(self, now: float) -> str:
         first = self._under_way[0]
         shown = [first] if len(self._under_way) == 1 else [first, self._under_way[-1]]
-        text = ": ".join(work.text() for work in shown)
-        line = f"autopar: {text}, {now - first.started:.0f} s"
+        parts = [": ".join(work.text() for work in shown)]
+        if self.best is not None:
+            parts.append(self.best.text())
+        parts.append(f"{now - first.started:.0f} s")
+        return ", ".join(part for part in parts if part)
+
+    def _draw(self, now: float) -> None:
+        line = f"autopar: {self._line(now)}"
         self._is_drawn = _write("\r\x1b[K" + line[: _columns() - 1]) or self._is_drawn
 
     def _wipe(self) -> None:

@@ -29,6 +29,8 @@ def solver_lines(plan: ParallelPlan) -> list[str]:
     if spent:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in spent.items())
         lines += paragraph(f"planned in {format_seconds(sum(spent.values()))}: {parts}")
+    if solver.stopped is not None:
+        lines += paragraph(solver.stopped)
     return lines
 
 

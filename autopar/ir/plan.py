@@ -111,7 +111,8 @@ class Fingerprint:
 @dataclass(frozen=True)
 class SolverReport:
     """The solver's result and its proven bound. `unbounded`: objective and peak bytes without the
-    memory budget, where the budget made a difference."""
+    memory budget, where the budget made a difference; `stopped`: what was left out for want of
+    planning time, and why, if anything was."""
 
     objective: float
     lower_bound: float
@@ -119,6 +120,7 @@ class SolverReport:
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     unbounded: tuple[float, ...] = ()
+    stopped: str | None = field(default=None, metadata={"omit_none": True})
 
 
 @dataclass(frozen=True)

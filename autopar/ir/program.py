@@ -103,7 +103,7 @@ class NamedValue:
     vmapped: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Program:
     """Equations in order, from `inputs` to `outputs`; a loop's body is a program too."""
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopar import _jax
 from autopar.cost.reshard import reshard_table
-from autopar.ir.graph import OUTPUT, Graph, NodeKind
+from autopar.ir.graph import OUTPUT, Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.program import Equation, Operand, Program
 from autopar.ir.program_sharding import (
@@ -229,7 +229,8 @@ class _Assigner:
             lanes = self.unreduced_axes(value)
             steps = tuple(s for s in self.path(value, raw, target) if partial_axes(s) == lanes)
             if steps:
-                return steps
+                maker = self.graph.nodes[self.graph.producer[node.operands[0]][0]]
+                return (*_as_gathered(maker, raw, steps[0]), *steps)
         return (target,) if self.is_explicit(value, target) else ()
 
     # -- loops
@@ -332,3 +333,14 @@ class _Assigner:
         self.place(equation.results)
         chains = ((),) * len(equation.operands)
         return EquationSharding(chains, tuple((r,) for r in targets), tuple(programs))
+
+
+def _as_gathered(maker: Node, made: Layout, wanted: Layout) -> Chain:
+    """The layout in which a gather makes its result, if that comes before the wanted one. XLA of
+    JAX 0.11 aborts the process (`spmd_partitioner_util.cc`, a failed check) if it is to split a
+    dimension of the result along several axes, and the gather itself does not."""
+    split = [entry for entry in wanted if entry >= 0]
+    complete = tuple(max(entry, WHOLE) for entry in made)
+    if maker.name != "gather" or len(split) == len(set(split)) or complete == wanted:
+        return ()
+    return (complete,)

@@ -11,6 +11,7 @@ A whole step and each stage of a pipeline are planned by the same passes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -32,6 +33,7 @@ from autopar.sharding.constraints import (
     divisible_meshes,
     solver_constraints,
 )
+from autopar.sharding.deadline import Deadline
 from autopar.sharding.ilp import check_solver
 from autopar.sharding.layout_constraints import (
     LayoutConstraints,
@@ -46,6 +48,8 @@ from autopar.sharding.solve import DoesNotFit, GraphSharding, fit_into_memory, s
 from autopar.sharding.tried import with_failures
 from autopar.tracer.build import build_graph
 
+# Share of the time left in which all meshes should be solved without a budget.
+_SOLVING = 0.5
 # Share of a step's flops that may run replicated because autopar failed to find rules.
 MOST_UNRULED = 0.1
 
@@ -224,34 +228,63 @@ def _meshes(task: ShardingTask, graph: Graph) -> tuple[list[LogicalMesh], tuple[
 def _best_sharding(problem: MeshProblem, log: PlanningLog) -> GraphSharding:
     """The best sharding over all meshes that fits into memory. A mesh on which the constraints
     cannot be met, or autopar fails, is left out, as long as another remains."""
-    task, graph, step = problem.task, problem.graph, problem.step
-    known = {} if task.known is None else task.known
-    shardings: list[GraphSharding] = []
     refusals: dict[LogicalMesh, AutoparError] = {}
     failures: list[Failure] = []
-    with Progress("solving meshes", len(problem.meshes)) as progress:
-        for mesh in problem.meshes:
-            budget = None if task.in_full else memory_budget(mesh, task.method)
-            try:
-                if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
-                    text = f"{step.name} needs {floor:.0f} bytes per device or more"
-                    refusals[mesh] = MemoryBudgetError(text, floor, budget)
-                    continue
-                if mesh not in known:
-                    known[mesh] = _sharding_on(mesh, problem)
-                shardings.append(known[mesh].of_graph(graph))
-            except (MeshError, SolverError, SpecError) as error:
-                refusals[mesh] = error
-            except Exception as error:
-                failures += log.contain(_named(mesh), error)
-            progress.step()
-    if shardings:
-        return _best_within_memory(shardings, problem, failures, log)
+    step, meshes = problem.step, problem.meshes
+    part = log.deadline.part(_SOLVING if len(meshes) > 1 else 1.0)
+    while True:
+        shardings, later = _solved_meshes(problem, meshes, part, refusals, failures, log)
+        if not shardings:
+            break
+        try:
+            return _best_within_memory(shardings, problem, failures, log)
+        except MemoryBudgetError:
+            if not later:
+                raise
+        meshes = later
     if refusals and isinstance(error := _refusal(refusals), MemoryBudgetError):
         raise with_failures(error, failures)
     if failures:
         raise planning_failed(step.name, failures, "no mesh could be solved")
     raise _refusal(refusals)
+
+
+def _solved_meshes(
+    problem: MeshProblem,
+    meshes: Sequence[LogicalMesh],
+    deadline: Deadline,
+    refusals: dict[LogicalMesh, AutoparError],
+    failures: list[Failure],
+    log: PlanningLog,
+) -> tuple[list[GraphSharding], list[LogicalMesh]]:
+    """The best shardings without a budget, and the meshes for which there was no time. One mesh at
+    least is solved."""
+    task, graph = problem.task, problem.graph
+    known = {} if task.known is None else task.known
+    shardings: list[GraphSharding] = []
+    took_s = 0.0
+    with Progress("solving meshes", len(meshes)) as progress:
+        for number, mesh in enumerate(meshes):
+            if shardings and not deadline.allows(took_s):
+                deadline.cut(f"{len(meshes) - number} of {len(meshes)} meshes")
+                return shardings, list(meshes[number:])
+            started = time.monotonic()
+            budget = None if task.in_full else memory_budget(mesh, task.method)
+            try:
+                if budget is not None and (floor := memory_floor(graph, mesh)) > budget:
+                    text = f"{problem.step.name} needs {floor:.0f} bytes per device or more"
+                    refusals[mesh] = MemoryBudgetError(text, floor, budget)
+                    continue
+                if mesh not in known:
+                    known[mesh] = _sharding_on(mesh, problem, deadline, len(meshes) - number)
+                shardings.append(known[mesh].of_graph(graph))
+            except (MeshError, SolverError, SpecError) as error:
+                refusals[mesh] = error
+            except Exception as error:
+                failures += log.contain(_named(mesh), error)
+            took_s = time.monotonic() - started
+            progress.step()
+    return shardings, []
 
 
 def _named(mesh: LogicalMesh) -> str:
@@ -271,7 +304,10 @@ def _refusal(refusals: Mapping[LogicalMesh, AutoparError]) -> AutoparError:
     return type(first)(f"no mesh of {num_devices} devices can be used:\n{reasons}")
 
 
-def _sharding_on(mesh: LogicalMesh, problem: MeshProblem) -> GraphSharding:
+def _sharding_on(
+    mesh: LogicalMesh, problem: MeshProblem, deadline: Deadline, num_left: int
+) -> GraphSharding:
+    """`num_left`: the meshes that still have to be solved, with this one."""
     method, options = problem.task.method, options_of(problem.task.method)
     allowed, keep = solver_constraints(
         problem.graph, problem.step, mesh, method, problem.constraints
@@ -282,7 +318,7 @@ def _sharding_on(mesh: LogicalMesh, problem: MeshProblem) -> GraphSharding:
         allowed=allowed,
         keep=keep,
         solver=options.solver,
-        time_limit_s=options.solver_time_limit_s,
+        time_limit_s=deadline.seconds(options.solver_time_limit_s, max(0.5, 0.9 / num_left)),
         fold=options.fold_layers,
     )
 
@@ -300,9 +336,14 @@ def _best_within_memory(
     options = options_of(method)
     best: GraphSharding | None = None
     misses: list[GraphSharding] = []
+    took_s = 0.0
     for sharding in sorted(shardings, key=lambda sharding: sharding.objective):
         if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.objective:
             break
+        if best is not None and not log.deadline.allows(took_s):
+            log.deadline.cut("meshes that memory makes slower")
+            break
+        started = time.monotonic()
         budget = memory_budget(sharding.mesh, method)
         if budget is not None:
             try:
@@ -310,7 +351,7 @@ def _best_within_memory(
                     sharding,
                     budget,
                     solver=options.solver,
-                    time_limit_s=options.solver_time_limit_s,
+                    time_limit_s=log.deadline.seconds(options.solver_time_limit_s),
                     cutoff=inf if best is None else (1 - GOOD_GAP) * best.objective,
                     first_price=0.0 if best is None else best.price_per_byte,
                 )
@@ -320,6 +361,7 @@ def _best_within_memory(
             except Exception as error:
                 failures += log.contain(_named(sharding.mesh), error)
                 continue
+        took_s = time.monotonic() - started
         if best is None or sharding.objective < best.objective:
             best = sharding
     if best is not None:

@@ -123,6 +123,11 @@ class WholeStep:
 
 
 def plan_whole(whole: WholeStep) -> PlannedStep:
+    with whole.log.limited(options_of(whole.method)):
+        return whole.log.stopped(_plan_whole(whole))
+
+
+def _plan_whole(whole: WholeStep) -> PlannedStep:
     if whole.in_full and whole.hopeless is not None:
         return plan_smallest(whole)
     try:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from autopar.errors import PlanningError
 from autopar.ir.failures import Failure, is_contained
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
-from autopar.progress import Progress, logged
+from autopar.methods import ShardingOptions
+from autopar.progress import Best, Progress, logged, showing
+from autopar.sharding.deadline import Deadline, interrupts_end
 
 # What a pass is called on the terminal, where its name does not say it.
 _SHOWN = {
@@ -37,6 +40,8 @@ class PlanningLog:
     search:          what the last stage search considered.
     skipped:         numbers of micro-batches that a stage search could not have, and why.
     failures:        failures of autopar's own that ruled out candidates.
+    deadline:        the seconds that the plan may take, from the log's creation on.
+    best:            the best plan so far, for the terminal.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -45,6 +50,32 @@ class PlanningLog:
     search: SearchReport | None = None
     skipped: dict[int, str] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    deadline: Deadline = field(default_factory=Deadline)
+    best: Best | None = None
+
+    @contextmanager
+    def limited(self, options: ShardingOptions) -> Iterator[None]:
+        """Plans within the time that the options give. Of plans within plans, the outermost
+        counts."""
+        if self.best is not None:
+            yield
+            return
+        limit = options.planning_time_s
+        self.deadline.limit_s = inf if limit is None else float(limit)
+        self.best = Best(lambda: self.deadline.left_s)
+        keeps_best = options.keep_best_on_interrupt
+        with (
+            interrupts_end(self.deadline) if keeps_best else nullcontext(),
+            showing(self.best),
+        ):
+            yield
+
+    def stopped(self, planned: PlannedStep) -> PlannedStep:
+        """The plan with what was left out for want of time."""
+        text, plan = self.deadline.text(), planned.plan
+        if text is None:
+            return planned
+        return replace(planned, plan=replace(plan, solver=replace(plan.solver, stopped=text)))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -56,7 +87,10 @@ class PlanningLog:
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def note(self, planned: PlannedStep) -> PlannedStep:
-        """Keep a plan as an alternative if the caller wants any; returns it."""
+        """Keep a plan as an alternative if the caller wants any, and show it if it is the best so
+        far; returns it."""
+        if self.best is not None:
+            self.best.take(planned.plan.estimated_step_s, planned.plan.solver.gap)
         if self.num_alternatives:
             self.alternatives.append(planned)
         return planned

@@ -10,6 +10,7 @@ by flops alone, than the budget does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -105,6 +106,7 @@ def choose_remat(
             return tries.planned[0]
         return tries.give_up(layers, in_full)
     mesh_shape = without.mesh_shape if without is not None else None
+    deadline, took_s = tries.log.deadline, 0.0
     for _ in range(_MAX_TRIES):
         count = _num_needed(layers, without, tries.failed, num_devices)
         if not count or (tries.failed and count <= tries.failed[-1][0]):
@@ -115,8 +117,13 @@ def choose_remat(
             without.solver.unbounded[0] + recompute_s >= without.solver.objective
         ):
             break
+        if tries.planned and not deadline.allows(took_s):
+            deadline.cut(f"recomputing {count} layers")
+            break
+        started = time.monotonic()
         if tries.plan(layers[:count], mesh_shape) is not None:
             break
+        took_s = time.monotonic() - started
     if not tries.planned:
         return tries.give_up(layers, in_full)
     return min(tries.planned, key=lambda planned: planned.plan.solver.objective)

@@ -40,6 +40,8 @@ from autopar.tracer.costs import aval_bytes, program_flops
 
 # Stage programs that the shortest pipeline starts one after another: two stages, two micro-batches.
 _FEWEST_LAUNCHES = 6
+# The time that the next way to plan a step takes, relative to all before it; a guess.
+_NEXT_WAY = 0.25
 # Across hosts, solve a plan on one mesh if tables put it no further behind than this.
 _WORTH_SOLVING = 1.05
 
@@ -126,10 +128,21 @@ class _Outcomes:
 def plan_automatically(task: AutoTask, *, one_mesh: bool = False) -> PlannedStep:
     """`one_mesh`: consider no pipelines."""
     outcomes = _Outcomes(task)
-    whole = task.whole(in_full=True)
-    if whole.hopeless is not None:
-        return plan_smallest(whole)
-    return _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
+    with task.log.limited(task.method.options):
+        whole = task.whole(in_full=True)
+        if whole.hopeless is not None:
+            return plan_smallest(whole)
+        planned = _best_planned(task, outcomes, one_mesh) or _smallest(task, outcomes)
+        return task.log.stopped(planned)
+
+
+def _has_time(task: AutoTask, what: str) -> bool:
+    """Whether there is time for another way to plan the step; if not, the plan says what it was."""
+    deadline = task.log.deadline
+    if deadline.allows(_NEXT_WAY * deadline.elapsed_s):
+        return True
+    deadline.cut(what)
+    return False
 
 
 def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> PlannedStep | None:
@@ -153,6 +166,8 @@ def _one_mesh_first(task: AutoTask, outcomes: _Outcomes, reason: str | None) -> 
     whole_s = inf if whole is None else whole.plan.estimated_step_s
     reason = reason or _why_too_slow(task, whole_s) or _why_whole_batch(task)
     pipeline = None
+    if reason is None and whole is not None and not _has_time(task, "pipelines"):
+        reason = "there was no time left"
     if reason is None:
         pipeline = outcomes.as_pipeline()
     else:
@@ -187,6 +202,8 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes, whole_may_fit: bool) ->
     best = pipeline if plan.num_stages > 1 else None
     whole_s = inf
     for number in numbers:
+        if best is not None and not _has_time(task, f"one mesh, {number} micro-batches"):
+            continue
         whole = outcomes.on_one_mesh(number)
         if whole is None:
             continue

@@ -10,7 +10,7 @@ On many devices, the search skips what a plan at hand shows to be useless (stage
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
 import numpy as np
@@ -88,6 +88,11 @@ def choose_stages(
             choice, report = search_stages(tables, setting)
     else:
         tables, choice, report = _search_many(looped, setting, submeshes, maker)
+    if choice is None and maker.late:
+        late, maker.late[:] = list(maker.late), []
+        tables = [*tables, *maker.tables(late)]
+        with log.timed("search"):
+            choice, report = search_stages(tables, setting)
     log.search = report
     if not try_other_numbers:
         return StageSearch(choice, report)
@@ -113,6 +118,7 @@ class _TableMaker:
     graph: Graph
     constraints: LayoutConstraints
     bench: TableBench
+    late: list[Submesh] = field(default_factory=list)  # for which there was no time
 
     def tables(
         self, submeshes: Sequence[Submesh], prices: Sequence[float] = PRICES
@@ -134,6 +140,7 @@ class _TableMaker:
                 remat=remat if self.looped.has_backward else (False,),
                 bench=self.bench,
                 log=self.log,
+                late=self.late,
             )
 
 

@@ -17,9 +17,10 @@ are recomputed. Dominated tables of a submesh are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import log2, prod
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
+from autopar.sharding.deadline import Deadline
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import copy_shares
@@ -53,6 +55,7 @@ from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
+TABLES_SHARE = 0.5  # of the time left, for all tables
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 TABLE_GAP = 0.05  # tables are within a few percent of a stage's own solve; they need no better
 
@@ -74,6 +77,7 @@ def stage_tables(
     time_limit_s: float = 5.0,
     bench: TableBench | None = None,
     log: PlanningLog | None = None,
+    late: list[Submesh] | None = None,
 ) -> list[LayerTable]:
     """Tables of these submeshes. A mesh on which the constraints cannot be met, or autopar fails,
     is left out, as long as another remains.
@@ -83,38 +87,70 @@ def stage_tables(
     forbidden:    collectives that may not be used.
     time_limit_s: of one solve.
     bench:        made of the same graph and options before.
-    log:          takes the failures.
+    log:          takes the failures, and has the deadline.
+    late:         takes the submeshes for which there was no time. Those of about a host come first,
+                  as most stages have them; one is made at least.
     """
     log = log or PlanningLog()
-    if bench is None:
-        bench = TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
-    tables: list[LayerTable] = []
+    bench = bench or TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
+    made: dict[Submesh, list[LayerTable]] = {}
     refused: list[AutoparError] = []
     failures: list[Failure] = []
-    shapes_of = [(shapes or {}).get(submesh) or mesh_shapes(submesh) for submesh in submeshes]
-    with Progress("meshes", sum(map(len, shapes_of))) as progress:
-        for submesh, submesh_shapes in zip(submeshes, shapes_of, strict=True):
-            stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
-            in_flight = (stages + 1) / 2
-            submesh_tables: list[LayerTable] = []
-            for shape in submesh_shapes:
-                mesh = replace(
-                    mesh_of_cluster(submesh_cluster(cluster, submesh), shape), forbidden=forbidden
-                )
+    deadline, took_s = log.deadline.part(TABLES_SHARE), 0.0
+    shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
+    with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
+        for submesh in sorted(submeshes, key=lambda s: _from_a_host(s, cluster)):
+            in_flight = _in_flight(num_micro_batches, submesh, cluster)
+            for shape in shapes_of[submesh]:
+                if any(made.values()) and not deadline.allows(took_s):
+                    _leave_out(submesh, shape, made, late, deadline)
+                    continue
+                started = time.monotonic()
+                bench.time_limit_s = deadline.seconds(time_limit_s, share=0.3, least_s=1.0)
                 try:
-                    allowed, keep = constraints(mesh) if constraints else ({}, None)
-                    submesh_tables += bench.tables(
-                        submesh, mesh, allowed, keep, prices, in_flight, remat
-                    )
+                    mesh = _mesh(cluster, submesh, shape, forbidden)
+                    asked = constraints(mesh) if constraints else ({}, None)
+                    new = bench.tables(submesh, mesh, *asked, prices, in_flight, remat)
+                    made.setdefault(submesh, []).extend(new)
                 except (MeshError, SolverError, SpecError) as error:
                     refused.append(error)
                 except Exception as error:
                     failures += log.contain(f"mesh {shape} of a {submesh} submesh", error)
+                took_s = time.monotonic() - started
                 progress.step()
-            tables += undominated(submesh_tables)
-    if not tables and (failures or refused):
+    if not any(made.values()) and (failures or refused):
         raise _no_tables(failures, refused)
-    return tables
+    return [table for submesh in submeshes for table in undominated(made.get(submesh, ()))]
+
+
+def _in_flight(num_micro_batches: int, submesh: Submesh, cluster: ClusterSpec) -> float:
+    """What the middle stage of a pipeline of such submeshes keeps in flight."""
+    stages = min(num_micro_batches, max(1, cluster.num_devices // prod(submesh)))
+    return (stages + 1) / 2
+
+
+def _mesh(
+    cluster: ClusterSpec, submesh: Submesh, shape: tuple[int, ...], forbidden: frozenset[str]
+) -> LogicalMesh:
+    mesh = mesh_of_cluster(submesh_cluster(cluster, submesh), shape)
+    return replace(mesh, forbidden=forbidden)
+
+
+def _leave_out(
+    submesh: Submesh,
+    shape: tuple[int, ...],
+    made: Collection[Submesh],
+    late: list[Submesh] | None,
+    deadline: Deadline,
+) -> None:
+    deadline.cut(f"stages on {submesh[0]}×{submesh[1]} devices as {shape}")
+    if late is not None and submesh not in late and submesh not in made:
+        late.append(submesh)
+
+
+def _from_a_host(submesh: Submesh, cluster: ClusterSpec) -> tuple[float, int]:
+    """How far a submesh is from one host, the larger first."""
+    return abs(log2(prod(submesh) / cluster.devices_per_host)), -prod(submesh)
 
 
 def _no_tables(failures: Sequence[Failure], refused: Sequence[AutoparError]) -> AutoparError:

@@ -9,6 +9,7 @@ solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -57,12 +58,20 @@ from autopar.stages.manual_stages import check_layer_ids
 from autopar.stages.solve_pipeline import PipelineTask, solve_pipeline
 from autopar.stages.submeshes import uniform_submesh
 
+# The time that a search at another number of micro-batches takes, relative to all before it.
+_AGAIN = 0.5
+
 
 def plan_pipeline(
     source: StepSource, method: PipeshardParallel, cluster: ClusterSpec, log: PlanningLog
 ) -> PlannedStep:
     """A pipeline as a method asks for it."""
-    task = PipelineTask(method, cluster, log)
+    with log.limited(method.options):
+        return log.stopped(_plan_pipeline(source, PipelineTask(method, cluster, log)))
+
+
+def _plan_pipeline(source: StepSource, task: PipelineTask) -> PlannedStep:
+    method = task.method
     if not isinstance(method.stages, AutoStages) and method.num_micro_batches == "auto":
         raise ArgumentError(
             "PipeshardParallel(num_micro_batches='auto'): needs stages=AutoStages(), which "
@@ -194,6 +203,8 @@ def _at_better_number(
     if search.another is None:
         return looped, search
     number = search.another.num_micro_batches
+    if search.choice is not None and not _has_time(task, f"{number} micro-batches"):
+        return looped, search
     other = _looped_near(source, task, number, looped.step.num_micro_batches)
     if other is None:
         return looped, search
@@ -208,6 +219,16 @@ def _at_better_number(
     if old is None or (new is not None and new.step_s < old.step_s):
         return other, again
     return looped, search
+
+
+def _has_time(task: PipelineTask, what: str) -> bool:
+    """Whether there is time to trace the step at another number of micro-batches and search; if
+    not, the plan says what was left out."""
+    deadline = task.log.deadline
+    if deadline.allows(_AGAIN * deadline.elapsed_s):
+        return True
+    deadline.cut(what)
+    return False
 
 
 def _search_again(
@@ -258,10 +279,15 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
     misfit: MemoryBudgetError | None = None
     failures: list[Failure] = []
     checked: list[tuple[float, float]] = []
-    for choice in report.best:
+    took_s, deadline = 0.0, task.log.deadline
+    for number, choice in enumerate(report.best):
         is_enough = len(checked) >= least
         if best is not None and is_enough and choice.step_s >= best.plan.estimated_step_s:
             break
+        if best is not None and not deadline.allows(took_s):
+            deadline.cut(f"{len(report.best) - number} of the {len(report.best)} best pipelines")
+            break
+        started = time.monotonic()
         specs = _specs(choice.stages)
         if task.method.schedule == "interleaved_1f1b":
             specs = halved(specs, looped)
@@ -274,6 +300,7 @@ def _best_solved(task: PipelineTask, looped: LoopedStep, report: SearchReport) -
             submeshes = [spec.submesh for spec in specs]
             failures += task.log.contain(f"the pipeline on submeshes {submeshes}", error)
             continue
+        took_s = time.monotonic() - started
         exact_s = planned.plan.estimated_step_s
         checked.append((choice.step_s, exact_s))
         if best is None or exact_s < best.plan.estimated_step_s:
@@ -300,6 +327,8 @@ def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) 
     """The same submeshes with micro-batches half as large, if that is faster: tables had more room
     than the stages themselves, which had to recompute."""
     count = planned.plan.num_micro_batches
+    if not _has_time(task, f"{2 * count} micro-batches"):
+        return planned
     looped = _looped_near(source, task, 2 * count, count)
     if looped is None:
         return planned

@@ -3,49 +3,75 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
 
-from autopar.ir.program import Program
+from autopar.ir.program import Operand, Program
+
+# id of a program -> the program and its fingerprint, while the program lives: a plan's key and its
+# binding ask for the same one.
+_known: dict[int, tuple[weakref.ref[Program], str]] = {}
 
 
 def program_fingerprint(program: Program) -> str:
     """A hash of every equation with its parameters and shapes: equal programs can share a plan.
     It ignores the values of constants, so that a learning rate may change, and the numbers of
     values, so that equal stages of one program agree."""
+    known = _known.get(id(program))
+    if known is not None and known[0]() is program:
+        return known[1]
+    fingerprint, number = _fingerprint(program), id(program)
+    _known[number] = weakref.ref(program, lambda _: _known.pop(number, None)), fingerprint
+    return fingerprint
+
+
+def _fingerprint(program: Program) -> str:
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
+    types: dict[Any, str] = {}
 
-    def number(value: int) -> int:
-        return numbers.setdefault(value, len(numbers))
+    def number(operand: Operand) -> int | str:
+        if isinstance(operand, int):
+            return numbers.setdefault(operand, len(numbers))
+        return "c"
+
+    def type_of(aval: ShapedArray) -> str:
+        key = (getattr(aval, "dtype", ""), getattr(aval, "shape", ()))
+        text = types.get(key)
+        if text is None:
+            text = types[key] = f"{key[0]}{list(key[1])}"
+        return text
 
     def visit(part: Program) -> None:
+        avals = part.avals
         for equation in part.equations:
-            types = [_type_text(part.avals[r]) for r in equation.results]
-            operands = [number(o) if isinstance(o, int) else "c" for o in equation.operands]
+            results: Sequence[int] = equation.results
+            texts = [type_of(avals[r]) for r in results]
+            operands = [number(o) for o in equation.operands]
             params = _plain(equation.params)
-            types.append(repr([number(r) for r in equation.results]))
-            digest.update(repr((equation.name, params, operands, types)).encode())
+            texts.append(repr([number(r) for r in results]))
+            digest.update(repr((equation.name, params, operands, texts)).encode())
             for body in equation.bodies:
                 visit(body)
-        outputs = [number(o) if isinstance(o, int) else "c" for o in part.outputs]
+        outputs = [number(o) for o in part.outputs]
         digest.update(repr((tuple(map(number, part.inputs)), outputs)).encode())
 
     visit(program)
-    digest.update(repr([_type_text(program.avals[v]) for v in program.inputs]).encode())
+    digest.update(repr([type_of(program.avals[v]) for v in program.inputs]).encode())
     return digest.hexdigest()
 
 
-def _type_text(aval: ShapedArray) -> str:
-    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 def _plain(value: Any) -> Any:
     """A parameter as data that prints the same in every process; functions and the like by type."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if type(value) in _PLAIN or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
         return [_plain(v) for v in value]

@@ -14,7 +14,7 @@ from typing import Any
 from jax.core import ShapedArray
 
 from autopar import _jax
-from autopar.ir.program import Constant, Equation, Operand, Program, source_line
+from autopar.ir.program import LOOPS, Constant, Equation, Operand, Program, source_line
 
 
 def flatten_jaxpr(closed_jaxpr: Any) -> Program:
@@ -158,8 +158,10 @@ class _Flattener:
         """The bodies of a loop, and the marks in them or moved in front of the loop."""
         marks, moved = self.marks, self.inner_marks
         self.inner_marks = ()
+        if not (jaxprs := _loop_bodies(eqn)):
+            return (), moved
         inside = scope.in_loop(eqn.source_info)
-        bodies = tuple(self.program(body, inside) for body in _loop_bodies(eqn))
+        bodies = tuple(self.program(body, inside) for body in jaxprs)
         inner_marks = [mark for b in bodies for e in b.equations for mark in e.inner_marks]
         inner_marks += [f"{eqn.primitive.name} body: {line}" for line in self.marks[len(marks) :]]
         inner_marks += self.inner_marks
@@ -204,11 +206,12 @@ class _Flattener:
 
 
 def _loop_bodies(eqn: _jax.JaxprEqn) -> tuple[Any, ...]:
-    name, params = eqn.primitive.name, _jax.parameters(eqn)
+    name = eqn.primitive.name
+    if name not in LOOPS:
+        return ()
+    params = _jax.parameters(eqn)
     if name == "scan":
         return (params["jaxpr"],)
     if name == "while":
         return (params["cond_jaxpr"], params["body_jaxpr"])
-    if name == "cond":
-        return tuple(params["branches"])
-    return ()
+    return tuple(params["branches"])
