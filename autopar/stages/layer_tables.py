@@ -88,8 +88,7 @@ def stage_tables(
     time_limit_s: of one solve.
     bench:        made of the same graph and options before.
     log:          takes the failures, and has the deadline.
-    late:         takes the submeshes for which there was no time. Those of about a host come first,
-                  as most stages have them; one is made at least.
+    late:         takes the submeshes for which there was no time; one is made at least.
     """
     log = log or PlanningLog()
     bench = bench or TableBench(graph, places, num_micro_batches, fold, solver, time_limit_s)
@@ -149,7 +148,8 @@ def _leave_out(
 
 
 def _from_a_host(submesh: Submesh, cluster: ClusterSpec) -> tuple[float, int]:
-    """How far a submesh is from one host, the larger first."""
+    """How far a submesh is from one host, the larger first: if time is short, those come first that
+    most stages have."""
     return abs(log2(prod(submesh) / cluster.devices_per_host)), -prod(submesh)
 
 

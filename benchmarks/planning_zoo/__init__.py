@@ -1,0 +1,1 @@
+"""Large models as shapes, and how long they take to plan: `python -m benchmarks.planning_zoo`."""
