@@ -18,6 +18,9 @@ depends on the method; each kind has one planner below, from a `StepSource` to a
     following   layouts of a train step's plan, then one of the first two    stages.following
     a plan      made elsewhere and bound to this program; nothing is solved
 
+A step that was planned before, here or in another process, is in the plan cache (`plan_cache`): its
+plan is read and bound to the new trace like any plan that was made elsewhere.
+
 A `PlanningLog` takes the seconds of every pass. The last stage search of the process is kept here,
 for `autopar.get_last_dp_result`.
 """
@@ -25,10 +28,10 @@ for `autopar.get_last_dp_result`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, AutoparError
 from autopar.ir.failures import failure_warnings
 from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
@@ -44,7 +47,11 @@ from autopar.methods import (
     ShardParallel,
     options_of,
 )
-from autopar.progress import Progress, debugs, logged, tell
+from autopar.plan_cache.canonical import NotCanonicalError
+from autopar.plan_cache.entry import as_solved, entry_text, read_entry
+from autopar.plan_cache.folder import PlanFolder, plan_folder
+from autopar.plan_cache.key import is_cacheable, plan_key
+from autopar.progress import LOGGER, Progress, debugs, logged, tell
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import check_same_inputs
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
@@ -79,17 +86,20 @@ def plan_step(
 
     mesh:     replaces the meshes that the cluster would give.
     one_mesh: keeps the default method from searching pipelines.
-    log:      takes seconds per pass, and alternatives if its `num_alternatives` asks for them.
+    log:      takes seconds per pass, and alternatives if its `num_alternatives` asks for them; a
+              caller with a log wants to see the search, and gets no plan from the cache.
     """
     global _last_search
     _check_rerank(method, log)
+    folder = plan_folder() if log is None and is_cacheable(method) else None
     log = log or PlanningLog()
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         with Progress(f"planning {name}"), logged(f"planning {name}"):
             with log.timed("trace"):
                 source = StepSource.of(fn, args, kwargs, options or StepOptions())
-            planned = _warned(_plan(source, cluster, method, mesh, one_mesh, log), log)
+            task = _Task(source, cluster, method, mesh, one_mesh, log)
+            planned = _plan(task) if folder is None else _plan_or_read(task, folder)
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
@@ -98,6 +108,65 @@ def plan_step(
     if debugs("strategies"):
         tell("strategies", planned.plan.strategies())
     return planned
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A traced step to plan: the arguments of `plan_step`."""
+
+    source: StepSource
+    cluster: ClusterSpec
+    method: ParallelMethod | ParallelPlan | LogicalMesh | None
+    mesh: LogicalMesh | None
+    one_mesh: bool
+    log: PlanningLog
+
+
+# -- the plan cache
+
+
+def _plan_or_read(task: _Task, folder: PlanFolder) -> PlannedStep:
+    """The plan of an earlier call or process; if there is none, a new one, which is kept. A plan
+    is not kept if the user stopped its search, or bugs of ours cut it short."""
+    assert not isinstance(task.method, ParallelPlan)
+    source, log = task.source, task.log
+    with log.timed("cache"):
+        try:
+            key = plan_key(
+                source.whole, source.options, task.cluster, task.method, task.mesh, task.one_mesh
+            )
+        except NotCanonicalError as error:
+            LOGGER.info("plan cache: %s is not kept: it holds %s", source.whole.name, error)
+            return _plan(task)
+        planned = _read(task, folder, key)
+    if planned is not None:
+        return planned
+    planned = _plan(task)
+    if not log.failures and log.deadline.interrupted_s is None:
+        with log.timed("cache"):
+            folder.write(key, entry_text(key, planned))
+    return planned
+
+
+def _read(task: _Task, folder: PlanFolder, key: str) -> PlannedStep | None:
+    """The plan in the cache, checked and bound as one from any other file; None if there is none,
+    or it does not pass."""
+    text, where = folder.read(key), str(folder.file(key))
+    if text is None:
+        return None
+    assert not isinstance(task.method, ParallelPlan)
+    try:
+        entry = read_entry(key, text, where)
+        bound = _bind(entry.plan, task.source, task.cluster, task.log)
+        planned = as_solved(bound, entry, task.cluster, task.method, task.mesh)
+    except AutoparError as error:
+        folder.ignore(key, error)
+        return None
+    LOGGER.info("plan cache: %s: read from %s", task.source.whole.name, where)
+    return replace(planned, plan=replace(planned.plan, cached=where))
+
+
+# -- planners
 
 
 def _warned(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
@@ -109,31 +178,29 @@ def _warned(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
     return replace(planned, plan=replace(planned.plan, warnings=warnings))
 
 
-def _plan(
-    source: StepSource,
-    cluster: ClusterSpec,
-    method: ParallelMethod | ParallelPlan | LogicalMesh | None,
-    mesh: LogicalMesh | None,
-    one_mesh: bool,
-    log: PlanningLog,
-) -> PlannedStep:
-    """The planner of a method's kind."""
-    match method:
-        case ParallelPlan():
-            return _bind(method, source, cluster, log)
-        case PipeshardParallel():
+def _plan(task: _Task) -> PlannedStep:
+    return _warned(_plan_by_method(task), task.log)
+
+
+def _plan_by_method(task: _Task) -> PlannedStep:
+    """By the planner of a method's kind."""
+    source, cluster, log = task.source, task.cluster, task.log
+    match task.method:
+        case ParallelPlan() as plan:
+            return _bind(plan, source, cluster, log)
+        case PipeshardParallel() as method:
             return plan_pipeline(source, method, cluster, log)
-        case CreateStateParallel() | FollowParallel():
+        case CreateStateParallel() | FollowParallel() as method:
             return plan_following(_keeping_arguments(source), method, cluster, log)
-        case AutoParallel():
-            return plan_automatically(AutoTask(source, method, cluster, log), one_mesh=one_mesh)
-        case None if mesh is None:
-            task = AutoTask(source, AutoParallel(), cluster, log)
-            return plan_automatically(task, one_mesh=one_mesh)
-        case _:
-            return plan_whole(
-                WholeStep(source, cluster, ShardParallel() if method is None else method, log, mesh)
-            )
+        case AutoParallel() as method:
+            automatic = AutoTask(source, method, cluster, log)
+            return plan_automatically(automatic, one_mesh=task.one_mesh)
+        case None if task.mesh is None:
+            automatic = AutoTask(source, AutoParallel(), cluster, log)
+            return plan_automatically(automatic, one_mesh=task.one_mesh)
+        case method:
+            one_mesh = ShardParallel() if method is None else method
+            return plan_whole(WholeStep(source, cluster, one_mesh, log, task.mesh))
 
 
 def _bind(

@@ -10,6 +10,7 @@ own command. A family of similar tests names its representatives:
 The others of that test or module are marked `ci`, or `slow` if named by `slow=(…)`.
 
 JAX reads its environment variables once, so they are set here, before any test module imports it.
+Plans are made, not read: the plan cache is off, and its own tests turn it on in folders of theirs.
 """
 
 import gc
@@ -17,6 +18,7 @@ import os
 
 import pytest
 
+os.environ["AUTOPAR_CACHE_DIR"] = ""
 if not os.environ.get("AUTOPAR_TEST_GPU"):
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compile time matters more than run time.

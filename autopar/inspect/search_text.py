@@ -31,6 +31,8 @@ def solver_lines(plan: ParallelPlan) -> list[str]:
         lines += paragraph(f"planned in {format_seconds(sum(spent.values()))}: {parts}")
     if solver.stopped is not None:
         lines += paragraph(solver.stopped)
+    if plan.cached:
+        lines += paragraph(f"read from the plan cache: {plan.cached}")
     return lines
 
 

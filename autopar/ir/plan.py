@@ -149,6 +149,7 @@ class ParallelPlan:
     warnings:             for the user.
     program, fingerprint: the annotated program, and its identity.
     in_tree, out_tree, origin: pytrees, and the problem that the plan solves; not in files.
+    cached:               the file of the plan cache that it was read from; "" if it was planned here.
     """
 
     name: str
@@ -186,6 +187,7 @@ class ParallelPlan:
     out_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
+    cached: str = field(default="", compare=False, repr=False, metadata=NOT_IN_FILES)
     # The problem that the plan solves, if known: an `Origin` of `sharding` or `stages`.
     origin: Any = field(default=None, compare=False, repr=False, metadata=NOT_IN_FILES)
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jax.core import ShapedArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from autopar.ir.program import Equation
 from autopar.tracer.costs import aval_bytes
@@ -102,6 +100,9 @@ def _minimum_cut(
     of several such cuts, the one closest to the targets."""
     if not sources:
         return set()
+    from scipy.sparse import csr_array  # slow to import
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     # A value is an edge from its entry 2k to its exit 2k + 1; flows are 32-bit integers.
     weights = _scaled([num_bytes[v] for v in nodes])
     start, end, unlimited = 2 * len(nodes), 2 * len(nodes) + 1, np.iinfo(np.int32).max

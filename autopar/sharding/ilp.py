@@ -27,7 +27,6 @@ from typing import Any
 
 import highspy
 import numpy as np
-import pulp
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.progress import debugs, tell
@@ -70,6 +69,8 @@ class _Model:
 
 
 def known_solvers() -> list[str]:
+    import pulp  # slow to import
+
     return ["highs", *(name for name in pulp.listSolvers() if name.upper() != "HIGHS")]
 
 
@@ -77,6 +78,8 @@ def check_solver(solver: str) -> None:
     """Raise for a solver that is unknown or not installed."""
     if solver == "highs":
         return
+    import pulp  # slow to import
+
     if solver not in pulp.listSolvers():
         raise ArgumentError(
             f"ShardingOptions(solver={solver!r}): no such solver. Use 'highs' (bundled) or one "
@@ -385,18 +388,25 @@ def _edge_rows(
 def _highs(model: _Model) -> highspy.Highs:
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
-    lp = highspy.HighsLp()
     count = len(model.cost)
-    lp.num_col_, lp.num_row_ = count, len(model.rhs)
-    lp.col_cost_ = model.cost
-    lp.col_lower_ = np.zeros(count)
-    lp.col_upper_ = model.upper
-    lp.row_lower_ = lp.row_upper_ = model.rhs
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = model.starts
-    lp.a_matrix_.index_ = model.rows
-    lp.a_matrix_.value_ = model.values
-    highs.passModel(lp)
+    # The arrays as they are: a `HighsLp` would take them entry by entry.
+    highs.passModel(
+        count,
+        len(model.rhs),
+        len(model.values),
+        int(highspy.MatrixFormat.kColwise),
+        int(highspy.ObjSense.kMinimize),
+        0.0,
+        model.cost,
+        np.zeros(count),
+        model.upper,
+        model.rhs,
+        model.rhs,
+        model.starts,
+        model.rows,
+        model.values,
+        np.zeros(count, dtype=np.int32),
+    )
     return highs
 
 
@@ -490,6 +500,8 @@ def _make_integral(highs: highspy.Highs, model: _Model) -> None:
 def _solve_with_pulp(
     model: _Model, solver: str, time_limit_s: float
 ) -> tuple[np.ndarray | None, float, bool]:
+    import pulp  # slow to import
+
     problem = pulp.LpProblem("sharding", pulp.LpMinimize)
     variables = [
         problem.add_variable(f"z{i}", 0, up, "Integer" if i < model.num_node_vars else "Continuous")
@@ -522,6 +534,8 @@ def _pulp_outcome(problem: Any, stats: Any) -> tuple[str, bool]:
     problem, where an unproven solution also has the status "Optimal"."""
     if hasattr(stats, "has_solution"):
         return stats.status_str, stats.has_solution
+    import pulp  # slow to import
+
     pulp_3: Any = pulp
     solved = (pulp_3.LpSolutionOptimal, pulp_3.LpSolutionIntegerFeasible)
     if problem.sol_status == pulp_3.LpSolutionIntegerFeasible:

@@ -93,6 +93,11 @@ def register_rule(
     _rules.setdefault(name, {})[parsed.ranks] = parsed
 
 
+def registered_rules() -> dict[str, tuple[UserRule, ...]]:
+    """All rules that users have registered, by name."""
+    return {name: tuple(rules.values()) for name, rules in sorted(_rules.items())}
+
+
 def parse_rule(name: str, text: str, reduction: str = "", replicated: str = "") -> UserRule:
     call = f"register_rule({name!r}, {text!r})"
     if not isinstance(text, str) or text.count("->") != 1:

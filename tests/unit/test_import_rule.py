@@ -18,7 +18,8 @@ PACKAGE_DIR = Path(__file__).parents[2] / "autopar"
 
 ORDER = (
     *("errors", "_requirements", "_jax", "progress"),
-    *("ir", "methods", "tracer", "rewrite", "cost", "lower", "sharding", "stages", "compiler"),
+    *("ir", "methods", "tracer", "rewrite", "cost", "lower", "sharding", "stages"),
+    *("plan_cache", "compiler"),
     *("runtime", "session", "inspect", "executables", "multi_controller", "measure"),
     *("api", "training", "__init__", "cli", "__main__"),
 )
