@@ -95,6 +95,16 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         ),
         (floats(16, 8), integers(20, 8, 1) - 2),
     ),
+    "lookup of pairs": (
+        lambda t, i: lax.gather(
+            t,
+            i,
+            lax.GatherDimensionNumbers((1,), (0, 1), (0, 1)),
+            (1, 1, 8),
+            mode=lax.GatherScatterMode.CLIP,
+        ),
+        (floats(8, 4, 8), integers(9, 16, 2)),
+    ),
     "take along": (
         lambda t, i: lax.gather(
             t,

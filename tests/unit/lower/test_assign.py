@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar import _jax
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.program_sharding import EquationSharding, ProgramSharding
+from autopar.ir.program_sharding import Chain, EquationSharding, ProgramSharding
 from autopar.ir.spec import PARTIAL, WHOLE, Layout
 from autopar.ir.traced_step import TracedStep
+from autopar.lower.annotate import annotated_function
 from autopar.lower.assign import assign_layouts
 from autopar.sharding.solve import solve_graph
 from autopar.sharding.strategies import Strategy, enumerate_strategies
@@ -113,6 +115,31 @@ def test_partial_sums_are_finished_in_steps_that_can_be_written_down() -> None:
         assert product.operands == (((1, 1),), ((0, 0),))
         assert product.results[0][-1] == last
         assert all(PARTIAL not in layout for layout in all_layouts(sharding))
+
+
+@pytest.mark.parametrize(
+    ("target", "chain"),
+    [
+        ((1, 1), ((1, WHOLE), (1, 1))),  # the features get a second axis: only after the gather
+        ((1, WHOLE), ((1, WHOLE),)),
+        ((1, 0), ((1, 0),)),
+    ],
+)
+def test_a_gather_makes_its_own_layout_first(target: Layout, chain: Chain) -> None:
+    """With the last layout alone, XLA of JAX 0.11 aborts the process."""
+    table, ids = np.arange(128.0, dtype=np.float32).reshape(16, 8), np.arange(8)[:, None] * 3
+
+    def lookup(table: Any, ids: Any) -> Any:
+        numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+        return lax.gather(table, ids, numbers, (1, 8), mode=lax.GatherScatterMode.CLIP)
+
+    split = [(1, 0), (WHOLE, WHOLE)]  # features along x, rows along y
+    choose = choosing(gather=(split, [(1, PARTIAL)]), finish=([target], [target]))
+    step, sharding = assign(lookup, (table, ids), choose)
+    assert find(step, sharding, "gather").results == (chain,)
+    devices = _jax.fresh_mesh(np.array(jax.devices()).reshape(2, 4), MESH.axis_names)
+    (got,) = jax.jit(annotated_function(step.program, sharding, devices))(table, ids)
+    np.testing.assert_array_equal(got, lookup(table, ids))
 
 
 def test_state_leaves_as_it_came() -> None:
