@@ -128,24 +128,28 @@ class _Task:
 def _plan_or_read(task: _Task, folder: PlanFolder) -> PlannedStep:
     """The plan of an earlier call or process; if there is none, a new one, which is kept. A plan
     is not kept if the user stopped its search, or bugs of ours cut it short."""
-    assert not isinstance(task.method, ParallelPlan)
-    source, log = task.source, task.log
+    log = task.log
     with log.timed("cache"):
-        try:
-            key = plan_key(
-                source.whole, source.options, task.cluster, task.method, task.mesh, task.one_mesh
-            )
-        except NotCanonicalError as error:
-            LOGGER.info("plan cache: %s is not kept: it holds %s", source.whole.name, error)
-            return _plan(task)
-        planned = _read(task, folder, key)
+        key = _key(task)
+        planned = None if key is None else _read(task, folder, key)
     if planned is not None:
         return planned
     planned = _plan(task)
-    if not log.failures and log.deadline.interrupted_s is None:
+    if key is not None and not log.failures and log.deadline.interrupted_s is None:
         with log.timed("cache"):
             folder.write(key, entry_text(key, planned))
     return planned
+
+
+def _key(task: _Task) -> str | None:
+    """None for a step of which it cannot be told whether another is the same."""
+    assert not isinstance(task.method, ParallelPlan)
+    step, options = task.source.whole, task.source.options
+    try:
+        return plan_key(step, options, task.cluster, task.method, task.mesh, task.one_mesh)
+    except NotCanonicalError as error:
+        LOGGER.info("plan cache: %s is not kept: it holds %s", step.name, error)
+        return None
 
 
 def _read(task: _Task, folder: PlanFolder, key: str) -> PlannedStep | None:

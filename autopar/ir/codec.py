@@ -16,6 +16,7 @@ another type is a ValueError that names the place, such as `stages[1].mesh`. Fie
 
 from __future__ import annotations
 
+import marshal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_ori
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 T = TypeVar("T")
+
+_PLAIN = (bool, int, float, str)
+_MANY = 64  # entries of a sequence among which equal ones are decoded once, and shared
 
 
 class Stored(NamedTuple):
@@ -90,7 +94,7 @@ def _codec(kind: Any) -> _Codec:
     if origin in (Union, types.UnionType):
         return _union_codec(arguments)
     if origin is tuple and arguments[1:] == (...,):
-        return _sequence_codec(_codec(arguments[0]))
+        return _sequence_codec(arguments[0])
     if origin is tuple:
         return _entries_codec([_codec(argument) for argument in arguments])
     if origin is dict:
@@ -168,17 +172,33 @@ def _union_codec(kinds: tuple[Any, ...]) -> _Codec:
     return _Codec(write, read, tuple({t for _, codec in inner for t in codec.json_types}))
 
 
-def _sequence_codec(inner: _Codec) -> _Codec:
+def _sequence_codec(kind: Any) -> _Codec:
+    inner, is_shared = _codec(kind), is_dataclass(kind)
+
     def read(body: Json) -> tuple[Any, ...]:
         entries, values = _expect(list, body), []
+        if kind in _PLAIN and set(map(type, entries)) <= {kind} and not _has_nan(kind, entries):
+            return tuple(entries)
+        known: dict[bytes, Any] = {}
         try:
-            for entry in entries:
-                values.append(inner.decode(entry))
+            if not is_shared or len(entries) < _MANY:
+                for entry in entries:
+                    values.append(inner.decode(entry))
+                return tuple(values)
+            for entry in entries:  # equal layers have equal entries
+                text = marshal.dumps(entry, 2)
+                if (value := known.get(text)) is None:
+                    value = known[text] = inner.decode(entry)
+                values.append(value)
         except ValueError as error:
             raise _inside(f"[{len(values)}]", error) from error
         return tuple(values)
 
     return _Codec(lambda values: [inner.encode(value) for value in values], read, (list,))
+
+
+def _has_nan(kind: Any, entries: list[Any]) -> bool:
+    return kind is float and any(map(isnan, entries))
 
 
 def _entries_codec(inner: list[_Codec]) -> _Codec:

@@ -149,7 +149,7 @@ class ParallelPlan:
     warnings:             for the user.
     program, fingerprint: the annotated program, and its identity.
     in_tree, out_tree, origin: pytrees, and the problem that the plan solves; not in files.
-    cached:               the file of the plan cache that it was read from; "" if it was planned here.
+    cached:               the file of the plan cache that it was read from, if it was.
     """
 
     name: str

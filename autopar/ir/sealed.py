@@ -21,6 +21,8 @@ class SealedFormat:
     """key:    of the data in the document, and its name in errors.
     error:  the class of what `read` raises; its messages begin with `where`.
     remedy: what the user can do about an unusable file.
+    as_is:  the checksum is that of the data's text as it stands in the file, and a reader need not
+            write the data again to see whether it is right. Else the order of keys is free.
     """
 
     name: str
@@ -28,12 +30,21 @@ class SealedFormat:
     key: str
     error: type[AutoparError]
     remedy: str
+    as_is: bool = False
 
     def text(self, value: Any) -> str:
         """A dataclass as the text of a file."""
         body = encode(value)
-        document = {"format": self.name, "version": self.version, self.key: body}
-        return json.dumps({**document, "sha256": digest(body)}, separators=(",", ":"))
+        if not self.as_is:
+            document = {"format": self.name, "version": self.version, self.key: body}
+            return _compact({**document, "sha256": digest(body)})
+        text = _compact(body)
+        return f"{self._head}{text}{_TAIL}{_sha256(text)}{_END}"
+
+    @property
+    def _head(self) -> str:
+        head = _compact({"format": self.name, "version": self.version})
+        return f"{head[:-1]},{_compact(self.key)}:"
 
     def read(self, kind: type[T], text: str | bytes, where: str) -> T:
         """The data in the text of a file, if format, checksum and every field are right."""
@@ -41,14 +52,14 @@ class SealedFormat:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self.error(f"{where}: is damaged: not JSON ({error}). {self.remedy}") from error
-        if problem := self._problem(document):
+        if problem := self._problem(document, text):
             raise self.error(f"{where}: {problem}")
         try:
             return decode(kind, document[self.key])
         except (ValueError, RecursionError) as error:
             raise self.malformed(where, error) from error
 
-    def _problem(self, document: Any) -> str:
+    def _problem(self, document: Any, text: str | bytes) -> str:
         """What is wrong with format, version or checksum; empty if nothing."""
         if not isinstance(document, dict) or document.get("format") != self.name:
             return f"not an autopar {self.key}. {self.remedy}"
@@ -57,16 +68,35 @@ class SealedFormat:
             is_newer = isinstance(version, int) and version > self.version
             remedy = "Update autopar to the release that wrote it." if is_newer else self.remedy
             return f"{self.key} format {version!r}, this autopar reads {self.version}. {remedy}"
-        if self.key not in document or document.get("sha256") != digest(document[self.key]):
+        if self.key not in document or not self._is_whole(document, text):
             return f"is damaged or altered: the checksum does not match. {self.remedy}"
         return ""
+
+    def _is_whole(self, document: dict[str, Any], text: str | bytes) -> bool:
+        """Whether the checksum is right."""
+        if not self.as_is:
+            return document.get("sha256") == digest(document[self.key])
+        written = text.decode() if isinstance(text, bytes) else text
+        size = len(written) - len(_TAIL) - 64 - len(_END)
+        body, rest = written[len(self._head) : size], written[size:]
+        return written.startswith(self._head) and rest == f"{_TAIL}{_sha256(body)}{_END}"
 
     def malformed(self, where: str, problem: Exception | str) -> AutoparError:
         """The error for data that cannot be; `problem` names the field."""
         return self.error(f"{where}: malformed {self.key} ({problem}). {self.remedy}")
 
 
+_TAIL, _END = ',"sha256":"', '"}'
+
+
 def digest(body: Json) -> str:
     """SHA-256 of a JSON value, whatever the order of its keys."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return _sha256(json.dumps(body, sort_keys=True, separators=(",", ":")))
+
+
+def _compact(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import _jax
 
@@ -45,8 +45,8 @@ def canonical(value: Any) -> Any:
         return ("set", *sorted(map(canonical, value), key=repr))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return array_form(value)
-    if isinstance(value, np.dtype):
-        return ("dtype", str(value))
+    if isinstance(value, (np.dtype, NamedSharding)):
+        return _frequent_form(value)
     if isinstance(value, Enum):
         return (_name(kind), value.name)
     if isinstance(value, type):
@@ -56,6 +56,8 @@ def canonical(value: Any) -> Any:
 
 def array_form(value: Any) -> tuple[Any, ...]:
     """Type, shape and a digest of the content."""
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return ("array", _frequent_form(value.dtype), (), False, value.tobytes().hex())
     try:
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             return ("key", str(value.dtype), array_form(jax.random.key_data(value)))
@@ -67,7 +69,7 @@ def array_form(value: Any) -> tuple[Any, ...]:
     is_weak = bool(getattr(value, "weak_type", False))
     data = content.tobytes()
     text = data.hex() if len(data) <= 32 else hashlib.sha256(data).hexdigest()
-    return ("array", str(content.dtype), content.shape, is_weak, text)
+    return ("array", _frequent_form(content.dtype), content.shape, is_weak, text)
 
 
 def _object_form(value: Any) -> Any:
@@ -78,8 +80,8 @@ def _object_form(value: Any) -> Any:
         return _function_form(value)
     if isinstance(value, PartitionSpec):
         return ("PartitionSpec", repr(value))
-    if isinstance(value, NamedSharding):
-        return ("NamedSharding", canonical(value.mesh), repr(value.spec), value.memory_kind)
+    if isinstance(value, AbstractMesh):
+        return ("AbstractMesh", str(value))
     if isinstance(value, Mesh):
         devices = [(d.platform, d.device_kind, d.id) for d in value.devices.flat]
         return ("Mesh", value.axis_names, value.devices.shape, repr(devices))
@@ -95,6 +97,14 @@ def _object_form(value: Any) -> Any:
     if not _has_state(value):
         return ("object", _name(kind))
     raise NotCanonicalError(f"a {_name(kind)}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _frequent_form(value: Any) -> Any:
+    """Of values that most equations have, and that are hashed faster than written."""
+    if isinstance(value, np.dtype):
+        return ("dtype", str(value))
+    return ("NamedSharding", canonical(value.mesh), repr(value.spec), value.memory_kind)
 
 
 def _name(kind: type) -> str:

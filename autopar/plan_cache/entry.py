@@ -19,7 +19,7 @@ from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.origin import Origin, constraints_with_pins
 
-FORMAT = SealedFormat("autopar-cached-plan", 1, "entry", PlanError, "It is replaced.")
+FORMAT = SealedFormat("autopar-cached-plan", 1, "entry", PlanError, "It is replaced.", as_is=True)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The files of the plan cache: key ↔ text, in a folder that many processes share.
 
-One file per plan, `plans/KEY.json` in the cache folder. A file appears by a rename once all of it is
-on the disk, so a reader finds all of it or nothing, whoever crashes when. Reading a file sets its
-time; when files together exceed the limit, those go first that were read longest ago.
+One file per plan, `plans/KEY.json` in the cache folder. A file appears by a rename once all of it
+is on the disk, so a reader finds all of it or nothing, whoever crashes when. Reading a file sets
+its time; when files together exceed the limit, those go first that were read longest ago.
 
 Nothing here raises: a cache that cannot be used costs time, not a step. Each trouble is logged once
 per process.

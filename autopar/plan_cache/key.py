@@ -2,7 +2,7 @@
 
     program    every equation with its parameters, types, weak types, constants, scope and line
     call       names of inputs and outputs; which are state, batch or donated
-    code       of the user's functions, since numbers of micro-batches are traced anew while planning
+    code       of the user's functions, since micro-batches are traced while planning
     request    cluster with the content of its profile, method with all options, mesh
     rules      that the user registered
     planner    autopar's own files (cost tables are among them), JAX, jaxlib, HiGHS, settings of JAX
@@ -29,7 +29,7 @@ from autopar import _jax
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.profile import MachineProfile
-from autopar.ir.program import Constant, Equation, Program
+from autopar.ir.program import Constant, Equation, Operand, Program
 from autopar.ir.traced_step import TracedStep
 from autopar.methods import (
     AnyMethod,
@@ -108,41 +108,42 @@ def program_digest(program: Program) -> str:
     digest = hashlib.sha256(program_fingerprint(program).encode())
     texts: dict[str, int] = {}
     settings: dict[int, tuple[Any, ...]] = {}
+    rows: list[Any] = []
     for equation in program.all_equations():
         context = settings.get(id(equation.context))
         if context is None:
             context = settings[id(equation.context)] = _jax.context_settings(equation.context)
-        row = (
-            texts.setdefault(equation.scope, len(texts)),
-            equation.has_effect,
-            equation.marks,
-            equation.inner_marks,
-            context,
-            *_constants(equation.operands),
-            *_opaque_parameters(equation),
-        )
-        digest.update(repr(row).encode())
+        rows.append(texts.setdefault(equation.scope, len(texts)))
+        rows += [equation.has_effect, equation.marks, equation.inner_marks, context]
+        rows += _constants(equation.operands)
+        for name, value in equation.params.items():
+            if type(value) not in _PLAIN and _is_opaque(equation, value):
+                rows.append((name, canonical(value)))
     for part in _with_bodies(program):
-        digest.update(repr(list(_constants(part.outputs))).encode())
-        digest.update(repr([(v, canonical(c)) for v, c in part.captured]).encode())
+        rows += _constants(part.outputs)
+        rows += [(v, canonical(c)) for v, c in part.captured]
+    digest.update(repr(rows).encode())
     digest.update("\n".join(texts).encode())
-    digest.update(bytes(bool(getattr(aval, "weak_type", False)) for aval in program.avals))
+    digest.update(bytes([bool(getattr(aval, "weak_type", False)) for aval in program.avals]))
     digest.update("\n".join(equation_lines(program).sources).encode())
     return digest.hexdigest()
 
 
-def _constants(operands: tuple[Any, ...]) -> Iterator[Any]:
-    for position, operand in enumerate(operands):
-        if isinstance(operand, Constant):
-            yield position, canonical(operand.value), str(operand.aval), operand.aval.weak_type
+def _constants(operands: tuple[Operand, ...]) -> list[Any]:
+    return [
+        (position, canonical(operand.value), _type_form(operand.aval))
+        for position, operand in enumerate(operands)
+        if type(operand) is Constant
+    ]
 
 
-def _opaque_parameters(equation: Equation) -> Iterator[Any]:
-    """The parameters of which a fingerprint knows the type alone. Bodies are programs of their
-    own."""
-    for name, value in equation.params.items():
-        if not _is_plain(value) and not (equation.bodies and _holds_jaxpr(value)):
-            yield name, canonical(value)
+def _type_form(aval: Any) -> Any:
+    return canonical(aval.dtype), aval.shape, bool(getattr(aval, "weak_type", False))
+
+
+def _is_opaque(equation: Equation, value: Any) -> bool:
+    """Whether a fingerprint knows a parameter's type alone. Bodies are programs of their own."""
+    return not _is_plain(value) and not (equation.bodies and _holds_jaxpr(value))
 
 
 def _is_plain(value: Any) -> bool:
