@@ -30,7 +30,7 @@ from autopar.sharding.descent import Moved, along_edges, settled
 from autopar.sharding.ilp import IlpResult, check_feasible, size_of, solve_ilp
 from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, Reduction, reduce_problem, restrict
 
-_SMALL = 30_000  # edge entries up to which a solver is as fast
+SMALL = 30_000  # edge entries up to which a solver is as fast
 _MAX_ROUNDS = 6
 _PASSES = 5  # forward and backward, between checks
 _FIRST_PASSES = 2  # times as many in the first round
@@ -59,7 +59,7 @@ def solve_contracted(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     gap: float = 0.0,
-    small: int = _SMALL,
+    small: int = SMALL,
 ) -> IlpResult:
     """Solve a reduced problem. A solver other than HiGHS gets all of it, and so does HiGHS if it
     has at most `small` edge entries."""

@@ -8,12 +8,13 @@ grow with depth.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from autopar.ir.graph import Graph, NodeKind, Rule
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.spec import is_slice, num_shards
+from autopar.ir.spec import Layout, is_slice, num_shards
 from autopar.sharding.limit import Limit
 from autopar.sharding.problem import ShardingProblem
 from autopar.sharding.strategies import Strategy, enumerate_strategies
@@ -146,15 +147,31 @@ def copy_shares(
     finishes: bool,
     mesh_shape: tuple[int, ...],
 ) -> np.ndarray:
-    sources = [s.results[result] for s in ups]
-    targets = [s.operands[position] for s in downs]
-    table: dict[tuple, float] = {}
-    for source in set(sources):
-        for target in set(targets):
-            same = source == target or is_slice(source, target)
-            held = source if finishes else target
-            table[source, target] = 0.0 if same else 1.0 / num_shards(held, mesh_shape)
-    return np.array([[table[s, t] for t in targets] for s in sources])
+    sources, rows = _numbered([s.results[result] for s in ups])
+    targets, columns = _numbered([s.operands[position] for s in downs])
+    return _copy_table(sources, targets, finishes, mesh_shape)[rows[:, None], columns]
+
+
+def _numbered(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], np.ndarray]:
+    """The distinct layouts, and the number of each among them."""
+    numbers: dict[Layout, int] = {}
+    places = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+    return tuple(numbers), np.array(places, dtype=np.intp)
+
+
+@lru_cache(maxsize=16384)
+def _copy_table(
+    sources: tuple[Layout, ...],
+    targets: tuple[Layout, ...],
+    finishes: bool,
+    mesh_shape: tuple[int, ...],
+) -> np.ndarray:
+    table = np.zeros((len(sources), len(targets)))
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            if source != target and not is_slice(source, target):
+                table[i, j] = 1.0 / num_shards(source if finishes else target, mesh_shape)
+    return table
 
 
 def memory_floor(graph: Graph, mesh: LogicalMesh) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from autopar.cost.memory import MemoryProfile, memory_profile
@@ -18,7 +18,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, NodeLayouts
 from autopar.progress import debugs, tell
 from autopar.sharding.budget import solve_within_budget
-from autopar.sharding.contract import solve_contracted
+from autopar.sharding.contract import SMALL, solve_contracted
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import (
@@ -111,12 +111,14 @@ def solve_graph(
     folded: FoldedGraph | None = None,
     gap: float = 0.0,
     contract: bool = True,
+    small: int = SMALL,
 ) -> GraphSharding:
     """pins:     value -> the layout that its producer must give it.
     allowed:  value -> the layouts that its producer may give it.
     folded:   the graph with its classes, if known.
     gap:      a solution within this ratio of the optimum is good enough.
     contract: False solves the reduced problem as an integer programme directly.
+    small:    edge entries up to which that is done in any case.
     """
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
@@ -129,7 +131,7 @@ def solve_graph(
     reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
     core_nodes = len(reduction.problem.costs)
-    solve = solve_contracted if contract else solve_ilp
+    solve = partial(solve_contracted, small=small) if contract else solve_ilp
     result = solve(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     clock.lap("solve")
     choice = reduction.restore(result.choice)

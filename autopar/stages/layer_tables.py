@@ -37,8 +37,8 @@ from autopar.ir.traced_step import TracedStep
 from autopar.progress import Progress
 from autopar.rewrite.attach_layers import LoopLayers
 from autopar.rewrite.stage_slices import StageSlice, equation_layers, slice_step
+from autopar.sharding.contract import solve_contracted
 from autopar.sharding.deadline import Deadline
-from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import copy_shares
 from autopar.sharding.planning_log import PlanningLog
@@ -57,7 +57,8 @@ Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
 TABLES_SHARE = 0.5  # of the time left, for all tables
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
-TABLE_GAP = 0.05  # tables are within a few percent of a stage's own solve; they need no better
+TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
+_SMALL = 1000  # edge entries up to which an integer programme is as fast as message passing
 
 
 def stage_tables(
@@ -337,14 +338,19 @@ class TableBench:
             time_limit_s=self.time_limit_s,
             folded=self.folded,
             gap=TABLE_GAP,
+            small=_SMALL,
         )
         self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
         return sharding.problem, sharding.choice, sharding.objective
 
     def solve(self, problem: PairwiseProblem) -> Choice:
         reduction = reduce_problem(problem)
-        result = solve_ilp(
-            reduction.problem, solver=self.solver, time_limit_s=self.time_limit_s, gap=TABLE_GAP
+        result = solve_contracted(
+            reduction.problem,
+            solver=self.solver,
+            time_limit_s=self.time_limit_s,
+            gap=TABLE_GAP,
+            small=_SMALL,
         )
         return reduction.restore(result.choice)
 

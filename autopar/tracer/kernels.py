@@ -79,8 +79,9 @@ class _Kernels:
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
         finish = {n.operands[0]: n.results[0] for n in nodes if n.kind is NodeKind.FINISH}
         self.written = {v for v in in_memory if not self.is_view(self.producer[v])}
-        self.written |= {v for v in self.producer if finish.get(v, v) in in_place}
-        self.is_result = {v for v in self.producer if finish.get(v, v) in {*outputs, *in_place}}
+        updated, kept = set(in_place), {*outputs, *in_place}
+        self.written |= {v for v in self.producer if finish.get(v, v) in updated}
+        self.is_result = {v for v in self.producer if finish.get(v, v) in kept}
         self.users: dict[int, list[int]] = {}  # a written value -> ops that read it
         for index, node in enumerate(nodes):
             for operand in () if self.is_view(index) else node.operands:
