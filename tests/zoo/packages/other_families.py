@@ -1,4 +1,5 @@
-"""Libraries with a module system or a subject of their own: e3nn-jax, penzai, brax."""
+"""Libraries with a module system or a subject of their own: e3nn-jax, penzai, brax,
+jax-md, gemma."""
 
 from __future__ import annotations
 
@@ -165,3 +166,74 @@ def brax_ppo(size: Size) -> ZooStep:
         return (optax.apply_updates(params, updates), opt_state, key), metrics
 
     return ZooStep(step, make_state, make_batch)
+
+
+@zoo_program("jax-md-potential", source="jax-md", packages=("jax_md", "flax"), rtol=5e-3, atol=5e-4)
+def jax_md_potential(size: Size) -> ZooStep:
+    """A graph network as potential: configurations of atoms in a periodic box, energies and forces
+    (a gradient inside the loss)."""
+    import flax.nnx as nnx
+    from jax_md import energy, space
+
+    configurations, atoms, width, rounds = (8, 5, 8, 2) if size.is_small else (128, 256, 128, 3)
+    displacement, _ = space.periodic(4.0)
+
+    def build() -> Any:
+        potential = energy.graph_network(
+            displacement,
+            1.5,
+            key=jax.random.key(0),
+            n_recurrences=rounds,
+            mlp_sizes=(width, width),
+        )
+        return potential.model
+
+    graph, _, functions = nnx.split(build(), nnx.Param, ...)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        model = nnx.merge(graph, params, functions)
+        energies, slopes = jax.vmap(jax.value_and_grad(model))(batch["positions"])
+        wrong = (energies - batch["energy"]) ** 2
+        return jnp.mean(wrong) + jnp.mean((slopes + batch["forces"]) ** 2)
+
+    def make_batch(i: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(i))
+        positions = jax.random.uniform(keys[0], (configurations, atoms, 3), maxval=4.0)
+        forces = 0.1 * jax.random.normal(keys[1], positions.shape)
+        energies = jnp.cos(jnp.arange(configurations) + 1.0 * i)
+        return ({"positions": positions, "forces": forces, "energy": energies},)
+
+    return train_step(loss, lambda: nnx.state(build(), nnx.Param), make_batch, optax.sgd(1e-3))
+
+
+@zoo_program("gemma-3", source="gemma", layers=True, packages=("gemma",))
+def gemma_3(size: Size) -> ZooStep:
+    """The Gemma 3 of its package: local and global attention in turns, one key-value head, norms
+    before and after each block."""
+    import dataclasses
+
+    from gemma import gm
+
+    config = gm.nn.Gemma3_1B().config
+    rows, length, dtype = 16, 2048, jnp.bfloat16
+    if size.is_small:
+        rows, length, dtype = 8, 8, jnp.float32
+        config = dataclasses.replace(
+            config,
+            num_embed=64,
+            embed_dim=16,
+            hidden_dim=32,
+            num_heads=2,
+            head_dim=8,
+            sliding_window_size=4,
+            attention_types=config.attention_types[4:7],
+        )
+    model = gm.nn.Gemma3_1B(config=config, dtype=dtype)
+
+    def loss(params: Any, ids: Any) -> jax.Array:
+        return next_token_loss(model.apply(params, ids).logits, ids)
+
+    def make_params() -> Any:
+        return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))
+
+    return train_step(loss, make_params, tokens(rows, length, config.num_embed))
