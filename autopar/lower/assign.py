@@ -337,10 +337,10 @@ class _Assigner:
 
 def _as_gathered(maker: Node, made: Layout, wanted: Layout) -> Chain:
     """The layout in which a gather makes its result, if that comes before the wanted one. XLA of
-    JAX 0.11 aborts the process (`spmd_partitioner_util.cc`, a failed check) if it is to split a
-    dimension of the result along several axes, and the gather itself does not."""
-    split = [entry for entry in wanted if entry >= 0]
+    JAX 0.11 aborts the process (`spmd_partitioner_util.cc`, a failed check) if the gather is split
+    in one way, and a dimension of its result is to be split along several axes."""
     complete = tuple(max(entry, WHOLE) for entry in made)
-    if maker.name != "gather" or len(split) == len(set(split)) or complete == wanted:
-        return ()
-    return (complete,)
+    is_split = any(entry >= 0 for entry in complete)
+    split = [entry for entry in wanted if entry >= 0]
+    aborts = is_split and complete != wanted and len(split) > len(set(split))
+    return (complete,) if maker.name == "gather" and aborts else ()
