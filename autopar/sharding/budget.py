@@ -12,12 +12,19 @@ constraints:
    unconstrained problem, solved as usual, and a lower bound on the optimum. Prices rise until a
    solution fits, then Kelley's cutting planes search for the best bound
    (`_BudgetSearch.next_prices`).
-2. Restricted programme: the strategies that any of these solutions used, a few per node, with the
-   rows as constraints, solved exactly (`_BudgetSearch.mix`). It combines the best of each solution,
-   which a single price cannot do if many nodes offer the same trade.
+2. Repair: two solutions, one that fits and one that is cheaper, differ in groups of nodes that are
+   no neighbours of each other, so each group can be exchanged by itself, and what it costs and
+   saves adds up. Which groups to exchange is a small knapsack (`combine.combined`). A single price
+   cannot choose if many nodes offer the same trade.
+3. Restricted programme, if the gap is still large: the strategies that any of these solutions used,
+   a few per node, with the rows as constraints, solved exactly (`_BudgetSearch.mix`).
 
-The gap between 1 and 2 is reported. If no solution fits, the rows alone are minimised, and the
-choice with the smallest peak is returned for the error to explain (`BudgetResult.smallest`).
+What was tried is kept with the problem (`ShardingProblem.tried`): the stages of a pipeline often
+have equal problems and differ in how many micro-batches they hold.
+
+The gap between 1 and the best of 2 and 3 is reported. If no solution fits, the rows alone are
+minimised, and the choice with the smallest peak is returned for the error to explain
+(`BudgetResult.smallest`).
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
+from autopar.sharding.combine import combined
 from autopar.sharding.contract import solve_contracted
 from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
@@ -45,6 +53,9 @@ _FIRST_PRICE = 0.1  # relative to the price at which the excess costs as much as
 _MAX_CUTS = 5
 _MAX_MIXES = 4
 _MIX_TIME_S = 10.0
+_SOLVE_GAP = 1e-3  # of a solve at a price; its bound holds all the same
+_MAX_COMBINED = 4  # solutions that do not fit, to be combined with the best
+_MAX_CARRIED = 6  # choices kept for the next search
 GOOD_GAP = 0.005  # good enough to stop
 _MAX_ROWS_AT_ONCE = 2
 
@@ -79,7 +90,9 @@ def solve_within_budget(
     def solve(pairwise: PairwiseProblem) -> tuple[Choice, float]:
         reduction = reduce_problem(pairwise)
         left = max(deadline - time.monotonic(), 1.0)
-        result = solve_contracted(reduction.problem, solver=solver, time_limit_s=left)
+        result = solve_contracted(
+            reduction.problem, solver=solver, time_limit_s=left, gap=_SOLVE_GAP
+        )
         return reduction.restore(result.choice), result.lower_bound
 
     search = _BudgetSearch(problem, budget_bytes, solve, deadline, cutoff, first_price)
@@ -112,6 +125,10 @@ class _BudgetSearch:
             self.num_solves += 1
         self.add(first[0])
         self.bound = first[1]
+        for choice in self.problem.tried.choices:
+            if choice not in self.seen:
+                self.add(choice)
+        self.price = self.price or self.problem.tried.price
         if self.best is None:
             self.escalate()
         floor = max((row.floor() for row in self.rows.values()), default=0.0)
@@ -123,6 +140,7 @@ class _BudgetSearch:
             self.mix(minimise_peak=True)
         if self.best is not None:
             self.refine()
+        self.carry()
         chosen = self.best
         return BudgetResult(
             choice=None if chosen is None else self.seen[chosen],
@@ -134,6 +152,19 @@ class _BudgetSearch:
             smallest=self.seen[self.smallest],
             price=self.price,
         )
+
+    def carry(self) -> None:
+        """Keeps the best choices for the next search of the same problem: those that no other
+        beats in both cost and peak, the cheapest first."""
+        order = sorted(range(len(self.seen)), key=lambda i: (self.costs[i], self.peaks[i]))
+        kept: list[int] = []
+        for i in order:
+            if not kept or self.peaks[i] < self.peaks[kept[-1]]:
+                kept.append(i)
+        near = self.smallest if self.best is None else self.best
+        kept = sorted(kept, key=lambda i: abs(self.peaks[i] - self.peaks[near]))[:_MAX_CARRIED]
+        self.problem.tried.choices = [self.seen[i] for i in sorted(kept)]
+        self.problem.tried.price = self.price
 
     # -- solutions
 
@@ -212,12 +243,23 @@ class _BudgetSearch:
             if promise <= self.bound * (1 + 1e-6) or not any(prices.values()):
                 break
             self.solve_at(prices)
-            if self.is_over():
-                return
-            self.mix()
-            if self.gap() <= GOOD_GAP:
+            self.combine()
+            if self.is_over() or self.gap() <= GOOD_GAP:
                 return
         self.mix()
+
+    def combine(self) -> None:
+        """Exchange parts of the best solution for those of cheaper ones that do not fit."""
+        assert self.best is not None
+        misfits = [i for i, peak in enumerate(self.peaks) if peak > self.budget]
+        for i in misfits[::-1][:_MAX_COMBINED]:
+            for _ in range(_MAX_MIXES):
+                if self.costs[i] >= self.costs[self.best]:
+                    break
+                best, rows = self.seen[self.best], list(self.rows.values())
+                choice = combined(self.problem.pairwise, rows, self.budget, best, self.seen[i])
+                if choice == best or self.add(choice) or len(self.rows) == len(rows):
+                    break
 
     def is_over(self) -> bool:
         """Whether time is up, or nothing below the cutoff can be found."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +32,14 @@ Allowed = Mapping[int, frozenset[Layout]]  # value -> layouts that its producer 
 StrategyFilter = Callable[[Node, tuple[Strategy, ...]], list[int]]
 
 
+@dataclass
+class Tried:
+    """Choices that searches under a memory budget met, and the price per byte they ended with."""
+
+    choices: list[dict[int, int]] = field(default_factory=list)
+    price: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class ShardingProblem:
     graph: Graph
@@ -40,6 +48,8 @@ class ShardingProblem:
     representative: dict[int, int]  # class -> one of its nodes
     strategies: dict[int, list[Strategy]]  # class -> strategies
     pairwise: PairwiseProblem
+    # What was tried under memory budgets, for the same problem with another budget or other lives.
+    tried: Tried = field(default_factory=Tried)
 
 
 @dataclass(frozen=True, eq=False)

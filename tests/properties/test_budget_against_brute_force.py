@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.mesh import LogicalMesh
-from autopar.sharding.budget import solve_within_budget
+from autopar.sharding.budget import GOOD_GAP, solve_within_budget
+from autopar.sharding.combine import combined
 from autopar.sharding.ilp import solve_with_limits
 from autopar.sharding.limit import Limit
 from autopar.sharding.memory_limits import Holdings
@@ -142,3 +143,41 @@ def test_limits_are_kept_exactly(case) -> None:
     assert smallest is not None
     key = tuple(smallest[u] for u in sorted(smallest))
     assert largest[key] == pytest.approx(min(largest.values()), rel=2e-4, abs=1e-3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(limited_problems(), st.randoms(use_true_random=False))
+def test_combined_choices_fit_and_are_the_best_of_their_groups(case, random) -> None:
+    """Against every set of nodes at which the second choice is taken, as long as no edge joins a
+    taken node with one that is not and differs."""
+    problem, limits, bound = case
+    one, two = ({u: random.randrange(len(c)) for u, c in problem.costs.items()} for _ in range(2))
+    bound = max(bound, *(x.value(one) for x in limits))
+    edges = [(u, v) for u, row in problem.edges.items() for v in row]
+    edges += [edge for x in limits for edge in x.edges]
+    differing = [u for u in one if one[u] != two[u]]
+    best = problem.objective(one)
+    for taken in product((False, True), repeat=len(differing)):
+        in_two = dict(zip(differing, taken, strict=True))
+        if any(in_two[u] != in_two[v] for u, v in edges if u in in_two and v in in_two):
+            continue
+        choice = {u: two[u] if in_two.get(u) else s for u, s in one.items()}
+        if all(x.value(choice) <= bound for x in limits):
+            best = min(best, problem.objective(choice))
+    found = combined(problem, limits, bound, one, two)
+    assert all(x.value(found) <= bound + 1e-6 for x in limits)
+    assert problem.objective(found) == pytest.approx(best, rel=2e-4, abs=1e-6)
+
+
+def test_what_was_tried_before_does_not_mislead() -> None:
+    """Budgets in any order, on one problem that remembers and on new ones."""
+    mesh = LogicalMesh((2,), alpha=(0.5,), beta=(0.01,))
+    remembering = problem_of("chain", mesh)
+    holdings = Holdings(remembering, 1.0)
+    peaks = sorted({float(holdings.bytes_at(c).max()) for c in every_choice(remembering)})
+    for budget in (peaks[-1], peaks[0], peaks[len(peaks) // 2], peaks[0], peaks[-2]):
+        again = solve_within_budget(remembering, budget)
+        anew = solve_within_budget(problem_of("chain", mesh), budget)
+        assert again.peak_bytes <= budget and anew.peak_bytes <= budget
+        assert again.objective == pytest.approx(anew.objective, rel=GOOD_GAP)
+        assert again.lower_bound <= anew.objective * (1 + 1e-9)
