@@ -1,8 +1,9 @@
 """From the batches that `run_training` was given to batches by number, which can be repeated.
 
-Batches are kept, or made again, as they were before anything put them on devices, since a restart
-brings other devices. So a data loader is taken apart: the batches of its source are kept, and a new
-loader of the same kind is made wherever training starts.
+Batches that cannot be made again are kept, as copies on the host: a loader may use its buffers
+again, a restart brings other devices, and devices have no memory to spare. So a data loader is
+taken apart: the batches of its source are kept, and a new loader of the same kind is made wherever
+training starts. Where no worker can be lost, only the newest batch is kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import session
 from autopar.errors import ArgumentError
@@ -34,15 +36,18 @@ class BatchSource:
     """Batches by number.
 
     can_go_back: whether forgotten batches can be made again.
+    can_forget:  whether no batch before the next step is needed any more.
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._batches = batches
-        self._kept: deque[Any] = deque()
-        self._first = start  # the number of the first kept batch
+        self._newest: tuple[int, Any] | None = None  # as the source gave it
+        self._kept: deque[Any] = deque()  # those before `_next`, on the host
+        self._next = start  # the number of the batch that the source gives next
         self._taking = threading.Lock()  # guards the source, which may be slow
         self._changing = threading.Lock()  # guards the kept batches
         self.can_go_back = callable(batches) or isinstance(batches, Sequence)
+        self.can_forget = self.can_go_back or not workers_can_be_lost()
         self._iterator: Iterator[Any] | None = self._from(start)
 
     def _from(self, start: int) -> Iterator[Any]:
@@ -67,35 +72,49 @@ class BatchSource:
     def get(self, number: int, **default: Any) -> Any:
         """Batch `number`, or the default after the last one; without a default, `StopIteration`."""
         with self._taking:
-            if self._iterator is None or number < self._first:
-                assert self.can_go_back
-                self._go_back_to(number)
-            assert self._iterator is not None
             try:
-                while number >= self._first + len(self._kept):
-                    batch = self._checked(next(self._iterator))
-                    with self._changing:
-                        self._kept.append(batch)
+                return self._get(number)
             except StopIteration:
                 if "default" in default:
                     return default["default"]
                 raise
+
+    def _get(self, number: int) -> Any:
+        with self._changing:
+            if self._newest is not None and self._newest[0] == number:
+                return self._newest[1]
+            if self._next - len(self._kept) <= number < self._next:
+                return self._kept[number - self._next]
+        if self._iterator is None or number < self._next:
+            assert self.can_go_back, f"batch {number} was not kept"
+            self._go_back_to(number)
+        assert self._iterator is not None
+        while True:
+            batch = self._checked(next(self._iterator))
+            kept = [] if self.can_forget else [_on_host(batch)]
             with self._changing:
-                return self._kept[number - self._first]
+                self._newest = self._next, batch
+                self._kept.extend(kept)
+                self._next += 1
+                if self._newest[0] == number:
+                    return batch
 
     def forget_before(self, number: int) -> None:
         with self._changing:
-            while self._kept and self._first < number:
+            if self._newest is not None and self._newest[0] < number:
+                self._newest = None
+            while self._kept and self._next - len(self._kept) < number:
                 self._kept.popleft()
-                self._first += 1
 
     def forget_all(self) -> None:
-        """After a loss: drop batches that can be made again, since they may be on lost workers."""
+        """After a loss: drop what may be on lost workers, and what the source can make again."""
         if self.can_go_back:
             self.close()
-            with self._taking:
-                self._kept.clear()
+        with self._taking:
+            if self.can_go_back:
                 self._iterator = None
+            with self._changing:
+                self._newest = None
 
     def _checked(self, batch: Any) -> Any:
         """A kept batch must outlive the workers."""
@@ -116,8 +135,25 @@ class BatchSource:
 
     def _go_back_to(self, number: int) -> None:
         BatchSource.close(self)
-        self._kept.clear()
-        self._first, self._iterator = number, self._from(number)
+        self._newest, self._next, self._iterator = None, number, self._from(number)
+
+
+def workers_can_be_lost() -> bool:
+    return session.current().remote is not None
+
+
+def _on_host(batch: Any) -> Any:
+    """A copy that shares nothing with the batch. Weak types and keys have no NumPy array that is
+    the same to JAX; they are small."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", True):
+            return np.array(leaf)
+        return leaf
+
+    return jax.tree.map(copy, batch)
 
 
 class _LoadedBatches(BatchSource):

@@ -48,9 +48,9 @@ def run_training(
     state:            the initial state. If the folder has a checkpoint, training continues from the
                       newest one, and only the structure, shapes and types of `state` are used.
     batches:          one per step. To continue from step n, the first n are skipped; a function is
-                      called with n and returns the batches from there. Batches of an iterator stay
-                      in memory until the next checkpoint, to be repeated after a restart; those of
-                      an `autopar.data_loader` as its source gave them. A function is called again.
+                      called with n and returns the batches from there. On a cluster, the host keeps
+                      copies of an iterator's batches until the next checkpoint, to repeat them
+                      after a restart. A function is called again.
     checkpoint_dir:   the folder of checkpoints, which all hosts must see.
     max_restarts:     how many times in a row to restart the cluster after a `WorkerError` without a
                       new checkpoint in between. Other errors are raised.
@@ -177,7 +177,7 @@ class _Training:
                 self._begin_save()
             elif self._save is not None and self._save.done:
                 self._finish_save()
-            source.forget_before(self._done if source.can_go_back else self.written or 0)
+            source.forget_before(self._done if source.can_forget else self.written or 0)
         self._finish_save()
         if self.written != self._done:
             self._begin_save()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 import autopar
 from autopar import session
 from autopar.errors import ArgumentError, ClusterError
+from autopar.training import batch_source as module
 from autopar.training.batch_source import BatchSource, _LoadedBatches, batch_source
 
 
@@ -44,6 +48,12 @@ def number_of(batch: Any) -> int:
     return int(np.asarray(batch)[0, 0])
 
 
+@pytest.fixture
+def on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "workers_can_be_lost", lambda: True)
+
+
+@pytest.mark.usefixtures("on_a_cluster")
 def test_a_loader_is_made_again_over_batches_that_were_kept() -> None:
     source = Source(8)
     batches = _LoadedBatches(autopar.data_loader(source, step_of()), 0)
@@ -56,6 +66,57 @@ def test_a_loader_is_made_again_over_batches_that_were_kept() -> None:
     with pytest.raises(StopIteration):
         batches.get(8)
     batches.close()
+
+
+def refilled(num_batches: int) -> Iterator[np.ndarray]:
+    """Batches of a loader that has one buffer."""
+    buffer = np.zeros((8, 2), np.float32)
+    for number in range(num_batches):
+        buffer[:] = number
+        yield buffer
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_a_buffer_that_is_filled_again_changes_no_repeated_batch() -> None:
+    source = BatchSource(refilled(6), 0)
+    assert [number_of(source.get(n)) for n in range(4)] == [0, 1, 2, 3]
+    source.forget_before(1)
+    source.forget_all()
+    assert [number_of(source.get(n)) for n in range(1, 6)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_what_is_kept_is_on_the_host() -> None:
+    given = [jnp.full((8, 2), n, jnp.int32) for n in range(6)]
+    source = BatchSource(iter(given), 0)
+    for number in range(6):
+        assert source.get(number) is given[number]  # the step gets the batch itself
+    source.forget_all()
+    kept = [source.get(number) for number in range(6)]
+    assert [number_of(one) for one in kept] == list(range(6))
+    assert all(type(one) is np.ndarray and one.dtype == np.int32 for one in kept)
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_keys_and_weak_types_are_repeated_as_they_were() -> None:
+    key, weak = jax.random.key(3), jnp.asarray(2.0) * 1
+    source = BatchSource(iter([(key, weak, 5)]), 0)
+    source.get(0)
+    source.forget_all()
+    assert jax.random.key_data(source.get(0)[0]).tolist() == jax.random.key_data(key).tolist()
+    assert source.get(0)[1:] == (weak, 5)
+    assert source.get(0)[1].weak_type == weak.weak_type
+
+
+def test_devices_of_this_process_cannot_be_lost_so_nothing_is_kept() -> None:
+    source = BatchSource((jnp.full(4, n) for n in range(60)), 0)
+    live = []
+    for number in range(60):
+        live.append(weakref.ref(source.get(number)))
+        assert source.get(number) is live[-1]()
+        source.forget_before(number + 1)
+    gc.collect()
+    assert not any(one() is not None for one in live)
 
 
 def test_a_loader_of_a_list_keeps_nothing() -> None:

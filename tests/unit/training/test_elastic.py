@@ -17,6 +17,7 @@ from autopar import ParallelFunction, Zero3Parallel
 from autopar.api import StepOptions
 from autopar.errors import ArgumentError, CheckpointError, ClusterError, WorkerError
 from autopar.runtime.checkpoints.save import finish_saves
+from autopar.training import batch_source
 
 WIDTH = 8
 BATCHES = [np.random.default_rng(i).normal(size=(8, WIDTH)).astype(np.float32) for i in range(12)]
@@ -100,6 +101,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "an iterator": lambda: iter(BATCHES),
     "a function": lambda: lambda start: iter(BATCHES[start:]),
     "something iterable": lambda: _Iterable(),
+    "one buffer": lambda: _refilled(),
 }
 
 
@@ -108,9 +110,20 @@ class _Iterable:
         return iter(BATCHES)
 
 
-@pytest.mark.representatives("a list", "something iterable")
+def _refilled() -> Iterator[Any]:
+    """A loader that fills the same array again and again."""
+    buffer = np.empty_like(BATCHES[0])
+    for batch in BATCHES:
+        buffer[:] = batch
+        yield buffer
+
+
+@pytest.mark.representatives("a list", "one buffer")
 @pytest.mark.parametrize("batches", KINDS.values(), ids=KINDS.keys())
-def test_lost_workers_cost_the_steps_since_the_last_checkpoint(tmp_path: Path, batches: Any):
+def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
+    tmp_path: Path, batches: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batch_source, "workers_can_be_lost", lambda: True)
     want, losses = uninterrupted()
     told = Losses()
     step = Failing({3, 5, 9})
