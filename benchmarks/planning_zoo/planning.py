@@ -1,0 +1,97 @@
+"""A case → a row: what planning took, pass by pass, and what the plan promises.
+
+python -m benchmarks.planning_zoo.planning NAME SECONDS     # prints the row as JSON; 0: no limit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo.planning import versions, without_folders
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def plan_in_a_process(name: str, planning_time_s: float, limit_s: float) -> dict[str, Any]:
+    """The row of a case, or what went wrong; after `limit_s` seconds, the process is ended."""
+    command = [sys.executable, "-m", "benchmarks.planning_zoo.planning", name, f"{planning_time_s}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    load = os.getloadavg()[0]
+    try:
+        printed, complaints = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {**versions(), "load": load, "error": f"no plan within {limit_s:g} s"}
+    if process.returncode:
+        last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        return {**versions(), "load": load, "error": without_folders(last[0])}
+    return {**versions(), "load": load, **json.loads(printed.splitlines()[-1])}
+
+
+def plan_row(name: str, planning_time_s: float) -> dict[str, Any]:
+    import autopar
+    from benchmarks.planning_zoo.cases import CASES
+
+    case = CASES[name]
+    step, arguments = case.make()
+    hosts = max(1, case.devices // 8)
+    cluster = autopar.ClusterSpec(hosts, case.devices // hosts, "h100-sxm")
+    options = autopar.ShardingOptions(planning_time_s=planning_time_s or None)
+    started, started_cpu = time.perf_counter(), time.process_time()
+    try:
+        plan = autopar.plan(
+            step, *arguments, cluster=cluster, method=autopar.AutoParallel(options=options)
+        )
+        found = _promises(plan)
+    except autopar.AutoparError as error:
+        found = {"error": without_folders(f"{type(error).__name__}: {error}")}
+    return {
+        "devices": case.devices,
+        "planned_s": time.perf_counter() - started,
+        "cpu_s": time.process_time() - started_cpu,
+        **found,
+    }
+
+
+def _promises(plan: Any) -> dict[str, Any]:
+    passes = {name: s for name, s in plan.solver.seconds.items() if "." not in name}
+    return {
+        "step_s": plan.estimated_step_s,
+        "gap": plan.solver.gap,
+        "stopped": plan.solver.stopped,
+        "passes_s": passes,
+        "peak_gib": plan.estimated_peak_bytes / GIB,
+        "mesh": list(plan.mesh_shape),
+        "stages": [[list(s.layers), list(s.submesh), list(s.mesh_shape)] for s in plan.stages],
+        "num_micro_batches": plan.num_micro_batches,
+        "remat_layers": len(plan.remat),
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    name, planning_time_s = sys.argv[1:]
+    print(json.dumps(plan_row(name, float(planning_time_s))))
+
+
+if __name__ == "__main__":
+    main()
