@@ -55,7 +55,7 @@ from autopar.progress import LOGGER, Progress, debugs, logged, tell
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import check_same_inputs
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
-from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.auto import AutoTask, plan_automatically
 from autopar.stages.following import bind_made, plan_following
 from autopar.stages.plan_pipeline import plan_pipeline
@@ -96,10 +96,12 @@ def plan_step(
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         with Progress(f"planning {name}"), logged(f"planning {name}"):
-            with log.timed("trace"):
-                source = StepSource.of(fn, args, kwargs, options or StepOptions())
-            task = _Task(source, cluster, method, mesh, one_mesh, log)
-            planned = _plan(task) if folder is None else _plan_or_read(task, folder)
+            with paused_garbage_collector():
+                with log.timed("trace"):
+                    source = StepSource.of(fn, args, kwargs, options or StepOptions())
+                task = _Task(source, cluster, method, mesh, one_mesh, log)
+                kept = None if folder is None else _look_up(task, folder)
+            planned = _plan(task) if kept is None else kept.planned or _plan_and_keep(task, kept)
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
@@ -125,19 +127,28 @@ class _Task:
 # -- the plan cache
 
 
-def _plan_or_read(task: _Task, folder: PlanFolder) -> PlannedStep:
-    """The plan of an earlier call or process; if there is none, a new one, which is kept. A plan
-    is not kept if the user stopped its search, or bugs of ours cut it short."""
-    log = task.log
-    with log.timed("cache"):
+@dataclass(frozen=True)
+class _Kept:
+    """Where the plan of a step is kept, and the plan, if it is there."""
+
+    folder: PlanFolder
+    key: str
+    planned: PlannedStep | None
+
+
+def _look_up(task: _Task, folder: PlanFolder) -> _Kept | None:
+    """The plan of an earlier call or process; None for a step whose plans cannot be kept."""
+    with task.log.timed("cache"):
         key = _key(task)
-        planned = None if key is None else _read(task, folder, key)
-    if planned is not None:
-        return planned
-    planned = _plan(task)
-    if key is not None and not log.failures and log.deadline.interrupted_s is None:
+        return None if key is None else _Kept(folder, key, _read(task, folder, key))
+
+
+def _plan_and_keep(task: _Task, kept: _Kept) -> PlannedStep:
+    """A new plan. It is not kept if the user stopped its search, or bugs of ours cut it short."""
+    planned, log = _plan(task), task.log
+    if not log.failures and log.deadline.interrupted_s is None:
         with log.timed("cache"):
-            folder.write(key, entry_text(key, planned))
+            kept.folder.write(kept.key, entry_text(kept.key, planned))
     return planned
 
 

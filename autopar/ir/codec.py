@@ -16,7 +16,6 @@ another type is a ValueError that names the place, such as `stages[1].mesh`. Fie
 
 from __future__ import annotations
 
-import marshal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,6 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | Non
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str)
-_MANY = 64  # entries of a sequence among which equal ones are decoded once, and shared
 
 
 class Stored(NamedTuple):
@@ -173,22 +171,18 @@ def _union_codec(kinds: tuple[Any, ...]) -> _Codec:
 
 
 def _sequence_codec(kind: Any) -> _Codec:
-    inner, is_shared = _codec(kind), is_dataclass(kind)
+    inner, may_share = _codec(kind), is_dataclass(kind)
 
     def read(body: Json) -> tuple[Any, ...]:
         entries, values = _expect(list, body), []
         if kind in _PLAIN and set(map(type, entries)) <= {kind} and not _has_nan(kind, entries):
             return tuple(entries)
-        known: dict[bytes, Any] = {}
+        known: dict[int, Any] = {}  # id -> value: entries that are one object become one value
         try:
-            if not is_shared or len(entries) < _MANY:
-                for entry in entries:
-                    values.append(inner.decode(entry))
-                return tuple(values)
-            for entry in entries:  # equal layers have equal entries
-                text = marshal.dumps(entry, 2)
-                if (value := known.get(text)) is None:
-                    value = known[text] = inner.decode(entry)
+            for entry in entries:
+                value = known.get(id(entry)) if may_share else None
+                if value is None:
+                    value = known[id(entry)] = inner.decode(entry)
                 values.append(value)
         except ValueError as error:
             raise _inside(f"[{len(values)}]", error) from error

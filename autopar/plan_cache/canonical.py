@@ -61,7 +61,7 @@ def array_form(value: Any) -> tuple[Any, ...]:
     try:
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             return ("key", str(value.dtype), array_form(jax.random.key_data(value)))
-        content = np.ascontiguousarray(np.asarray(value))
+        content: np.ndarray[Any, Any] = np.ascontiguousarray(np.asarray(value))
     except (RuntimeError, TypeError, ValueError) as error:  # deleted, or on other hosts
         raise NotCanonicalError(f"an array that cannot be read here ({error})") from error
     if content.dtype.hasobject:

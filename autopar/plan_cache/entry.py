@@ -19,7 +19,9 @@ from autopar.sharding.constraints import candidate_meshes
 from autopar.sharding.memory_budget import memory_budget
 from autopar.sharding.origin import Origin, constraints_with_pins
 
-FORMAT = SealedFormat("autopar-cached-plan", 1, "entry", PlanError, "It is replaced.", as_is=True)
+FORMAT = SealedFormat(
+    "autopar-cached-plan", 1, "entry", PlanError, "It is replaced.", is_quick=True
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Everything that decides a plan, as one digest: a traced step and what it is planned for → key.
 
-    program    every equation with its parameters, types, weak types, constants, scope and line
+    program    every equation with its parameters, types, weak types, constants and scope
     call       names of inputs and outputs; which are state, batch or donated
-    code       of the user's functions, since micro-batches are traced while planning
+    source     lines of equations, which plans show; code of the functions that made them, since
+               micro-batches are traced while planning
     request    cluster with the content of its profile, method with all options, mesh
     rules      that the user registered
     planner    autopar's own files (cost tables are among them), JAX, jaxlib, HiGHS, settings of JAX
@@ -40,7 +41,6 @@ from autopar.methods import (
 )
 from autopar.plan_cache.canonical import canonical, code_digest
 from autopar.tracer.fingerprint import program_fingerprint
-from autopar.tracer.source_lines import equation_lines
 from autopar.tracer.trace import StepOptions
 from autopar.tracer.user_rules import registered_rules
 
@@ -84,9 +84,9 @@ def plan_key(
     digest = hashlib.sha256(f"autopar plan {VERSION}".encode())
     for part in (
         program_digest(step.program),
+        *_sources(step),
         _call_form(step),
         repr(options),
-        _code_digests(step),
         _cluster_form(cluster),
         _method_form(method),
         _method_form(mesh),
@@ -107,15 +107,19 @@ def program_digest(program: Program) -> str:
     what it leaves out."""
     digest = hashlib.sha256(program_fingerprint(program).encode())
     texts: dict[str, int] = {}
-    settings: dict[int, tuple[Any, ...]] = {}
+    contexts: dict[int, str] = {}  # of many equations each
     rows: list[Any] = []
     for equation in program.all_equations():
-        context = settings.get(id(equation.context))
-        if context is None:
-            context = settings[id(equation.context)] = _jax.context_settings(equation.context)
         rows.append(texts.setdefault(equation.scope, len(texts)))
-        rows += [equation.has_effect, equation.marks, equation.inner_marks, context]
-        rows += _constants(equation.operands)
+        context = contexts.get(id(equation.context))
+        if context is None:
+            context = repr(_jax.context_settings(equation.context))
+            contexts[id(equation.context)] = context
+        rows.append(texts.setdefault(context, len(texts)))
+        if equation.has_effect or equation.marks or equation.inner_marks:
+            rows.append((equation.has_effect, equation.marks, equation.inner_marks))
+        if not all([type(operand) is int for operand in equation.operands]):
+            rows += _constants(equation.operands)
         for name, value in equation.params.items():
             if type(value) not in _PLAIN and _is_opaque(equation, value):
                 rows.append((name, canonical(value)))
@@ -125,7 +129,6 @@ def program_digest(program: Program) -> str:
     digest.update(repr(rows).encode())
     digest.update("\n".join(texts).encode())
     digest.update(bytes([bool(getattr(aval, "weak_type", False)) for aval in program.avals]))
-    digest.update("\n".join(equation_lines(program).sources).encode())
     return digest.hexdigest()
 
 
@@ -177,16 +180,20 @@ def _call_form(step: TracedStep) -> Any:
     )
 
 
-def _code_digests(step: TracedStep) -> list[str]:
-    """Of the functions that made the program. Micro-batches are traced while planning, and a
-    function may treat them otherwise than the whole batch."""
-    infos = {
-        id(info): info
-        for equation in step.program.all_equations()
-        for info in (equation.source_info, *equation.callers)
-    }
-    tracebacks = (info.traceback for info in infos.values())
-    return sorted(map(code_digest, _jax.code_behind(tracebacks, step.flat_fn.__code__)))
+def _sources(step: TracedStep) -> tuple[str, list[str]]:
+    """(digest of every equation's line, which plans show; digests of the functions that made the
+    program). Micro-batches are traced while planning, and a function may treat them otherwise than
+    the whole batch."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    column: list[int] = []
+    for equation in step.program.all_equations():
+        tracebacks = (equation.source_info.traceback, *[c.traceback for c in equation.callers])
+        column.append(numbers.setdefault(tracebacks, len(numbers)))
+    lines = [_jax.line_of_user(tracebacks) for tracebacks in numbers]
+    places = {line: number for number, line in enumerate(dict.fromkeys(lines))}
+    text = repr(([places[lines[number]] for number in column], list(places)))
+    code = _jax.code_behind((t for ts in numbers for t in ts), step.flat_fn.__code__)
+    return hashlib.sha256(text.encode()).hexdigest(), sorted(map(code_digest, code))
 
 
 # -- the request

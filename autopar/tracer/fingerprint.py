@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -36,9 +35,7 @@ def _fingerprint(program: Program) -> str:
     types: dict[Any, str] = {}
 
     def number(operand: Operand) -> int | str:
-        if isinstance(operand, int):
-            return numbers.setdefault(operand, len(numbers))
-        return "c"
+        return numbers.setdefault(operand, len(numbers)) if isinstance(operand, int) else "c"
 
     def type_of(aval: ShapedArray) -> str:
         key = (getattr(aval, "dtype", ""), getattr(aval, "shape", ()))
@@ -48,16 +45,17 @@ def _fingerprint(program: Program) -> str:
         return text
 
     def visit(part: Program) -> None:
-        avals = part.avals
+        avals, texts = part.avals, []
         for equation in part.equations:
-            results: Sequence[int] = equation.results
-            texts = [type_of(avals[r]) for r in results]
             operands = [number(o) for o in equation.operands]
-            params = _plain(equation.params)
-            texts.append(repr([number(r) for r in results]))
-            digest.update(repr((equation.name, params, operands, texts)).encode())
+            results = [type_of(avals[r]) for r in equation.results]
+            results.append(repr([number(r) for r in equation.results]))
+            texts.append(repr((equation.name, _plain(equation.params), operands, results)))
             for body in equation.bodies:
+                digest.update("".join(texts).encode())
+                texts.clear()
                 visit(body)
+        digest.update("".join(texts).encode())
         outputs = [number(o) for o in part.outputs]
         digest.update(repr((tuple(map(number, part.inputs)), outputs)).encode())
 
@@ -71,10 +69,12 @@ _PLAIN = frozenset((type(None), bool, int, float, str))
 
 def _plain(value: Any) -> Any:
     """A parameter as data that prints the same in every process; functions and the like by type."""
-    if type(value) in _PLAIN or isinstance(value, (bool, int, float, str)):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [v if type(v) in _PLAIN else _plain(v) for v in value]
     if isinstance(value, dict):
-        return [(name, _plain(v)) for name, v in sorted(value.items())]
+        return [(name, v if type(v) in _PLAIN else _plain(v)) for name, v in sorted(value.items())]
+    if isinstance(value, (bool, int, float, str)):
+        return value
     return str(value) if isinstance(value, (np.dtype, Enum)) else type(value).__name__
