@@ -6,11 +6,15 @@ power cut: files and folders are synced. Other files need neither (`ir.files.wri
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import stat
 from pathlib import Path
 
 from autopar.errors import CheckpointError
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def create_file(path: Path) -> int:
@@ -46,8 +50,27 @@ def write_file(path: Path, data: bytes) -> None:
     close_synced(descriptor)
 
 
+def open_to_read(path: Path) -> tuple[int, int]:
+    """(descriptor, size) of a plain file; `OSError` for links, and for what a reader would wait
+    for, such as a FIFO."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    about = os.fstat(descriptor)
+    if stat.S_ISREG(about.st_mode):
+        return descriptor, about.st_size
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is not a plain file", str(path))
+
+
 def make_folder(path: Path) -> None:
     os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """A folder and those around it, as far as they are missing."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in reversed(missing):
+        sync_folder(one.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -64,6 +87,34 @@ def sync_folder(path: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two paths each other's name at once; False if the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # not Linux, or an old C library
+        return False
+    if renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOENT):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
+
+
+def replace(new: Path, old: Path, aside: Path) -> Path:
+    """Give a folder the name of another one; returns the path of that one, which is `aside` on file
+    systems where this takes two steps."""
+    if exchange(new, old):
+        return new
+    rename(old, aside)
+    try:
+        rename(new, old)
+    except OSError:
+        rename(aside, old)
+        raise
+    return aside
 
 
 def remove(path: Path) -> None:

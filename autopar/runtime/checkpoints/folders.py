@@ -1,9 +1,13 @@
 """The folders of checkpoints: how they are committed atomically, listed and deleted.
 
     step_00000012             a complete checkpoint; one rename gives it this name
-    .step_00000012.tmp-ID     being written, or left by a crash
+    .step_00000012.tmp-ID     being written or deleted, or left by a crash
     .step_00000012.lock-ID    a file that the writing process keeps locked while it lives
-    .step_00000012.old-ID     replaced, or being deleted
+    .step_00000012.old-ID     set aside for its replacement
+
+A checkpoint that replaces another one exchanges its name with it, in one operation of the file
+system. Where there is none, the old one is set aside for a moment; after a crash in that moment,
+whoever looks for checkpoints next gives it its name back.
 
 The lock tells a leftover from a save in progress: the kernel releases the lock of a process that
 dies, on any host. On file systems without locks, leftovers are removed after a day.
@@ -12,6 +16,7 @@ dies, on any host. On file systems without locks, leftovers are removed after a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -37,7 +42,11 @@ def step_folder(directory: Path, step: int) -> Path:
 def own_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, in order; empty without such a folder."""
     steps = []
-    for name in _names(directory):
+    names = _names(directory)
+    if any((match := _HIDDEN.fullmatch(name)) and match[2] == "old" for name in names):
+        _restore_set_aside(directory)
+        names = _names(directory)
+    for name in names:
         match = _STEP.fullmatch(name)
         if not match or not (directory / name / MANIFEST).is_file():
             continue
@@ -68,10 +77,12 @@ class Draft:
 
     path:  the folder to write into.
     final: its later name.
+    replaces: whether it may replace another checkpoint of that name.
     """
 
     path: Path
     final: Path
+    replaces: bool
     _lock_path: Path
     _lock: int
 
@@ -79,17 +90,16 @@ class Draft:
         """Write the manifest, after all data files are synced, and give the folder its name."""
         files.write_file(self.path / MANIFEST, manifest.encode())
         files.sync_folder(self.path)
-        old = self._beside("old")
-        with contextlib.suppress(FileNotFoundError):
-            files.rename(self.final, old)
-        try:
-            files.rename(self.path, self.final)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                files.rename(old, self.final)
-            raise
+        old = None
+        if not self.final.exists():
+            files.rename(self.path, self.final)  # fails if another one is there by now
+        elif not self.replaces:
+            raise FileExistsError(errno.EEXIST, "another process saved this step", str(self.final))
+        else:
+            old = files.replace(self.path, self.final, self._beside("old"))
         files.sync_folder(self.final.parent)
-        files.remove(old)
+        if old is not None:
+            files.remove(old)
         self._unlock()
 
     def abandon(self) -> None:
@@ -111,9 +121,9 @@ class Draft:
             os.close(self._lock)
 
 
-def begin(directory: Path, step: int) -> Draft:
+def begin(directory: Path, step: int, replaces: bool = False) -> Draft:
     """A new folder to write a checkpoint into; what crashed saves left is removed."""
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_folders(directory)
     remove_leftovers(directory)
     final = step_folder(directory, step)
     while True:
@@ -127,7 +137,7 @@ def begin(directory: Path, step: int) -> Draft:
             if lock_path.exists():
                 path = directory / f".{final.name}.tmp-{identity}"
                 files.make_folder(path)
-                return Draft(path, final, lock_path, lock)
+                return Draft(path, final, replaces, lock_path, lock)
         except BaseException:
             os.close(lock)
             files.remove(lock_path)
@@ -136,8 +146,8 @@ def begin(directory: Path, step: int) -> Draft:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove leftovers of crashed saves, but nothing of running ones. A checkpoint that was set
-    aside for a replacement that was never finished gets its name back."""
+    """Remove leftovers of crashed saves, but nothing of running ones."""
+    _restore_set_aside(directory)
     for name in _names(directory):
         match = _HIDDEN.fullmatch(name)
         if not match:
@@ -145,11 +155,8 @@ def remove_leftovers(directory: Path) -> None:
         with contextlib.suppress(OSError), _dead(directory, match[1], match[3]) as is_dead:
             if not is_dead:
                 continue
-            path, final = directory / name, directory / match[1]
-            if match[2] == "old" and (path / MANIFEST).is_file() and not final.exists():
-                files.rename(path, final)
-            elif match[2] != "lock":
-                files.remove(path)
+            if match[2] != "lock":
+                files.remove(directory / name)
     # Locks go last: without one, a folder counts as a leftover.
     for name in _names(directory):
         match = _HIDDEN.fullmatch(name)
@@ -157,6 +164,19 @@ def remove_leftovers(directory: Path) -> None:
             with contextlib.suppress(OSError), _dead(directory, match[1], match[3]) as is_dead:
                 if is_dead:
                     files.remove(directory / name)
+
+
+def _restore_set_aside(directory: Path) -> None:
+    """Checkpoints that were set aside for a replacement that was never finished get their names
+    back, if this process may write here."""
+    for name in _names(directory):
+        match = _HIDDEN.fullmatch(name)
+        if match is None or match[2] != "old":
+            continue
+        path, final = directory / name, directory / match[1]
+        with contextlib.suppress(OSError), _dead(directory, match[1], match[3]) as is_dead:
+            if is_dead and (path / MANIFEST).is_file() and not final.exists():
+                files.rename(path, final)
 
 
 @contextlib.contextmanager
@@ -186,7 +206,6 @@ def keep_newest(directory: Path, step: int, keep: int) -> None:
     before = [s for s in own_steps(directory) if s <= step]
     for old in before[:-keep]:
         path = step_folder(directory, old)
-        aside = directory / f".{path.name}.old-{secrets.token_hex(6)}"
+        aside = directory / f".{path.name}.tmp-{secrets.token_hex(6)}"
         files.rename(path, aside)  # a checkpoint is never visible in part
-        files.remove(aside / MANIFEST)  # `remove_leftovers` must not restore it
         files.remove(aside)

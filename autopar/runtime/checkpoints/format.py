@@ -12,6 +12,7 @@ each with its own checksum, so that a part of a shard can be read and checked.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ import numpy as np
 from autopar.errors import CheckpointError
 from autopar.ir.sealed import SealedFormat
 from autopar.ir.tiles import Box
+from autopar.runtime.checkpoints import files
 
 _FORMAT = SealedFormat(
     "autopar-checkpoint", 1, "checkpoint", CheckpointError, "Restore another step."
 )
 MANIFEST = "manifest.json"
+MANIFEST_LIMIT_BYTES = 2**28  # a leaf with eight shards has less than 2 KiB
 
 ARRAY, KEY = "array", "key"
 SCALARS = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -139,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest."""
     where = folder / MANIFEST
     try:
-        text = where.read_bytes()
+        text = _read_limited(where)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: has no {MANIFEST}, so it is not a checkpoint, or an incomplete one. "
@@ -147,12 +150,23 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error}") from error
-    manifest = _FORMAT.read(Manifest, text, str(where))
     try:
+        manifest = _FORMAT.read(Manifest, text, str(where))
         check_manifest(manifest)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _FORMAT.malformed(str(where), error) from error
     return manifest
+
+
+def _read_limited(path: Path) -> bytes:
+    descriptor, size = files.open_to_read(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if size > MANIFEST_LIMIT_BYTES:
+            raise CheckpointError(
+                f"{path}: has {size} bytes; a manifest has at most {MANIFEST_LIMIT_BYTES}. "
+                "Restore another step."
+            )
+        return file.read(MANIFEST_LIMIT_BYTES + 1)
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -171,6 +185,19 @@ def check_manifest(manifest: Manifest) -> None:
             _check_array(leaf)
         else:
             raise ValueError(f"{leaf.key}: a leaf of the kind {leaf.kind!r}")
+    _check_shares(manifest)
+
+
+def _check_shares(manifest: Manifest) -> None:
+    """Every byte of a data file belongs to one shard: a small file cannot become large arrays."""
+    parts = sorted(
+        (shard.file, shard.offset, shard.offset + shard.num_bytes, leaf.key)
+        for leaf in manifest.leaves
+        for shard in leaf.shards
+    )
+    for one, other in pairwise(parts):
+        if one[0] == other[0] and other[1] < one[2]:
+            raise ValueError(f"{one[3]} and {other[3]} share bytes of {one[0]!r}")
 
 
 def _check_path_entry(kind: str, name: str | int) -> None:
@@ -187,7 +214,10 @@ def _check_path_entry(kind: str, name: str | int) -> None:
 
 def _check_array(leaf: Leaf) -> None:
     itemsize = dtype_named(leaf.dtype).itemsize
-    if any(size < 0 for size in leaf.shape):
+    if (
+        any(size < 0 for size in leaf.shape)
+        or prod(max(size, 1) for size in leaf.shape) * itemsize >= 2**63
+    ):
         raise ValueError(f"{leaf.key}: the shape {leaf.shape}")
     if leaf.kind == KEY and (not leaf.impl or not leaf.shape):
         raise ValueError(f"{leaf.key}: a key without an implementation")

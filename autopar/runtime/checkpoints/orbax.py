@@ -1,7 +1,8 @@
 """Checkpoints in orbax's format, for users who come from plain JAX or go back to it.
 
 Writes folders of orbax's `CheckpointManager`, one per step; reads these and those of its
-`StandardCheckpointer`. Orbax saves the arrays of one `jax.distributed` group. Each mesh of a
+`StandardCheckpointer`. A step that is saved again is written beside the old one, and takes its name
+when it is complete. Orbax saves the arrays of one `jax.distributed` group. Each mesh of a
 cluster is a group of its own, so their arrays are saved in autopar's format only.
 """
 
@@ -18,6 +19,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from autopar import _jax
 from autopar.errors import ArgumentError, CheckpointError
+from autopar.runtime.checkpoints import files
 from autopar.runtime.checkpoints.backends import (
     HostPlace,
     LocalBackend,
@@ -66,13 +68,17 @@ def begin_orbax_save(
         raise CheckpointError(f"{final}: is there already. Save with overwrite=True to replace it.")
     tree = jax.tree.map(lambda leaf: leaf if is_saved(leaf) else None, state)
     what = f"saving {final}"
+    replaces = final.exists()
+    root = directory / f".{step}.replacement" if replaces else directory
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=background, create=True
+        max_to_keep=None if replaces else keep,
+        enable_async_checkpointing=background,
+        create=True,
     )
     with _orbax_errors(what):
-        manager = ocp.CheckpointManager(directory, options=options)
-        if final.exists():
-            manager.delete(step)
+        if replaces and jax.process_index() == 0:
+            files.remove(root)  # of a save that crashed
+        manager = ocp.CheckpointManager(root, options=options)
         try:
             manager.save(step, args=ocp.args.StandardSave(tree), force=True)
         except BaseException:
@@ -85,6 +91,10 @@ def begin_orbax_save(
                 manager.wait_until_finished()
             finally:
                 manager.close()
+            if replaces and jax.process_index() == 0:
+                files.replace(root / str(step), final, root / "old")
+                files.sync_folder(directory)
+                files.remove(root)
 
     return final, complete
 

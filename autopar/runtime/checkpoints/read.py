@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from autopar import _jax
 from autopar.errors import CheckpointError
 from autopar.ir.tiles import Box, slices
+from autopar.runtime.checkpoints import files
 from autopar.runtime.checkpoints.format import (
     KEY,
     SCALARS,
@@ -227,9 +228,7 @@ class _DataFiles:
         with self._lock:
             if name not in self._open:
                 try:
-                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                    descriptor = os.open(self.folder / name, flags)
-                    self._open[name] = descriptor, os.fstat(descriptor).st_size
+                    self._open[name] = files.open_to_read(self.folder / name)
                 except OSError as error:
                     raise self._unreadable(name, key, error) from error
             return self._open[name]

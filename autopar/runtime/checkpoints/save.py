@@ -41,6 +41,7 @@ from autopar.runtime.checkpoints.format import (
 from autopar.runtime.checkpoints.leaves import described, named_leaves
 
 FORMATS = ("autopar", "orbax")
+SETTLE_LIMIT_S = 3600.0  # for a save before the next one, or before the process ends
 
 
 class UnfinishedSaveError(CheckpointError, TimeoutError):
@@ -58,8 +59,8 @@ class CheckpointSave:
         self._complete = complete
         self._error: BaseException | None = None
         self._was_raised = False
-        # Not a daemon: the process does not end before the checkpoint is written.
-        self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
+        # A daemon: the end of the process waits for it, but not for ever (`finish_saves`).
+        self._thread = threading.Thread(target=self._run, name=f"save {path.name}", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -93,9 +94,12 @@ class CheckpointSave:
         return self.path
 
     def settle(self) -> None:
-        """Wait; an error that was not raised becomes a warning."""
-        self._thread.join()
-        if self._error is not None and not self._was_raised:
+        """Wait, within a limit; an error that was not raised becomes a warning."""
+        self._thread.join(SETTLE_LIMIT_S)
+        if self._thread.is_alive():
+            text = f"{self.path}: is still being written after {SETTLE_LIMIT_S:.0f} s; gave it up."
+            warnings.warn(text, stacklevel=3)
+        elif self._error is not None and not self._was_raised:
             self._was_raised = True
             warnings.warn(f"A checkpoint was not saved: {self._error}", stacklevel=3)
 
@@ -221,7 +225,7 @@ class _Save:
             raise CheckpointError(
                 f"{self.final}: is there already. Save with overwrite=True to replace it."
             )
-        self._draft = folders.begin(self._directory, self._step)
+        self._draft = folders.begin(self._directory, self._step, self._overwrite)
         return str(self._draft.path)
 
     def complete(self) -> None:
@@ -264,12 +268,12 @@ class _Save:
         self._draft.commit(manifest_text(manifest))
 
     def _delete_old(self, keep: int) -> None:
+        """The checkpoint is safe, so training goes on if this fails."""
         try:
             folders.keep_newest(self._directory, self._step, keep)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.final}: is saved, but older ones could not be deleted: {error}"
-            ) from error
+            text = f"{self.final}: is saved, but older ones could not be deleted: {error}"
+            warnings.warn(text, stacklevel=2)
 
 
 def _is_number(leaf: object) -> bool:

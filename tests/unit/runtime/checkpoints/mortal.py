@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 CHANGES = ("fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -79,14 +80,24 @@ class Mortal:
 
 
 @contextlib.contextmanager
-def mortal(left: float, how: str = "died") -> Iterator[Mortal]:
-    """Saves in this block are made by a process that dies at a chosen point."""
+def mortal(left: float, how: str = "died", exchanges: bool = True) -> Iterator[Mortal]:
+    """Saves in this block are made by a process that dies at a chosen point; on a file system that
+    cannot exchange names, if that is wanted."""
     from autopar.runtime.checkpoints import files, folders
 
     stand_in = Mortal(left, how)
+    exchange = files.exchange
+
+    def counted(one: Path, other: Path) -> bool:
+        if how != "full":
+            stand_in._spend(1)
+        return exchanges and exchange(one, other)
+
     try:
         files.os = folders.os = stand_in  # type: ignore[assignment]
+        files.exchange = counted
         yield stand_in
     finally:
         files.os = folders.os = os
+        files.exchange = exchange
         stand_in.bury()

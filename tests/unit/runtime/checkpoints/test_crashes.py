@@ -15,7 +15,8 @@ import pytest
 
 import autopar
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoints import folders
+from autopar.runtime.checkpoints import files, folders
+from autopar.runtime.checkpoints.save import _Save
 from tests.unit.runtime.checkpoints.mortal import Died, mortal
 
 SCRIPT = Path(__file__).with_name("killed_saves.py")
@@ -70,18 +71,69 @@ def test_a_crash_at_any_point_leaves_the_last_good_checkpoint(tmp_path: Path):
     assert newest == sorted(newest) and set(newest) == {1, 2}, "first the old one, then the new"
 
 
-def test_a_crash_while_one_is_replaced_loses_nothing(tmp_path: Path):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_crash_while_one_is_replaced_loses_nothing(tmp_path: Path, exchanges: bool):
+    """At no moment do readers find fewer checkpoints, nor does the next save have to mend it."""
     autopar.save_checkpoint(tmp_path / "counted", state_of(2), 2)
     total = cost_of(tmp_path / "counted", overwrite=True)
     for point in range(total - 30, total):
         directory = tmp_path / str(point)
         autopar.save_checkpoint(directory, state_of(2), 2)
-        with mortal(point), pytest.raises(Died):
+        with mortal(point, exchanges=exchanges), pytest.raises(Died):
             autopar.save_checkpoint(directory, state_of(2), 2, overwrite=True)
+        assert autopar.latest_step(directory) == 2
+        assert_whole(directory)
         autopar.save_checkpoint(directory, state_of(3), 3)
         assert autopar.checkpoint_steps(directory) == [2, 3]
         assert_whole(directory)
         assert sorted(os.listdir(directory)) == ["step_00000002", "step_00000003"]
+
+
+def test_readers_that_may_not_write_leave_a_checkpoint_aside(tmp_path: Path, monkeypatch: Any):
+    autopar.save_checkpoint(tmp_path, state_of(1), 1)
+    (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.old-abc")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "rename", refuse)
+        assert autopar.latest_step(tmp_path) is None
+    assert autopar.latest_step(tmp_path) == 1
+
+
+def test_a_step_that_another_process_saved_meanwhile_is_not_replaced(tmp_path: Path):
+    save = _Save(tmp_path, state_of(1), 1, None, False, overwrite=False)
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / "theirs").write_text("")
+    with pytest.raises(CheckpointError, match="another process saved this step"):
+        save.complete()
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    assert os.listdir(tmp_path / "step_00000001") == ["theirs"]
+
+
+def test_old_ones_that_cannot_be_deleted_do_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    autopar.save_checkpoint(tmp_path, state_of(1), 1)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folders, "keep_newest", refuse)
+    with pytest.warns(UserWarning, match=r"step_00000002: is saved, but older ones could not"):
+        autopar.save_checkpoint(tmp_path, state_of(2), 2, keep=1)
+    assert assert_whole(tmp_path) == 2
+
+
+def test_new_folders_are_synced_up_to_the_first_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_folder", synced.append)
+    autopar.save_checkpoint(tmp_path / "a" / "b", state_of(1), 1)
+    assert synced[:2] == [tmp_path, tmp_path / "a"]
+    assert tmp_path / "a" / "b" in synced
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import CheckpointError
 from autopar.ir.sealed import digest
+from autopar.runtime.checkpoints.format import read_manifest
+from autopar.runtime.checkpoints.read import read_numpy
 
 STATE = {"w": np.arange(60.0).reshape(6, 10), "b": np.ones(3, np.int8), "n": 4}
 
@@ -27,6 +30,10 @@ def saved(tmp_path: Path) -> Path:
     path = autopar.save_checkpoint(tmp_path, STATE, 1)
     assert isinstance(path, Path)
     return path
+
+
+def read_all(saved: Path) -> None:
+    read_numpy(saved, read_manifest(saved), ["['w']"])
 
 
 def data_file(saved: Path) -> Path:
@@ -80,6 +87,36 @@ def test_a_data_file_that_is_a_link_is_not_followed(saved: Path):
     data_file(saved).symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match="cannot be read"):
         autopar.restore_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", ["process_00000.data", "manifest.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved: Path, name: str):
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: .*not a plain file"):
+        read_all(saved)
+
+
+def test_a_manifest_that_is_a_link_is_not_followed(saved: Path):
+    elsewhere = saved.parent / "elsewhere"
+    (saved / "manifest.json").rename(elsewhere)
+    (saved / "manifest.json").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
+        read_all(saved)
+
+
+def test_a_manifest_without_end_is_not_read(saved: Path):
+    with open(saved / "manifest.json", "r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: has 1099511627776 bytes; a manif"):
+        read_all(saved)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, f"[{'9' * 10_000}]"])
+def test_manifests_that_python_cannot_read(saved: Path, text: str):
+    (saved / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
+        read_all(saved)
 
 
 def test_manifests_that_are_cut_or_altered(saved: Path):
@@ -146,6 +183,10 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "bytes": lambda b: shard_of(b).update(num_bytes=470),
     "rows of no block": lambda b: shard_of(b).update(block_rows=0),
     "checksums": lambda b: shard_of(b).update(crc32=[1, 2]),
+    "bytes of another leaf": lambda b: b["leaves"].append(
+        {**copy.deepcopy(w_of(b)), "key": "['v']", "path": [["key", "v"]]}
+    ),
+    "a dimension that no array has": lambda b: w_of(b).update(shape=[0, 2**70], shards=[]),
     "a file above": lambda b: shard_of(b).update(file="../process_00000.data"),
     "a file elsewhere": lambda b: shard_of(b).update(file="/etc/passwd"),
     "a file with a zero byte": lambda b: shard_of(b).update(file="a\0b"),

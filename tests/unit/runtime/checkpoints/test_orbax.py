@@ -109,6 +109,29 @@ def test_keep_and_overwrite(tmp_path: Path):
     assert autopar.restore_checkpoint(tmp_path)["x"].tolist() == [0, 0, 0]
 
 
+def test_a_replacement_that_fails_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import orbax.checkpoint as ocp
+
+    def save(value: float, **options: Any) -> None:
+        autopar.save_checkpoint(tmp_path, {"x": jnp.full(3, value)}, 1, format="orbax", **options)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "wait_until_finished", fail)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(2.0, overwrite=True)
+    assert autopar.checkpoint_steps(tmp_path) == [1]
+    assert autopar.restore_checkpoint(tmp_path)["x"].tolist() == [1, 1, 1]
+    save(3.0, overwrite=True)
+    assert autopar.restore_checkpoint(tmp_path)["x"].tolist() == [3, 3, 3]
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
 def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     autopar.save_checkpoint(tmp_path, {"x": jnp.ones(3)}, 1, format="orbax")
     real = builtins.__import__
