@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.graph import Graph, NodeKind
+from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.rewrite.repeats import longest_repeat
 
 MIN_REPEATS = 4
 MIN_REPEATS_IN_LARGE_GRAPHS = 2
 LARGE_GRAPH = 3000  # nodes; above this, solve time matters more than freedom within pairs
+_PLACED = ("slice", "pad")  # ops whose parameters say where, and whose rules say all the rest
 _NEAR = 48
 _FAR = 10**6
 _MATCHING_SHARE = 0.7
@@ -84,10 +85,16 @@ def _tokens(graph: Graph, positions: list[int]) -> np.ndarray:
             # A value computed once for all layers is ever farther from its readers.
             reads.append(distance if distance <= _NEAR else _FAR)
         # The rule too: equal equations differ in whether partial sums may flow through them.
-        kind = (node.kind, node.signature, node.name, node.rule, node.weight, node.region)
+        kind = (node.kind, _signature(node), node.name, node.rule, node.weight, node.region)
         key = (kind, tuple(reads))
         tokens[i] = numbers.setdefault(key, len(numbers))
     return tokens
+
+
+def _signature(node: Node) -> object:
+    """What tells ops apart beside their rules. Slices of parameters that are stacked over layers,
+    and the gradients put back there, differ in their places alone."""
+    return None if node.name in _PLACED else node.signature
 
 
 def _find_runs(graph: Graph, positions: list[int], tokens: np.ndarray, repeats: int) -> list[_Run]:
@@ -155,8 +162,10 @@ def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
     made_from: list[tuple[int, ...]] = []
     for index, node in enumerate(graph.nodes):
         made_from.append(tuple(graph.producer[v][0] for v in node.operands))
+        # Gradients of layers are stacked in the order of layers, which tells them not apart.
+        is_stack = node.name == "concatenate"
         for position, producer in enumerate(made_from[-1]):
-            readers[producer].append((index, position))
+            readers[producer].append((index, 0 if is_stack else position))
     becomes = {
         graph.producer[graph.inputs[i]][0]: graph.producer[value][0]
         for i, o in graph.state
@@ -168,7 +177,8 @@ def _refine(graph: Graph, fixed: dict[int, int]) -> list[int]:
             colours.append(hash(("run", fixed[index])))
             continue
         shapes = tuple(graph.values[v].shape for v in node.results)
-        kind = (node.kind.value, node.signature, node.name, node.rule, node.weight, node.region)
+        signature = _signature(node)
+        kind = (node.kind.value, signature, node.name, node.rule, node.weight, node.region)
         colours.append(hash((kind, shapes)))
     free = [i for i in range(len(graph.nodes)) if i not in fixed]
     count = len(set(colours))

@@ -76,7 +76,7 @@ class AutoTask:
 
     def as_pipeline(self) -> PlannedStep:
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
-        return plan_pipeline(self.source, method, self.cluster, self.log)
+        return plan_pipeline(self.source, method, self.cluster, self.log, to_the_end=False)
 
 
 @dataclass

@@ -73,8 +73,10 @@ def choose_stages(
     *,
     try_other_numbers: bool = False,
     only: Collection[Submesh] | None = None,
+    to_the_end: bool = True,
 ) -> StageSearch:
-    """The best stages of a looped step. `only`: the submeshes to search, all if None."""
+    """The best stages of a looped step. `only`: the submeshes to search, all if None;
+    `to_the_end`: go on when time is up, until some stages fit or all submeshes were searched."""
     assert isinstance(method.stages, AutoStages)
     number = looped.step.num_micro_batches
     submeshes = list(candidate_submeshes(cluster, method.stages.submeshes))
@@ -88,9 +90,8 @@ def choose_stages(
             choice, report = search_stages(tables, setting)
     else:
         tables, choice, report = _search_many(looped, setting, submeshes, maker)
-    if choice is None and maker.late:
-        late, maker.late[:] = list(maker.late), []
-        tables = [*tables, *maker.tables(late)]
+    while choice is None and maker.late and (to_the_end or log.deadline.allows()):
+        tables = [*tables, *maker.tables([maker.late.pop()])]  # the largest, or else the smallest
         with log.timed("search"):
             choice, report = search_stages(tables, setting)
     log.search = report

@@ -63,11 +63,17 @@ _AGAIN = 0.5
 
 
 def plan_pipeline(
-    source: StepSource, method: PipeshardParallel, cluster: ClusterSpec, log: PlanningLog
+    source: StepSource,
+    method: PipeshardParallel,
+    cluster: ClusterSpec,
+    log: PlanningLog,
+    *,
+    to_the_end: bool = True,
 ) -> PlannedStep:
-    """A pipeline as a method asks for it."""
+    """A pipeline as a method asks for it. `to_the_end`: if none is found in time, search on."""
+    task = PipelineTask(method, cluster, log, to_the_end=to_the_end)
     with log.limited(method.options):
-        return log.stopped(_plan_pipeline(source, PipelineTask(method, cluster, log)))
+        return log.stopped(_plan_pipeline(source, task))
 
 
 def _plan_pipeline(source: StepSource, task: PipelineTask) -> PlannedStep:
@@ -180,7 +186,9 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     else:
         number = int(method.num_micro_batches)
     looped = _looped(source, number, method.layers, log)
-    search = choose_stages(looped, method, cluster, log, try_other_numbers=is_free)
+    search = choose_stages(
+        looped, method, cluster, log, try_other_numbers=is_free, to_the_end=task.to_the_end
+    )
     looped, search = _at_better_number(source, task, looped, search)
     rows = batch_rows(looped.step)
     if search.choice is None and is_free and rows % 2 == 0:  # the smallest that can be split
@@ -236,7 +244,9 @@ def _search_again(
 ) -> StageSearch | None:
     """A search at another number of micro-batches than the first; None if autopar fails in it."""
     try:
-        return choose_stages(looped, task.method, task.cluster, task.log, only=only)
+        return choose_stages(
+            looped, task.method, task.cluster, task.log, only=only, to_the_end=False
+        )
     except Exception as error:
         number = looped.step.num_micro_batches
         task.log.contain(f"pipelines of {number} micro-batches", error)

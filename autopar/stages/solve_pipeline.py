@@ -92,6 +92,7 @@ class PipelineTask:
     reuse:     stages, by number, that need not be solved again.
     known:     shardings of stages that were solved, for equal ones.
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
+    to_the_end: if no pipeline is found in time, search on.
     """
 
     method: PipeshardParallel
@@ -102,6 +103,7 @@ class PipelineTask:
     reuse: Mapping[int, SolvedStage] = field(default_factory=dict)
     known: KnownShardings = field(default_factory=dict)
     may_recompute: bool = True
+    to_the_end: bool = True
 
     @property
     def owners(self) -> Mapping[int, int] | None:
