@@ -294,3 +294,14 @@ def test_a_pipeline_of_wrong_parts(name: str, value: Any, needed: str) -> None:
 )
 def test_manual_stages_that_are_none(given: Any, name: str, needed: str) -> None:
     refused(lambda: ManualStages(*given), f"ManualStages({name}=", needed)
+
+
+@pytest.mark.parametrize("seconds", [None, float("inf"), 0.5, 60])
+def test_planning_time(seconds: float | None) -> None:
+    assert ShardingOptions(planning_time_s=seconds).planning_time_s == seconds
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "60"])
+def test_planning_time_that_is_none(seconds: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"planning_time_s=.*seconds > 0, or None"):
+        ShardingOptions(planning_time_s=seconds)

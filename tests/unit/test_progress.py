@@ -159,3 +159,31 @@ def test_the_solvers_own_log(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     assert solve_ilp(problem).objective == quiet.objective
     out, err = capfd.readouterr()
     assert out == "" and "Model status" in err
+
+
+def test_elsewhere_the_best_plan_so_far_is_logged(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(progress, "_LOG_EVERY_S", 0.02)
+    best = progress.Best(lambda: 34.4)
+    with (
+        caplog.at_level(logging.INFO, "autopar"),
+        Progress("planning train_step"),
+        progress.showing(best),
+        Progress("solving stages", 8) as stages,
+    ):
+        wait_for(lambda: "planning train_step: solving stages" in caplog.text)
+        stages.step()
+        best.take(1.25, 0.004)
+        best.take(1.5, 0.0)  # is no better
+        wait_for(lambda: "1 of 8, best step 1.25 s (gap 0.4%), 34 s left, 0 s" in caplog.text)
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited 30 s in vain"
+        time.sleep(0.01)
+
+
+def test_the_line_says_when_time_is_up() -> None:
+    assert progress.Best(lambda: 0.0).text() == "time is up"
+    assert progress.Best(lambda: float("inf")).text() == ""

@@ -10,6 +10,7 @@ import pytest
 from autopar.ir.graph import Graph, Node, NodeKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.rewrite.accumulate import accumulate
+from autopar.rewrite.unroll_scans import unroll_scans
 from autopar.sharding.fold import MIN_REPEATS, fold_repeated_layers
 from autopar.sharding.solve import solve_graph
 from autopar.tracer.build import build_graph
@@ -169,3 +170,26 @@ def accumulated_graph(num_layers: int) -> Graph:
 def test_classes_of_micro_batches_do_not_grow_with_depth() -> None:
     fewer, more = (len(set(fold_repeated_layers(accumulated_graph(n)))) for n in (12, 36))
     assert fewer == more
+
+
+def test_layers_stacked_for_a_scan_are_one_layer_when_it_is_unrolled() -> None:
+    """Each layer slices its parameters, and its gradients are stacked again: the number of
+    decisions does not grow with depth."""
+
+    def classes(depth: int) -> int:
+        def loss_of(params, x):
+            def layer(x, w):
+                return x + jnp.tanh(x @ w["up"]) @ w["down"] * w["scale"], None
+
+            return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+        def step(params, batch):
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+        shapes = {"up": (64, 128), "down": (128, 64), "scale": (64,)}
+        params = {name: array(depth, *shape) for name, shape in shapes.items()}
+        traced = unroll_scans(trace_step(step, (params, array(16, 64))))
+        return len(set(fold_repeated_layers(build_graph(traced))))
+
+    assert classes(24) <= classes(8) + 8
