@@ -63,6 +63,13 @@ def as_solved(
     """A bound plan with the cluster and the origin that it had when it was solved. Files hold a
     summary of the cluster's profile, and nothing of the method's constraints."""
     plan = planned.plan
+    has_own_mesh = (
+        mesh is not None
+        or isinstance(method, LogicalMesh)
+        or (isinstance(method, ShardParallel) and isinstance(method.mesh_shape, LogicalMesh))
+    )
+    if not has_own_mesh and plan.num_devices > cluster.num_devices:
+        raise PlanError(f"a plan for {plan.num_devices} devices, where {cluster.num_devices} are.")
     if plan.cluster is not None:
         plan = replace(plan, cluster=cluster)
     origin = _origin(planned, entry, cluster, _one_mesh_method(plan, method), mesh)

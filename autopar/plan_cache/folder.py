@@ -61,7 +61,10 @@ class PlanFolder:
 
     def ignore(self, key: str, problem: object) -> None:
         """Log that a file cannot be used; the plan that is made instead replaces it."""
-        _tell(f"{self.file(key)}: ignored, and planned again: {problem}")
+        text, path = str(problem), str(self.file(key))
+        _tell(
+            f"planned again, since a file is ignored: {text if path in text else f'{path}: {text}'}"
+        )
 
     def write(self, key: str, text: str) -> None:
         """Keep a plan, and drop the least recently used ones if they are too many."""
