@@ -76,6 +76,10 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.doctor import run_doctor
 
             return run_doctor(arguments)
+        case "cache":
+            from autopar.cli.cache import run_cache
+
+            return run_cache(arguments)
         case "launch":
             from autopar.cli.launch import run_launch
 

@@ -38,6 +38,10 @@ having any (pip install 'autopar[verify]'), and judged by XLA's programs; h200 a
 measured on one GPU, if there is one; scaling is predicted. Default: cpu, h100 and h200. Results are
 kept in the folder, and an interrupted run continues there. See docs/benchmarks.md.
 """
+_CACHE = """\
+AUTOPAR_CACHE_DIR is the folder, by default autopar in the user's cache folder; an empty value turns
+the cache off. See docs/howto/second_start.md.
+"""
 _DOCTOR = """\
 Exit codes: 0 if autopar can plan and run here, 1 if something required is missing or broken.
 Devices, Ray and solvers are checked in separate processes, each with a time limit. See
@@ -50,6 +54,7 @@ ranks. See docs/howto/test_without_a_cluster.md.
 """
 _EPILOGS = {
     "bench": _BENCH,
+    "cache": _CACHE,
     "doctor": _DOCTOR,
     "launch": _LAUNCH,
     "plan": _FACTORY,
@@ -82,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_launch(
         _command(commands, "launch", "run a command as several ranks on this host, even on one GPU")
     )
+    _add_cache(_command(commands, "cache", "show the plans that are kept on disk"))
     _command(commands, "devices", "list known devices and their specifications")
     return parser
 
@@ -380,6 +386,10 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
 def _add_diff(diff: argparse.ArgumentParser) -> None:
     diff.add_argument("first", metavar="A.json")
     diff.add_argument("second", metavar="B.json")
+
+
+def _add_cache(cache: argparse.ArgumentParser) -> None:
+    cache.add_argument("--clear", action="store_true", help="remove all of them")
 
 
 def _positive(text: str) -> int:
