@@ -45,6 +45,12 @@ class _Window:
         return self._rows(self.low, reach - self.low - (self.stride - 1))
 
     @property
+    def is_product(self) -> bool:
+        """A single window, of which every row meets one row of the operand: nothing is padded."""
+        is_whole = self.result_length == 1 and self.length == self.size and self.low == 0
+        return is_whole and self.dilation == self.window_dilation == 1
+
+    @property
     def is_kernel_gradient(self) -> bool:
         """In the gradient of a kernel the window is as long as the operand and split with it; the
         result has a row for each position in the kernel, summed over shards."""
@@ -79,7 +85,7 @@ def with_halos(
                 fixed.update(read[1:])
                 halos.append(Halo(0, window.dim, window.rows))
                 only_with.append((read[0], beside_window))
-        elif read and read[0] in rule.reduction and window.result_length > 1:
+        elif read and read[0] in rule.reduction and not window.is_product:
             if window.is_kernel_gradient:
                 halos.append(Halo(0, window.dim, window.rows_of_sum))
                 only_with.append((read[0], rule.reduction))

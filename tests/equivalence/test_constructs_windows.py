@@ -96,3 +96,21 @@ def test_rows_that_a_window_needs(
     assert node.rule.halos == (() if rows is None else (Halo(0, 1, rows),))
     (windowed, *_) = node.rule.operands[0][1]
     assert (windowed in node.rule.fixed) == (rows is None)
+
+
+@pytest.mark.parametrize("length, size, padding", [(2, 3, (1, 1)), (4, 4, (0, 0)), (4, 3, (0, -1))])
+def test_a_single_window(length: int, size: int, padding: tuple[int, int]) -> None:
+    """It is a product only if each of its rows meets one row of the operand: an image of 2 × 2
+    below a kernel of 3 × 3, at the end of a small ResNet, is none."""
+
+    def fn(x: Any, k: Any) -> Any:
+        dims = ("NWC", "WIO", "NWC")
+        return lax.conv_general_dilated(x, k, (2,), (padding,), dimension_numbers=dims)
+
+    args = floats(8, length, 16), floats(size, 16, 16)
+    (node,) = ops_named(graph_of(fn, *args), "conv_general_dilated")
+    assert fn(*args).shape[1] == 1
+    windowed = {f for f in node.rule.operands[0][1] if f not in node.rule.fixed}
+    assert bool(windowed) == (length == size)
+    run = autopar.parallelize(fn, method=autopar.ShardParallel(MESH))
+    assert_same(run(*args), jax.jit(fn)(*args))
