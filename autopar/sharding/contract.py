@@ -60,15 +60,17 @@ def solve_contracted(
     time_limit_s: float = 60.0,
     gap: float = 0.0,
     small: int = SMALL,
+    rest_gap: float = 0.0,
 ) -> IlpResult:
     """Solve a reduced problem. A solver other than HiGHS gets all of it, and so does HiGHS if it
-    has at most `small` edge entries."""
+    has at most `small` edge entries. Where contraction ends with a gap of at most `rest_gap`, the
+    rest is not solved."""
     if solver != "highs" or problem.num_edge_entries <= small:
         return solve_ilp(problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     search = _ContractSearch(problem, time.monotonic() + time_limit_s)
     rest = search.contract(gap, small)
     sizes = size_of(problem)
-    if rest is None:
+    if rest is None or search.is_proven(max(gap, rest_gap)):
         best = search.best
         check_feasible(best)
         return IlpResult(search.choice, best, min(search.bound, best), *sizes, True)

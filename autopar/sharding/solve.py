@@ -112,6 +112,7 @@ def solve_graph(
     gap: float = 0.0,
     contract: bool = True,
     small: int = SMALL,
+    rest_gap: float = 0.0,
 ) -> GraphSharding:
     """pins:     value -> the layout that its producer must give it.
     allowed:  value -> the layouts that its producer may give it.
@@ -119,6 +120,7 @@ def solve_graph(
     gap:      a solution within this ratio of the optimum is good enough.
     contract: False solves the reduced problem as an integer programme directly.
     small:    edge entries up to which that is done in any case.
+    rest_gap: good enough to leave out the integer programme after contraction.
     """
     allowed = {**(allowed or {}), **{v: frozenset((pin,)) for v, pin in (pins or {}).items()}}
     seconds: dict[str, float] = {}
@@ -131,7 +133,7 @@ def solve_graph(
     reduction = reduce_problem(problem.pairwise.copy())
     clock.lap("reduce")
     core_nodes = len(reduction.problem.costs)
-    solve = partial(solve_contracted, small=small) if contract else solve_ilp
+    solve = partial(solve_contracted, small=small, rest_gap=rest_gap) if contract else solve_ilp
     result = solve(reduction.problem, solver=solver, time_limit_s=time_limit_s, gap=gap)
     clock.lap("solve")
     choice = reduction.restore(result.choice)

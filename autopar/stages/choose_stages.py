@@ -90,7 +90,7 @@ def choose_stages(
             choice, report = search_stages(tables, setting)
     else:
         tables, choice, report = _search_many(looped, setting, submeshes, maker)
-    while choice is None and maker.late and (to_the_end or log.deadline.allows()):
+    while maker.late and not _uses_all(choice, cluster) and (to_the_end or log.deadline.allows()):
         tables = [*tables, *maker.tables([maker.late.pop()])]  # the largest, or else the smallest
         with log.timed("search"):
             choice, report = search_stages(tables, setting)
@@ -103,6 +103,12 @@ def choose_stages(
         return StageSearch(choice, report)
     promises = choice is None or other.step_s < choice.step_s * (1 - WORTH_ANOTHER)
     return StageSearch(choice, report, other if promises else None)
+
+
+def _uses_all(choice: PipelineChoice | None, cluster: ClusterSpec) -> bool:
+    if choice is None:
+        return False
+    return sum(prod(stage.submesh) for stage in choice.stages) == cluster.num_devices
 
 
 # -- tables

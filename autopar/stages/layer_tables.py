@@ -58,6 +58,7 @@ Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 TABLES_SHARE = 0.5  # of the time left, for all tables
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
+_REST_GAP = 0.0075  # good enough to do without an integer programme
 _SMALL = 1000  # edge entries up to which an integer programme is as fast as message passing
 
 
@@ -99,7 +100,7 @@ def stage_tables(
     deadline, took_s = log.deadline.part(TABLES_SHARE), 0.0
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
-        for submesh in sorted(submeshes, key=lambda s: _from_a_host(s, cluster)):
+        for submesh in sorted(submeshes, key=lambda s: _from_even(s, cluster, places)):
             in_flight = _in_flight(num_micro_batches, submesh, cluster)
             for shape in shapes_of[submesh]:
                 if any(made.values()) and not deadline.allows(took_s):
@@ -148,10 +149,11 @@ def _leave_out(
         late.append(submesh)
 
 
-def _from_a_host(submesh: Submesh, cluster: ClusterSpec) -> tuple[float, int]:
-    """How far a submesh is from one host, the larger first: if time is short, those come first that
-    most stages have."""
-    return abs(log2(prod(submesh) / cluster.devices_per_host)), -prod(submesh)
+def _from_even(submesh: Submesh, cluster: ClusterSpec, places: NodeLayers) -> tuple[float, int]:
+    """How far a submesh is from one host, or from an even share where there are few layers; the
+    larger first. If time is short, those come first that most stages have."""
+    size = max(cluster.devices_per_host, cluster.num_devices / max(1, places.num_layers))
+    return abs(log2(prod(submesh) / size)), -prod(submesh)
 
 
 def _no_tables(failures: Sequence[Failure], refused: Sequence[AutoparError]) -> AutoparError:
@@ -339,6 +341,7 @@ class TableBench:
             folded=self.folded,
             gap=TABLE_GAP,
             small=_SMALL,
+            rest_gap=_REST_GAP,
         )
         self.known[submesh, mesh.shape] = sharding.choice, sharding.objective
         return sharding.problem, sharding.choice, sharding.objective
@@ -351,6 +354,7 @@ class TableBench:
             time_limit_s=self.time_limit_s,
             gap=TABLE_GAP,
             small=_SMALL,
+            rest_gap=_REST_GAP,
         )
         return reduction.restore(result.choice)
 

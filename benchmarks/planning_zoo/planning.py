@@ -24,7 +24,9 @@ GIB = 2**30
 def plan_in_a_process(name: str, planning_time_s: float, limit_s: float) -> dict[str, Any]:
     """The row of a case, or what went wrong; after `limit_s` seconds, the process is ended."""
     command = [sys.executable, "-m", "benchmarks.planning_zoo.planning", name, f"{planning_time_s}"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    # An empty folder turns the plan cache off.
+    changes = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE_DIR": ""}
+    environment = {**os.environ, **changes}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
