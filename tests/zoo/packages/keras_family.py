@@ -102,7 +102,7 @@ def keras_application(size: Size) -> ZooStep:
             (32, 32, 3), alpha=0.35, minimalistic=True, weights=None, classes=4,
             classifier_activation=None, dropout_rate=0.0, include_preprocessing=False,
         )  # fmt: skip
-        return _stateless(make, size, _labelled_images(8, 32, 4))
+        return _stateless(make, size, _labelled_images(32, 32, 4))
     make = lambda keras: keras.applications.ResNet50V2(  # noqa: E731
         weights=None, classes=1000, classifier_activation=None
     )
