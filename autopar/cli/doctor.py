@@ -460,6 +460,7 @@ def _environment(name: str) -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     variables = {
         **os.environ,
+        "AUTOPAR_CACHE_DIR": "",  # plan, do not read a plan
         **_PROBE_VARIABLES,
         "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
         **(_NO_GPU if name == "compiler" else {}),

@@ -56,7 +56,8 @@ def canonical(value: Any) -> Any:
 
 def array_form(value: Any) -> tuple[Any, ...]:
     """Type, shape and a digest of the content."""
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
+    is_scalar = isinstance(value, np.generic)
+    if is_scalar and not value.dtype.hasobject:
         return ("array", _frequent_form(value.dtype), (), False, value.tobytes().hex())
     try:
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
