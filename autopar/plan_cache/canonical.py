@@ -43,6 +43,8 @@ def canonical(value: Any) -> Any:
         return ("dict", *sorted(entries, key=repr))
     if isinstance(value, (set, frozenset)):
         return ("set", *sorted(map(canonical, value), key=repr))
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return ("array", _frequent_form(value.dtype), (), False, value.tobytes().hex())
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return array_form(value)
     if isinstance(value, (np.dtype, NamedSharding)):
@@ -56,9 +58,6 @@ def canonical(value: Any) -> Any:
 
 def array_form(value: Any) -> tuple[Any, ...]:
     """Type, shape and a digest of the content."""
-    is_scalar = isinstance(value, np.generic)
-    if is_scalar and not value.dtype.hasobject:
-        return ("array", _frequent_form(value.dtype), (), False, value.tobytes().hex())
     try:
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             return ("key", str(value.dtype), array_form(jax.random.key_data(value)))
