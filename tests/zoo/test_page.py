@@ -24,6 +24,16 @@ def test_page_is_what_the_command_writes() -> None:
     assert Path(ROOT, "docs/zoo.md").read_text() == page(results)
 
 
+def test_the_readme_says_what_the_page_says() -> None:
+    results = json.loads(Path(ROOT, "benchmarks/results/zoo.json").read_text())
+    right, checked = share(results["checks"])
+    runs = [outcome for row in results["checks"].values() for outcome in row.values()]
+    readme = " ".join(Path(ROOT, "README.md").read_text().split())
+    assert right == checked
+    assert f"All {right} train steps of [the zoo]" in readme
+    assert f"{runs.count('right')} of {len(runs)} runs" in readme
+
+
 def test_outcomes_of_a_report() -> None:
     found = outcomes(REPORT)
     assert found == {
