@@ -29,6 +29,7 @@ from autopar.sharding.constraints import (
     method_constraints,
     solver_constraints,
 )
+from autopar.sharding.deadline import Deadline
 from autopar.sharding.layout_constraints import LayoutConstraints
 from autopar.sharding.memory_budget import memory_budget, state_floor
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
@@ -45,6 +46,8 @@ from autopar.tracer.build import build_graph
 # From so many devices on, the search looks only at what can be part of a better plan than one at
 # hand.
 MANY_DEVICES = 128
+# Share of the time left for one search of the tables.
+_SEARCH = 0.25
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
 SLOW = 1.6  # step time over ideal compute time (recomputing everything costs a third)
@@ -87,18 +90,18 @@ def choose_stages(
     if cluster.num_devices < MANY_DEVICES:
         tables = maker.tables(submeshes)
         with log.timed("search"):
-            choice, report = search_stages(tables, setting)
+            choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
     else:
         tables, choice, report = _search_many(looped, setting, submeshes, maker)
     while maker.late and not _uses_all(choice, cluster) and (to_the_end or log.deadline.allows()):
         tables = [*tables, *maker.tables([maker.late.pop()])]  # the largest, or else the smallest
         with log.timed("search"):
-            choice, report = search_stages(tables, setting)
+            choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
     log.search = report
     if not try_other_numbers:
         return StageSearch(choice, report)
     with log.timed("search"):
-        other = _other_number(looped, tables, setting, choice)
+        other = _other_number(looped, tables, setting, choice, log.deadline.part(_SEARCH))
     if other is None or other.num_micro_batches == number:
         return StageSearch(choice, report)
     promises = choice is None or other.step_s < choice.step_s * (1 - WORTH_ANOTHER)
@@ -175,6 +178,7 @@ def _other_number(
     tables: Sequence[LayerTable],
     setting: Setting,
     choice: PipelineChoice | None,
+    deadline: Deadline,
 ) -> PipelineChoice | None:
     """The best stages with any number of micro-batches, by tables made at one of them.
     Micro-batches with fewer rows than a host has devices may not exist, since tables may split rows
@@ -187,7 +191,7 @@ def _other_number(
         if least < most and best is not None and needless:
             break
         candidates = candidate_micro_batches(rows, min_rows=min(rows, least))
-        other = choose_micro_batches(tables, setting, candidates)
+        other = choose_micro_batches(tables, setting, candidates, deadline=deadline)
         if other is not None and (best is None or other.choice.step_s < best.step_s):
             best = other.choice
     return best
@@ -240,7 +244,7 @@ def _search_tables(
 ) -> tuple[PipelineChoice | None, SearchReport, float]:
     """(the best stages, what was considered, the step time if they use all devices)."""
     with log.timed("search"):
-        choice, report = search_stages(tables, setting)
+        choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
     if choice is None:
         return None, report, inf
     used = sum(prod(stage.submesh) for stage in choice.stages)

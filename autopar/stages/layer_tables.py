@@ -55,6 +55,7 @@ from autopar.sharding.solve import GraphSharding, fold_graph, folded_for, solve_
 Choice = Mapping[int, int]  # class -> strategy
 Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
+_FEW_STAGES = 8  # that a pipeline has which is soon solved
 TABLES_SHARE = 0.5  # of the time left, for all tables
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
@@ -150,9 +151,10 @@ def _leave_out(
 
 
 def _from_even(submesh: Submesh, cluster: ClusterSpec, places: NodeLayers) -> tuple[float, int]:
-    """How far a submesh is from one host, or from an even share where there are few layers; the
-    larger first. If time is short, those come first that most stages have."""
-    size = max(cluster.devices_per_host, cluster.num_devices / max(1, places.num_layers))
+    """How far a submesh is from one host, or from an even share of `_FEW_STAGES` where that is
+    more; the larger first. If time is short, those come first that most stages have."""
+    num_stages = max(1, min(places.num_layers, _FEW_STAGES))
+    size = max(cluster.devices_per_host, cluster.num_devices / num_stages)
     return abs(log2(prod(submesh) / size)), -prod(submesh)
 
 

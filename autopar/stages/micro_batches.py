@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.ir.stages import LayerTable, PipelineChoice, Submesh
+from autopar.sharding.deadline import Deadline
 from autopar.stages.ranges import Setting
 from autopar.stages.stage_search import search_stages
 
@@ -48,12 +49,18 @@ def choose_micro_batches(
     *,
     num_stages: int | None = None,
     submeshes: Collection[Submesh] | None = None,
+    deadline: Deadline | None = None,
 ) -> MicroBatchChoice | None:
     """The best of the candidates, the smallest of equally good ones; None if no pipeline fits with
-    any of them. `setting` has the number that the tables were made at."""
+    any of them. `setting` has the number that the tables were made at. When the deadline is over,
+    the best so far will do; the nearest numbers come first."""
+    deadline = deadline or Deadline()
     best: PipelineChoice | None = None
     steps_s: dict[int, float] = {}
     for number in sorted(candidates, key=lambda n: (abs(n - setting.num_micro_batches), n)):
+        if steps_s and not deadline.allows():
+            deadline.cut("other numbers of micro-batches")
+            break
         scale = setting.num_micro_batches / number
         cutoff_s = inf if best is None else best.step_s * (1 + GAP)
         choice, _ = search_stages(
@@ -68,6 +75,7 @@ def choose_micro_batches(
             gap=GAP,
             cutoff_s=cutoff_s,
             submeshes=submeshes,
+            deadline=deadline,
         )
         steps_s[number] = inf if choice is None else choice.step_s
         if choice is not None and (best is None or _is_better(choice, best)):

@@ -36,6 +36,7 @@ import numpy as np
 from autopar.ir.stages import LayerTable, PipelineChoice, SearchReport, StageChoice, Submesh
 from autopar.ir.text import format_bytes
 from autopar.lower.schedules import in_flight_bound
+from autopar.sharding.deadline import Deadline
 from autopar.stages.ranges import Ranges, Setting, stage_cost_s, step_s
 from autopar.stages.stage_dp import SAME, StageDP, StageRange
 from autopar.stages.submeshes import can_tile, candidate_submeshes
@@ -53,6 +54,7 @@ def search_stages(
     gap: float = 0.0,
     cutoff_s: float = inf,
     submeshes: Collection[Submesh] | None = None,
+    deadline: Deadline | None = None,
 ) -> tuple[PipelineChoice | None, SearchReport]:
     """The best pipeline under the tables, and what was considered; None if none fits.
 
@@ -62,6 +64,7 @@ def search_stages(
     gap:        the plan may take this much longer than the best one, as a ratio.
     cutoff_s:   only plans whose step takes less are of interest.
     submeshes:  those that stages may have; None for all that there are tables of.
+    deadline:   after which the best plan so far will do.
     """
     started = time.perf_counter()
     ranges = Ranges(tables, setting)
@@ -70,12 +73,13 @@ def search_stages(
     priced = time.perf_counter()
     num_devices = setting.cluster.num_devices
     notes: list[str] = []
-    searches = _searches(ranges, num_devices, num_stages, gap, cutoff_s)
+    deadline = deadline or Deadline()
+    searches = _searches(ranges, num_devices, num_stages, gap, cutoff_s, deadline)
     if not any(search.plans for search in searches) and cutoff_s == inf:
         used = searches[-1].most_devices()
         if used:
             notes.append(f"No pipeline can use all {num_devices} devices; {used} of them are used.")
-            searches = _searches(ranges, used, num_stages, gap, cutoff_s)
+            searches = _searches(ranges, used, num_stages, gap, cutoff_s, deadline)
         else:
             notes.append(_why_none(ranges, num_stages))
     if any(search.num_unplaced for search in searches):
@@ -83,18 +87,17 @@ def search_stages(
             "Plans were skipped whose submeshes add up to the cluster but cannot be laid out. "
             "The plan is at least as good as the best one of tiling submeshes."
         )
-    if top > 1:
+    if top > 1 and deadline.allows():
         for search in searches:
             search.add_alternatives()
     plans = {key: plan for search in searches for key, plan in search.plans.items()}
     best = sorted(plans.values(), key=lambda plan: plan.step_s)[: max(1, top)]
     num_tried = sum(search.num_tried for search in searches)
     num_candidates = int(ranges.allowed.sum()) * ranges.num_layers * (ranges.num_layers + 1) // 2
-    num_fitting = int(searches[-1].usable.sum())
     report = SearchReport(
         num_layers=ranges.num_layers,
         num_candidates=num_candidates,
-        num_pruned=num_candidates - num_fitting + max(0, len(searches[-1].bounds) - num_tried),
+        num_pruned=num_candidates - searches[-1].num_usable(num_tried),
         num_bounds=num_tried,
         seconds={"ranges": priced - started, "search": time.perf_counter() - priced},
         best=tuple(best),
@@ -115,7 +118,12 @@ def as_plan(stages: Sequence[StageChoice], setting: Setting) -> PipelineChoice:
 
 
 def _searches(
-    ranges: Ranges, num_devices: int, num_stages: int | None, gap: float, cutoff_s: float
+    ranges: Ranges,
+    num_devices: int,
+    num_stages: int | None,
+    gap: float,
+    cutoff_s: float,
+    deadline: Deadline,
 ) -> list[_StageSearch]:
     """One search; if there are submeshes that need not tile, one without them before it, so that
     there is a plan to fall back on."""
@@ -125,6 +133,7 @@ def _searches(
     searches: list[_StageSearch] = []
     for part in [ranges] if all_tile else [ranges.only(is_tiling), ranges]:
         search = _StageSearch(part, num_devices, num_stages, gap, cutoff_s)
+        search.deadline = deadline
         search.run()
         cutoff_s = search.best_s
         searches.append(search)
@@ -151,6 +160,7 @@ class _StageSearch:
         in_flight = [0, *(most_in_flight(self.setting, s) for s in counts)]
         self.sums = StageDP(ranges, in_flight, num_devices)
         self.best_s = cutoff_s
+        self.deadline = Deadline()
         self.plans: dict[tuple, PipelineChoice] = {}
         self.num_tried = self.num_unplaced = 0
         self.usable = np.isfinite(ranges.cost_s) & ranges.fits(self.sums.fewest_in_flight)
@@ -175,6 +185,9 @@ class _StageSearch:
             least_s, first, last, floor_s = heappop(heap)
             if least_s >= self.best_s * (1 - max(self.gap, SAME)):
                 return
+            if self.plans and not self.deadline.allows():
+                self.deadline.cut("bounds on the slowest stage")
+                return
             middle = (first + last) // 2 if weight else last
             add(middle + 1, last, floor_s)
             try_bound(first, middle)
@@ -188,6 +201,10 @@ class _StageSearch:
             last = self._bound_of(optimum.plan, last) - 1
         if floor_s < inf:
             add(0, last, floor_s)
+
+    def num_usable(self, num_tried: int) -> int:
+        """Candidates that fit, less the bounds that need not be tried."""
+        return int(self.usable.sum()) - max(0, len(self.bounds) - num_tried)
 
     def most_devices(self) -> int:
         """The most devices that any plan can use; 0 if there is none."""
