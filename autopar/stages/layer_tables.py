@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import log2, prod
+from math import inf, log2, prod
 
 import numpy as np
 
@@ -57,6 +57,7 @@ Constraints = Callable[[LogicalMesh], tuple[Allowed, StrategyFilter | None]]
 
 _FEW_STAGES = 8  # that a pipeline has which is soon solved
 TABLES_SHARE = 0.5  # of the time left, for all tables
+_LEAST_SHARE = 0.2
 PRICES = (0.3, 10.0)  # shares of the step that all memory is worth
 TABLE_GAP = 0.005  # tables are within a few percent of a stage's own solve; they need no better
 _REST_GAP = 0.0075  # good enough to do without an integer programme
@@ -98,7 +99,7 @@ def stage_tables(
     made: dict[Submesh, list[LayerTable]] = {}
     refused: list[AutoparError] = []
     failures: list[Failure] = []
-    deadline, took_s = log.deadline.part(TABLES_SHARE), 0.0
+    deadline, took_s = log.deadline.part(_tables_share(log.deadline)), 0.0
     shapes_of = {s: (shapes or {}).get(s) or mesh_shapes(s) for s in submeshes}
     with Progress("meshes", sum(map(len, shapes_of.values()))) as progress:
         for submesh in sorted(submeshes, key=lambda s: _from_even(s, cluster, places)):
@@ -123,6 +124,15 @@ def stage_tables(
     if not any(made.values()) and (failures or refused):
         raise _no_tables(failures, refused)
     return [table for submesh in submeshes for table in undominated(made.get(submesh, ()))]
+
+
+def _tables_share(deadline: Deadline) -> float:
+    """The share of the time left that all tables may take. Solving the stages of one pipeline then
+    takes about as long as it took to trace the step and read its graph."""
+    left = deadline.left_s
+    if left in (0.0, inf):
+        return TABLES_SHARE
+    return max(_LEAST_SHARE, min(TABLES_SHARE, 1 - deadline.elapsed_s / left))
 
 
 def _in_flight(num_micro_batches: int, submesh: Submesh, cluster: ClusterSpec) -> float:
