@@ -60,6 +60,7 @@ from autopar.stages.submeshes import uniform_submesh
 
 # The time that a search at another number of micro-batches takes, relative to all before it.
 _AGAIN = 0.5
+_AGAIN_ON_FEW = 0.25  # if it looks at the submeshes of one plan only
 
 
 def plan_pipeline(
@@ -229,11 +230,11 @@ def _at_better_number(
     return looped, search
 
 
-def _has_time(task: PipelineTask, what: str) -> bool:
+def _has_time(task: PipelineTask, what: str, share: float = _AGAIN) -> bool:
     """Whether there is time to trace the step at another number of micro-batches and search; if
     not, the plan says what was left out."""
     deadline = task.log.deadline
-    if deadline.allows(_AGAIN * deadline.elapsed_s):
+    if deadline.allows(share * deadline.elapsed_s):
         return True
     deadline.cut(what)
     return False
@@ -337,7 +338,7 @@ def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) 
     """The same submeshes with micro-batches half as large, if that is faster: tables had more room
     than the stages themselves, which had to recompute."""
     count = planned.plan.num_micro_batches
-    if not _has_time(task, f"{2 * count} micro-batches"):
+    if not _has_time(task, f"{2 * count} micro-batches", _AGAIN_ON_FEW):
         return planned
     looped = _looped_near(source, task, 2 * count, count)
     if looped is None:
