@@ -77,7 +77,7 @@ class RaySession:
 
     ray: Any
     id: str
-    token: str
+    token: str = field(repr=False)
     platform: str
     devices_per_host: int
     limits: Limits

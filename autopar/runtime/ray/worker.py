@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
 import socket
@@ -136,10 +137,12 @@ class MeshWorker:
         if coordinator is not None:
             if place.platform == "cpu":
                 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            if place.rank == 0:
-                _check_port(coordinator)
             jax.distributed.initialize(
-                coordinator, place.num_processes, place.rank, initialization_timeout=int(limit_s)
+                coordinator,
+                place.num_processes,
+                place.rank,
+                initialization_timeout=int(limit_s),
+                coordinator_bind_address=_bind_address(coordinator) if place.rank == 0 else None,
             )
         self._devices = jax.local_devices()
         module, _, name = executor.partition(":")
@@ -182,10 +185,21 @@ def num_cpu_threads(num_devices: int) -> int:
     return max(os.cpu_count() or 1, 2 * num_devices + 4)
 
 
-def _check_port(coordinator: str) -> None:
-    """Raise if nothing can listen there: JAX would crash."""
-    with socket.socket() as probe:
-        probe.bind(("", int(coordinator.rpartition(":")[2])))
+def _bind_address(coordinator: str) -> str | None:
+    """Where JAX's coordinator listens: at its own address alone, and not on all interfaces; None if
+    that address belongs to a router. Raises if nothing can listen there: JAX would crash."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, int(port)))
+            return coordinator
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            probe.bind(("", int(port)))
+            return None
 
 
 def progress_path(place: WorkerPlace) -> str:

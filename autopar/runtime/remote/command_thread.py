@@ -52,7 +52,7 @@ class CommandThread:
         self.progress = progress
         self._arrived: queue.Queue[Command | None] = queue.Queue()
         self._unanswered: dict[int, tuple[Command, float]] = {}
-        self._last_answer_s = 0.0
+        self._last_answer_s = time.monotonic()
         self._lock = threading.Lock()
         self._waiters = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-answers")
         self._step_waiters = ThreadPoolExecutor(NUM_WAITERS, thread_name_prefix="autopar-steps")
@@ -75,8 +75,8 @@ class CommandThread:
             begun = list(self._unanswered.values())
             steps = [entry for entry in begun if entry[0].is_step]
             command, begun_s = (steps or begun)[0]
-            moved_s = max(begun_s, self._last_answer_s, self.progress.state().time_s)
-        return Standstill(command.name, command.is_step, max(0.0, time.time() - moved_s))
+            moved_s = max(begun_s, self._last_answer_s, self.progress.moved_s)
+        return Standstill(command.name, command.is_step, time.monotonic() - moved_s)
 
     def close(self) -> None:
         """Run no more commands; does not wait for the current one."""
@@ -95,7 +95,7 @@ class CommandThread:
 
     def _run(self, command: Command) -> None:
         with self._lock:
-            self._unanswered[command.number] = command, time.time()
+            self._unanswered[command.number] = command, time.monotonic()
         self.progress.begin(command.number)
         try:
             value = command.call()
@@ -132,4 +132,4 @@ class CommandThread:
     def _forget(self, command: Command) -> None:
         with self._lock:
             del self._unanswered[command.number]
-            self._last_answer_s = time.time()
+            self._last_answer_s = time.monotonic()

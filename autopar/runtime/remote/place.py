@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -30,7 +30,7 @@ class WorkerPlace:
     mesh_devices: tuple[int, ...]
     platform: str
     address: str
-    token: str
+    token: str = field(repr=False)
     folder: str
 
 

@@ -38,7 +38,10 @@ class State:
 
 
 class WorkerProgress:
-    """The writer: one thread writes, and any process may read."""
+    """The writer: one thread writes, and any process may read.
+
+    moved_s: when it wrote last, by `time.monotonic()`: the clock of a host may jump.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -47,6 +50,7 @@ class WorkerProgress:
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._count = 0
+        self.moved_s = time.monotonic()
         self._command = NOWHERE
         self._last = (NOWHERE, NOWHERE, NOWHERE)
 
@@ -66,6 +70,7 @@ class WorkerProgress:
         count = self._count = self._count + 1
         where = (count & 1) * _RECORD.size
         now = time.time()
+        self.moved_s = time.monotonic()
         _RECORD.pack_into(
             self._map, where, count, self._command, program, instruction, micro_batch, now, count
         )

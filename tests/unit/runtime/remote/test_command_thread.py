@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -108,8 +109,9 @@ def test_standstill_is_that_of_the_oldest_step(thread):
 
 
 def test_progress_and_answers_end_a_standstill(thread, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("autopar.runtime.remote.command_thread.time.time", lambda: clock[0])
+    start = time.monotonic() + 100
+    clock = [start]
+    monkeypatch.setattr("autopar.runtime.remote.command_thread.time.monotonic", lambda: clock[0])
     begun, go = threading.Event(), threading.Event()
 
     def run():
@@ -118,11 +120,28 @@ def test_progress_and_answers_end_a_standstill(thread, monkeypatch):
 
     step = thread.submit(0, "step", run, is_step=True)
     assert begun.wait(WITHIN_S)
-    clock[0] = 130.0
-    assert thread.standstill().seconds == 30.0
+    clock[0] = start + 30
+    assert thread.standstill().seconds == pytest.approx(30)
     thread.progress.at(0, 1, 0)  # by the same clock, since both modules share `time`
     assert thread.standstill().seconds == 0.0
-    clock[0] = 135.0
-    assert thread.standstill().seconds == 5.0
+    clock[0] = start + 35
+    assert thread.standstill().seconds == pytest.approx(5)
     go.set()
     assert step.result(WITHIN_S)
+
+
+def test_a_clock_that_jumps_is_no_standstill(thread, monkeypatch):
+    """A host's clock was set forward by ten minutes, as happens at a start without a network."""
+    go, begun = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        go.wait(WITHIN_S)
+
+    answer = thread.submit(0, "step", wait, is_step=True)
+    assert begun.wait(WITHIN_S)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 600)
+    assert thread.standstill().seconds < 60
+    go.set()
+    answer.result(WITHIN_S)
