@@ -368,7 +368,7 @@ class BatchingEngine:
             self._num_tokens += num_given
 
     def _give(self, one: _Running, token: int, logprob: float) -> None:
-        if token in one.completion.params.stop_token_ids:
+        if token in one.completion.stops:
             _end(one, Token(token, logprob, "stop"))
             self._free(one)
         elif one.num_given >= one.limit:

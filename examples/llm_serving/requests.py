@@ -73,6 +73,7 @@ class Completion:
     def __init__(self, prompt: Sequence[int], params: SamplingParams):
         self.prompt = tuple(prompt)
         self.params = params
+        self.stops = frozenset(params.stop_token_ids)  # looked up for every token
         self._tokens: queue.SimpleQueue[Token | Exception] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._listener: Callable[[], None] | None = None

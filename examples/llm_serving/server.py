@@ -240,7 +240,7 @@ class Server:
             "connections_open": len(server.connections) if server else 0,
             **self.counts,
         }
-        lines = [f"llm_serving_{name} {value:g}" for name, value in sorted(figures.items())]
+        lines = [f"llm_serving_{name} {value:.17g}" for name, value in sorted(figures.items())]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _completions(self, http_request: web.Request) -> web.StreamResponse:

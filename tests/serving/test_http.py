@@ -221,6 +221,22 @@ def test_other_endpoints(engine, url):
     assert _metric(url, "completion_tokens") == before + 7
 
 
+def test_metrics_have_all_their_digits(engine, url, monkeypatch):
+    monkeypatch.setattr(engine, "stats", lambda: {"tokens": 123_456_789, "seconds": 0.1})
+    assert _metric(url, "engine_tokens") == 123_456_789
+    assert _metric(url, "engine_seconds") == 0.1
+
+
+def test_many_stop_tokens_cost_a_token_nothing(engine):
+    """They are looked up, not searched: half a million took 7 ms a token from everybody."""
+    (token, *_) = engine_tokens(engine, [5, 6, 7], max_new_tokens=1)
+    many = (*range(1_000_000, 1_500_000), token)
+    completion = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=9, stop_token_ids=many))
+    assert isinstance(completion.stops, frozenset)
+    (last,) = completion.tokens(30.0)
+    assert (last.token_id, last.finish_reason) == (token, "stop")
+
+
 def _metric(url: str, name: str) -> float:
     lines = call(url, "GET", "/metrics")[2].decode().splitlines()
     return float(dict(line.split() for line in lines)[f"llm_serving_{name}"])
