@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autopar import _jax
-from autopar.errors import ArgumentError, MeshError, ProfileError
+from autopar.errors import ArgumentError, ClusterError, MeshError, ProfileError
 from autopar.ir.mesh import ClusterSpec, device_spec, preset_of, preset_or_share
 from autopar.ir.profile import GpuShare, MachineProfile, find_profile
 from autopar.lower.tiles import plan_tiles
@@ -271,16 +271,26 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """Repeat `init` on the nodes that are there now, after the loss of a worker. If that fails, the
-    ended session stays current, so that nothing runs elsewhere and the caller can try again."""
+    """Repeat `init` on the nodes that are there now, after the loss of a worker. If that fails, or
+    only CPUs are left of a cluster of GPUs, the ended session stays current, so that nothing runs
+    elsewhere and the caller can try again."""
     global _current
     ended = _current
     if ended.remote is None:
         return
     options = dict(ended.options)
+    wanted = ended.remote.cluster.platform
     shutdown()
     try:
         init("ray", **options)
+        assert _current.remote is not None
+        found = _current.remote.cluster.platform
+        if found != wanted:
+            shutdown()
+            raise ClusterError(
+                f"Training ran on {wanted.upper()}s, and the nodes that are left have only "
+                f"{found.upper()}s. Training goes on when nodes with {wanted.upper()}s are back."
+            )
     except BaseException:
         _current = ended
         raise

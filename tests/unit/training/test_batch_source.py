@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -160,14 +161,38 @@ def test_a_loader_that_has_begun_cannot_be_taken_apart(monkeypatch: pytest.Monke
             batch_source(loader, 0)
 
 
+class Remote:
+    """A cluster that only says what it consists of."""
+
+    def __init__(self, platform: str) -> None:
+        self.cluster = SimpleNamespace(platform=platform)
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_training_on_gpus_does_not_go_on_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = session.Session(0, None, Remote("gpu"), ())
+    started = [Remote("cpu"), Remote("gpu")]
+    monkeypatch.setattr(session, "_current", ended)
+    left = iter(started)
+
+    def init(cluster: str) -> None:
+        session._current = session.Session(1, None, next(left), ())
+
+    monkeypatch.setattr(session, "init", init)
+    with pytest.raises(ClusterError, match="ran on GPUs, and the nodes that are left have only CP"):
+        session.restart()
+    assert session.current() is ended and started[0].is_closed
+    session.restart()  # the nodes are back
+    assert session.current().remote is started[1] and not started[1].is_closed
+
+
 def test_a_start_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """In between, nothing runs on the devices of this process instead."""
 
-    class Closed:
-        def close(self) -> None:
-            pass
-
-    ended = session.Session(0, None, Closed(), (("num_hosts", 3),))
+    ended = session.Session(0, None, Remote("gpu"), (("num_hosts", 3),))
     monkeypatch.setattr(session, "_current", ended)
     tries = []
 
