@@ -209,10 +209,21 @@ def raise_if_missing(error: ImportError) -> None:
     absent = (package for package in REQUIRED if importlib.util.find_spec(package) is None)
     package = named if named in REQUIRED else next(absent, None)
     if package is not None:
-        raise DependencyError(
-            f"{package}, which autopar needs, cannot be imported ({error}). Install it: "
-            f"pip install '{REQUIRED[package]}'. `autopar doctor` checks the whole installation."
-        ) from error
+        raise _missing(package, error) from error
+
+
+def require_packages(*packages: str) -> None:
+    """Raises a `DependencyError` for a package that is imported only later, since that is slow."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise _missing(package, "it is not installed")
+
+
+def _missing(package: str, why: object) -> DependencyError:
+    return DependencyError(
+        f"{package}, which autopar needs, cannot be imported ({why}). Install it: "
+        f"pip install '{REQUIRED[package]}'. `autopar doctor` checks the whole installation."
+    )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar._requirements import require_packages
 from autopar.errors import ArgumentError, AutoparError
 from autopar.ir.failures import failure_warnings
 from autopar.ir.layering import PER_STAGE_OUTPUTS
@@ -61,6 +62,8 @@ from autopar.stages.following import bind_made, plan_following
 from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.stages.solve_pipeline import bind_pipeline
 from autopar.tracer.trace import StepOptions
+
+require_packages("pulp", "scipy")  # named before any work is done
 
 _last_search: SearchReport | None = None
 

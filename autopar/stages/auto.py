@@ -155,7 +155,7 @@ def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> Planne
     if task.cluster.num_hosts > 1 or not whole_may_fit:
         reason = _why_whole_batch(task)
         if reason is None:
-            return _pipeline_first(task, outcomes, whole_may_fit)
+            return _pipeline_first(task, outcomes)
     return _one_mesh_first(task, outcomes, reason)
 
 
@@ -182,10 +182,10 @@ def _one_mesh_first(task: AutoTask, outcomes: _Outcomes, reason: str | None) -> 
     return None if planned is None else _with_notes(planned, inf, note=note)
 
 
-def _pipeline_first(task: AutoTask, outcomes: _Outcomes, whole_may_fit: bool) -> PlannedStep | None:
+def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     """Tables know plans on one mesh too, as pipelines of one stage; where these are far behind,
-    none with micro-batches is solved. Tables say little of the whole batch at once, which has more
-    rows to split over the devices and gathers parameters once. A pipeline of one stage gives way
+    none with as many micro-batches is solved. Tables say little of fewer: these have more rows to
+    split over the devices, and gather parameters less often. A pipeline of one stage gives way
     to one program on that mesh, unless that is clearly slower: short of memory, two programs per
     micro-batch may have it easier."""
     pipeline = outcomes.as_pipeline()
@@ -196,7 +196,7 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes, whole_may_fit: bool) ->
         note = outcomes.tried[PIPELINES]
         return _with_notes(planned, planned.plan.estimated_step_s, note=note)
     plan, pipeline_s = pipeline.plan, pipeline.plan.estimated_step_s
-    numbers = _numbers_on_one_mesh(task, pipeline, whole_may_fit)
+    numbers = _numbers_on_one_mesh(task, pipeline)
     if not numbers:
         return pipeline
     best = pipeline if plan.num_stages > 1 else None
@@ -215,7 +215,7 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes, whole_may_fit: bool) ->
     return _with_notes(best, whole_s, plan.search)
 
 
-def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep, whole_may_fit: bool) -> list[int]:
+def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep) -> list[int]:
     """Numbers of micro-batches for which a plan on one mesh may beat this pipeline."""
     plan = pipeline.plan
     one_s = None if plan.search is None else plan.search.intra_only_s
@@ -224,8 +224,12 @@ def _numbers_on_one_mesh(task: AutoTask, pipeline: PlannedStep, whole_may_fit: b
     numbers = set()
     if one_s <= _WORTH_SOLVING * plan.estimated_step_s or plan.num_stages == 1:
         numbers.add(int(plan.num_micro_batches))
-    if task.number_is_free and whole_may_fit:
-        numbers.add(1)
+    if task.number_is_free:
+        rows = batch_rows(task.source.whole)
+        fewer = [2**k for k in range(rows.bit_length()) if rows % 2**k == 0]
+        fewest = next((n for n in fewer if _may_fit(task, n)), None)
+        if fewest is not None and (fewest == 1 or fewest < plan.num_micro_batches):
+            numbers.add(fewest)
     return sorted(numbers)
 
 
@@ -324,9 +328,9 @@ def _smallest(task: AutoTask, outcomes: _Outcomes) -> PlannedStep:
     raise with_failures(misfit, failures) from misfit.__cause__
 
 
-def _may_fit(task: AutoTask) -> bool:
-    """Whether the whole batch may fit at once: state, what every layer keeps if all are
-    recomputed, and the largest layer, divided evenly. Of what its backward pass reads, about a
+def _may_fit(task: AutoTask, num_micro_batches: int = 1) -> bool:
+    """Whether so many micro-batches may fit on all devices: state, what every layer keeps if all
+    are recomputed, and the largest layer, divided evenly. Of what its backward pass reads, about a
     third must be in memory (see `rewrite.residuals`)."""
     step = task.source.whole
     try:
@@ -334,10 +338,11 @@ def _may_fit(task: AutoTask) -> bool:
     except Exception as error:
         task.log.contain("recomputation", error)
         return True
-    held = sum(aval_bytes(step.avals[i]) for i, _ in step.state)
-    held += sum(layer.kept_bytes for layer in layers)
+    state = sum(aval_bytes(step.avals[i]) for i, _ in step.state)
+    held = sum(layer.kept_bytes for layer in layers)
     held += max((layer.residual_bytes / layer.trips for layer in layers), default=0) / 3
-    return held / task.cluster.num_devices <= task.budget_bytes
+    each = (state + held / num_micro_batches) / task.cluster.num_devices
+    return each <= task.budget_bytes
 
 
 # -- reasons

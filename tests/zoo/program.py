@@ -103,4 +103,5 @@ def all_programs() -> dict[str, ZooProgram]:
         folder = importlib.import_module(family)
         for module in sorted(info.name for info in pkgutil.iter_modules(folder.__path__)):
             importlib.import_module(f"{family}.{module}")
-    return dict(_PROGRAMS)
+    # Whichever module was imported first by others.
+    return dict(sorted(_PROGRAMS.items(), key=lambda entry: entry[1].build.__module__))
