@@ -163,7 +163,9 @@ def _key(task: _Task) -> str | None:
         return plan_key(step, options, task.cluster, task.method, task.mesh, task.one_mesh)
     except NotCanonicalError as error:
         LOGGER.info("plan cache: %s is not kept: it holds %s", step.name, error)
-        return None
+    except Exception as error:
+        task.log.contain("the plan cache", error)
+    return None
 
 
 def _read(task: _Task, folder: PlanFolder, key: str) -> PlannedStep | None:

@@ -83,6 +83,8 @@ def _object_form(value: Any) -> Any:
     if isinstance(value, AbstractMesh):
         return ("AbstractMesh", str(value))
     if isinstance(value, Mesh):
+        if value.empty:  # JAX's stand-in for no mesh has a device that is None
+            return ("Mesh",)
         devices = [(d.platform, d.device_kind, d.id) for d in value.devices.flat]
         return ("Mesh", value.axis_names, value.devices.shape, repr(devices))
     if dataclasses.is_dataclass(value):

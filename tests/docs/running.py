@@ -112,6 +112,7 @@ def _furnish(folder: Path) -> None:
 @contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
     before, path, modules = Path.cwd(), list(sys.path), set(sys.modules)
+    variables = dict(os.environ)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -119,6 +120,9 @@ def _working_in(folder: Path) -> Iterator[None]:
     finally:
         os.chdir(before)
         sys.path[:] = path
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update(variables)
         for name in set(sys.modules) - modules:
             file = getattr(sys.modules[name], "__file__", None)
             if file and Path(file).is_relative_to(folder):

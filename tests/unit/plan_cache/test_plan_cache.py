@@ -105,6 +105,30 @@ def test_a_step_runs_as_the_solved_one(cache):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+def test_a_step_with_constraints_of_its_own(cache):
+    """Their parameters hold a mesh, and JAX's stand-in for none."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
+    place = jax.sharding.NamedSharding(mesh, PartitionSpec("i"))
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x), place)
+
+    x = jnp.arange(16.0).reshape(8, 2)
+    for _ in range(2):
+        run = autopar.parallelize(step, method=ONE_MESH, batch_argnums=(0,))
+        np.testing.assert_allclose(run(x), jnp.sin(x), rtol=1e-6)
+    assert run.last_executable.plan.cached and not run.last_executable.plan.warnings
+
+
+def test_a_failure_of_the_cache_is_a_warning_of_the_plan(monkeypatch):
+    def fail(*_):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("autopar.compiler.plan_key", fail)
+    (warning,) = plan().warnings
+    assert "the plan cache" in warning and "AttributeError: no such thing" in warning
+
+
 def test_pins_of_a_plan_from_the_cache():
     plan()
     read, pin = plan(), {"state['w']": PartitionSpec("x")}
