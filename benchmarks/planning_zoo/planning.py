@@ -7,46 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo.planning import versions, without_folders
+from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 
 def plan_in_a_process(name: str, planning_time_s: float, limit_s: float) -> dict[str, Any]:
-    """The row of a case, or what went wrong; after `limit_s` seconds, the process is ended."""
-    command = [sys.executable, "-m", "benchmarks.planning_zoo.planning", name, f"{planning_time_s}"]
-    # An empty folder turns the plan cache off.
-    changes = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE_DIR": ""}
-    environment = {**os.environ, **changes}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    load = os.getloadavg()[0]
-    try:
-        printed, complaints = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {**versions(), "load": load, "error": f"no plan within {limit_s:g} s"}
-    if process.returncode:
-        last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return {**versions(), "load": load, "error": without_folders(last[0])}
-    return {**versions(), "load": load, **json.loads(printed.splitlines()[-1])}
+    """The row of a case, or what went wrong."""
+    about = {**versions(), "load": os.getloadavg()[0]}
+    arguments = [name, f"{planning_time_s}"]
+    return {**about, **row_of_a_process("benchmarks.planning_zoo.planning", arguments, limit_s)}
 
 
 def plan_row(name: str, planning_time_s: float) -> dict[str, Any]:

@@ -25,14 +25,20 @@ METHODS = ("auto", "shard")
 
 
 def plan_in_a_process(name: str, num_devices: int, method: str, limit_s: float) -> dict[str, Any]:
-    """The row of one program, or what went wrong; after `limit_s` seconds, the process is ended."""
-    command = [sys.executable, "-m", "benchmarks.zoo.planning", name, str(num_devices), method]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    """The row of one program, or what went wrong."""
+    arguments = [name, str(num_devices), method]
     about = {"method": method, **versions()}
+    return {**about, **row_of_a_process("benchmarks.zoo.planning", arguments, limit_s)}
+
+
+def row_of_a_process(module: str, arguments: list[str], limit_s: float) -> dict[str, Any]:
+    """The row that `python -m module` prints last, or what went wrong; after `limit_s` seconds, the
+    process is ended. It keeps and reads no plans."""
+    changes = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "AUTOPAR_CACHE_DIR": ""}
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, **changes},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -43,11 +49,11 @@ def plan_in_a_process(name: str, num_devices: int, method: str, limit_s: float) 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return {**about, "error": f"no plan within {limit_s:g} s"}
+        return {"error": f"no plan within {limit_s:g} s"}
     if process.returncode:
         last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return {**about, "error": without_folders(last[0])}
-    return {**about, **json.loads(printed.splitlines()[-1])}
+        return {"error": without_folders(last[0])}
+    return json.loads(printed.splitlines()[-1])
 
 
 def versions() -> dict[str, str]:
