@@ -10,12 +10,10 @@ import os
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 
