@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from autopar.ir.files import read_limited
 from autopar.progress import LOGGER
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
@@ -49,7 +50,7 @@ class PlanFolder:
         """The text of a plan, which counts as used now; None if there is none."""
         path = self.file(key)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_limited(path, self.max_bytes).decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:

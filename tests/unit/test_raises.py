@@ -27,6 +27,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("runtime/ray/worker.py", "AttributeError"): "the driver raises a WorkerError with its text",
     ("runtime/remote/frames.py", "MemoryError"): "as NumPy's, for arrays that are a bit smaller",
     ("runtime/checkpoints/format.py", "ValueError"): READER,
+    ("ir/files.py", "OSError"): "as the operating system's own",
     ("runtime/checkpoints/files.py", "OSError"): "as the operating system's own",
     ("runtime/checkpoints/folders.py", "FileExistsError"): "as the operating system's own",
     ("ir/sealed.py", "ValueError"): READER,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 from pathlib import Path
 
 from autopar.errors import CheckpointError
@@ -48,17 +47,6 @@ def write_file(path: Path, data: bytes) -> None:
         close(descriptor)
         raise
     close_synced(descriptor)
-
-
-def open_to_read(path: Path) -> tuple[int, int]:
-    """(descriptor, size) of a plain file; `OSError` for links, and for what a reader would wait
-    for, such as a FIFO."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    about = os.fstat(descriptor)
-    if stat.S_ISREG(about.st_mode):
-        return descriptor, about.st_size
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "is not a plain file", str(path))
 
 
 def make_folder(path: Path) -> None:

@@ -12,7 +12,6 @@ each with its own checksum, so that a part of a shard can be read and checked.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from autopar.errors import CheckpointError
+from autopar.ir.files import read_limited
 from autopar.ir.sealed import SealedFormat
 from autopar.ir.tiles import Box
-from autopar.runtime.checkpoints import files
 
 _FORMAT = SealedFormat(
     "autopar-checkpoint", 1, "checkpoint", CheckpointError, "Restore another step."
@@ -142,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest."""
     where = folder / MANIFEST
     try:
-        text = _read_limited(where)
+        text = read_limited(where, MANIFEST_LIMIT_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: has no {MANIFEST}, so it is not a checkpoint, or an incomplete one. "
@@ -156,17 +155,6 @@ def read_manifest(folder: Path) -> Manifest:
     except (TypeError, ValueError, RecursionError) as error:
         raise _FORMAT.malformed(str(where), error) from error
     return manifest
-
-
-def _read_limited(path: Path) -> bytes:
-    descriptor, size = files.open_to_read(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if size > MANIFEST_LIMIT_BYTES:
-            raise CheckpointError(
-                f"{path}: has {size} bytes; a manifest has at most {MANIFEST_LIMIT_BYTES}. "
-                "Restore another step."
-            )
-        return file.read(MANIFEST_LIMIT_BYTES + 1)
 
 
 def check_manifest(manifest: Manifest) -> None:

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar import _jax
 from autopar.errors import CheckpointError
+from autopar.ir.files import open_to_read
 from autopar.ir.tiles import Box, slices
-from autopar.runtime.checkpoints import files
 from autopar.runtime.checkpoints.format import (
     KEY,
     SCALARS,
@@ -228,7 +228,7 @@ class _DataFiles:
         with self._lock:
             if name not in self._open:
                 try:
-                    self._open[name] = files.open_to_read(self.folder / name)
+                    self._open[name] = open_to_read(self.folder / name)
                 except OSError as error:
                     raise self._unreadable(name, key, error) from error
             return self._open[name]

@@ -127,3 +127,21 @@ def test_where_plans_are_kept(monkeypatch, tmp_path, caplog):
     assert plan_folder() is None and plan_folder() is None
     (record,) = caplog.records
     assert "no home folder" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "too large"])
+def test_what_is_no_file_of_ours_is_neither_read_nor_waited_for(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(folders, "_told", set())
+    folder = PlanFolder(tmp_path / "plans", max_bytes=1000)
+    folder.path.mkdir()
+    path = folder.file("key")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_text("{}")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_text("x" * 1001)
+    assert folder.read("key") is None
+    folder.write("key", "a plan")  # replaces it
+    assert folder.read("key") == "a plan"

@@ -108,7 +108,7 @@ def test_a_manifest_that_is_a_link_is_not_followed(saved: Path):
 def test_a_manifest_without_end_is_not_read(saved: Path):
     with open(saved / "manifest.json", "r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: has 1099511627776 bytes; a manif"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: .*has 1099511627776 bytes"):
         read_all(saved)
 
 
