@@ -51,19 +51,24 @@ def posts_receives_first(ranks: Callable[[int], Ranks], transport: str) -> bool:
     return has_cuda(ranks(8)) or transport != "nccl"
 
 
+@pytest.mark.parametrize("which", NAMES)
+def test_plans_that_share_links_in_any_order(
+    ranks: Callable[[int], Ranks], which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks, each with seven links and as many connections as a whole GPU's process has: a
+    transfer that waits behind another of its link keeps all streams of its connection waiting.
+    First, since eight ranks leave too few connections."""
+    of_three = ranks(3)
+    fake = not has_cuda(of_three)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    with cases.workers(3, which, ranks=of_three, num_devices=1, fake_cuda=fake) as peers:
+        for seed in range(2):
+            recvs_first = not fake or which != "nccl"
+            cases.random_traffic(peers, seed, 4000 + 500 * seed, 3, recvs_first=recvs_first)
+
+
 def test_every_transport_can_be_used_here(processes: list[Peer]) -> None:
     assert set(processes[0].ask("available")) == set(NAMES)
-
-
-def test_plans_that_share_links_in_any_order(
-    processes: list[Peer], transport: str, posts_receives_first: bool
-) -> None:
-    """Among three ranks, before others have links: each has seven, and an eighth of a GPU runs
-    twelve streams side by side."""
-    for seed in range(2):
-        cases.random_traffic(
-            processes[:3], seed, 4000 + 500 * seed, 3, recvs_first=posts_receives_first
-        )
 
 
 def test_tiles_of_every_kind_between_two_ranks(processes: list[Peer], transport: str) -> None:

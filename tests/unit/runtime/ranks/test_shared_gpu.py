@@ -64,9 +64,17 @@ def write(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def test_connections_that_the_user_sets_are_kept(driver, monkeypatch):
+    driver(1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    with SharedGpu(3) as ranks:
+        assert ranks.environment(2)["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_every_rank_has_its_share(driver, monkeypatch):
     driver(1)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of this process
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with SharedGpu(8) as ranks:
         assert ranks.describe() == "8 ranks on one NVIDIA H200, NCCL 2.30.7"
         env = ranks.environment(7)
