@@ -184,7 +184,11 @@ def _layout_made(sharding: GraphSharding, value: int) -> Layout:
 
 
 def one_device_decision(
-    step: TracedStep, graph: Graph, mesh: LogicalMesh, seconds: Mapping[str, float]
+    step: TracedStep,
+    graph: Graph,
+    mesh: LogicalMesh,
+    seconds: Mapping[str, float],
+    budget_bytes: float | None = None,
 ) -> MeshDecision:
     """Nothing to search and nothing to annotate, but costs and memory are still of interest."""
     layouts, factors = single_device_layouts(graph, len(mesh.shape))
@@ -204,6 +208,7 @@ def one_device_decision(
         ),
         solver=SolverReport(report.compute_s, report.compute_s, 0.0, {}, dict(seconds)),
         warnings=_too_large(mesh, memory.peak_bytes),
+        budget_bytes=budget_bytes,
     )
 
 

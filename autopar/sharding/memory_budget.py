@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
-from autopar.cost.memory import Holding
+from autopar.cost.memory import Holding, MemoryProfile
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph, NodeKind
 from autopar.ir.mesh import LogicalMesh
@@ -23,13 +24,22 @@ from autopar.methods import (
     DataParallel,
     ManualParallel,
     ShardingOptions,
+    ShardParallel,
     options_of,
 )
-from autopar.sharding.solve import GraphSharding
 from autopar.tracer.costs import aval_bytes
 
 RESERVE_SHARE = 0.10
 _NUM_SHOWN = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """A plan that does not fit: the graph, where it would run, and what it would hold when."""
+
+    graph: Graph
+    mesh: LogicalMesh
+    memory: MemoryProfile
 
 
 def device_budget(mesh: LogicalMesh) -> float | None:
@@ -44,12 +54,22 @@ def memory_budget(mesh: LogicalMesh, method: AnyMethod) -> float | None:
         return float(given)
     if isinstance(method, (DataParallel, ManualParallel)):
         return None
+    if mesh.num_devices == 1 and not _may_be_rewritten(mesh, method):
+        return None
     return device_budget(mesh)
+
+
+def _may_be_rewritten(mesh: LogicalMesh, method: AnyMethod) -> bool:
+    """Whether a step on a single device is recomputed or cut into micro-batches if it is too large.
+    A CPU shares its memory with all else and may swap: there, only a budget that is given counts.
+    """
+    on_cpu = mesh.device is not None and mesh.device.name == "cpu"
+    return isinstance(method, ShardParallel) and not on_cpu
 
 
 def out_of_memory(
     traced: TracedStep,
-    misses: Sequence[GraphSharding],
+    misses: Sequence[Miss],
     method: AnyMethod,
 ) -> MemoryBudgetError:
     """The error for a step that fits on none of the meshes; `misses` are what came nearest."""
@@ -67,15 +87,24 @@ def out_of_memory(
         f"{RESERVE_SHARE:.0%} kept in reserve"
     )
     lines = [
-        f"{traced.name}: no sharding fits. The smallest peak found is {format_bytes(peak)} per "
-        f"device on mesh {nearest.mesh.shape} ({tried}), {format_bytes(peak - budget)} more than "
-        f"the budget of {format_bytes(budget)} ({source}).",
+        f"{traced.name}: {_smallest(nearest, tried)}, {format_bytes(peak - budget)} more than the "
+        f"budget of {format_bytes(budget)} ({source}).",
         "At the peak a device holds:",
         *_dominating(nearest.graph, held),
     ]
     number, remedies = _remedies(traced, nearest, held, budget, options)
     return MemoryBudgetError(
         "\n".join(lines), peak, budget, remedies=remedies, num_micro_batches=number
+    )
+
+
+def _smallest(nearest: Miss, tried: str) -> str:
+    peak, mesh = format_bytes(nearest.memory.peak_bytes), nearest.mesh
+    if mesh.num_devices == 1:
+        return f"does not fit on one device. The smallest peak found is {peak}"
+    return (
+        f"no sharding fits. The smallest peak found is {peak} per device on mesh {mesh.shape} "
+        f"({tried})"
     )
 
 
@@ -120,7 +149,7 @@ def _dominating(graph: Graph, held: Sequence[Holding]) -> list[str]:
 
 def _remedies(
     traced: TracedStep,
-    nearest: GraphSharding,
+    nearest: Miss,
     held: Sequence[Holding],
     budget: float,
     options: ShardingOptions,

@@ -40,7 +40,7 @@ from autopar.sharding.layout_constraints import (
     with_output_nodes,
     without_moved_state,
 )
-from autopar.sharding.memory_budget import memory_budget, out_of_memory
+from autopar.sharding.memory_budget import Miss, memory_budget, out_of_memory
 from autopar.sharding.memory_limits import memory_floor
 from autopar.sharding.origin import GraphChange, Origin, Pins, bound_origin, constraints_with_pins
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
@@ -104,7 +104,8 @@ class MeshSolution:
 
 
 def plan_mesh(task: ShardingTask, log: PlanningLog | None = None) -> PlannedStep:
-    """The plan of a step on one mesh. On a single device there is nothing to search."""
+    """The plan of a step on one mesh. On a single device there is nothing to search: the step fits
+    as it is, or not."""
     log = log or PlanningLog()
     problem = mesh_problem(task, log)
     if problem.meshes[0].num_devices == 1:
@@ -187,7 +188,12 @@ def planned_as(
 
 def _on_one_device(problem: MeshProblem, log: PlanningLog) -> PlannedStep:
     task, step = problem.task, problem.step
-    decision = one_device_decision(step, problem.graph, problem.meshes[0], log.seconds)
+    mesh = problem.meshes[0]
+    budget = memory_budget(mesh, task.method)
+    decision = one_device_decision(step, problem.graph, mesh, log.seconds, budget)
+    if budget is not None and decision.memory.peak_bytes > budget:
+        miss = Miss(problem.graph, mesh, decision.memory)
+        raise out_of_memory(step, [miss], task.method)
     plan = mesh_plan(step, task.method, task.cluster, decision)
     return PlannedStep(step, replace(plan, warnings=(*problem.warnings, *plan.warnings)))
 
@@ -335,7 +341,7 @@ def _best_within_memory(
     method = problem.task.method
     options = options_of(method)
     best: GraphSharding | None = None
-    misses: list[GraphSharding] = []
+    misses: list[Miss] = []
     took_s = 0.0
     for sharding in sorted(shardings, key=lambda sharding: sharding.objective):
         if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.objective:
@@ -356,7 +362,8 @@ def _best_within_memory(
                     first_price=0.0 if best is None else best.price_per_byte,
                 )
             except DoesNotFit as miss:
-                misses.append(miss.smallest)
+                smallest = miss.smallest
+                misses.append(Miss(smallest.graph, smallest.mesh, smallest.memory))
                 continue
             except Exception as error:
                 failures += log.contain(_named(sharding.mesh), error)

@@ -10,7 +10,7 @@ the error says what was tried; a step whose state alone is too large has it at o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -146,9 +146,11 @@ def _has_time(task: AutoTask, what: str) -> bool:
 
 
 def _best_planned(task: AutoTask, outcomes: _Outcomes, one_mesh: bool) -> PlannedStep | None:
-    if task.cluster.num_devices == 1 or one_mesh:
-        reason = "one mesh was asked for" if one_mesh else "there is one device"
-        outcomes.tried[PIPELINES] = f"not tried: {reason}"
+    if task.cluster.num_devices == 1:
+        outcomes.tried[PIPELINES] = "not tried: there is one device"
+        return _on_one_device(task, outcomes)
+    if one_mesh:
+        outcomes.tried[PIPELINES] = "not tried: one mesh was asked for"
         return _fitted_on_one_mesh(task, outcomes)
     reason = None
     whole_may_fit = not task.number_is_free or _may_fit(task)
@@ -240,27 +242,47 @@ def _fitted_on_one_mesh(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | No
     return outcomes.on_one_mesh() or _with_micro_batches(task, outcomes)
 
 
+def _on_one_device(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
+    """The step as it is, if it fits; else the fastest of plans that recompute layers, cut the
+    batch, or both. Once a cut batch needs no recomputation, a finer cut gains nothing."""
+    best = outcomes.on_one_mesh()
+    if best is not None and not best.plan.remat:
+        return best
+    for planned in _cut_plans(task, outcomes):
+        if best is None or planned.plan.estimated_step_s < best.plan.estimated_step_s:
+            best = planned
+        if not planned.plan.remat or not _has_time(task, "more micro-batches"):
+            break
+    return best
+
+
 def _with_micro_batches(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     """A plan on one mesh that fits because it cuts the batch."""
+    return next(_cut_plans(task, outcomes), None)
+
+
+def _cut_plans(task: AutoTask, outcomes: _Outcomes) -> Iterator[PlannedStep]:
+    """Plans on one mesh that fit, with more and more micro-batches."""
     if not task.number_is_free:
         number = task.method.num_micro_batches
         given = f"AutoParallel(num_micro_batches={number})"
         outcomes.tried[MICRO_BATCHES] = f"{number} of them, as {given} asks for"
-        return None
+        return
     outcomes.useless.add(MICRO_BATCHES)
     reason = _why_whole_batch(task)
     if reason is not None:
         outcomes.tried[MICRO_BATCHES] = f"not possible: {reason}"
-        return None
+        return
     rows = batch_rows(task.source.whole)
     numbers = [2**k for k in range(1, rows.bit_length()) if rows % 2**k == 0]
     tried = _MicroBatchTries(task)
-    planned = None
     if not tried.all_are_too_large(numbers):
-        planned = next((p for number in numbers if (p := tried.plan(number)) is not None), None)
+        for number in numbers:
+            planned = tried.plan(number)
+            if planned is not None:
+                yield planned
     outcomes.failures += tried.failures
     outcomes.tried[MICRO_BATCHES] = f"tried: {'; '.join(tried.found.values())}"
-    return planned
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -104,3 +105,85 @@ def test_the_whole_batch_on_one_mesh_is_worked_out_whatever_tables_say_of_micro_
     pipeline = autopar.plan(step, WEIGHTS, BATCH, cluster=HOSTS, method=method)
     assert not plan.is_pipeline
     assert plan.estimated_step_s < pipeline.estimated_step_s
+
+
+# -- one device
+
+ONE = autopar.ClusterSpec(1, 1, "h100-sxm")
+BLOCKS = [(0.3 * jnp.eye(16, 64), 0.2 * jnp.eye(64, 16))] * 6
+TALL = {"x": jnp.linspace(-1.0, 1.0, 4096 * 16).reshape(4096, 16)}
+
+
+def mean_step(blocks: list[Any], batch: dict[str, Any]) -> tuple[list[Any], Any]:
+    def loss(blocks: list[Any]) -> Any:
+        x = batch["x"]
+        for up, down in blocks:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(jnp.square(x))
+
+    value, grads = jax.value_and_grad(loss)(blocks)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, blocks, grads), value
+
+
+def one_device_plan(budget_bytes: float | None, **options: Any) -> autopar.ParallelPlan:
+    chosen = autopar.ShardingOptions(memory_budget_bytes=budget_bytes, **options)
+    method = autopar.AutoParallel(options=chosen)
+    return autopar.plan(mean_step, BLOCKS, TALL, cluster=ONE, method=method)
+
+
+def test_a_step_that_fits_on_one_device_is_left_alone() -> None:
+    plan = one_device_plan(None)
+    assert (plan.num_micro_batches, plan.remat) == (1, ())
+    assert plan.memory_budget_bytes == pytest.approx(0.9 * 80e9)
+
+
+def test_one_device_short_of_memory_cuts_the_batch_or_recomputes() -> None:
+    peak = one_device_plan(None).estimated_peak_bytes
+    plan = one_device_plan(0.6 * peak)
+    assert plan.num_micro_batches > 1 or plan.remat
+    assert plan.estimated_peak_bytes <= 0.6 * peak
+
+
+def test_of_both_ways_to_save_memory_the_faster_one_is_taken() -> None:
+    """Few micro-batches cost less than computing a forward pass twice."""
+    peak = one_device_plan(None).estimated_peak_bytes
+    plan = one_device_plan(0.7 * peak)
+    shard = autopar.ShardParallel(
+        options=autopar.ShardingOptions(memory_budget_bytes=0.7 * peak, remat="all")
+    )
+    recomputed = autopar.plan(mean_step, BLOCKS, TALL, cluster=ONE, method=shard)
+    assert recomputed.remat
+    assert plan.estimated_step_s <= recomputed.estimated_step_s
+
+
+def test_one_device_that_nothing_fits_on_says_what_was_tried() -> None:
+    with pytest.raises(autopar.MemoryBudgetError, match="does not fit on one device") as caught:
+        one_device_plan(100e3)
+    error = caught.value
+    assert error.budget_bytes == 100e3 < error.peak_bytes
+    assert error.tried["pipelines"] == "not tried: there is one device"
+    assert error.tried["micro-batches"].startswith("tried: ")
+
+
+def test_a_cpu_has_no_limit_but_the_budget_that_is_given() -> None:
+    cluster = autopar.ClusterSpec(1, 1, "cpu", memory_bytes=1000.0)
+    plan = autopar.plan(mean_step, BLOCKS, TALL, cluster=cluster)
+    assert (plan.num_micro_batches, plan.remat) == (1, ())
+
+
+def test_a_step_made_to_fit_on_one_device_trains_like_jit() -> None:
+    peak = one_device_plan(None).estimated_peak_bytes
+    options = autopar.ShardingOptions(memory_budget_bytes=0.6 * peak)
+    autopar.init(devices=jax.devices()[:1])
+    try:
+        method = autopar.AutoParallel(options=options)
+        step = autopar.parallelize(mean_step, method=method, donate_argnums=())
+        got, oracle = (BLOCKS, None), (BLOCKS, None)
+        for _ in range(3):
+            got, oracle = step(got[0], TALL), jax.jit(mean_step)(oracle[0], TALL)
+        assert step.last_executable is not None
+        assert step.last_executable.plan.num_micro_batches > 1
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(oracle), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    finally:
+        autopar.init()
