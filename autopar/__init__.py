@@ -43,4 +43,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, which is what completion should offer; modules are found by name."""
+    return sorted((*__all__, "__version__", "errors"))

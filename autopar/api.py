@@ -30,6 +30,7 @@ from autopar.methods import (
     ParallelMethod,
     ShardingOptions,
     ShardParallel,
+    as_method,
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.executable import Executable
@@ -318,7 +319,7 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
-    method: ParallelMethod | ParallelPlan | None = None,
+    method: ParallelMethod | ParallelPlan | type | str | None = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: Sequence[int] | str = "auto",
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
@@ -327,7 +328,8 @@ def parallelize(
     `parallelize(fn, method=…)`.
 
     method:         how to parallelize. The default, `AutoParallel()`, searches meshes and
-                    pipelines. A `ParallelPlan`, loaded or made elsewhere, is a method too.
+                    pipelines. A `ParallelPlan`, loaded or made elsewhere, is a method too, and
+                    so are "auto", "shard", "data", "zero2", "zero3" and "pipeline".
     static_argnums: positions of hashable arguments that are part of the program.
     donate_argnums: "auto" donates training state that the step returns updated. Positions donate
                     these arguments, which are state if the step returns them leaf for leaf.
@@ -351,12 +353,7 @@ def parallelize(
             f"parallelize({fn!r}): needs a function; pass options by keyword, as in "
             "parallelize(fn, method=…)."
         )
-    if method is not None and not isinstance(method, (ParallelMethod, ParallelPlan)):
-        raise ArgumentError(
-            f"parallelize(method={method!r}): needs autopar.ShardParallel(), DataParallel(), "
-            "Zero2Parallel(), Zero3Parallel(), ManualParallel(…), PipeshardParallel(…), "
-            "AutoParallel(), CreateStateParallel(…), FollowParallel(…), a ParallelPlan, or None."
-        )
+    method = as_method("parallelize", method)
     options = StepOptions.checked(static_argnums, donate_argnums, batch_argnums)
     return ParallelFunction(fn, method, options)
 
@@ -365,7 +362,7 @@ def plan(
     fn: Callable[..., Any],
     *args: Any,
     cluster: ClusterSpec,
-    method: ParallelMethod | ParallelPlan | None = None,
+    method: ParallelMethod | ParallelPlan | type | str | None = None,
     static_argnums: int | Sequence[int] = (),
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
@@ -385,6 +382,7 @@ def plan(
     fn, options = step_and_options("plan", fn, static_argnums, batch_argnums)
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan(cluster={cluster!r}): needs an autopar.ClusterSpec.")
+    method = as_method("plan", method)
     if isinstance(method, (CreateStateParallel, FollowParallel)):
         raise ArgumentError(
             f"plan(method={type(method).__name__}(…)): this method follows a train step that is "

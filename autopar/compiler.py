@@ -55,6 +55,7 @@ from autopar.plan_cache.key import is_cacheable, plan_key
 from autopar.progress import LOGGER, Progress, debugs, logged, tell
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import check_same_inputs
+from autopar.sharding.lost_state import lost_state_warning
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.auto import AutoTask, plan_automatically
@@ -108,6 +109,8 @@ def plan_step(
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
+    if (lost := lost_state_warning(planned.plan)) is not None:
+        LOGGER.warning("%s", lost)
     if debugs("plan"):
         tell("plan", planned.plan.explain())
     if debugs("strategies"):
@@ -190,11 +193,12 @@ def _read(task: _Task, folder: PlanFolder, key: str) -> PlannedStep | None:
 
 
 def _warned(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
-    """The plan with warnings of what failed beside it."""
+    """The plan with warnings of what failed beside it, and of state that the step loses."""
     failures = failure_warnings(log.failures)
-    if not failures:
+    lost = lost_state_warning(planned.plan)
+    warnings = tuple(dict.fromkeys((*planned.plan.warnings, *failures, *filter(None, [lost]))))
+    if warnings == planned.plan.warnings:
         return planned
-    warnings = tuple(dict.fromkeys((*planned.plan.warnings, *failures)))
     return replace(planned, plan=replace(planned.plan, warnings=warnings))
 
 

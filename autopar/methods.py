@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 from jax.sharding import PartitionSpec
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, near_names, shortened
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import ParallelPlan
 from autopar.ir.schedule import SCHEDULES
 
 
@@ -486,3 +487,53 @@ AnyMethod = ParallelMethod | PlacedParallel | LogicalMesh
 def options_of(method: AnyMethod | None) -> ShardingOptions:
     """The method's options, or the defaults."""
     return getattr(method, "options", None) or ShardingOptions()
+
+
+# -- methods as users give them
+
+METHOD_NAMES: Mapping[str, Callable[[], ParallelMethod]] = {
+    "auto": AutoParallel,
+    "shard": ShardParallel,
+    "data": DataParallel,
+    "zero2": Zero2Parallel,
+    "zero3": Zero3Parallel,
+    "pipeline": lambda: PipeshardParallel("auto"),
+}
+_EXAMPLES = {
+    ManualParallel: "ManualParallel((2, 4), ('x', 'y'), in_specs)",
+    PipeshardParallel: "PipeshardParallel(8)",
+    CreateStateParallel: "CreateStateParallel(train_step, batch)",
+    FollowParallel: "FollowParallel(train_step)",
+}
+
+
+def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
+    """The method that a user gave: as it is, by one of `METHOD_NAMES`, or by a class that needs no
+    arguments. `call`: the user's, for errors."""
+    if given is None or isinstance(given, (ParallelMethod, ParallelPlan)):
+        return given
+    if isinstance(given, str):
+        if given not in METHOD_NAMES:
+            raise ArgumentError(
+                f"{call}(method={given!r}): unknown method{near_names(given, METHOD_NAMES)}; "
+                f"choose from {', '.join(map(repr, METHOD_NAMES))}, or give a method object."
+            )
+        return METHOD_NAMES[given]()
+    if isinstance(given, type) and given in METHOD_NAMES.values():
+        return given()
+    if isinstance(given, type) and given in _EXAMPLES:
+        raise ArgumentError(
+            f"{call}(method={given.__name__}): this is the class, and it needs arguments; write "
+            f"autopar.{_EXAMPLES[given]}."
+        )
+    if isinstance(given, ShardingOptions):
+        raise ArgumentError(
+            f"{call}(method=ShardingOptions(…)): options belong to a method; write "
+            "autopar.AutoParallel(options=ShardingOptions(…))."
+        )
+    raise ArgumentError(
+        f"{call}(method={shortened(given)}): needs a method such as autopar.AutoParallel(), "
+        "ShardParallel(), DataParallel(), Zero2Parallel(), Zero3Parallel(), ManualParallel(…), "
+        "PipeshardParallel(…), CreateStateParallel(…) or FollowParallel(…), one of "
+        f"{', '.join(map(repr, METHOD_NAMES))}, a ParallelPlan, or None."
+    )

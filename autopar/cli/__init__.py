@@ -38,7 +38,7 @@ def run(arguments: Namespace) -> int:
         return code
     except AutoparError as error:
         cause = error.__cause__
-        if isinstance(error, FactoryError) and cause is not None and _is_users(cause):
+        if isinstance(error, FactoryError) and cause is not None and _needs_traceback(cause):
             traceback.print_exception(_without_our_frames(cause))
         print(f"autopar: {error}", file=sys.stderr)
         return NOT_FITTING if isinstance(error, MemoryBudgetError) else WRONG_INPUT
@@ -90,9 +90,12 @@ def _run(arguments: Namespace) -> int:
             return show.COMMANDS[arguments.command](arguments)
 
 
-def _is_users(error: BaseException) -> bool:
-    """Whether the user's code was running; a missing file has no traceback to show."""
-    return not isinstance(error, ModuleNotFoundError) or bool(_frames(error))
+def _needs_traceback(error: BaseException) -> bool:
+    """Whether the user's code was running, and called something that failed: the line of an error
+    that a factory raises itself is in the message, and errors of autopar explain themselves."""
+    if isinstance(error, (AutoparError, SyntaxError)):
+        return False
+    return len(_frames(error)) > 1
 
 
 def _frames(error: BaseException) -> list[str]:

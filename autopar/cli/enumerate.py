@@ -20,7 +20,7 @@ import jax
 
 from autopar.cli.devices import first_devices, parse_mesh
 from autopar.cli.factories import load_step, parse_options
-from autopar.cli.plan import check_target
+from autopar.cli.targets import check_target
 from autopar.errors import ArgumentError
 from autopar.inspect.lines import counted
 from autopar.ir.files import write_whole

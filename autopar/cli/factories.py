@@ -15,13 +15,14 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autopar.errors import FactoryError, near_names, shortened
+from autopar.errors import AutoparError, FactoryError, near_names, shortened
 
 _FORMS = "FILE.py:FUNCTION or MODULE:FUNCTION, such as my_train.py:make_step"
 _RETURNS = "(step, args) or (step, args, kwargs): a function, a tuple and a dict of its arguments"
@@ -69,8 +70,17 @@ def load_step(target: str, options: Mapping[str, Any]) -> UserStep:
             made = factory(**options)
     except Exception as error:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FactoryError(f"{target}({_options_text(options)}) raised {said}") from error
+        where = _raised_at(error)
+        raise FactoryError(f"{target}({_options_text(options)}) raised {said}{where}") from error
     return _as_step(target, made)
+
+
+def _raised_at(error: Exception) -> str:
+    """The line of the user's that raised it; errors of autopar speak for themselves."""
+    if isinstance(error, AutoparError):
+        return ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f", in {Path(last.filename).name}, line {last.lineno}: {last.line}"
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:

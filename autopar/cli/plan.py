@@ -6,11 +6,10 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 from autopar.cli.arguments import STARTED
 from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
-from autopar.errors import ArgumentError
+from autopar.cli.targets import check_target
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.measure.verify.verify_plan import check_compiler, verify
@@ -65,17 +64,6 @@ def _verified(made: MadePlan, arguments: Namespace) -> int:
     print()
     print(report)
     return OK if report.fits else NOT_FITTING
-
-
-def check_target(path: str | None, flag: str) -> None:
-    """Raise if a file cannot be written, before minutes of planning."""
-    if path is None:
-        return
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise ArgumentError(f"{flag} {path}: the folder {str(folder)!r} does not exist.")
-    if Path(path).is_dir():
-        raise ArgumentError(f"{flag} {path}: this is a folder; give the path of a file.")
 
 
 def fits(made: MadePlan) -> bool:

@@ -1,21 +1,26 @@
-"""`autopar report`, `explain`, `diff` and `devices`: saved plans and known devices, as text."""
+"""`autopar report`, `explain`, `diff` and `devices`: saved plans and known devices, as text.
+
+JAX is imported by the commands that read a plan: `autopar devices` answers at once.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import autopar
-from autopar.cli.plan import check_target
+from autopar.cli.targets import check_target
 from autopar.errors import PlanError
 from autopar.ir.mesh import DEVICES
-from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import table
-from autopar.ir.timeline import Timeline
+
+if TYPE_CHECKING:
+    from autopar.ir.plan import ParallelPlan
+    from autopar.ir.timeline import Timeline
 
 
 def report(arguments: Namespace) -> int:
-    plan = ParallelPlan.load(arguments.plan)
+    plan = _load(arguments.plan)
     target = arguments.output or str(Path(arguments.plan).with_suffix(".html"))
     check_target(target, "--output")
     plan.report(target, measured=_measured(arguments.measured, plan))
@@ -27,7 +32,9 @@ def _measured(path: str | None, plan: ParallelPlan) -> Timeline | None:
     """The last step of a trace that ran on as many meshes as the plan."""
     if path is None:
         return None
-    timelines = autopar.read_trace(path)
+    from autopar.inspect.record import read_trace
+
+    timelines = read_trace(path)
     num_meshes = len({stage.mesh for stage in plan.stages})
     matching = [timeline for timeline in timelines if timeline.num_meshes == num_meshes]
     if not matching:
@@ -39,15 +46,22 @@ def _measured(path: str | None, plan: ParallelPlan) -> Timeline | None:
     return matching[-1]
 
 
+def _load(path: str) -> ParallelPlan:
+    from autopar.ir.plan import ParallelPlan
+
+    return ParallelPlan.load(path)
+
+
 def explain(arguments: Namespace) -> int:
-    plan = ParallelPlan.load(arguments.plan)
+    plan = _load(arguments.plan)
     print(plan.explain(arguments.path, depth=arguments.depth))
     return 0
 
 
 def diff(arguments: Namespace) -> int:
-    first, second = map(ParallelPlan.load, (arguments.first, arguments.second))
-    print(autopar.diff(first, second))
+    from autopar.inspect.diff import diff as compare
+
+    print(compare(_load(arguments.first), _load(arguments.second)))
     return 0
 
 

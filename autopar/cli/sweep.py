@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.factories import check_options, load_object
-from autopar.cli.plan import batch_size, check_target, fits
+from autopar.cli.plan import batch_size, fits
 from autopar.cli.requests import PlanRequest, make_plan, request_of, use_no_devices
+from autopar.cli.targets import check_target
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, AutoparError, FactoryError, MemoryBudgetError
 from autopar.inspect.sweep_page import sweep_page

@@ -8,10 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
+
+from jax.numpy import dtype
 
 from autopar.errors import ArgumentError
 from autopar.inspect.alternatives import SolvedLayouts, solve_layouts, value_in
+from autopar.inspect.breakdown import cause_text
 from autopar.inspect.find_arrays import (
     ArrayKind,
     PlanArray,
@@ -21,11 +24,11 @@ from autopar.inspect.find_arrays import (
 )
 from autopar.inspect.layouts_text import layout_sentence, layout_text
 from autopar.inspect.neighbours import Uses, neighbours, uses_in
-from autopar.inspect.plan_origin import origin_of
 from autopar.inspect.resharding import changed_collectives
 from autopar.inspect.why_text import explain_why
 from autopar.ir.plan import ParallelPlan, Tensor
-from autopar.ir.spec import spec_to_text
+from autopar.ir.spec import WHOLE, spec_to_text
+from autopar.ir.text import format_bytes, format_seconds
 from autopar.ir.why import Alternative, Why
 from autopar.progress import Progress, logged
 from autopar.sharding.layout_constraints import LayoutRequest
@@ -127,7 +130,9 @@ def _on_mesh(plan: ParallelPlan, arrays: Sequence[PlanArray], most: int) -> Why:
         return replace(answer, notes=("The plan has one device, so no array is split.",))
     if not tensor.shape:
         return replace(answer, notes=("It is a scalar, so every device has it.",))
-    origin = origin_of(plan, f"explain({tensor.path!r})")
+    if not isinstance(plan.origin, Origin):
+        return replace(answer, notes=_stored_notes(plan, tensor))
+    origin = plan.origin
     sharding = origin.sharding
     value = value_in(sharding.graph, first, origin)
     if value is None:
@@ -147,6 +152,38 @@ def _on_mesh(plan: ParallelPlan, arrays: Sequence[PlanArray], most: int) -> Why:
         pinned=_pinned(origin, arrays),
         notes=notes,
     )
+
+
+def _stored_notes(plan: ParallelPlan, tensor: Tensor) -> tuple[str, ...]:
+    """What a plan file says of an array: its size, and the collectives that move it or its
+    gradient. Prices of other layouts need the program."""
+    splits = [n for n, d in zip(plan.mesh_shape, tensor.layout, strict=True) if d != WHOLE]
+    notes = []
+    if (whole := _num_bytes(tensor)) is not None:
+        share = format_bytes(whole / prod(splits))
+        notes.append(f"It takes {share} on each device, of {format_bytes(whole)}.")
+    for one in plan.details.collectives if plan.details is not None else ():
+        if one.value not in (tensor.path, f"gradient of {tensor.path}"):
+            continue
+        cost = f", {format_seconds(one.seconds)} per step" if plan.is_timed else ""
+        notes.append(
+            f"{one.value}: {one.kind} along {' and '.join(one.axes)} ({cause_text(one)}), "
+            f"{format_bytes(one.num_bytes)} sent{cost}."
+        )
+    notes.append(
+        "Prices of other layouts need the traced step, which plan files do not store: "
+        "autopar.parallelize(fn, method=plan).plan(*args).explain(path), or "
+        "`autopar plan FACTORY --cluster … --why PATH`."
+    )
+    return tuple(notes)
+
+
+def _num_bytes(tensor: Tensor) -> int | None:
+    """None for random keys, whose types have no size of their own."""
+    try:
+        return prod(tensor.shape) * dtype(tensor.dtype).itemsize
+    except TypeError:
+        return None
 
 
 def _alternative(

@@ -384,20 +384,41 @@ def bind_plan(plan: ParallelPlan, traced: TracedStep) -> ParallelPlan:
 
 
 def check_same_inputs(plan: ParallelPlan, traced: TracedStep) -> None:
-    """Raise a `PlanError` that names the first input whose shape or type is another."""
+    """Raise a `PlanError` that names the first input whose shape or type is another, and says
+    whether the model is another."""
     here = [
         (p, tuple(a.shape), str(a.dtype))
         for p, a in zip(traced.call.paths, traced.avals, strict=True)
     ]
     there = [(t.path, t.shape, t.dtype) for t in plan.inputs]
-    for (path, shape, dtype), (_, planned_shape, planned_dtype) in zip(here, there, strict=False):
+    if [one[1:] for one in here] == [one[1:] for one in there]:
+        return
+    _check_same_model(plan, traced, {path for path, _, _ in here})
+    for (path, shape, dtype), (_, planned_shape, planned_dtype), tensor in zip(
+        here, there, plan.inputs, strict=False
+    ):
         if (shape, dtype) != (planned_shape, planned_dtype):
+            what = {"batch": "another batch", "state": "another size of the model"}
+            of = f" It is for {what[tensor.role]}." if tensor.role in what else ""
             raise PlanError(
                 f"{path}: the plan was made for {planned_dtype}{list(planned_shape)}, the call has "
-                f"{dtype}{list(shape)}. Plan again for these shapes."
+                f"{dtype}{list(shape)}.{of} Plan again for these shapes."
             )
-    if len(here) != len(there):
-        raise PlanError(
-            f"the plan for {plan.name} has {len(there)} input arrays, this call of {traced.name} "
-            f"has {len(here)}. Plan again for this function."
-        )
+    raise PlanError(
+        f"the plan for {plan.name} has {len(there)} input arrays, this call of {traced.name} "
+        f"has {len(here)}. Plan again for this function."
+    )
+
+
+def _check_same_model(plan: ParallelPlan, traced: TracedStep, here: set[str]) -> None:
+    """Shapes differ; where most names do too, the plan is for another model."""
+    there = {tensor.path for tensor in plan.inputs}
+    if 2 * len(here & there) >= max(len(here), len(there)):
+        return
+    ours, others = sorted(here - there), sorted(there - here)
+    raise PlanError(
+        f"this plan is for another model. It was made for {plan.name} with {len(there)} arrays "
+        f"({', '.join(others[:2]) or 'all of them here'}, …); {traced.name} has {len(here)} "
+        f"({', '.join(ours[:2]) or 'all of them there'}, …), {len(here & there)} of them by the "
+        "same names. Load the plan of this model, or plan again."
+    )

@@ -12,10 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
+from autopar.cli import arguments
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.schedule import SCHEDULES
 from autopar.methods import (
+    METHOD_NAMES,
     AutoLayers,
     AutoParallel,
     AutoStages,
@@ -30,6 +32,9 @@ from autopar.methods import (
     ShardingOptions,
     ShardParallel,
     UniformStages,
+    Zero2Parallel,
+    Zero3Parallel,
+    as_method,
 )
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -305,3 +310,45 @@ def test_planning_time(seconds: float | None) -> None:
 def test_planning_time_that_is_none(seconds: Any) -> None:
     with pytest.raises(ArgumentError, match=r"planning_time_s=.*seconds > 0, or None"):
         ShardingOptions(planning_time_s=seconds)
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        (None, None),
+        (DataParallel(2), DataParallel(2)),
+        (DataParallel, DataParallel()),
+        (Zero3Parallel, Zero3Parallel()),
+        (AutoParallel, AutoParallel()),
+        ("data", DataParallel()),
+        ("zero2", Zero2Parallel()),
+        ("zero3", Zero3Parallel()),
+        ("shard", ShardParallel()),
+        ("auto", AutoParallel()),
+        ("pipeline", PipeshardParallel("auto")),
+    ],
+)
+def test_methods_by_class_and_by_name(given, method) -> None:
+    found = as_method("parallelize", given)
+    assert found == method and type(found) is type(method)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("zero4", "unknown method .did you mean '"),
+        ("fsdp", "choose from 'auto', 'shard', 'data'"),
+        (PipeshardParallel, r"this is the class, .* autopar.PipeshardParallel\(8\)"),
+        (ManualParallel, r"this is the class, .* autopar.ManualParallel\("),
+        (ShardingOptions(), r"AutoParallel\(options="),
+        (dict, "needs a method such as"),
+        (3, r"parallelize\(method=3\): needs a method such as"),
+    ],
+)
+def test_what_is_no_method(given, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        as_method("parallelize", given)
+
+
+def test_the_command_line_has_the_same_names() -> None:
+    assert tuple(METHOD_NAMES) == arguments.METHODS

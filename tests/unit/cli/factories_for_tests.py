@@ -67,6 +67,10 @@ def make_odd_kwargs():
     return step, args, [1]
 
 
+def make_failing_inside():
+    return make_failing()
+
+
 def make_failing():
     raise ValueError("no weights here")
 

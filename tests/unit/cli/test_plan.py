@@ -136,11 +136,43 @@ def test_wrong_input(capsys, arguments: list[str], code: int, said: str) -> None
     assert "Traceback" not in err
 
 
-def test_a_traceback_of_the_users_own_code_is_shown(capsys) -> None:
+def test_an_error_that_a_factory_raises_is_one_line(capsys) -> None:
     code, _, err = run(capsys, "plan", f"{FILE}:make_failing", "--cluster", "1x8")
     assert code == 2
-    assert 'raise ValueError("no weights here")' in err and "importlib" not in err
-    assert err.splitlines()[-1].endswith("make_failing() raised ValueError: no weights here")
+    assert "Traceback" not in err and len(err.splitlines()) == 1
+    assert "make_failing() raised ValueError: no weights here, in factories_for_tests.py" in err
+    assert err.rstrip().endswith('raise ValueError("no weights here")')
+
+
+def test_a_traceback_of_the_users_own_code_is_shown(capsys) -> None:
+    code, _, err = run(capsys, "plan", f"{FILE}:make_failing_inside", "--cluster", "1x8")
+    assert code == 2
+    assert "Traceback" in err and "return make_failing()" in err and "importlib" not in err
+    assert "make_failing_inside() raised ValueError" in err.splitlines()[-1]
+
+
+def test_an_unknown_size_of_an_example_is_one_line(capsys) -> None:
+    target = "examples.llama:make_step"
+    code, _, err = run(capsys, "plan", target, "--cluster", "1x8", "--set", "size=huge")
+    assert code == 2
+    assert "Traceback" not in err and "unknown size 'huge'; " in err and "tiny" in err
+
+
+def test_devices_needs_no_jax() -> None:
+    code = (
+        "import sys; from autopar.cli import main; main(['devices']); print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_a_saved_plan_explains_an_array(tmp_path, capsys) -> None:
+    file = str(tmp_path / "plan.json")
+    flags = ("--cluster", "1x8:h100-sxm", "--method", "zero3", "--save", file, "--quiet")
+    assert run(capsys, "plan", STEP, *flags)[0] == 0
+    code, out, _ = run(capsys, "explain", file, "params*['up']")
+    assert code == 0
+    assert "sharded as" in out and "on each device, of" in out and "--why PATH" in out
 
 
 def test_a_plan_of_a_newer_version(tmp_path, capsys) -> None:

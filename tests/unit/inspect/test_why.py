@@ -173,9 +173,11 @@ def test_plans_from_files(plan: ParallelPlan, pipeline: ParallelPlan) -> None:
     for made in (plan, pipeline):
         pinned = made.with_pins({UP: P()})
         read = ParallelPlan.from_json(pinned.to_json())
-        for call in (lambda p: p.explain(UP), lambda p: p.with_pins({UP: P()})):
-            with pytest.raises(PlanError, match="Bind the plan to its function"):
-                call(read)
+        with pytest.raises(PlanError, match="Bind the plan to its function"):
+            read.with_pins({UP: P()})
+        stored, known = read.explain(UP), pinned.explain(UP)
+        assert stored.splitlines()[:2] == known.splitlines()[:2]  # what it is, and its spec
+        assert "on each device, of" in stored and "Prices of other layouts" in stored
         with autopar_devices(4):
             bound = autopar.parallelize(step, method=read).plan(STATE, BATCH)
         assert "pins[" in why(bound, UP).pinned
@@ -310,5 +312,7 @@ def test_what_only_a_mesh_knows() -> None:
     with pytest.raises((SpecError, MeshError)):
         found.plan.with_pins({UP: P("y")})
     read = ParallelPlan.from_json(found.plan.to_json())
+    text = read.explain(UP)
+    assert "sharded as" in text and "Prices of other layouts" in text and "ms" not in text
     with pytest.raises(PlanError, match="link costs of the mesh"):
-        read.explain(UP)
+        read.with_pins({UP: P()})
