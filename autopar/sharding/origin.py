@@ -107,7 +107,9 @@ class Origin:
 
     @cached_property
     def _plain_graph(self) -> Graph:
-        return build_graph(self.step) if self.built is None else self.built
+        if self.built is not None:
+            return self.built
+        return build_graph(self.step, overlaps=self.mesh.num_devices > 1)
 
     def solver_constraints(self, graph: Graph) -> tuple[Allowed, StrategyFilter | None]:
         return solver_constraints(graph, self.step, self.mesh, self.method, self.constraints)

@@ -40,7 +40,7 @@ from autopar.sharding.layout_constraints import (
     with_output_nodes,
     without_moved_state,
 )
-from autopar.sharding.memory_budget import Miss, memory_budget, out_of_memory
+from autopar.sharding.memory_budget import Miss, corrected, memory_budget, out_of_memory
 from autopar.sharding.memory_limits import memory_floor
 from autopar.sharding.origin import GraphChange, Origin, Pins, bound_origin, constraints_with_pins
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
@@ -121,10 +121,12 @@ def mesh_problem(task: ShardingTask, log: PlanningLog) -> MeshProblem:
     step = without_moved_state(task.step, constraints)
     with paused_garbage_collector(), log.timed("graph"):
         is_known = task.built is not None and step is task.step
-        built = task.built if is_known else build_graph(step)
+        num_devices = (task.mesh or task.cluster).num_devices
+        built = task.built if is_known else build_graph(step, overlaps=num_devices > 1)
         assert built is not None
         graph = with_output_nodes(built, constraints)
         graph = graph if task.change is None else task.change(graph)
+        graph = corrected(graph, step, task.method)
         check_graph(graph)
     _check_rules(built, step)
     return MeshProblem(task, step, constraints, built, graph, *_meshes(task, graph))

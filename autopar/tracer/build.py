@@ -43,10 +43,12 @@ from autopar.tracer.rules import equation_key, identity_rule, rules_of_equations
 from autopar.tracer.sums import ADDITIONS, LINEAR_UNARY, loop_sums, zeros_made
 
 
-def build_graph(step: TracedStep) -> Graph:
+def build_graph(step: TracedStep, *, overlaps: bool = True) -> Graph:
+    """`overlaps`: XLA has collectives to hide under compute, as on more than one device. That
+    changes the order of its ops, and so what is in memory when."""
     builder = _Builder(step)
     builder.build()
-    return builder.graph()
+    return builder.graph(overlaps)
 
 
 def build_nodes(step: TracedStep) -> tuple[Sequence[Node], Sequence[Value]]:
@@ -139,7 +141,7 @@ class _Builder:
         regions = equation_regions(program)
         self.walk(program, [_Context(region, 1.0) for region in regions], 0)
 
-    def graph(self) -> Graph:
+    def graph(self, overlaps: bool) -> Graph:
         """The graph: nodes and values completed with what depends on all of them."""
         program, step = self.program, self.step
         outputs = tuple(self.read(o) if isinstance(o, int) else None for o in program.outputs)
@@ -149,7 +151,7 @@ class _Builder:
         state = tuple((i, o) for i, o in step.state if outputs[o] is not None)
         donated = set(step.donated)
         in_place = {outputs[o] for i, o in state if i in donated}
-        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops)
+        liveness = find_lives(self.nodes, self.values, outputs, in_place, self.loops, overlaps)
         nodes = tuple(
             replace(
                 node,

@@ -9,8 +9,11 @@ The model follows how XLA compiles for GPUs:
   than writing it once (`is_written`). Its sources then have to live until its last reader runs,
   which is why few activations survive until the backward pass.
 - *Views.* A reshape, a barrier or a use has no memory of its own.
-- *Donation.* Updated state takes over the buffer of the old state, and an elementwise result that
-  of an operand it is the last to read (`reuse_buffers`).
+- *Donation.* Updated state takes over the buffer of the old state; an elementwise result that of an
+  operand it is the last to read, and a scatter or an update of a slice that of the array it changes
+  (`reuse_buffers`).
+- *Scatters.* A scatter-add into zeros whose result is then added to something is made in that
+  buffer: it has no memory of its own (`folded_scatters`).
 - *Order.* Convolution kernels stay in the order that the library wants (`transposed_kernels`).
 
 A value that a loop reads lives until the loop's end; a stack that it writes, from the loop's start.
@@ -38,6 +41,8 @@ _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
 _EXPENSIVE = 20.0
 _CROSSING_READERS = 4
 _MAX_SEEN = 32  # values, in a search through elementwise readers
+_MAX_TILE_ROW = 2**14  # elements of a row that a Triton kernel takes as a whole
+_ADDITIONS = ("add", "add_any")
 
 
 def find_lives(
@@ -46,10 +51,12 @@ def find_lives(
     outputs: Collection[int | None],
     in_place: Collection[int | None],
     loops: Sequence[tuple[int, int]],
+    overlaps: bool = True,
 ) -> Liveness:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
-    nodes of each loop, outer loops first."""
-    return _Sweep(nodes, values, outputs, in_place, loops).lives()
+    nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
+    (`late_gradients`), as on every mesh of more than one device."""
+    return _Sweep(nodes, values, outputs, in_place, loops, overlaps).lives()
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class _Sweep:
         outputs: Collection[int | None],
         in_place: Collection[int | None],
         loops: Sequence[tuple[int, int]],
+        overlaps: bool,
     ) -> None:
         self.nodes = nodes
         self.values = values
@@ -76,16 +84,58 @@ class _Sweep:
         self.finish_of = {
             node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
         }
-        self.times = self.schedule()
+        self.times = self.schedule(self.late_gradients() if overlaps else {})
         self.readers: dict[int, list[_Reader]] = {}
+        self.folded = self.folded_scatters()  # scatters -> the additions that they are made in
         self.made_from: dict[int, frozenset[int]] = {}  # written value -> written ones it reads
         self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
         self.in_place -= self.transposed_state()
 
-    def schedule(self) -> list[int]:
+    def late_gradients(self) -> dict[int, int]:
+        """Products that nothing but the update waits for, with the times at which they run. XLA
+        hides collectives under compute, and plans backwards from the end of the step (or of a
+        loop's body): what only the end needs comes last, however long its operands then live."""
+        carried = {
+            value
+            for index, node in enumerate(self.nodes)
+            if node.kind is NodeKind.MERGE
+            for value in node.operands
+            if self.producer[value] > index
+        }
+        passes = [i for i, n in enumerate(self.nodes) if n.region != UPDATE]
+        end = passes[-1] + 1 if passes else 0
+        needed: dict[int, int | None] = {}  # value -> when; None if the passes wait for it
+        late: dict[int, int] = {}
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            after = [needed[v] for v in node.results if v in needed]
+            need: int | None = None
+            if node.region == UPDATE:
+                need = end
+            elif node.name == "scan_stack" or not carried.isdisjoint(node.results):
+                need = index
+            elif after and None not in after:
+                need = min(time for time in after if time is not None)
+            if need is not None and need > index and node.is_heavy:
+                late[index] = need
+            if node.is_heavy or node.kind is NodeKind.MERGE or node.name in _REDUCTIONS:
+                need = None
+            for value in node.operands:
+                before = needed.get(value, need)
+                needed[value] = None if need is None or before is None else min(before, need)
+        # Those at the end of the step run one after the other.
+        last = len(self.nodes) - 1
+        at_end = sorted(index for index, time in late.items() if time == end)
+        return {**late, **{i: min(end + n, last) for n, i in enumerate(at_end)}}
+
+    def schedule(self, late: dict[int, int]) -> list[int]:
         times: list[int] = []
         for index, node in enumerate(self.nodes):
-            time = index
+            time = late.get(index, index)
+            if late and index not in late and node.kind is not NodeKind.MERGE:
+                # What reads a late product waits for it.
+                earlier = (self.producer[v] for v in node.operands)
+                time = max([time, *(times[i] for i in earlier if i < index)])
             if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
                 earlier = [self.producer[v] for v in node.operands if self.producer[v] < index]
                 made = [i for i in earlier if self.nodes[i].kind is not NodeKind.INPUT]
@@ -124,6 +174,26 @@ class _Sweep:
         """The value itself, or the result of its partial sums, which shares its buffer."""
         return self.finish_of.get(value, value)
 
+    def folded_scatters(self) -> dict[int, int]:
+        """Scatter-adds into zeros that a single addition reads, with these additions: XLA computes
+        the other addend and scatters into it."""
+        readers: dict[int, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for value in node.operands:
+                readers.setdefault(value, []).append(index)
+        folded: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            if not is_scatter_add(node.name) or not node.operands:
+                continue
+            filled = self.nodes[self.producer[node.operands[0]]]
+            reading = readers.get(self.finished(node.results[0]), [])
+            only = self.nodes[reading[0]] if len(reading) == 1 else None
+            # Constants are no operands of nodes: a value made of nothing is a filled array.
+            is_filled = filled.kind is NodeKind.OP and not filled.operands
+            if is_filled and only is not None and only.name in _ADDITIONS:
+                folded[index] = reading[0]
+        return folded
+
     # -- which values are in memory
 
     def find_readers(self) -> None:
@@ -131,12 +201,13 @@ class _Sweep:
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             is_view = self.is_view(node)
-            for value in node.operands:
+            for position, value in enumerate(node.operands):
                 readers = self.readers.setdefault(value, [])
                 if is_view:
                     readers += (r for v in node.results for r in self.readers.get(v, ()))
                 else:
-                    readers.append(_Reader(index, self.is_unfused(node)))
+                    is_filled = index in self.folded and position == 0
+                    readers.append(_Reader(index, self.is_unfused(node) and not is_filled))
 
     def is_view(self, node: Node) -> bool:
         return node.kind in (NodeKind.USE, NodeKind.FINISH) or node.name in VIEWS
@@ -151,7 +222,8 @@ class _Sweep:
         sources: dict[int, frozenset[int]] = {}
         work: dict[int, float] = {}  # instructions per element since the sources
         transposed: set[int] = set()  # fused values with a transpose since the sources
-        for node in self.nodes:
+        additions = frozenset(self.folded.values())
+        for index, node in enumerate(self.nodes):
             made_from: frozenset[int] = frozenset()
             if node.kind is not NodeKind.INPUT:
                 made_from = frozenset().union(
@@ -161,7 +233,10 @@ class _Sweep:
             instructions += sum(work.get(v, 0.0) for v in node.operands)
             transposes = self.is_transpose(node) or any(v in transposed for v in node.operands)
             for value in node.results:
-                if self.is_written(node, value, made_from, instructions):
+                if index in additions or (
+                    index not in self.folded
+                    and self.is_written(node, value, made_from, instructions)
+                ):
                     written.add(value)
                     sources[value] = frozenset((value,))
                     self.made_from[value] = made_from
@@ -257,19 +332,34 @@ class _Sweep:
 
     def reuse_buffers(self, ends: dict[int, int]) -> None:
         """An elementwise result takes over the buffer of an operand of equal size if it is the last
-        to read it, unless its kernel also sums up that operand (`is_summed_with`)."""
+        to read it, unless its kernel also sums up that operand (`is_summed_with`). What changes
+        part of an array takes over that array."""
         for value, made_from in self.made_from.items():
             node = self.nodes[self.producer[value]]
-            if node.kind is not NodeKind.OP or node.name in UNFUSED or node.name in _REDUCTIONS:
+            if node.kind is not NodeKind.OP or node.name in _REDUCTIONS:
+                continue
+            changes = changes_operand(node.name)
+            if node.name in UNFUSED and not changes:
                 continue
             time = self.times[self.producer[value]]
-            for source in made_from:
+            changed = self.source(node.operands[0]) if changes and node.operands else None
+            for source in made_from if changed is None else (changed,):
                 is_input = self.nodes[self.producer[source]].kind is NodeKind.INPUT
                 same_size = self.values[source].num_bytes == self.values[value].num_bytes
                 if not is_input and same_size and ends.get(source) == time:
-                    if not self.is_summed_with(value, source):
+                    if changes or not (
+                        self.is_summed_with(value, source) or self.is_normalized(value, source)
+                    ):
                         ends[source] = time - 1
                     break
+
+    def source(self, value: int) -> int:
+        """The value that a view is a view of."""
+        node = self.nodes[self.producer[value]]
+        while self.is_view(node) and node.operands:
+            value = node.operands[0]
+            node = self.nodes[self.producer[value]]
+        return value
 
     def is_summed_with(self, value: int, source: int) -> bool:
         """Whether the same kernel also sums up a source of an elementwise value: the reduction and
@@ -283,6 +373,27 @@ class _Sweep:
             self.nodes[index].name in _REDUCTIONS and not self.waits_for(made, index)
             for index in self.fused_readers(source)
         )
+
+    def is_normalized(self, value: int, source: int) -> bool:
+        """Whether a value is made of a source and of sums over the source's rows, as a softmax and
+        its gradient are. XLA makes one Triton kernel of it if a row is short enough, and such a
+        kernel writes to a buffer of its own."""
+        shape = self.values[source].shape
+        if not shape or shape[-1] > _MAX_TILE_ROW:
+            return False
+        made = self.producer[value]
+        return any(
+            self.sums_last(self.nodes[index]) and self.waits_for(made, index)
+            for index in self.fused_readers(source)
+        )
+
+    def sums_last(self, node: Node) -> bool:
+        """A reduction over the last dimension."""
+        if node.name not in _REDUCTIONS or not node.rule.operands:
+            return False
+        kept = {f for dims in node.rule.results for factors in dims for f in factors}
+        last = node.rule.operands[0][-1:]
+        return any(factors and kept.isdisjoint(factors) for factors in last)
 
     def fused_readers(self, value: int) -> Iterator[int]:
         """Nodes that read a value, directly or through a few elementwise ones."""
@@ -379,3 +490,12 @@ class _Sweep:
             if self.is_view(node) and in_memory.issuperset(node.operands):
                 in_memory.update(node.results)
         return Liveness(tuple(lives), tuple(self.times), tuple(node_ends), frozenset(in_memory))
+
+
+def is_scatter_add(name: str) -> bool:
+    return name in ("scatter-add", "scatter_add")
+
+
+def changes_operand(name: str) -> bool:
+    """Whether an op returns its first operand with a part of it changed, in place if it may."""
+    return name.startswith("scatter") or name == "dynamic_update_slice"

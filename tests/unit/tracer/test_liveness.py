@@ -15,8 +15,8 @@ def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def graph_of(fn, *args, **options) -> Graph:
-    return build_graph(trace_step(fn, args, **options))
+def graph_of(fn, *args, overlaps: bool = False, **options) -> Graph:
+    return build_graph(trace_step(fn, args, **options), overlaps=overlaps)
 
 
 def lives_by_op(graph: Graph) -> dict[str, list[tuple[int, int, tuple[int, ...]]]]:
@@ -93,19 +93,21 @@ def test_a_gradient_is_not_made_in_place_of_logits_that_its_kernel_also_sums() -
     """Picking the target's logit waits for nothing, so XLA puts it into the kernel that makes the
     gradient. A bias's gradient, if there is one, is there instead, and the buffer is shared."""
 
+    classes = 2**15  # no Triton kernel takes such a row as a whole
+
     def overlap(with_bias: bool) -> bool:
         def loss_of(w, x):
             logits = x @ w["w"] + (w["b"] if with_bias else 0.0)
-            is_target = jnp.arange(64) == 3
+            is_target = jnp.arange(classes) == 3
             target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
             return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
 
-        weights = {"w": array(32, 64), "b": array(64)}
+        weights = {"w": array(32, classes), "b": array(classes)}
         graph = graph_of(train(loss_of), weights, array(128, 32))
         found = sorted(
             (life.start, life.end)
             for life in graph.liveness.lives
-            if graph.values[life.value].shape == (128, 64)
+            if graph.values[life.value].shape == (128, classes)
         )
         assert len(found) == 2
         return found[0][1] >= found[1][0]
@@ -126,6 +128,92 @@ def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
         if n.region == "update" and n.name == "sub"
     ]
     assert len(gradients) == 3 and min(gradients) < last
+
+
+def test_gradients_of_parameters_come_last_where_collectives_are_hidden() -> None:
+    """On several devices XLA runs the products that only the update needs at the end, so their
+    operands live until then. On one device each runs where it stands."""
+
+    def loss_of(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"])
+
+    weights = {name: array(64, 64) for name in "abc"}
+
+    def times(overlaps: bool) -> tuple[list[int], int]:
+        graph = graph_of(train(loss_of), weights, array(64, 64), overlaps=overlaps)
+        backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
+        products = [i for i in backward if graph.nodes[i].name == "dot_general"]
+        return [graph.liveness.times[i] for i in products], max(backward)
+
+    (late, last), (early, _) = times(True), times(False)
+    assert early == sorted(early) and max(early) <= last
+    # Two pass gradients on, three are of parameters.
+    assert len(late) == 5 and sorted(time > last for time in late) == [False] * 2 + [True] * 3
+    assert len(set(late)) == 5
+
+
+def test_gradients_in_a_loop_come_last_in_its_body() -> None:
+    """Gradients that a loop over micro-batches adds up wait for the end of the body."""
+
+    def step(w, x):
+        def body(total, rows):
+            def loss_of(w):
+                return jnp.sum(jnp.tanh(jnp.tanh(rows @ w["a"]) @ w["b"]))
+
+            return jax.tree.map(jnp.add, total, jax.grad(loss_of)(w)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        total, _ = jax.lax.scan(body, zeros, x)
+        return jax.tree.map(lambda p, g: p - g, w, total)
+
+    weights = {name: array(64, 64) for name in "ab"}
+    graph = graph_of(step, weights, array(4, 16, 64), overlaps=True)
+    inside = [i for i, n in enumerate(graph.nodes) if n.weight == 4]
+    products = [i for i in inside if graph.nodes[i].name == "dot_general"]
+    times = [graph.liveness.times[i] for i in products]
+    assert max(times) <= max(inside)
+    late = [t for i, t in zip(products, times, strict=True) if t > i]
+    assert late and min(late) > max(t for i, t in zip(products, times, strict=True) if t == i)
+
+
+def test_a_scatter_changes_its_array_in_place() -> None:
+    graph = graph_of(lambda w, x: jnp.sort((x @ w).at[3].add(1.0)), array(64, 64), array(64, 64))
+    lives = lives_by_op(graph)
+    ((_, end, _),), ((start, _, _),) = lives["dot_general"], lives["scatter-add"]
+    assert end < start
+
+
+def test_a_scatter_into_zeros_is_made_in_what_it_is_added_to() -> None:
+    """The gradient of picking the target's logits: XLA scatters into the gradient of the softmax,
+    so that neither the zeros nor their sum with the picks take memory."""
+    classes = 2**15
+
+    def loss_of(w, x):
+        logits = x @ w
+        target = jnp.take_along_axis(logits, jnp.full((128, 1), 3), axis=-1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
+
+    graph = graph_of(train(loss_of), array(32, classes), array(128, 32))
+    assert any(n.name == "scatter-add" for n in graph.nodes)
+    large = {
+        name
+        for name, lives in lives_by_op(graph).items()
+        for _, _, shape in lives
+        if shape == (128, classes)
+    }
+    assert large == {"dot_general", "add_any"}
+
+
+@pytest.mark.parametrize("columns", [1024, 2**15])
+def test_a_softmax_of_short_rows_has_a_buffer_of_its_own(columns: int) -> None:
+    """One Triton kernel takes whole rows, and writes elsewhere than it reads."""
+    graph = graph_of(
+        lambda w, x: jnp.sort(jax.nn.softmax(x @ w)), array(64, columns), array(64, 64)
+    )
+    lives = lives_by_op(graph)
+    ((_, end, _),) = [life for life in lives["dot_general"] if life[2] == (64, columns)]
+    ((start, _, _),) = [life for life in lives["div"] if life[2] == (64, columns)]
+    assert (end >= start) == (columns == 1024)
 
 
 def test_what_a_loop_reads_and_stacks_lives_through_all_of_it() -> None:
