@@ -39,7 +39,10 @@ def __getattr__(name: str) -> Any:
 
             raise_if_missing(error)
             raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from autopar.errors import near_names
+
+    near = "" if name.startswith("_") else near_names(name, __all__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}", name=name)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
 from autopar.compiler import last_search, plan_step
-from autopar.errors import ArgumentError, CompileError, MeshError
+from autopar.errors import ArgumentError, CompileError, MeshError, shortened
 from autopar.executables import make_executable, make_remote_executable
 from autopar.inspect.dump import describing
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
@@ -489,7 +489,9 @@ def solve_sharding(
     `SolverError` if the solver fails.
     """
     if not isinstance(mesh, LogicalMesh):
-        raise ArgumentError(f"solve_sharding(mesh={mesh!r}): needs an autopar.LogicalMesh.")
+        raise ArgumentError(
+            f"solve_sharding(mesh={shortened(mesh)}): needs an autopar.LogicalMesh."
+        )
     if options is not None and not isinstance(options, ShardingOptions):
         raise ArgumentError(
             f"solve_sharding(options={options!r}): needs an autopar.ShardingOptions."

@@ -180,7 +180,7 @@ def shortened(value: object) -> str:
 def near_names(given: str, known: Iterable[str]) -> str:
     """ " (did you mean 'a' or 'b'?)" for similar names; empty if there are none."""
     lowered = {name.lower(): name for name in known}
-    matches = get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
-    matches += [name for name in lowered if given and name.startswith(given.lower())]
+    matches = [name for name in lowered if given and name.startswith(given.lower())]
+    matches += get_close_matches(given.lower(), lowered, n=3, cutoff=0.6)
     names = " or ".join(repr(lowered[name]) for name in dict.fromkeys(matches))
     return f" (did you mean {names}?)" if names else ""

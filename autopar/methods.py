@@ -507,6 +507,11 @@ _EXAMPLES = {
 }
 
 
+_OTHER_NAMES = {
+    "dp": "data", "ddp": "data", "zero": "zero2", "zero-2": "zero2", "zero-3": "zero3",
+    "fsdp": "zero3", "tp": "shard", "tensor": "shard", "megatron": "shard", "gspmd": "shard",
+    "pp": "pipeline", "pipeshard": "pipeline", "gpipe": "pipeline",
+}  # fmt: skip
 def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
     """The method that a user gave: as it is, by one of `METHOD_NAMES`, or by a class that needs no
     arguments. `call`: the user's, for errors."""
@@ -515,13 +520,20 @@ def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
     if isinstance(given, str):
         if given not in METHOD_NAMES:
             raise ArgumentError(
-                f"{call}(method={given!r}): unknown method{near_names(given, METHOD_NAMES)}; "
+                f"{call}(method={given!r}): unknown method{hint}; "
                 f"choose from {', '.join(map(repr, METHOD_NAMES))}, or give a method object."
             )
         return METHOD_NAMES[given]()
     if isinstance(given, type) and given in METHOD_NAMES.values():
         return given()
     if isinstance(given, type) and given in _EXAMPLES:
+            if given.endswith(".json"):
+                raise ArgumentError(
+                    f"{call}(method={given!r}): needs the plan, not its path; write "
+                    f"method=autopar.ParallelPlan.load({given!r})."
+                )
+            known = _OTHER_NAMES.get(given.lower())
+            hint = f" (that is {known!r} here)" if known else near_names(given, METHOD_NAMES)
         raise ArgumentError(
             f"{call}(method={given.__name__}): this is the class, and it needs arguments; write "
             f"autopar.{_EXAMPLES[given]}."

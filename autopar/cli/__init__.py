@@ -15,14 +15,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from autopar._requirements import raise_if_missing
-from autopar.cli.arguments import make_parser
+from autopar.cli.arguments import check_command, make_parser
 from autopar.errors import AutoparError, FactoryError, MemoryBudgetError
 
 OK, NOT_FITTING, WRONG_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(make_parser().parse_args(argv))
+    parser = make_parser()
+    given = sys.argv[1:] if argv is None else argv
+    check_command(parser, given)
+    return run(parser.parse_args(given))
 
 
 def run(arguments: Namespace) -> int:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from autopar import __version__
+from autopar.errors import near_names
 
 STARTED = time.perf_counter()  # close to the start of the process
 
+COMMANDS = (
+    "demo", "plan", "sweep", "profile", "bench", "report", "explain", "diff", "doctor", "launch",
+    "cache", "devices",
+)  # fmt: skip
 METHODS = ("auto", "shard", "data", "zero2", "zero3", "pipeline")
 PROFILE_PARTS = (
     "overheads", "memory", "products", "convolutions", "streams", "attentions", "collectives",
@@ -90,6 +96,15 @@ def make_parser() -> argparse.ArgumentParser:
     _add_cache(_command(commands, "cache", "show the plans that are kept on disk"))
     _command(commands, "devices", "list known devices and their specifications")
     return parser
+
+
+def check_command(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """A misspelt command is told with its neighbours; `argparse` has no such words."""
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        parser.error(
+            f"unknown command {given[0]!r}{near_names(given[0], COMMANDS)}; choose from "
+            f"{', '.join(COMMANDS)}"
+        )
 
 
 def _command(commands, name: str, text: str) -> argparse.ArgumentParser:

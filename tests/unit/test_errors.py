@@ -29,6 +29,7 @@ from autopar.errors import (
     SolverError,
     SpecError,
     TraceError,
+    shortened,
 )
 from autopar.methods import DataParallel, ManualParallel, ShardingOptions, ShardParallel
 
@@ -132,11 +133,11 @@ def test_mesh_that_does_not_fit(error, parts, call) -> None:
     check(error, parts, call)
 
 
-@pytest.mark.parametrize("method", ["zero", 3, ShardParallel, autopar.LogicalMesh((8,)), {}])
+@pytest.mark.parametrize("method", [b"zero", 3, dict, autopar.LogicalMesh((8,)), {}])
 def test_method_of_a_wrong_type(method: Any) -> None:
-    parts = (f"parallelize(method={method!r})", "ShardParallel", "ParallelPlan")
+    parts = (f"parallelize(method={shortened(method)})", "ShardParallel", "ParallelPlan")
     check(ArgumentError, parts, lambda: autopar.parallelize(step, method=method))
-    parts = (f"method={method!r}", "ShardParallel", "ParallelPlan")
+    parts = (f"method={shortened(method)}", "ShardParallel", "ParallelPlan")
     cluster = autopar.ClusterSpec(1, 8, "cpu")
     if not isinstance(method, autopar.LogicalMesh):
         check(

@@ -65,7 +65,7 @@ def test_a_module_is_an_attribute_and_a_typing_error_is_told():
     )
     assert run(code).splitlines() == [
         "AutoparError AutoStages",
-        "module 'autopar' has no attribute 'paralelize'",
+        "module 'autopar' has no attribute 'paralelize' (did you mean 'parallelize'?)",
     ]
 
 

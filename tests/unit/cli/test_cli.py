@@ -50,7 +50,7 @@ def test_demo() -> None:
     ("arguments", "said"),
     [
         ((), "required: command"),
-        (("dmeo",), "invalid choice: 'dmeo'"),
+        (("dmeo",), "unknown command 'dmeo' (did you mean 'demo'?); choose from demo, plan"),
         (("demo", "--steps", "0"), "0 is not a whole number ≥ 1"),
         (("demo", "--steps", "few"), "--steps"),
         (("demo", "--batch-size", "-1"), "-1 is not a whole number ≥ 1"),
