@@ -183,6 +183,8 @@ from autopar.training.data_loader import (
     data_loader as data_loader,
 )
 from autopar.training.elastic import run_training as run_training
+from autopar.training.preemption import Preempted as Preempted
+from autopar.training.restarts import RestartPolicy as RestartPolicy
 from autopar.training.restore import restore_checkpoint as restore_checkpoint
 
 __version__: str

@@ -34,6 +34,7 @@ class Session:
     """devices: the chosen ones, or None for all of this process.
     remote:  the cluster, if it is not this process.
     options: the arguments of `init`, for a restart.
+    wanted_devices: how many the cluster had when `init` was called; a restart may have got fewer.
     profile: what was measured on these devices, if anything.
     """
 
@@ -41,6 +42,7 @@ class Session:
     devices: tuple[Any, ...] | None = None
     remote: RemoteSession | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    wanted_devices: int = 0
     profile: MachineProfile | None = None
 
     @property
@@ -68,6 +70,7 @@ class Session:
         return replace(spec, profile=self.profile, memory_bytes=limit)
 
 
+_LIMITS = ("heartbeat_s", "silence_limit_s", "hang_limit_s", "start_limit_s")
 _numbers = itertools.count()
 _current = Session(next(_numbers))
 
@@ -162,6 +165,7 @@ def _start_ray(
     transport: str | None,
     limits: dict[str, Any],
     profile: MachineProfile | None,
+    min_devices: int | None = None,
 ) -> None:
     global _current
     if devices is not None:
@@ -180,7 +184,7 @@ def _start_ray(
     from autopar.runtime.ray.cluster import RayCluster  # imports Ray, which may not be installed
 
     shutdown()
-    cluster = RayCluster(**size, **limits)
+    cluster = RayCluster(**size, **limits, min_devices=min_devices)
     try:
         if cluster.platform == "gpu":
             _leave_gpus_to_workers()
@@ -193,7 +197,8 @@ def _start_ray(
         cluster.close()
         raise
     options = {**size, **_given(transport=transport), **limits, **_given(profile=profile)}
-    _current = Session(next(_numbers), None, remote, tuple(options.items()), profile)
+    wanted = cluster.spec.num_devices
+    _current = Session(next(_numbers), None, remote, tuple(options.items()), wanted, profile)
 
 
 def _describe_worker(
@@ -270,27 +275,32 @@ def shutdown() -> None:
         ended.remote.close()
 
 
-def restart() -> None:
-    """Repeat `init` on the nodes that are there now, after the loss of a worker. If that fails, or
-    only CPUs are left of a cluster of GPUs, the ended session stays current, so that nothing runs
-    elsewhere and the caller can try again."""
+def restart(min_devices: int | None = None) -> None:
+    """Repeat `init` on the nodes that are there now, after the loss of a worker. `ClusterError` if
+    they have fewer than `min_devices` (None: as many as `init` found), or another kind of devices.
+    Then the ended session stays current, so that nothing runs elsewhere and the caller can try
+    again."""
     global _current
     ended = _current
     if ended.remote is None:
         return
     options = dict(ended.options)
-    wanted = ended.remote.cluster.platform
+    platform = ended.remote.cluster.platform
+    limits = {name: options.pop(name) for name in list(options) if name in _LIMITS}
+    transport, profile = options.pop("transport", None), options.pop("profile", None)
+    least = ended.wanted_devices if min_devices is None else min_devices
     shutdown()
     try:
-        init("ray", **options)
+        _start_ray(None, options, transport, limits, profile, least)
         assert _current.remote is not None
         found = _current.remote.cluster.platform
-        if found != wanted:
+        if found != platform:
             shutdown()
             raise ClusterError(
-                f"Training ran on {wanted.upper()}s, and the nodes that are left have only "
-                f"{found.upper()}s. Training goes on when nodes with {wanted.upper()}s are back."
+                f"Training ran on {platform.upper()}s, and the nodes that are left have only "
+                f"{found.upper()}s. Training goes on when nodes with {platform.upper()}s are back."
             )
+        _current = replace(_current, wanted_devices=ended.wanted_devices)
     except BaseException:
         _current = ended
         raise

@@ -228,6 +228,12 @@ class ProcessCluster:
         self._folder = tempfile.TemporaryDirectory()
         self._num_workers = 0
 
+    def possible_devices(self) -> int:
+        return self.spec.num_devices
+
+    def notice(self) -> str:
+        return ""
+
     def groups(self, devices: Sequence[tuple[int, ...]]) -> list[Group]:
         fresh = [own for own in dict.fromkeys(devices) if own not in self.started]
         for own in fresh:

@@ -116,6 +116,12 @@ def finish_saves() -> None:
         save.settle()
 
 
+def forget_saves() -> None:
+    """Do not wait for the save in the background when the process ends."""
+    global _latest
+    _latest = None
+
+
 def save_checkpoint(
     directory: str | Path,
     state: Any,

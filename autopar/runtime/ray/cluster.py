@@ -20,12 +20,20 @@ from concurrent.futures import wait
 
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.ir.mesh import ClusterSpec, preset_of, preset_or_share
+from autopar.progress import LOGGER
 from autopar.runtime.ray.environment import check_environment, shares_per_gpu
 from autopar.runtime.ray.group import MeshGroup
 from autopar.runtime.ray.monitor import Monitor, kill_workers
-from autopar.runtime.ray.nodes import check_counts, connect, import_ray
+from autopar.runtime.ray.nodes import (
+    check_counts,
+    connect,
+    draining_nodes,
+    import_ray,
+    lay_out_at_least,
+    read_nodes,
+)
 from autopar.runtime.ray.reserving import release, reserve
-from autopar.runtime.ray.session import Describe, Limits, RaySession
+from autopar.runtime.ray.session import Describe, Limits, NodeHandle, RaySession
 from autopar.runtime.ray.starting import check_devices, start_workers
 
 EXECUTOR = "autopar.runtime.remote.executor:Executor"
@@ -35,6 +43,7 @@ SETTLED_LIMIT_S = 10.0  # from the first sign of a failure to its error, as docs
 
 class RayCluster:
     """num_hosts, devices_per_host: None for all of the cluster.
+    min_devices:     how few devices will do, if nodes are missing; None for all that is asked for.
     env:             environment variables of the workers; they override those of the driver. With
                      those of `SharedGpu.environment()`, workers are shares of GPUs.
     heartbeat_s:     how often workers are asked for a sign of life.
@@ -58,6 +67,7 @@ class RayCluster:
         start_limit_s: float = 120.0,
         command_limit_s: float = 3600.0,
         executor: str = EXECUTOR,
+        min_devices: int | None = None,
     ) -> None:
         limits = Limits(heartbeat_s, silence_limit_s, hang_limit_s, start_limit_s, command_limit_s)
         _check_limits(limits)
@@ -67,6 +77,7 @@ class RayCluster:
         self._groups: list[MeshGroup] = []
         self._starting = threading.Lock()
         self._monitor: Monitor | None = None
+        self._size = num_hosts, devices_per_host
         self._joined_ray = connect(address)
         self._session = RaySession(
             ray=import_ray(),
@@ -81,7 +92,7 @@ class RayCluster:
         )
         atexit.register(self.close)
         try:
-            reserve(self._session, num_hosts, devices_per_host)
+            reserve(self._session, num_hosts, devices_per_host, min_devices)
             self._monitor = Monitor(self._session)
         except BaseException:
             self.close()
@@ -106,6 +117,28 @@ class RayCluster:
     @property
     def failure(self) -> WorkerError | None:
         return self._session.failure
+
+    def possible_devices(self) -> int:
+        """How many devices the nodes that are there now could have for this session; 0 if they
+        cannot be read, or cannot be used together."""
+        try:
+            nodes = read_nodes()
+            return lay_out_at_least(nodes, *self._size, self._session.ranks_per_gpu, 1).num_devices
+        except ClusterError:
+            return 0
+        except Exception as error:  # Ray's own, of many kinds, when its head does not answer
+            LOGGER.warning("Ray's nodes could not be read: %s", error)
+            return 0
+
+    def notice(self) -> str:
+        """Which nodes of this session are about to be taken away, in words; empty if none."""
+        try:
+            leaving = draining_nodes()
+        except Exception as error:  # as above
+            LOGGER.warning("Ray's notices could not be read: %s", error)
+            return ""
+        nodes = [node for node in self._session.nodes if node.node_id in leaving]
+        return ", ".join(_leaving(node, leaving[node.node_id] - time.time()) for node in nodes)
 
     @property
     def describe(self) -> Describe:
@@ -214,6 +247,11 @@ class RayCluster:
                     calls.append(worker.actor.stop.remote(CLOSE_LIMIT_S).future())
             wait(calls, CLOSE_LIMIT_S)
         kill_workers(session, workers, CLOSE_LIMIT_S)
+
+
+def _leaving(node: NodeHandle, left_s: float) -> str:
+    """A node that is about to be taken away, in words. Without a deadline, `left_s` is negative."""
+    return f"{node.described()} in {left_s:.0f} s" if left_s > 0 else node.described()
 
 
 def _check_limits(limits: Limits) -> None:

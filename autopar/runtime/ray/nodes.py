@@ -59,6 +59,10 @@ class Layout:
             -(-hosts * self.devices_per_host // self.ranks_per_gpu) for hosts in self.hosts_per_node
         )
 
+    @property
+    def num_devices(self) -> int:
+        return sum(self.hosts_per_node) * self.devices_per_host
+
     def devices_of(self, gpu_ids: Sequence[str], host: int) -> tuple[str, ...]:
         """The GPUs of the devices of a node's host, by the ids of the GPUs reserved there."""
         devices = [gpu for gpu in gpu_ids for _ in range(self.ranks_per_gpu)]
@@ -152,11 +156,21 @@ def _check_listening(address: str) -> None:
         ) from error
 
 
+def draining_nodes() -> dict[str, float]:
+    """Ids of the nodes that are about to be taken away, as Ray's autoscaler or `ray drain-node`
+    has announced, each with the time (of `time.time`) when it goes; 0 if that is not known."""
+    import_ray()
+    from ray._private.state import state  # Ray has no public name for it
+
+    return {node_id: ms / 1000 for node_id, ms in state.get_draining_nodes().items()}
+
+
 def read_nodes() -> list[RayNode]:
-    """The live nodes, in the order of their addresses."""
+    """The live nodes, in the order of their addresses, but for those about to be taken away."""
     nodes = []
+    draining = draining_nodes()
     for entry in import_ray().nodes():
-        if entry["Alive"]:
+        if entry["Alive"] and entry["NodeID"] not in draining:
             resources = entry["Resources"]
             kinds = sorted(
                 name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")
@@ -189,6 +203,30 @@ def lay_out(
             devices_per_host = 1
         return _of_gpus(with_gpus, nodes, num_hosts, devices_per_host, ranks_per_gpu)
     return _of_cpus(nodes, num_hosts, devices_per_host)
+
+
+def lay_out_at_least(
+    nodes: Sequence[RayNode],
+    num_hosts: int | None,
+    devices_per_host: int | None,
+    ranks_per_gpu: int,
+    min_devices: int | None,
+) -> Layout:
+    """As many of `num_hosts` as the nodes have room for. `ClusterError` if that is less than
+    `min_devices`; None asks for all of `num_hosts`."""
+    try:
+        layout = lay_out(nodes, num_hosts, devices_per_host, ranks_per_gpu)
+    except ClusterError:
+        if min_devices is None:
+            raise
+        layout = lay_out(nodes, None, devices_per_host, ranks_per_gpu)
+    if min_devices is not None and layout.num_devices < min_devices:
+        raise ClusterError(
+            f"The Ray cluster has room for {layout.num_devices} devices, and at least "
+            f"{min_devices} are needed.\n{_listed(nodes)}\nAdd nodes, or let training go on with "
+            "fewer: RestartPolicy(min_devices=…)."
+        )
+    return layout
 
 
 def check_counts(num_hosts: int | None, devices_per_host: int | None) -> None:

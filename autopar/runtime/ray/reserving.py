@@ -8,14 +8,20 @@ from collections.abc import Sequence
 
 from autopar.errors import ClusterError
 from autopar.runtime.ray import agent as agent_module
-from autopar.runtime.ray.nodes import Layout, lay_out, read_nodes
+from autopar.runtime.ray.nodes import Layout, lay_out_at_least, read_nodes
 from autopar.runtime.ray.session import Host, NodeHandle, RaySession
 
 
-def reserve(session: RaySession, num_hosts: int | None, devices_per_host: int | None) -> None:
-    """Reserve the resources; leaves out nodes that vanish meanwhile."""
+def reserve(
+    session: RaySession,
+    num_hosts: int | None,
+    devices_per_host: int | None,
+    min_devices: int | None = None,
+) -> None:
+    """Reserve the resources; leaves out nodes that vanish meanwhile. `min_devices`: how few will
+    do; None for all that is asked for."""
     until_s = time.monotonic() + session.limits.start_s
-    layout = _place(session, num_hosts, devices_per_host, until_s)
+    layout = _place(session, num_hosts, devices_per_host, min_devices, until_s)
     session.platform = layout.platform
     session.devices_per_host = layout.devices_per_host
     session.ranks_per_gpu = layout.ranks_per_gpu
@@ -50,12 +56,18 @@ def release(session: RaySession, limit_s: float) -> None:
 
 
 def _place(
-    session: RaySession, num_hosts: int | None, devices_per_host: int | None, until_s: float
+    session: RaySession,
+    num_hosts: int | None,
+    devices_per_host: int | None,
+    min_devices: int | None,
+    until_s: float,
 ) -> Layout:
     """Reserve the current nodes; repeated until Ray has reserved all of them."""
     while True:
         nodes = read_nodes()
-        layout = lay_out(nodes, num_hosts, devices_per_host, session.ranks_per_gpu)
+        layout = lay_out_at_least(
+            nodes, num_hosts, devices_per_host, session.ranks_per_gpu, min_devices
+        )
         strategy = "STRICT_SPREAD" if len(layout.hosts_per_node) > 1 else "STRICT_PACK"
         session.placement_group = session.ray.util.placement_group(
             layout.bundles(), strategy=strategy

@@ -178,10 +178,10 @@ def test_training_on_gpus_does_not_go_on_on_cpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session, "_current", ended)
     left = iter(started)
 
-    def init(cluster: str) -> None:
+    def start(*_: Any) -> None:
         session._current = session.Session(1, None, next(left), ())
 
-    monkeypatch.setattr(session, "init", init)
+    monkeypatch.setattr(session, "_start_ray", start)
     with pytest.raises(ClusterError, match="ran on GPUs, and the nodes that are left have only CP"):
         session.restart()
     assert session.current() is ended and started[0].is_closed
@@ -192,17 +192,19 @@ def test_training_on_gpus_does_not_go_on_on_cpus(monkeypatch: pytest.MonkeyPatch
 def test_a_start_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """In between, nothing runs on the devices of this process instead."""
 
-    ended = session.Session(0, None, Remote("gpu"), (("num_hosts", 3),))
+    options = (("num_hosts", 3), ("transport", "nccl"), ("hang_limit_s", 9.0))
+    ended = session.Session(0, None, Remote("gpu"), options, wanted_devices=24)
     monkeypatch.setattr(session, "_current", ended)
     tries = []
 
-    def init(cluster: str, **options: Any) -> None:
-        tries.append((cluster, options))
+    def start(*given: Any) -> None:
+        tries.append(given)
         raise ClusterError("no node")
 
-    monkeypatch.setattr(session, "init", init)
-    for _ in range(2):
+    monkeypatch.setattr(session, "_start_ray", start)
+    for least in (None, 8):
         with pytest.raises(ClusterError):
-            session.restart()
+            session.restart(least)
         assert session.current() is ended
-    assert tries == [("ray", {"num_hosts": 3})] * 2
+    common = (None, {"num_hosts": 3}, "nccl", {"hang_limit_s": 9.0}, None)
+    assert tries == [(*common, 24), (*common, 8)]

@@ -228,20 +228,25 @@ def test_a_loss_that_shows_when_a_result_is_read(tmp_path: Path):
 def test_fewer_devices_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     restarts = []
 
-    def restart() -> None:
-        restarts.append(1)
+    def restart(min_devices: int | None) -> None:
+        restarts.append(min_devices)
         if len(restarts) == 1:
             raise ClusterError("no nodes yet")
         autopar.init(devices=jax.devices()[:4])
 
     monkeypatch.setattr("autopar.session.restart", restart)
-    monkeypatch.setattr("autopar.training.elastic._MAX_WAIT_S", 0.01)
     want, _ = uninterrupted()
     step = Failing({5})
+    policy = autopar.RestartPolicy(min_devices=4, shrink_after_s=0.01, first_pause_s=0.02)
     state, _ = autopar.run_training(
-        step, fresh_state(), BATCHES, checkpoint_dir=tmp_path, checkpoint_every=2
+        step,
+        fresh_state(),
+        BATCHES,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=2,
+        restart_policy=policy,
     )
-    assert len(restarts) == 2
+    assert restarts == [None, 4]
     assert len(state["w"].sharding.device_set) == 4
     assert step.last_planned is not None and step.last_planned.plan.num_devices == 4
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
@@ -327,6 +332,8 @@ def test_bad_arguments(tmp_path: Path):
     ):
         with pytest.raises(ArgumentError, match=rf"run_training\({name}={value}\): needs a whole"):
             run(**{name: value})
+    with pytest.raises(ArgumentError, match=r"grace_s=0\): needs a number of seconds > 0"):
+        run(grace_s=0)
     with pytest.raises(ArgumentError, match=r"batches=3\): needs an iterable of batches"):
         run(batches=3)
     with pytest.raises(ArgumentError, match=r"returned None for the batches from number 0 on"):

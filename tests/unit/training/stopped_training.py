@@ -1,0 +1,62 @@
+"""A training that tests end by signals: `python stopped_training.py FOLDER LOSSES NUM_STEPS
+[PROCESS COUNT PORT]`.
+
+Appends "step loss" to LOSSES for every step, in one process or in several of `jax.distributed`,
+each with two CPU devices; only the first one writes losses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+
+
+def train_step(state, batch):
+    loss, grad = jax.value_and_grad(lambda w: (jnp.tanh(batch @ w) ** 2).mean())(state["w"])
+    return {"w": state["w"] - 0.5 * grad, "count": state["count"] + 1}, loss
+
+
+def batch_of(number: int) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=(8, 8)).astype(np.float32)
+
+
+def main() -> None:
+    folder, losses_path, num_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    is_first = True
+    if len(sys.argv) > 4:
+        process, count, port = map(int, sys.argv[4:7])
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, process)
+        is_first = process == 0
+
+    def on_step(number: int, loss) -> None:
+        value = np.asarray(loss.addressable_data(0))
+        if is_first:
+            with open(losses_path, "a") as file:
+                file.write(f"{number} {float(value).hex()}\n")
+        time.sleep(0.02)
+
+    weights = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) / 3
+    state, _ = autopar.run_training(
+        autopar.parallelize(train_step, method=autopar.DataParallel()),
+        {"w": weights, "count": 0},
+        lambda start: (batch_of(number) for number in range(start, num_steps)),
+        checkpoint_dir=folder,
+        checkpoint_every=1000,
+        on_step=on_step,
+        grace_s=20,
+    )
+    print("count", int(np.asarray(state["count"].addressable_data(0))))
+
+
+if __name__ == "__main__":
+    main()
