@@ -70,7 +70,7 @@ class Session:
         return replace(spec, profile=self.profile, memory_bytes=limit)
 
 
-_LIMITS = ("heartbeat_s", "silence_limit_s", "hang_limit_s", "start_limit_s")
+_LIMITS = ("heartbeat_s", "silence_limit_s", "hang_limit_s", "start_limit_s", "command_limit_s")
 _numbers = itertools.count()
 _current = Session(next(_numbers))
 
@@ -97,6 +97,7 @@ def init(
     silence_limit_s: float | None = None,
     hang_limit_s: float | None = None,
     start_limit_s: float | None = None,
+    command_limit_s: float | None = None,
     profile: MachineProfile | str | None = None,
 ) -> None:
     """Choose where parallelized functions run.
@@ -117,6 +118,8 @@ def init(
                       noticed within 10 s.
     hang_limit_s:     after this long without progress in a step, too (300).
     start_limit_s:    how long workers may take to start (120).
+    command_limit_s:  how long a command other than a step, such as saving, may make no progress
+                      (3600); compiling may take four times as long.
     profile:          prices the plans: the path of a file that `autopar profile` wrote on such
                       devices, the name of a table that comes with autopar (such as "h200"), or the
                       profile itself.
@@ -129,6 +132,7 @@ def init(
         silence_limit_s=silence_limit_s,
         hang_limit_s=hang_limit_s,
         start_limit_s=start_limit_s,
+        command_limit_s=command_limit_s,
     )
     size = _given(address=address, num_hosts=num_hosts, devices_per_host=devices_per_host, env=env)
     measured = None if profile is None else find_profile(profile)

@@ -74,7 +74,38 @@ def test_other_commands_have_a_limit(toy_cluster):
     cluster = toy_cluster(1, 1, heartbeat_s=0.5, hang_limit_s=0.5, command_limit_s=3)
     group = cluster.groups([(0,)])[0]
     assert group.submit("sleep", [(1.5,)])[0].result(30) is None
-    assert "hangs" in str(failure_of(group.submit("sleep", [(3600,)])))
+    said = str(failure_of(group.submit("sleep", [(3600,)])))
+    assert "hangs" in said and "raise init(command_limit_s=…), which is 3 s" in said
+
+
+class CtrlC:
+    """An argument during whose sending the user presses Ctrl-C."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGINT)
+        return (int, ())
+
+
+@pytest.mark.ci
+def test_an_interrupted_command_reaches_every_worker(toy_cluster):
+    """Nor is a number used twice: then the next command would wait for ever."""
+    cluster = toy_cluster(2, 1)
+    (group,) = cluster.groups([(0, 1)])
+    with pytest.raises(KeyboardInterrupt):
+        group.submit("note", [(CtrlC(),), (0,)], fatal=True)
+    replies = group.submit("note", [(1,), (1,)], fatal=True)
+    assert [reply.result(30) for reply in replies] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.slow
+def test_two_interrupts_end_the_session_without_a_hang(toy_cluster):
+    cluster = toy_cluster(2, 1)
+    (group,) = cluster.groups([(0, 1)])
+    with pytest.raises(KeyboardInterrupt):
+        group.submit("note", [((CtrlC(), CtrlC()),), (0,)])
+    assert "was not sent" in str(cluster.wait_for_failure(WITHIN_S))
+    with pytest.raises(WorkerError):
+        group.submit("note", [(1,), (1,)])
 
 
 @pytest.mark.slow

@@ -203,10 +203,7 @@ def _what_happened(cause: Sighting) -> str:
                 more = ""
             return f"has not answered for {cause.seconds:.0f} s{more}."
         case Trouble.HUNG:
-            return (
-                f"hangs: no progress for {cause.seconds:.0f} s in {cause.detail!r}. If that is "
-                "how long it takes, raise init(hang_limit_s=…)."
-            )
+            return f"hangs: no progress for {cause.seconds:.0f} s in {cause.detail}"
         case Trouble.AGENT_LOST:
             return f"lost its node's agent: {_first_line(cause.agent_gone or '')}"
         case Trouble.CONSEQUENCE if cause.trouble is Trouble.RAISED:

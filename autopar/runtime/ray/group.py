@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from autopar.errors import AutoparError, WorkerError
 from autopar.runtime.ray.session import RaySession, Worker, fresh
 from autopar.runtime.ray.worker import CommandOutcome
+from autopar.runtime.uninterrupted import uninterrupted
 
 
 class Watcher(Protocol):
@@ -151,7 +152,7 @@ class MeshGroup:
         and it has no reply. `fatal`: the command is a step, so an exception or a standstill in it
         fails the session."""
         assert len(args_per_worker) == len(self.workers)
-        with self._session.lock:
+        with uninterrupted(), self._session.lock:
             self._session.check()
             if self.closed:
                 raise WorkerError(f"{command!r}: {self!r} was closed.")
@@ -162,9 +163,11 @@ class MeshGroup:
                 number = self._num_sent[index] + 1
                 try:
                     call = worker.actor.submit.remote(number, fatal, command, *args)
-                except Exception as error:
-                    if fatal:  # others have received it and would wait for this worker
-                        said = WorkerError(f"{command!r} was not sent: {error}")
+                except BaseException as error:
+                    # Others have received a step and would wait for this worker. If Ctrl-C came,
+                    # nobody knows whether the command was sent.
+                    if fatal or not isinstance(error, Exception):
+                        said = WorkerError(f"{command!r} was not sent: {error!r}")
                         self._watcher.raised(worker, said)
                     raise
                 self._num_sent[index] = number

@@ -149,9 +149,13 @@ class Monitor:
     def _heard(self, entry: Watched, beat: Beat) -> None:
         entry.asked, entry.beat, entry.heard_s = False, beat, time.monotonic()
         still = beat.standstill
-        limits = self._session.limits
-        if still and still.seconds > (limits.hang_s if still.is_step else limits.command_s):
-            report = Report(entry.worker, None, Trouble.HUNG, still.command, seconds=still.seconds)
+        if still and still.seconds > self._session.limits.of(still.command, still.is_step):
+            option = "hang_limit_s" if still.is_step else "command_limit_s"
+            detail = (
+                f"{still.command!r}. If that is how long it takes, raise init({option}=…), which "
+                f"is {self._session.limits.of('', still.is_step):g} s."
+            )
+            report = Report(entry.worker, None, Trouble.HUNG, detail, seconds=still.seconds)
             self._events.put(report)
 
     def _look_for_silence(self) -> None:

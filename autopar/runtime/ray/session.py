@@ -14,6 +14,9 @@ from autopar.runtime.ray.worker import Hello, Joined, progress_path
 from autopar.runtime.remote.place import WorkerPlace
 from autopar.runtime.remote.progress import State
 
+# How many times as long as others a command may take: XLA compiles some programs for hours.
+_PATIENCE = {"compiled": 4.0, "load": 4.0, "announce": 4.0}
+
 Describe = Callable[[WorkerPlace, State], tuple[int | None, str]]
 
 
@@ -53,6 +56,10 @@ class Limits:
     hang_s: float
     start_s: float
     command_s: float
+
+    def of(self, command: str, is_step: bool) -> float:
+        """How long a command may make no progress."""
+        return self.hang_s if is_step else self.command_s * _PATIENCE.get(command, 1.0)
 
 
 @dataclass(frozen=True, eq=False)

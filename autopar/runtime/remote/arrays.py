@@ -163,7 +163,7 @@ class DistributedArray:
         if self._known is not None:
             value = self._known()
             if value is not None:
-                return value
+                return value.copy()  # it is small; the user may write to what he gets
         return self.owner.fetch(self)
 
     def block_until_ready(self) -> DistributedArray:

@@ -35,6 +35,7 @@ from autopar.runtime.remote.sockets import (
     listen,
     shown,
 )
+from autopar.runtime.uninterrupted import uninterrupted
 
 
 class ChannelServer:
@@ -198,6 +199,7 @@ class ChannelClient:
         self.address = address
         self._changed = threading.Condition()
         self._asked: set[int] = set()
+        self._unwanted: set[int] = set()
         self._come: dict[int, list[np.ndarray] | str] = {}
         self._broken = ""
         self._sending, self._asking = threading.Lock(), threading.Lock()
@@ -240,6 +242,17 @@ class ChannelClient:
             raise DataError(f"The worker at {shown(self.address)} cannot send a value: {come}")
         return come
 
+    def discard(self, key: int) -> None:
+        """Nobody will receive the value of `key`: the worker need not keep it. Does not wait."""
+        with self._changed:
+            if self._come.pop(key, None) is not None:
+                return
+            self._unwanted.add(key)
+            ask = key not in self._asked
+            self._asked.add(key)
+        if ask:
+            self._write(self._asking, self._down, {"kind": "ask", "key": key}, ())
+
     def close(self) -> None:
         """End the connections; threads that wait get an error."""
         self._break("it was closed here")
@@ -252,7 +265,7 @@ class ChannelClient:
     def _write(
         self, lock: threading.Lock, connection: socket.socket, header: Any, arrays: Sequence[Any]
     ) -> None:
-        with lock:
+        with uninterrupted(), lock:
             if self._broken:
                 raise PeerGone(self._message(f"data of key {header['key']}"))
             try:
@@ -260,6 +273,11 @@ class ChannelClient:
             except (PeerGone, DataTimeout) as error:
                 self._break(str(error))
                 raise type(error)(self._message(f"data of key {header['key']}")) from error
+            except DataError:
+                raise  # refused before anything was sent
+            except BaseException as error:  # Ctrl-C came twice: half a frame may have been sent
+                self._break(f"sending was cut: {error!r}")
+                raise
 
     def _read(self) -> None:
         try:
@@ -270,6 +288,9 @@ class ChannelClient:
                     raise FrameError("a frame of unknown kind")
                 with self._changed:
                     self._asked.discard(key)
+                    if key in self._unwanted:
+                        self._unwanted.discard(key)
+                        continue
                     self._come[key] = arrays if kind == "give" else str(header.get("why"))
                     self._changed.notify_all()
         except (DataError, OSError) as error:

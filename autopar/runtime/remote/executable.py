@@ -41,6 +41,7 @@ from autopar.runtime.remote.save import register_remote_backend
 from autopar.runtime.remote.session import RemoteSession
 from autopar.runtime.remote.step_arguments import StepArguments
 from autopar.runtime.timestamps import ProgramLabel
+from autopar.runtime.uninterrupted import uninterrupted
 
 MAX_STEPS_AHEAD = 2
 _COMPILE_LIMIT_S = 4 * 3600.0
@@ -173,17 +174,20 @@ class RemoteExecutable(InstructionExecutable):
         self._session.check()
         self._start_again()
         self._wait_for_room()
-        with self._session.lock:
+        with uninterrupted(), self._session.lock:
             return self._submit(leaves, recorder)
 
     def _wait_for_room(self) -> None:
         """Wait until fewer than `MAX_STEPS_AHEAD` steps are in flight."""
         with self._session.lock:
             num_due = max(0, len(self._ahead) - MAX_STEPS_AHEAD + 1)
-            due = [self._ahead.popleft() for _ in range(num_due)]
+            due = [self._ahead[place] for place in range(num_due)]
         for replies in due:  # meanwhile others may send commands, such as a data loader
             for reply in replies:
                 reply.result()
+        with self._session.lock:
+            while self._ahead and all(reply.done() for reply in self._ahead[0]):
+                self._ahead.popleft()
 
     def _submit(self, leaves: Sequence[Any], recorder: Recorder | None) -> list[DistributedArray]:
         session = self._session

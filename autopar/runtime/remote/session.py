@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from autopar import _jax
-from autopar.errors import ClusterError, WorkerError
+from autopar.errors import ClusterError, DataError, WorkerError
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.remote import LoweredStep, MeshTask, ShardedType
 from autopar.ir.tiles import Box, TilePlan, slices
@@ -29,6 +29,7 @@ from autopar.runtime.remote.frames import DataTimeout, PeerGone
 from autopar.runtime.remote.mesh import PendingReply, RemoteMesh, WorkerGroup
 from autopar.runtime.transports.base import Link
 from autopar.runtime.transports.choose import choose
+from autopar.runtime.uninterrupted import uninterrupted
 
 FETCH_LIMIT_S = 600.0
 _CONNECT_LIMIT_S = 30.0
@@ -276,21 +277,23 @@ class RemoteSession:
         self, mesh: RemoteMesh, values: Sequence[tuple[Any, ShardedType, Any]]
     ) -> list[DistributedArray]:
         """Put values on a mesh: (value, type of its buffer, type of the handle)."""
-        numbers, puts = self.upload(mesh, [(value, type_) for value, type_, _ in values])
-        with self.lock:
-            replies = mesh.group.submit("put", [(worker_puts,) for worker_puts in puts])
+        with uninterrupted():
+            numbers, puts = self.upload(mesh, [(value, type_) for value, type_, _ in values])
+            with self.lock:
+                replies = mesh.group.submit("put", [(worker_puts,) for worker_puts in puts])
+            placed = [
+                DistributedArray(
+                    self,
+                    tuple(aval.shape),
+                    aval.dtype,
+                    getattr(aval, "weak_type", False),
+                    (Copy(mesh, number, type_),),
+                )
+                for number, (_, type_, aval) in zip(numbers, values, strict=True)
+            ]
         for reply in replies:
             reply.result()  # earlier steps may take long; the loss of a worker ends the wait
-        return [
-            DistributedArray(
-                self,
-                tuple(aval.shape),
-                aval.dtype,
-                getattr(aval, "weak_type", False),
-                (Copy(mesh, number, type_),),
-            )
-            for number, (_, type_, aval) in zip(numbers, values, strict=True)
-        ]
+        return placed
 
     # -- values down
 
@@ -299,7 +302,22 @@ class RemoteSession:
         return self.fetch_all([array])[0]
 
     def fetch_all(self, arrays: Sequence[DistributedArray]) -> list[np.ndarray]:
-        with self.lock:
+        asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
+        try:
+            return self._fetch_all(arrays, asked)
+        except BaseException:  # Ctrl-C, say: workers should not keep what nobody will take
+            for channel, key, _ in asked:
+                with suppress(DataError):
+                    channel.discard(key)
+            raise
+
+    def _fetch_all(
+        self,
+        arrays: Sequence[DistributedArray],
+        asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]],
+    ) -> list[np.ndarray]:
+        """`asked`: is filled with the channels and keys under which workers will offer values."""
+        with uninterrupted(), self.lock:
             self.check()
             wanted: dict[tuple[int, int], list[tuple[int, Box, int, int]]] = {}
             meshes: dict[int, RemoteMesh] = {}
@@ -310,7 +328,6 @@ class RemoteSession:
                     worker, local = copy.mesh.owners[device]
                     entry = (place, box, copy.number, local)
                     wanted.setdefault((id(copy.mesh), worker), []).append(entry)
-            asked: list[tuple[ChannelClient, int, list[tuple[int, Box, int, int]]]] = []
             replies: list[PendingReply] = []
             for mesh_id, mesh in meshes.items():
                 args: list[tuple[Any, ...] | None] = []

@@ -110,7 +110,7 @@ def test_the_next_start_goes_on_exactly_where_a_signal_ended_the_last(
     runs.append(Run(folder, losses, done + 5, count))
     ended = runs[-1].end()
     assert [one[0] for one in ended] == [0] * count, ended
-    assert ended[0][1].strip() == f"count {done + 5}"
+    assert ended[0][1].splitlines()[-1] == f"count {done + 5}"
     whole = tmp_path / "whole"
     runs.append(Run(tmp_path / "other", whole, done + 5, count))
     runs[-1].end()

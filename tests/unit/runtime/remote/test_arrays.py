@@ -126,3 +126,12 @@ def test_same_place_is_about_what_devices_hold() -> None:
         (4, 8), np.dtype(np.float32), (2, 2), ("x", "y"), (-1, 0), (0, 2, 1, 3)
     )
     assert same_shards(over_x, by_columns)
+
+
+def test_values_can_be_written_to() -> None:
+    came = np.ones((4, 8), np.float32)
+    came.flags.writeable = False  # as Ray gives them
+    x = array_on(Mesh((0, 1, 2, 3)), known=lambda: came)
+    value = np.asarray(x)
+    value += 1
+    assert np.asarray(x).max() == 1 and x.fetch().flags.writeable

@@ -376,3 +376,17 @@ def assert_closed(connection):
     connection.settimeout(SOON_S)
     with contextlib.suppress(ConnectionResetError):
         assert connection.recv(1) == b""
+
+
+def test_values_that_nobody_will_receive_leave_the_worker(server, client):
+    server.offer(1, [np.ones(3)])
+    client.discard(1)
+    client.discard(2)  # it is offered later
+    server.offer(2, [np.ones(3)])
+    server.offer(3, [np.full(3, 3.0)])
+    assert_same(client.receive(3, 10), [np.full(3, 3.0)])
+    until_s = time.monotonic() + 10
+    while server._outbox or client._unwanted:
+        assert time.monotonic() < until_s, server._outbox
+        time.sleep(0.01)
+    assert not client._come
