@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from enum import Enum
 from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 
 from autopar import _jax
@@ -30,6 +32,9 @@ from autopar.tracer.user_rules import fit_rule, user_rule_of
 
 # Number of distinct equations lowered together.
 _CHUNK = 512
+# Rules that lowering told, by equation: graphs of one step share nearly all of them.
+_lowered: dict[Hashable, RuledEquation] = {}
+_MOST_LOWERED = 8192
 
 Avals = list[ShapedArray]
 
@@ -84,12 +89,38 @@ def rules_of_equations(
             ruled[index] = RuledEquation(replicated_rule(operands, results), unruled)
         else:
             to_lower.append(index)
+    keys = {
+        i: (equations[i].primitive, equation_key(equations[i], avals))
+        for i in to_lower
+        if _is_plain(equations[i])
+    }
+    ruled.update({i: _lowered[key] for i, key in keys.items() if key in _lowered})
+    to_lower = [i for i in to_lower if i not in ruled]
     for start in range(0, len(to_lower), _CHUNK):
         indices = to_lower[start : start + _CHUNK]
         ruled.update(
             zip(indices, _lower_and_read([equations[i] for i in indices], avals), strict=True)
         )
+    if len(_lowered) > _MOST_LOWERED:
+        _lowered.clear()
+    _lowered.update({keys[i]: ruled[i] for i in to_lower if i in keys and not ruled[i].failure})
     return [_adjust_for_xla(equations[i], ruled[i], avals) for i in range(len(equations))]
+
+
+_PLAIN = (bool, int, float, str, bytes, type(None), Enum, np.dtype)
+
+
+def _is_plain(equation: Equation) -> bool:
+    """Whether all parameters are data: equal ones mean the same in another program, and keeping
+    them keeps nothing of the user's alive."""
+    values = list(equation.params.values())
+    while values:
+        value = values.pop()
+        if isinstance(value, tuple):
+            values += value
+        elif not isinstance(value, _PLAIN):
+            return False
+    return True
 
 
 def _is_of_platform(equation: Equation) -> bool:

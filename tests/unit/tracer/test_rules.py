@@ -17,6 +17,7 @@ from jax import lax
 from autopar._jax import CONSTRAIN
 from autopar.errors import DependencyError
 from autopar.ir.program import Constant, Equation
+from autopar.tracer import rules
 from autopar.tracer.build import build_graph
 from autopar.tracer.costs import equation_flops
 from autopar.tracer.rules import (
@@ -27,6 +28,11 @@ from autopar.tracer.rules import (
     rules_of_equations,
 )
 from autopar.tracer.trace_step import trace_step
+
+
+@pytest.fixture(autouse=True)
+def no_known_rules(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rules, "_lowered", {})
 
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -353,3 +359,34 @@ def test_a_matrix_times_its_transpose_is_not_split_along_its_rows() -> None:
     for dims in (*ruled.rule.operands, *ruled.rule.results):
         split = [f for factors in dims for f in factors if f not in ruled.rule.fixed]
         assert len(split) == len(set(split))
+
+
+# -- rules are lowered once
+
+
+def test_another_program_lowers_only_what_is_new(monkeypatch):
+    lowered = []
+    lower = rules._lower
+
+    def noted(equations, avals):
+        lowered.append([equation.name for equation in equations])
+        return lower(equations, avals)
+
+    monkeypatch.setattr(rules, "_lower", noted)
+
+    def rules_of(fn, *args):
+        program = trace_step(fn, args).program
+        return rules_of_equations(program.equations, program.avals)
+
+    first = rules_of(lax.dot, ones(4, 8), ones(8, 2))
+    again = rules_of(lambda x, y: jnp.sin(lax.dot(x, y)), ones(4, 8), ones(8, 2))
+    other = rules_of(lax.dot, ones(4, 8), ones(8, 16))
+    assert lowered == [["dot_general"], ["sin"], ["dot_general"]]
+    assert again[0] == first[0]
+    assert other[0].rule.sizes != first[0].rule.sizes
+
+
+def test_rules_of_functions_are_not_kept():
+    program = trace_step(lambda x: jax.pure_callback(lambda y: y, ones(4), x), (ones(4),)).program
+    rules_of_equations(program.equations, program.avals)
+    assert not rules._lowered
