@@ -12,10 +12,17 @@ import jax
 from jax.tree_util import keystr, tree_flatten, tree_map, tree_map_with_path
 
 from autopar import _jax, session
-from autopar.compiler import last_search, plan_step
-from autopar.errors import ArgumentError, CompileError, MeshError, shortened
+from autopar.compiler import keep_plan, last_search, plan_step
+from autopar.errors import (
+    ArgumentError,
+    CompileError,
+    MemoryBudgetError,
+    MeshError,
+    shortened,
+)
 from autopar.executables import make_executable, make_remote_executable
 from autopar.inspect.dump import describing
+from autopar.ir.memory_found import MemoryCorrection, MemoryFound
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
 from autopar.ir.objects.equinox_modules import is_equinox_module
 from autopar.ir.objects.nnx import NO_OBJECTS, has_objects, is_object, split_objects, update_objects
@@ -31,6 +38,7 @@ from autopar.methods import (
     ShardingOptions,
     ShardParallel,
     as_method,
+    options_of,
 )
 from autopar.multi_controller import compile_together, is_multi_controller, plan_together
 from autopar.runtime.executable import Executable
@@ -38,6 +46,15 @@ from autopar.runtime.local import LocalExecutable, SignatureChanged
 from autopar.runtime.ranks.failures import add_remedy, is_out_of_memory
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.session import checked_devices
+from autopar.sharding.refit import (
+    RAN_OUT,
+    Refit,
+    can_refit,
+    hopeful,
+    limit_of,
+    out_of_memory_excess,
+    with_correction,
+)
 from autopar.tracer.flat_call import flatten_call, is_array_leaf
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions, step_and_options
 from autopar.tracer.users_names import use_users_names
@@ -73,7 +90,7 @@ class ParallelFunction:
         self._entries: dict[Any, list[tuple[PlannedStep, Executable]]] = {}
         self._timed: list[
             tuple[PlannedStep, Executable]
-        ] = []  # compiled to rank plans, not called yet
+        ] = []  # compiled before they are called: to rank plans, or to see whether they fit
         self._takes_objects = False  # whether a call had nnx objects among its arguments
         self.last_planned: PlannedStep | None = None
         self.last_executable: Executable | None = None
@@ -127,9 +144,27 @@ class ParallelFunction:
         self.last_planned = planned
         return planned
 
-    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        now, method, options = session.current(), self._method, self._options
-        num = getattr(getattr(method, "options", None), "rerank", 0)
+    def planned_to_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        """The planned step as it will run: where memory is limited, it is compiled, and planned
+        again if it does not fit by XLA's count."""
+        if _jax.is_tracing() or self._limit(self.planned(args, kwargs)) is None:
+            return self.planned(args, kwargs)
+        entry = self._compile(args, kwargs)
+        self._timed.append(entry)
+        return entry[0]
+
+    def _make_plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        correction: MemoryCorrection | None = None,
+    ) -> PlannedStep:
+        """`correction`: what XLA was found to keep, over what is predicted."""
+        now, options = session.current(), self._options
+        method = self._method
+        if not isinstance(method, ParallelPlan):
+            method = with_correction(method, correction)
+        num = _rerank_of(method)
         if num:
             _check_rerank(num, now.remote is not None)
             return self._make_fastest(args, kwargs, num)
@@ -151,10 +186,14 @@ class ParallelFunction:
         given = devices_of_step(planned.plan.name, planned.traced.program, now.all_devices())
         if given is None or planned.plan.num_devices <= len(given):
             return planned
-        return self._plan_on_fewer(args, kwargs, given)
+        return self._plan_on_fewer(args, kwargs, given, method)
 
     def _plan_on_fewer(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: tuple[Any, ...]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        devices: tuple[Any, ...],
+        method: ParallelMethod | ParallelPlan | None,
     ) -> PlannedStep:
         """A step that names its devices, fewer than the session has."""
         cluster = replace(session.current(), devices=devices).cluster()
@@ -164,7 +203,7 @@ class ParallelFunction:
                 args,
                 kwargs,
                 cluster=cluster,
-                method=self._method,
+                method=method,
                 options=self._options,
             )
         except MeshError as error:
@@ -234,7 +273,16 @@ class ParallelFunction:
             return self(*args, **kwargs)
         planned, executable = self._compile(args, kwargs)
         leaves = flatten_call(self._fn, args, kwargs, self._options.static_argnums).leaves
-        results = _run(planned, executable, leaves)
+        while True:
+            try:
+                results = _run(planned, executable, leaves)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error) or any(map(_is_used_up, leaves)):
+                    raise
+                planned, executable = self._after_out_of_memory(
+                    (planned, executable), args, kwargs, error
+                )
         for old in [k for k in self._entries if session.is_over(k[-1])]:
             del self._entries[old]
         self._entries.setdefault(key, []).insert(0, (planned, executable))
@@ -244,7 +292,43 @@ class ParallelFunction:
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[PlannedStep, Executable]:
-        planned = self.planned(args, kwargs)
+        """The plan, compiled; another one, if that does not fit by XLA's count."""
+        misfit: MemoryBudgetError | None = None
+        try:
+            planned = self.planned(args, kwargs)
+        except MemoryBudgetError as error:
+            correction = hopeful(error)
+            if correction is None or _jax.is_tracing() or not self._may_refit():
+                raise
+            misfit = error
+            planned = self._plan_hopefully(args, kwargs, correction, error)
+        if _jax.is_tracing():
+            return self._compile_plan(planned)
+        refit = self._refit(planned, args, kwargs)
+        try:
+            entry, found = refit.fitted(self._compile_plan(planned))
+        except MemoryBudgetError as error:
+            if misfit is None:
+                raise
+            raise misfit.having_tried({"XLA's count": error.problem}) from error
+        return self._keep_found(planned, entry, found)
+
+    def _plan_hopefully(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        correction: MemoryCorrection,
+        misfit: MemoryBudgetError,
+    ) -> PlannedStep:
+        """A plan that is predicted not to fit by a little; XLA will tell."""
+        apart = split_objects(args, kwargs, self._options.static_argnums)
+        args, kwargs = _without_values((apart.args, apart.kwargs))
+        try:
+            return self._make_plan(args, kwargs, correction)
+        except MemoryBudgetError:
+            raise misfit from None
+
+    def _compile_plan(self, planned: PlannedStep) -> tuple[PlannedStep, Executable]:
         remote = session.current().remote
         if remote is None:
             executable = self._compile_here(planned)
@@ -252,6 +336,71 @@ class ParallelFunction:
             executable = make_remote_executable(planned, remote)
         executable.describe = describing(planned)
         return planned, executable
+
+    # -- memory, by XLA's count
+
+    def _may_refit(self) -> bool:
+        is_together = session.current().remote is None and is_multi_controller()
+        method = self._method
+        return can_refit(method) and not is_together and not _rerank_of(method)
+
+    def _limit(self, planned: PlannedStep) -> float | None:
+        """What the plan's devices have for it; None if nothing could be done about it."""
+        method, now = self._method, session.current()
+        if not self._may_refit() or isinstance(method, ParallelPlan):
+            return None
+        remote = now.remote
+        platform = now.all_devices()[0].platform if remote is None else remote.cluster.platform
+        return limit_of(planned.plan, options_of(method).memory_budget_bytes, platform)
+
+    def _refit(
+        self, planned: PlannedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Refit[tuple[PlannedStep, Executable]]:
+        apart = split_objects(args, kwargs, self._options.static_argnums)
+        args, kwargs = _without_values((apart.args, apart.kwargs))
+        limit = self._limit(planned)
+        return Refit(
+            plan_again=lambda correction: self._compile_plan(
+                self._make_plan(args, kwargs, correction)
+            ),
+            bytes_of=lambda entry: _compiled_bytes(*entry, limit),
+            plan_of=lambda entry: entry[0].plan,
+            limit_bytes=limit,
+        )
+
+    def _keep_found(
+        self, first: PlannedStep, entry: tuple[PlannedStep, Executable], found: MemoryFound
+    ) -> tuple[PlannedStep, Executable]:
+        """The plan with XLA's figures takes the place of the one that was made first."""
+        planned, executable = entry
+        planned = replace(planned, plan=replace(planned.plan, memory_found=found))
+        executable.plan = planned.plan
+        if found.replanned:
+            keep_plan(planned, first.cache_key)
+        for known in self._plans.values():
+            known[:] = [planned if p is first or p is entry[0] else p for p in known]
+        if self.last_planned is first or self.last_planned is None:
+            self.last_planned = planned
+        return planned, executable
+
+    def _after_out_of_memory(
+        self,
+        entry: tuple[PlannedStep, Executable],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+    ) -> tuple[PlannedStep, Executable]:
+        """Another plan, after the first run of this one took more memory than there was."""
+        planned, _ = entry
+        found, refit = planned.plan.memory_found, self._refit(planned, args, kwargs)
+        if found is None or refit.limit_bytes is None:
+            raise error
+        excess = out_of_memory_excess(found, refit.limit_bytes)
+        try:
+            again, found = refit.fitted(*refit.again(entry, found, excess))
+        except MemoryBudgetError as misfit:
+            raise misfit from error
+        return self._keep_found(planned, again, found)
 
     def _compile_here(self, planned: PlannedStep) -> Executable:
         """On devices of this process; a plan that was timed is compiled already."""
@@ -262,6 +411,29 @@ class ParallelFunction:
             assert isinstance(executable, LocalExecutable)  # plan_together allows no other
             compile_together(planned.plan.name, lambda: executable.compiled)
         return executable
+
+
+def _rerank_of(method: ParallelMethod | ParallelPlan | None) -> int:
+    return getattr(getattr(method, "options", None), "rerank", 0)
+
+
+def _is_used_up(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted()
+
+
+def _compiled_bytes(
+    planned: PlannedStep, executable: Executable, limit: float | None
+) -> tuple[float, ...]:
+    """XLA's peak bytes per device, by mesh. Where XLA itself ran out of memory, more than the
+    limit."""
+    try:
+        return executable.mesh_memory_bytes()
+    except CompileError as error:
+        if limit is not None and error.__cause__ and is_out_of_memory(error.__cause__):
+            num_meshes = 1 + max(stage.mesh for stage in planned.plan.stages)
+            return (RAN_OUT * limit,) * num_meshes
+        use_users_names(error, planned.traced.call.paths)
+        raise
 
 
 def _check_rerank(num: int, is_remote: bool) -> None:
@@ -302,7 +474,7 @@ def _run(planned: PlannedStep, executable: Executable, leaves: Sequence[Any]) ->
             add_remedy(error)
             raise
         for path, leaf in zip(planned.traced.call.paths, leaves, strict=True):
-            if isinstance(leaf, (jax.Array, DistributedArray)) and leaf.is_deleted():
+            if _is_used_up(leaf):
                 raise ArgumentError(
                     f"{path}: this array was deleted. A step that returns updated state reuses the "
                     "buffers of the old state (donate_argnums='auto'). Use the state that the step "

@@ -106,6 +106,8 @@ def plan_step(
                 task = _Task(source, cluster, method, mesh, one_mesh, log)
                 kept = None if folder is None else _look_up(task, folder)
             planned = _plan(task) if kept is None else kept.planned or _plan_and_keep(task, kept)
+            if kept is not None:
+                planned = replace(planned, cache_key=kept.key)
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
@@ -156,6 +158,14 @@ def _plan_and_keep(task: _Task, kept: _Kept) -> PlannedStep:
         with log.timed("cache"):
             kept.folder.write(kept.key, entry_text(kept.key, planned))
     return planned
+
+
+def keep_plan(planned: PlannedStep, key: str) -> None:
+    """Keep a plan that was found later to be better for the step of this key: one that fits by
+    XLA's count."""
+    folder = plan_folder() if key else None
+    if folder is not None:
+        folder.write(key, entry_text(key, planned))
 
 
 def _key(task: _Task) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, near_names, shortened
+from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.schedule import SCHEDULES
@@ -37,6 +38,9 @@ class ShardingOptions:
     allow_replicated_parameters: False: every state array of two or more dimensions is split over
                             some axis if any dimension can be; pins come first.
     memory_budget_bytes:    peak bytes of a step on one device; None for the device's memory.
+    memory_correction:      what XLA was found to keep, over what is predicted, for plans that must
+                            fit: `plan.correction` of an earlier plan. Steps that are run, and
+                            `plan_verified`, find it by themselves.
     remat:                  which layers recompute their activations in the backward pass: "auto"
                             as many as pay where memory is short, "none", or "all".
     rerank:                 compile and run this many of the best plans, with made-up inputs, and
@@ -60,6 +64,7 @@ class ShardingOptions:
     allow_all_to_all: bool = True
     allow_replicated_parameters: bool = True
     memory_budget_bytes: float | None = None
+    memory_correction: MemoryCorrection | None = None
     remat: str = "auto"
     rerank: int = 0
     planning_time_s: float | None = 60.0
@@ -79,6 +84,9 @@ class ShardingOptions:
         budget = self.memory_budget_bytes
         if budget is not None and not (_is_number(budget) and budget > 0):
             _refuse(self, "memory_budget_bytes", "a number of bytes > 0, or None")
+        correction = self.memory_correction
+        if correction is not None and not isinstance(correction, MemoryCorrection):
+            _refuse(self, "memory_correction", "the correction of a plan, or None")
         if self.remat not in ("none", "auto", "all"):
             _refuse(self, "remat", "'none', 'auto' or 'all'")
         if self.rerank != 0 and not _is_count(self.rerank):
@@ -499,6 +507,11 @@ METHOD_NAMES: Mapping[str, Callable[[], ParallelMethod]] = {
     "zero3": Zero3Parallel,
     "pipeline": lambda: PipeshardParallel("auto"),
 }
+_OTHER_NAMES = {
+    "dp": "data", "ddp": "data", "zero": "zero2", "zero-2": "zero2", "zero-3": "zero3",
+    "fsdp": "zero3", "tp": "shard", "tensor": "shard", "megatron": "shard", "gspmd": "shard",
+    "pp": "pipeline", "pipeshard": "pipeline", "gpipe": "pipeline",
+}  # fmt: skip
 _EXAMPLES = {
     ManualParallel: "ManualParallel((2, 4), ('x', 'y'), in_specs)",
     PipeshardParallel: "PipeshardParallel(8)",
@@ -507,11 +520,6 @@ _EXAMPLES = {
 }
 
 
-_OTHER_NAMES = {
-    "dp": "data", "ddp": "data", "zero": "zero2", "zero-2": "zero2", "zero-3": "zero3",
-    "fsdp": "zero3", "tp": "shard", "tensor": "shard", "megatron": "shard", "gspmd": "shard",
-    "pp": "pipeline", "pipeshard": "pipeline", "gpipe": "pipeline",
-}  # fmt: skip
 def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
     """The method that a user gave: as it is, by one of `METHOD_NAMES`, or by a class that needs no
     arguments. `call`: the user's, for errors."""
@@ -519,6 +527,13 @@ def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
         return given
     if isinstance(given, str):
         if given not in METHOD_NAMES:
+            if given.endswith(".json"):
+                raise ArgumentError(
+                    f"{call}(method={given!r}): needs the plan, not its path; write "
+                    f"method=autopar.ParallelPlan.load({given!r})."
+                )
+            known = _OTHER_NAMES.get(given.lower())
+            hint = f" (that is {known!r} here)" if known else near_names(given, METHOD_NAMES)
             raise ArgumentError(
                 f"{call}(method={given!r}): unknown method{hint}; "
                 f"choose from {', '.join(map(repr, METHOD_NAMES))}, or give a method object."
@@ -527,13 +542,6 @@ def as_method(call: str, given: Any) -> ParallelMethod | ParallelPlan | None:
     if isinstance(given, type) and given in METHOD_NAMES.values():
         return given()
     if isinstance(given, type) and given in _EXAMPLES:
-            if given.endswith(".json"):
-                raise ArgumentError(
-                    f"{call}(method={given!r}): needs the plan, not its path; write "
-                    f"method=autopar.ParallelPlan.load({given!r})."
-                )
-            known = _OTHER_NAMES.get(given.lower())
-            hint = f" (that is {known!r} here)" if known else near_names(given, METHOD_NAMES)
         raise ArgumentError(
             f"{call}(method={given.__name__}): this is the class, and it needs arguments; write "
             f"autopar.{_EXAMPLES[given]}."

@@ -9,6 +9,7 @@ over split reduction factors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -143,12 +144,12 @@ class Node:
 @dataclass(frozen=True)
 class Life:
     """A value in memory from `start` to `end`, both included; `count` copies, one for each
-    micro-batch that keeps it."""
+    micro-batch that keeps it. XLA may be known to keep more or less than these."""
 
     value: int
     start: int
     end: int
-    count: int = 1
+    count: float = 1
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,14 @@ class Liveness:
         """With `count` more nodes, which run after all others."""
         last = (len(self.times),) * count
         return replace(self, times=self.times + last, node_ends=self.node_ends + last)
+
+    def scaled(self, factor: float, apart_from: Collection[int]) -> Liveness:
+        """With `factor` times the bytes of all values but some."""
+        lives = (
+            life if life.value in apart_from else replace(life, count=life.count * factor)
+            for life in self.lives
+        )
+        return replace(self, lives=tuple(lives))
 
 
 @dataclass(frozen=True)

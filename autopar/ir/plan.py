@@ -23,6 +23,7 @@ from autopar.ir.details import PlanDetails
 from autopar.ir.files import write_whole
 from autopar.ir.late_methods import late_method
 from autopar.ir.layering import PER_STAGE_OUTPUTS, STORED_LAYERING, Layering
+from autopar.ir.memory_found import MemoryCorrection, MemoryFound
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.program_sharding import ProgramSharding, check_program_sharding
 from autopar.ir.schedule import SCHEDULES
@@ -146,6 +147,8 @@ class ParallelPlan:
     solver, search:       results of the sharding solver and the stage search, with bounds.
     pinned, unpinned_step_s: the pins of `with_pins` as (pattern, spec as text), and the predicted
                           step without them.
+    correction:           what XLA was found to keep, over what was predicted; in its predictions.
+    memory_found:         XLA's bytes, once the plan is compiled.
     warnings:             for the user.
     program, fingerprint: the annotated program, and its identity.
     in_tree, out_tree, origin: pytrees, and the problem that the plan solves; not in files.
@@ -181,6 +184,11 @@ class ParallelPlan:
     times: PipelineTimes | None = None
     pinned: tuple[tuple[str, str], ...] = ()
     unpinned_step_s: float | None = None
+    asked: str | None = field(default=None, metadata={"omit_none": True})
+    correction: MemoryCorrection | None = field(default=None, metadata={"omit_none": True})
+    memory_found: MemoryFound | None = field(
+        default=None, compare=False, metadata={"omit_none": True}
+    )
     in_tree: PytreeBuilder | None = field(
         default=None, compare=False, repr=False, metadata=NOT_IN_FILES
     )
@@ -327,6 +335,13 @@ def _check_values(plan: ParallelPlan, where: str) -> None:
         raise PLAN_FORMAT.malformed(where, f"estimated_step_s: {plan.estimated_step_s}")
     if not plan.memory_budget_bytes > 0:
         raise PLAN_FORMAT.malformed(where, f"memory_budget_bytes: {plan.memory_budget_bytes}")
+    correction = plan.correction
+    if correction is not None and not (
+        0 < correction.kept < inf and 0 < correction.recomputed < inf
+    ):
+        raise PLAN_FORMAT.malformed(where, f"correction: {correction}")
+    if plan.memory_found is not None and not plan.memory_found.compiled_bytes:
+        raise PLAN_FORMAT.malformed(where, "memory_found: no bytes of any mesh")
     for name, values in (("remat", plan.remat), ("layers", plan.layers)):
         if len(set(values)) != len(values):
             raise PLAN_FORMAT.malformed(where, f"{name}: {values!r:.60} has a name twice")

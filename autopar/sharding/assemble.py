@@ -37,7 +37,7 @@ from autopar.ir.spec import WHOLE, Layout
 from autopar.ir.stages import SearchReport
 from autopar.ir.timeline import PipelineTimes
 from autopar.ir.traced_step import FlatCall, TracedStep
-from autopar.methods import AnyMethod
+from autopar.methods import AnyMethod, options_of
 from autopar.sharding.method_text import method_text
 from autopar.sharding.solve import GraphSharding
 from autopar.tracer.fingerprint import program_fingerprint
@@ -93,6 +93,7 @@ def mesh_plan(
         warnings=(*decision.warnings, *step.notes),
         named=_named(step, decision.named_layout),
         cluster=cluster,
+        correction=options_of(method).memory_correction,
         details=decision.details,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),
@@ -327,6 +328,7 @@ def stages_plan(
         schedule=decision.schedule,
         search=decision.search,
         cluster=cluster,
+        correction=plans[0].correction,
         times=decision.times,
         in_tree=_in_tree(step),
         out_tree=_out_tree(step),

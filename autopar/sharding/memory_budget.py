@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from autopar.cost.memory import Holding, MemoryProfile
@@ -65,6 +65,17 @@ def _may_be_rewritten(mesh: LogicalMesh, method: AnyMethod) -> bool:
     """
     on_cpu = mesh.device is not None and mesh.device.name == "cpu"
     return isinstance(method, ShardParallel) and not on_cpu
+
+
+def corrected(graph: Graph, step: TracedStep, method: AnyMethod) -> Graph:
+    """The graph with what XLA was found to keep beside the arguments of such steps, if that is
+    known (`ShardingOptions(memory_correction=…)`)."""
+    known = options_of(method).memory_correction
+    factor = 1.0 if known is None else known.factor(bool(step.remat))
+    if factor == 1.0:
+        return graph
+    arguments = frozenset(graph.inputs)
+    return replace(graph, liveness=graph.liveness.scaled(factor, arguments))
 
 
 def out_of_memory(

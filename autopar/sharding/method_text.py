@@ -14,6 +14,7 @@ from autopar.methods import AnyMethod, PlacedParallel, ShardingOptions
 
 # Options that constrain layouts, beside those that begin with `allow_`.
 _CONSTRAINING = {"pins", "forbid_axes", "batch_axis"}
+_NOT_IN_TEXT = ("in_specs", "out_specs", "memory_correction")
 _PLACING = {"ManualParallel", "FollowParallel"}
 
 
@@ -35,14 +36,15 @@ class MethodSummary:
 
 
 def method_text(method: AnyMethod | ShardingOptions) -> str:
-    """The method as the user would write it, without defaults and specs."""
+    """The method as the user would write it, without defaults, specs and what XLA was
+    found to keep."""
     if isinstance(method, PlacedParallel):
         return f"{method.name}()"
     parts = []
     for field in fields(method):
         value = getattr(method, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name in ("in_specs", "out_specs") or value == default:
+        if field.name in _NOT_IN_TEXT or value == default:
             continue
         if isinstance(value, ShardingOptions):
             text = method_text(value)

@@ -42,7 +42,7 @@ from autopar.sharding.layout_constraints import (
     with_output_nodes,
     without_moved_state,
 )
-from autopar.sharding.memory_budget import memory_budget
+from autopar.sharding.memory_budget import corrected, memory_budget
 from autopar.sharding.method_text import read_method
 from autopar.sharding.problem import Allowed, ShardingProblem, StrategyFilter, problem_on_mesh
 from autopar.sharding.solve import (
@@ -103,7 +103,8 @@ class Origin:
     def graph_with_outputs(self, also: Collection[int]) -> Graph:
         """The graph in which these outputs, too, have nodes that can have any layout."""
         graph = with_output_nodes(self._plain_graph, self.constraints, also)
-        return graph if self.change is None else self.change(graph)
+        graph = graph if self.change is None else self.change(graph)
+        return corrected(graph, self.step, self.method)
 
     @cached_property
     def _plain_graph(self) -> Graph:

@@ -35,7 +35,7 @@ def state_of_training(
     state = merge_objects(traced.rebuild_output(leaves))
     args, positions = _arguments(method, state)
     try:
-        train = method.train_step.planned(args, {})
+        train = method.train_step.planned_to_fit(args, {})
     except Exception as error:
         error.add_note(
             f"autopar: while planning the train step of CreateStateParallel with what "

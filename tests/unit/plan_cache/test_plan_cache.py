@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.profile import find_profile
 from autopar.plan_cache import folder as folders
 from autopar.plan_cache import key as keys
@@ -187,6 +188,7 @@ OPTIONS = {
     "allow_all_to_all": False,
     "allow_replicated_parameters": False,
     "memory_budget_bytes": 1e9,
+    "memory_correction": MemoryCorrection(1.1),
     "remat": "none",
     "rerank": 2,
     "planning_time_s": 59.0,

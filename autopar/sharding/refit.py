@@ -1,0 +1,189 @@
+"""Plans that fit by XLA's own count: from a plan and its compiled bytes to a plan that fits.
+
+    plan → compile → XLA's bytes per mesh ─ within the limit ─▶ done
+      ▲                     │ over it
+      └── MemoryCorrection ◀┘            at most `MAX_REPLANS` times, then `MemoryBudgetError`
+
+What XLA keeps beside the arguments is predicted; where it keeps more, the ratio is learned and the
+step is planned again with predictions that are so much larger. The correction and the figures stay
+in the plan, and the plan that fits in the plan cache, so that the next process compiles it at once.
+
+A step that is predicted not to fit may do so after all. It is planned once more with predictions so
+much smaller that something fits, and XLA decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from autopar.errors import MemoryBudgetError
+from autopar.ir.memory_found import MemoryCorrection, MemoryFound
+from autopar.ir.plan import ParallelPlan
+from autopar.ir.spec import num_shards
+from autopar.ir.text import format_bytes
+from autopar.methods import (
+    AutoParallel,
+    ParallelMethod,
+    PipeshardParallel,
+    ShardParallel,
+)
+from autopar.progress import LOGGER
+
+MAX_REPLANS = 3
+# Predictions that are this much too large are not believed before XLA has counted.
+_MOST_TOO_LARGE = 1.5
+_MARGIN = 1.02  # beyond what was learned, so that the next plan is not on the edge again
+_LEAST_SHARE = 0.02  # of the limit: less predicted beside the arguments says nothing of ratios
+# What a plan that ran out of memory counts for, over the limit.
+RAN_OUT = 1.15
+
+Compiled = TypeVar("Compiled")
+Refittable = ShardParallel | AutoParallel | PipeshardParallel
+
+
+def with_correction(
+    method: ParallelMethod | None, correction: MemoryCorrection | None
+) -> ParallelMethod | None:
+    """The method whose plans are predicted with this correction; itself, if it searches none."""
+    if correction is None or not (method is None or isinstance(method, Refittable)):
+        return method
+    method = method or AutoParallel()
+    assert isinstance(method, Refittable)
+    return replace(method, options=replace(method.options, memory_correction=correction))
+
+
+def can_refit(method: object) -> bool:
+    """Whether plans of a method can be made again for less memory."""
+    return method is None or isinstance(method, Refittable)
+
+
+@dataclass(frozen=True)
+class Refit(Generic[Compiled]):
+    """How to make a step's plan fit.
+
+    plan_again:  a correction → the plan, compiled; `MemoryBudgetError` if none is predicted to fit.
+    bytes_of:    a compiled plan → XLA's peak bytes per device, by mesh.
+    plan_of:     a compiled plan → the plan.
+    limit_bytes: of a device; None for no limit.
+    """
+
+    plan_again: Callable[[MemoryCorrection], Compiled]
+    bytes_of: Callable[[Compiled], Sequence[float]]
+    plan_of: Callable[[Compiled], ParallelPlan]
+    limit_bytes: float | None
+
+    def fitted(
+        self, compiled: Compiled, replanned: tuple[str, ...] = ()
+    ) -> tuple[Compiled, MemoryFound]:
+        """The compiled plan, if it fits by XLA's count, else the first that does. `replanned`: why
+        earlier plans were given up."""
+        while True:
+            found = MemoryFound(tuple(self.bytes_of(compiled)), self.limit_bytes, replanned)
+            if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
+                return compiled, found
+            compiled, replanned = self.again(compiled, found)
+
+    def again(
+        self, compiled: Compiled, found: MemoryFound, excess: float = 1.0
+    ) -> tuple[Compiled, tuple[str, ...]]:
+        """The next plan, compiled, and why the ones before were given up. `excess`: what the plan
+        was found to need at run time, over XLA's figure."""
+        plan, limit = self.plan_of(compiled), self.limit_bytes
+        assert limit is not None
+        replanned = (*found.replanned, _why(plan, found, excess))
+        if len(replanned) > MAX_REPLANS:
+            raise _does_not_fit(plan, found, limit, None)
+        LOGGER.warning("%s: %s Planning again (%d).", plan.name, replanned[-1], len(replanned))
+        correction = learned(plan, [excess * b for b in found.compiled_bytes], limit)
+        try:
+            return self.plan_again(correction), replanned
+        except MemoryBudgetError as error:
+            raise _does_not_fit(plan, found, limit, error) from error
+
+
+def learned(
+    plan: ParallelPlan, compiled_bytes: Sequence[float], limit_bytes: float
+) -> MemoryCorrection:
+    """What a plan's predictions must be multiplied by, beside its arguments, to be XLA's: of the
+    mesh where they are furthest below."""
+    known = plan.correction or MemoryCorrection()
+    plans = [stage.plan or plan for stage in plan.stages]
+    of_mesh: dict[int, list[ParallelPlan]] = {}
+    for stage, stage_plan in zip(plan.stages, plans, strict=True):
+        of_mesh.setdefault(stage.mesh, []).append(stage_plan)
+    factor = 0.0
+    for mesh, bytes_ in enumerate(compiled_bytes):
+        if bytes_ <= limit_bytes:
+            continue
+        held = sum(map(argument_bytes, of_mesh[mesh]))
+        predicted = sum(p.estimated_peak_bytes for p in of_mesh[mesh]) - held
+        beside = max(predicted, _LEAST_SHARE * limit_bytes)
+        factor = max(factor, (bytes_ - held) / beside)
+    factor = max(factor, 1.0) * _MARGIN
+    if plan.is_pipeline:  # stages that recompute and stages that do not
+        return MemoryCorrection(factor * known.kept, factor * known.recomputed)
+    return known.times(factor, bool(plan.remat))
+
+
+def hopeful(error: MemoryBudgetError) -> MemoryCorrection | None:
+    """The correction with which a step that was predicted not to fit is planned once more, to be
+    judged by XLA; None if it is too large by far."""
+    if not 0 < error.budget_bytes < error.peak_bytes <= _MOST_TOO_LARGE * error.budget_bytes:
+        return None
+    factor = error.budget_bytes / error.peak_bytes / _MARGIN
+    return MemoryCorrection(factor, factor)
+
+
+def argument_bytes(plan: ParallelPlan) -> float:
+    """Bytes of a mesh plan's state and batch on one device."""
+    total = 0.0
+    for tensor in plan.inputs:
+        if tensor.role:
+            size = prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+            total += size / num_shards(tensor.layout, plan.mesh_shape)
+    return total
+
+
+def limit_of(plan: ParallelPlan, given_bytes: float | None, platform: str) -> float | None:
+    """What XLA's count must stay within: the user's budget, or the device's. CPUs have no limit of
+    their own."""
+    if given_bytes is not None:
+        return float(given_bytes)
+    budget = plan.memory_budget_bytes
+    return None if platform == "cpu" or budget == inf else budget
+
+
+def _why(plan: ParallelPlan, found: MemoryFound, excess: float) -> str:
+    said = f"predicted at {format_bytes(plan.estimated_peak_bytes)} per device"
+    if excess > 1:
+        return f"a plan {said}, {format_bytes(found.peak_bytes)} by XLA, ran out of memory."
+    return (
+        f"a plan {said} takes {format_bytes(found.peak_bytes)} by XLA, over the limit of "
+        f"{format_bytes(found.limit_bytes or 0)}."
+    )
+
+
+def out_of_memory_excess(found: MemoryFound, limit_bytes: float) -> float:
+    """`excess` of a plan that ran out of memory although XLA's count was within the limit."""
+    return RAN_OUT * max(1.0, limit_bytes / found.peak_bytes)
+
+
+def _does_not_fit(
+    plan: ParallelPlan, found: MemoryFound, limit: float, error: MemoryBudgetError | None
+) -> MemoryBudgetError:
+    tried = {"planned again": " ".join(found.replanned)} if found.replanned else {}
+    nearest = "" if error is None else f" What came nearest: {error.problem.splitlines()[0]}"
+    return MemoryBudgetError(
+        f"{plan.name}: no plan fits by XLA's count. The last was predicted at "
+        f"{format_bytes(plan.estimated_peak_bytes)} per device; compiled it takes "
+        f"{format_bytes(found.peak_bytes)}, the limit is {format_bytes(limit)}.{nearest}",
+        found.peak_bytes,
+        limit,
+        tried={**tried, **({} if error is None else error.tried)},
+        remedies={} if error is None else error.remedies,
+    )
