@@ -27,6 +27,7 @@ for `autopar.get_last_dp_result`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,7 @@ from autopar.errors import ArgumentError, AutoparError
 from autopar.ir.failures import failure_warnings
 from autopar.ir.layering import PER_STAGE_OUTPUTS
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
-from autopar.ir.plan import ParallelPlan
+from autopar.ir.plan import WALL, ParallelPlan
 from autopar.ir.stages import SearchReport
 from autopar.lower.planned_step import PlannedStep
 from autopar.methods import (
@@ -56,6 +57,7 @@ from autopar.progress import LOGGER, Progress, debugs, logged, tell
 from autopar.rewrite.step_source import StepSource
 from autopar.sharding.assemble import check_same_inputs
 from autopar.sharding.lost_state import lost_state_warning
+from autopar.sharding.method_text import method_text
 from autopar.sharding.plan_whole import WholeStep, bind_whole, plan_whole
 from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.auto import AutoTask, plan_automatically
@@ -94,6 +96,7 @@ def plan_step(
               caller with a log wants to see the search, and gets no plan from the cache.
     """
     global _last_search
+    started_s = time.perf_counter()
     _check_rerank(method, log)
     folder = plan_folder() if log is None and is_cacheable(method) else None
     log = log or PlanningLog()
@@ -111,13 +114,28 @@ def plan_step(
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
+    planned = _as_asked(planned, method, time.perf_counter() - started_s)
     if (lost := lost_state_warning(planned.plan)) is not None:
         LOGGER.warning("%s", lost)
     if debugs("plan"):
-        tell("plan", planned.plan.explain())
+        tell("plan", planned.plan.explain(detail="full"))
     if debugs("strategies"):
         tell("strategies", planned.plan.strategies())
     return planned
+
+
+def _as_asked(
+    planned: PlannedStep, method: ParallelMethod | ParallelPlan | LogicalMesh | None, wall_s: float
+) -> PlannedStep:
+    """With the method that the user gave, where it chose another, and the seconds of planning."""
+    plan = planned.plan
+    if isinstance(method, ParallelPlan):
+        return planned
+    solver = replace(plan.solver, seconds={**plan.solver.seconds, WALL: wall_s})
+    asked = plan.asked
+    if method is None or isinstance(method, AutoParallel):
+        asked = method_text(method or AutoParallel())
+    return replace(planned, plan=replace(plan, solver=solver, asked=asked))
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--save", metavar="FILE.json", help="save the plan")
     plan.add_argument("--report", metavar="FILE.html", help="write the plan's HTML report")
     plan.add_argument("--depth", type=_positive, help="levels of modules to show")
+    plan.add_argument("--full", action="store_true", help="print all that the plan says")
     plan.add_argument(
         "--why",
         action="append",
@@ -396,6 +397,7 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("plan", metavar="PLAN.json")
     explain.add_argument("path", nargs="?", help="of an array, to explain its sharding")
     explain.add_argument("--depth", type=_positive, help="levels of modules to show")
+    explain.add_argument("--full", action="store_true", help="all that the plan says, not a screen")
 
 
 def _add_diff(diff: argparse.ArgumentParser) -> None:

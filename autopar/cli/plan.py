@@ -35,7 +35,7 @@ def run_plan(arguments: Namespace) -> int:
     if arguments.report:
         plan.report(arguments.report)
     if not arguments.quiet:
-        print(plan.explain(depth=arguments.depth))
+        print(plan.explain(depth=arguments.depth, detail="full" if arguments.full else "short"))
         print()
     for path in arguments.why:
         print(plan.explain(path))

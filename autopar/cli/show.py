@@ -54,7 +54,8 @@ def _load(path: str) -> ParallelPlan:
 
 def explain(arguments: Namespace) -> int:
     plan = _load(arguments.plan)
-    print(plan.explain(arguments.path, depth=arguments.depth))
+    detail = "full" if arguments.full else "short"
+    print(plan.explain(arguments.path, depth=arguments.depth, detail=detail))
     return 0
 
 

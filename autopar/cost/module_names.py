@@ -1,9 +1,9 @@
 """Module names for programs without any: from a `Graph` and the paths of parameters to a `Graph`.
 
-Flax modules write their names on their equations; plain JAX code, and modules that are plain
-objects, do not. Then an op that uses a parameter, or makes its gradient, is named by the
-parameter's path in the state (`layers[3]/ffn/up`), and any other op by the common prefix of the
-named ops before and after it.
+Flax modules write their names on their equations. Plain JAX code does not, and Equinox writes the
+class of a layer (`eqx.nn.Linear`), which all of them share. Then an op that uses a parameter, or
+makes its gradient, is named by the parameter's path in the state (`layers[3]/ffn/up`), and any
+other op by the common prefix of the named ops before and after it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _Place = tuple[str, ...]
 
 def with_module_names(graph: Graph, roles: Roles) -> Graph:
     """The graph with module names; the same graph if its program has them."""
-    uses = [graph.nodes[readers[0].node] for readers in roles.readers.values()]
-    if not uses or any(node.module and "->" not in node.module for node in uses):
-        return graph
+    module_of = {p: graph.nodes[readers[0].node].module for p, readers in roles.readers.items()}
     places = _places(graph, roles)
+    shared = _shared_names(graph, module_of, places)
+    if not module_of or any(m and "->" not in m and m not in shared for m in module_of.values()):
+        return graph
     known: list[_Place | None] = [None] * len(graph.nodes)
     regions: dict[str, list[int]] = {}
     for index, node in enumerate(graph.nodes):
@@ -44,11 +45,23 @@ def with_module_names(graph: Graph, roles: Roles) -> Graph:
             before = known[index] or before
             if known[index] is None and before is not None and after[index] is not None:
                 place_of[index] = _common(before, after[index] or ())
-    nodes = tuple(
-        replace(node, module="/".join((*place, *filter(None, (node.module,))))) if place else node
-        for node, place in zip(graph.nodes, place_of.values(), strict=True)
-    )
-    return replace(graph, nodes=nodes)
+    nodes = []
+    for node, place in zip(graph.nodes, place_of.values(), strict=True):
+        own = (node.module,) if node.module and node.module not in shared else ()
+        nodes.append(replace(node, module="/".join((*place, *own))) if place else node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _shared_names(
+    graph: Graph, module_of: dict[int, str], places: dict[int, _Place]
+) -> frozenset[str]:
+    """Names that stand for several modules: parameters of one key and different places have them.
+    A module's own parameters have different keys."""
+    found: dict[tuple[str, str], set[_Place]] = {}
+    for parameter, module in module_of.items():
+        key = (_names(graph.values[parameter].path or "") or ("",))[-1]
+        found.setdefault((module, key), set()).add(places.get(parameter, ()))
+    return frozenset(module for (module, _), where in found.items() if module and len(where) > 1)
 
 
 def _next_known(known: list[_Place | None], members: list[int]) -> dict[int, _Place | None]:

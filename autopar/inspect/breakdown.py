@@ -54,31 +54,50 @@ class StepShares:
     launch: float = 0.0
 
 
-def shares_of(plan: ParallelPlan) -> StepShares:
-    devices = num_devices(plan)
-    compute = communication = 0.0
-    for mesh_plan in mesh_plans(plan):
-        part = mesh_plan.num_devices / devices
-        compute += part * sum(m.compute_s for m in mesh_plan.modules)
-        communication += part * sum(m.communication_s for m in mesh_plan.modules)
+def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
+    """Of each mesh in turn, by the predicted timeline: what its programs take beyond compute and
+    communication is launching them, and the rest of the step is waiting for other meshes. A mesh
+    that is alone waits for nobody."""
+    on_mesh: dict[int, list[ParallelPlan]] = defaultdict(list)
+    for stage in plan.stages:
+        on_mesh[stage.mesh].append(stage.plan or plan)
     step = plan.estimated_step_s
-    if not plan.is_pipeline:
-        launch = max(0.0, step - compute - communication)
-        return StepShares(step, compute, communication, launch=launch)
-    bubble = bubble_share(plan) * step
-    launch = max(0.0, step - bubble - compute - communication)
-    return StepShares(step, compute, communication, bubble, launch)
+    is_alone = len(on_mesh) == 1
+    busy = None if is_alone or not plan.schedule else plan.timeline().busy_s()
+    shares = []
+    for mesh in sorted(on_mesh):
+        modules = [module for mesh_plan in on_mesh[mesh] for module in mesh_plan.modules]
+        compute = sum(module.compute_s for module in modules)
+        communication = sum(module.communication_s for module in modules)
+        busy_s = step if is_alone else compute + communication if busy is None else busy[mesh]
+        launch = max(0.0, busy_s - compute - communication)
+        bubble = max(0.0, step - compute - communication - launch)
+        shares.append(StepShares(step, compute, communication, bubble, launch))
+    return shares
+
+
+def shares_of(plan: ParallelPlan) -> StepShares:
+    """Averages over the devices in use."""
+    size = {stage.mesh: len(stage.devices) or plan.num_devices for stage in plan.stages}
+    parts = list(zip(sorted(size), mesh_shares(plan), strict=True))
+    whole = sum(size.values())
+
+    def mean(name: str) -> float:
+        return sum(getattr(share, name) * size[mesh] for mesh, share in parts) / whole
+
+    return StepShares(
+        plan.estimated_step_s,
+        mean("compute"),
+        mean("communication"),
+        mean("bubble"),
+        mean("launch"),
+    )
 
 
 def bubble_share(plan: ParallelPlan) -> float:
-    """The share of the predicted step in which devices idle, on average."""
-    busy_s = sum(
-        (plan.num_micro_batches * (stage.forward_s + stage.backward_s) + stage.once_s)
-        * len(stage.devices)
-        for stage in plan.stages
-    )
-    whole_s = num_devices(plan) * plan.estimated_step_s
-    return max(0.0, 1 - busy_s / whole_s) if whole_s else 0.0
+    """The share of the predicted step in which devices wait for other stages, on average."""
+    shares = shares_of(plan)
+    return shares.bubble / shares.step if shares.step else 0.0
 
 
 @dataclass(frozen=True)
@@ -166,12 +185,16 @@ def limits_of(plan: ParallelPlan) -> list[str]:
         "compute": shares.compute / shares.step,
         "communication": shares.communication / shares.step,
         "bubble": shares.bubble / shares.step,
+        "launch": shares.launch / shares.step if shares.compute else 0.0,
     }
     sentences = []
     for name, part in sorted(parts.items(), key=lambda item: -item[1]):
         if part >= (0.5 if name == "compute" else 0.1):
-            text = {"compute": _compute, "communication": _communication, "bubble": _bubble}
-            sentences.append(text[name](plan, part))
+            text = {"compute": _compute, "communication": _communication, "launch": _launch}
+            if name == "bubble":
+                sentences.append(_bubble(plan, part, parts["launch"]))
+            else:
+                sentences.append(text[name](plan, part))
     return [*sentences, *_redundant(plan), *_memory(plan)]
 
 
@@ -221,7 +244,24 @@ def _communication(plan: ParallelPlan, part: float) -> str:
     return f"{text}: {', '.join(parts)}."
 
 
-def _bubble(plan: ParallelPlan, part: float) -> str:
+def _launch(plan: ParallelPlan, part: float) -> str:
+    text = f"Starting programs takes {part:.0%} of the step"
+    if not plan.schedule:
+        return f"{text}: it is small for these devices."
+    runs = [event for event in plan.timeline().events if event.kind == "run"]
+    each_s = shares_of(plan).launch / max(1.0, len(runs) / len({e.mesh for e in runs}))
+    batches = plan.num_micro_batches
+    advice = "fewer micro-batches" if batches > 1 else "fewer stages"
+    return (
+        f"{text}: each mesh starts {len(runs) // len({e.mesh for e in runs})} programs of "
+        f"{format_seconds(each_s)} overhead each. Larger batches or {advice} would help, and one "
+        "mesh has a single program."
+    )
+
+
+def _bubble(plan: ParallelPlan, part: float, launch: float) -> str:
+    """`launch`: the share of the step in which programs are started, of which every micro-batch
+    has some."""
     text = f"Pipeline bubbles take {part:.0%} of the step"
     costs = [stage.forward_s + stage.backward_s for stage in plan.stages]
     slowest = max(range(len(costs)), key=costs.__getitem__)
@@ -235,6 +275,11 @@ def _bubble(plan: ParallelPlan, part: float) -> str:
         )
     if mean and costs[slowest] > 1.1 * mean:
         return f"{text}; stage {slowest} takes {costs[slowest] / mean:.2f} times the average."
+    if launch >= 0.1:
+        return (
+            f"{text}: the pipeline fills and drains. More micro-batches would not help: each has "
+            f"programs to start, and starting takes {launch:.0%} of the step already."
+        )
     return f"{text}: the pipeline fills and drains; more micro-batches would shorten them."
 
 

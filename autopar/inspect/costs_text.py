@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.inspect.breakdown import cause_text, is_array_type, mesh_plans, num_devices
-from autopar.inspect.lines import WIDTH, elided, number_runs
+from autopar.inspect.lines import WIDTH, elided, number_runs, paragraph
 from autopar.ir.details import (
     MEMORY_CATEGORIES,
     CollectiveCost,
@@ -103,6 +103,24 @@ def _place(collectives: list[CollectiveCost]) -> str:
 
 
 # -- memory
+
+
+def memory_line(plan: ParallelPlan) -> list[str]:
+    """What the fullest device holds at its peak, in a sentence."""
+    uses = [
+        (mesh_plan.details.memory, number)
+        for number, mesh_plan in enumerate(mesh_plans(plan))
+        if mesh_plan.details is not None and mesh_plan.details.memory is not None
+    ]
+    if not uses:
+        return []
+    use, number = max(uses, key=lambda pair: sum(pair[0].at_peak))
+    named = zip(MEMORY_CATEGORIES, use.at_peak, strict=True)
+    parts = sorted(((name, size) for name, size in named if size), key=lambda part: -part[1])
+    whole = sum(use.at_peak)
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size > 0.01 * whole)
+    where = f" of stage {number}" if plan.is_pipeline else ""
+    return paragraph(f"memory at the peak{where}: {text}", "")
 
 
 def memory_lines(plan: ParallelPlan) -> list[str]:

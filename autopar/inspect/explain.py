@@ -6,6 +6,7 @@ Every section is a list of lines of at most `WIDTH` columns, made from the plan 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import inf
 
 from autopar.errors import ArgumentError
@@ -18,30 +19,77 @@ from autopar.inspect.breakdown import (
     rates_of,
     shares_of,
 )
-from autopar.inspect.costs_text import collective_lines, memory_lines
+from autopar.inspect.costs_text import collective_lines, memory_line, memory_lines
 from autopar.inspect.lines import WIDTH, counted, number_range, number_runs, paragraph
 from autopar.inspect.module_tree import tree_lines
-from autopar.inspect.search_text import search_lines, solver_lines
+from autopar.inspect.search_text import search_lines, solver_lines, stages_text
+from autopar.inspect.verdict import verdict_lines, warning_lines
 from autopar.inspect.why_text import pin_lines
 from autopar.ir.blocks import Blocks
 from autopar.ir.plan import ParallelPlan, StagePlan
-from autopar.ir.text import format_bytes, format_seconds, layer_names, table
+from autopar.ir.text import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    layer_names,
+    seconds_like,
+    table,
+)
 
 _ARGUMENT = re.compile(r"args\[\d+\]|[^.\[]*")  # at the beginning of an array's path
 
 
-def explain(plan: ParallelPlan, depth: int | None = None) -> str:
-    """The plan as text, with the blocks of its step if these are known."""
+DETAILS = ("short", "full")
+
+
+def explain(plan: ParallelPlan, depth: int | None = None, detail: str = "short") -> str:
+    """The plan as text: one screen, or all that is known, with the blocks of its step."""
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
+        raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
+    if detail not in DETAILS:
+        raise ArgumentError(f"explain(detail={detail!r}): needs 'short' or 'full'.")
+    if detail == "short":
+        return explain_shortly(plan, depth)
     is_known = getattr(plan.origin, "choice", None) is not None  # of a plan on one mesh
     return explain_plan(plan, depth, plan.origin.blocks if is_known else None)
 
 
+def explain_shortly(plan: ParallelPlan, depth: int | None = None) -> str:
+    """One screen: head, step, limits, stages, modules without their parameters, memory, verdict."""
+    stages = _stages(plan) if plan.is_pipeline else []
+    room = MOST_SHORT_LINES - len(stages)
+    return _joined(
+        [
+            _head(plan),
+            _step(plan),
+            _limits(plan),
+            stages if len(stages) <= MOST_SHORT_LINES // 2 else stages_line(plan),
+            tree_lines(plan, depth, _cost_of(plan), most=max(room, 6), parameters=False),
+            [*memory_line(plan), *verdict_lines(plan)],
+            warning_lines(plan),
+            [MORE],
+        ]
+    )
+
+
+MORE = 'more: plan.explain(detail="full"), plan.explain(PATH), plan.report("plan.html")'
+MOST_SHORT_LINES = 18  # of stages and modules together
+
+
+def _cost_of(plan: ParallelPlan) -> Callable[[float], str]:
+    """Formats costs of modules and collectives in the unit of the step."""
+    return seconds_like(plan.estimated_step_s) if plan.is_timed else _plain
+
+
+def _joined(sections: list[list[str]]) -> str:
+    lines = "\n\n".join("\n".join(section) for section in sections if section).split("\n")
+    return "\n".join(_fitted(line).rstrip() for line in lines)
+
+
 def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | None = None) -> str:
-    """`depth`: levels of modules; None for as many as fit on a screen. `blocks`: of the step, if
+    """`depth`: levels of modules; None for as many as fit on two screens. `blocks`: of the step, if
     known."""
-    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
-        raise ArgumentError(f"explain(depth={depth!r}): needs a whole number ≥ 1, or None.")
-    cost = _time if plan.is_timed else _plain
+    cost = _cost_of(plan)
     sections = [
         _head(plan),
         _step(plan),
@@ -54,14 +102,9 @@ def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | 
         solver_lines(plan),
         _blocks(blocks),
         search_lines(plan.search) if plan.search is not None else [],
-        [line for text in plan.warnings for line in paragraph(f"warning: {text}", "")],
+        warning_lines(plan),
     ]
-    lines = "\n\n".join("\n".join(section) for section in sections if section).split("\n")
-    return "\n".join(_fitted(line).rstrip() for line in lines)
-
-
-def _time(seconds: float) -> str:
-    return format_seconds(seconds)
+    return _joined(sections)
 
 
 def _plain(cost: float) -> str:
@@ -92,7 +135,8 @@ def where_text(plan: ParallelPlan) -> str:
 
 def _head(plan: ParallelPlan) -> list[str]:
     lines = paragraph(where_text(plan), "")
-    lines += paragraph(f"method    {plan.method}")
+    chosen = f", which chose {plan.method}" if plan.asked not in (None, plan.method) else ""
+    lines += paragraph(f"method    {plan.asked or plan.method}{chosen}")
     lines += paragraph(f"cluster   {cluster_text(plan)}")
     if (costs := costs_text(plan)) is not None:
         lines += paragraph(f"costs     {costs}")
@@ -120,9 +164,9 @@ def cluster_text(plan: ParallelPlan) -> str:
         return plan.device
     device = cluster.spec
     hosts = counted(cluster.num_hosts, "host")
-    links = f"{device.intra_host_bandwidth / 1e9:.0f} GB/s between devices of a host"
+    links = f"{format_bytes(device.intra_host_bandwidth)}/s between devices of a host"
     if cluster.num_hosts > 1:
-        links += f", {device.host_bandwidth / 1e9:.3g} GB/s between hosts"
+        links += f", {format_bytes(device.host_bandwidth)}/s between hosts"
     return (
         f"{hosts} × {cluster.devices_per_host} {device.name} "
         f"({format_bytes(device.memory_bytes)} each), {links}"
@@ -162,8 +206,9 @@ def _step(plan: ParallelPlan) -> list[str]:
             ("pipeline bubble", shares.bubble),
             ("launch overhead", shares.launch),
         ]
+        text = seconds_like(plan.estimated_step_s)
         rows = [
-            (f"  {name}", format_seconds(seconds), f"{seconds / shares.step:.0%}")
+            (f"  {name}", text(seconds), f"{seconds / shares.step:.0%}")
             for name, seconds in parts
             if seconds and shares.step and seconds / shares.step >= 5e-3
         ]
@@ -172,15 +217,15 @@ def _step(plan: ParallelPlan) -> list[str]:
     rates = rates_of(plan)
     if rates is not None and rates.model:
         text = (
-            f"{rates.model / 1e12:.3g} TFLOP/s per device, {rates.model / rates.peak:.1%} of the "
-            f"peak of {rates.peak / 1e12:.4g}"
+            f"{format_rate(rates.model)} per device, {rates.model / rates.peak:.1%} of the peak "
+            f"of {format_rate(rates.peak)}"
         )
         for what, rate, before in (
             ("including recomputation", rates.distinct, rates.model),
             ("including redundant work", rates.computed, rates.distinct),
         ):
             if rate > 1.01 * before:
-                text += f"; {rate / 1e12:.3g} ({rate / rates.peak:.1%}) {what}"
+                text += f"; {format_rate(rate)} ({rate / rates.peak:.1%}) {what}"
         lines += paragraph(text)
     budget = plan.memory_budget_bytes
     limit = f", budget {format_bytes(budget)}" if budget < inf else ""
@@ -231,6 +276,11 @@ def _stages(plan: ParallelPlan) -> list[str]:
         remat = "; recomputed in the backward pass" if stage.remat else ""
         lines += paragraph(f"stage {number}: {names}{remat}")
     return lines
+
+
+def stages_line(plan: ParallelPlan) -> list[str]:
+    """Many stages, those that are alike together."""
+    return ["stages:", *paragraph(stages_text(plan.stages))]
 
 
 def _times(stage: StagePlan) -> tuple[float, ...]:

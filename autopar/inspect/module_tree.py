@@ -84,18 +84,28 @@ def module_tree(plan: ParallelPlan) -> Module:
     return root
 
 
-def tree_lines(plan: ParallelPlan, depth: int | None, cost: Callable[[float], str]) -> list[str]:
-    """`depth`: levels of modules; None for as many as fit. `cost`: formats compute and
-    communication."""
+def tree_lines(
+    plan: ParallelPlan,
+    depth: int | None,
+    cost: Callable[[float], str],
+    *,
+    most: int = MOST_LINES,
+    parameters: bool = True,
+) -> list[str]:
+    """`depth`: levels of modules; None for as many as fit into `most` lines. `cost`: formats
+    compute and communication. `parameters`: with those and their specs."""
     root = module_tree(plan)
+    if not parameters:
+        _forget_parameters(root)
     if not root.children:
         return []
     if depth is None:
         depth = 1
-        while depth < 12 and len(list(_lines(root, depth + 1))) <= MOST_LINES:
+        while depth < 12 and len(list(_lines(root, depth + 1))) <= most:
             depth += 1
     each = ", per device of a stage" if plan.is_pipeline else ""
-    title = f"modules and parameter specs (equal layers folded, with count and total cost{each}):"
+    what = "modules and parameter specs" if parameters else "modules"
+    title = f"{what} (equal layers folded, with count and total cost{each}):"
     widths = (NAME_WIDTH, *COST_WIDTHS)
     head = [("module", *COSTS, "parallelism"), tuple("-" * n for n in (*widths, WORDS_WIDTH))]
     lines = [title]
@@ -117,6 +127,12 @@ def tree_lines(plan: ParallelPlan, depth: int | None, cost: Callable[[float], st
         shows_parameters = entry.parameters and (depth > level + 1 or not entry.children)
         lines += _row(name, cells, "" if shows_parameters else words_text(entry.words))
     return lines
+
+
+def _forget_parameters(module: Module) -> None:
+    module.parameters.clear()
+    for child in module.children.values():
+        _forget_parameters(child)
 
 
 def _row(name: str, cells: list[str], words: str) -> list[str]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 
 from autopar.inspect.lines import counted, mesh_text, paragraph
-from autopar.ir.plan import ParallelPlan, SolverReport, StagePlan
+from autopar.ir.plan import WALL, ParallelPlan, SolverReport, StagePlan
 from autopar.ir.stages import PipelineChoice, SearchReport, StageChoice, TriedPlan
 from autopar.ir.text import format_bytes, format_seconds
 
@@ -16,7 +16,7 @@ def solver_lines(plan: ParallelPlan) -> list[str]:
     """The objective with its proof, the size of the problem, and seconds per pass."""
     solver = plan.solver
     objective = format_seconds(solver.objective) if plan.is_timed else f"{solver.objective:.6g}"
-    lines = [f"solver: objective {objective}, {_proof(solver)}"]
+    lines = [f"solver: objective {objective}, {proof_text(solver)}"]
     sizes = solver.sizes
     if "variables" in sizes:
         lines += paragraph(
@@ -26,9 +26,11 @@ def solver_lines(plan: ParallelPlan) -> list[str]:
             f"{counted(sizes.get('solves', 1), 'solve')}"
         )
     spent = {name: s for name, s in solver.seconds.items() if "." not in name and s >= 1e-3}
+    wall_s = solver.seconds.get(WALL)
     if spent:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in spent.items())
-        lines += paragraph(f"planned in {format_seconds(sum(spent.values()))}: {parts}")
+        total_s = sum(spent.values()) if wall_s is None else wall_s
+        lines += paragraph(f"planned in {format_seconds(total_s)}: {parts}")
     if solver.stopped is not None:
         lines += paragraph(solver.stopped)
     if plan.cached:
@@ -36,7 +38,7 @@ def solver_lines(plan: ParallelPlan) -> list[str]:
     return lines
 
 
-def _proof(solver: SolverReport) -> str:
+def proof_text(solver: SolverReport) -> str:
     """The optimality gap. Folding equal layers restricts the problem, so it is mentioned."""
     proven = "proven optimal" if solver.gap == 0 else f"within {solver.gap:.2%} of optimal"
     classes, nodes = solver.sizes.get("classes"), solver.sizes.get("nodes")

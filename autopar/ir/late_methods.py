@@ -15,6 +15,8 @@ from autopar._requirements import raise_if_missing
 
 _BODIES = {
     "explain": ("autopar.inspect.explain", "explain"),
+    "summary": ("autopar.inspect.summary", "summary_text"),
+    "summary_html": ("autopar.inspect.summary", "summary_html"),
     "explain_path": ("autopar.inspect.why", "explain_path"),
     "report": ("autopar.inspect.report_page", "write_report"),
     "timeline": ("autopar.stages.simulate", "predicted_timeline"),

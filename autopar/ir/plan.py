@@ -41,6 +41,7 @@ PLAN_FORMAT = SealedFormat(
     "Plan again, or give a file that plan.save() wrote.",
 )
 
+WALL = "planning.wall"  # in `SolverReport.seconds`: by the clock; the others are of passes
 COMMUNICATION_ONLY = "communication only"  # `ParallelPlan.device` where compute has no price
 
 # A function and its first argument, which put leaves into a pytree of the step.
@@ -128,7 +129,8 @@ class SolverReport:
 class ParallelPlan:
     """Everything decided about a step, as data. `autopar.plan` and `step.plan` return it.
 
-    name, method:         the step's name, and the method as text.
+    name, method, asked:  the step's name, the method as text, and the one that the user gave if it
+                          chose that method.
     mesh_shape, axis_names, device: the mesh of a plan without a pipeline, and its devices.
     cluster:              that the step was planned for.
     inputs, outputs:      all arguments and results, with path, shape, role and layout.
@@ -259,12 +261,27 @@ class ParallelPlan:
         build, args = tree
         return build(args, [leaf_of(tensor) for tensor in tensors])
 
-    def explain(self, path: str | None = None, *, depth: int | None = None) -> str:
-        """The plan in words, by the user's modules, down to `depth` levels. With a path of an
-        input, an output or a named value: why it is sharded as it is."""
+    def explain(
+        self, path: str | None = None, *, depth: int | None = None, detail: str = "short"
+    ) -> str:
+        """The plan in words, on one screen: what limits the step, the parallelism of the user's
+        modules down to `depth` levels, memory. `detail="full"` adds parameters, collectives, all
+        inputs and the search. With a path of an input, an output or a named value: why it is
+        sharded as it is."""
         if path is not None:
             return late_method("explain_path")(self, path)
-        return late_method("explain")(self, depth)
+        return late_method("explain")(self, depth, detail)
+
+    def __repr__(self) -> str:
+        step = f"{self.estimated_step_s:.4g}" + (" s" if self.is_timed else "")
+        where = f"{self.num_stages} stages" if self.is_pipeline else f"mesh {self.mesh_shape}"
+        return f"<ParallelPlan of {self.name}: {where}, step {step}, {self.asked or self.method}>"
+
+    def __str__(self) -> str:
+        return late_method("summary")(self)
+
+    def _repr_html_(self) -> str:
+        return late_method("summary_html")(self)
 
     def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
         """Write the plan as one HTML page that needs no network, with the `measured` timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import wrap
 
 _NUMBER = re.compile(r"\d+")
@@ -26,6 +26,32 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.2f} ms"
     return f"{seconds * 1e6:.1f} µs"
+
+
+_UNITS = ((1.0, "s", 2), (1e-3, "ms", 2), (1e-6, "µs", 1))
+
+
+def seconds_like(largest_s: float) -> Callable[[float], str]:
+    """Formats seconds of one table in one unit, that of the largest."""
+    size, unit, digits = next((u for u in _UNITS if largest_s >= u[0]), _UNITS[-1])
+    least = 10.0**-digits
+
+    def text(seconds: float) -> str:
+        if 0 < seconds / size < least / 2:
+            return f"< {least:g} {unit}"
+        return f"{seconds / size:.{digits}f} {unit}"
+
+    return text
+
+
+def format_rate(flops_per_s: float) -> str:
+    """`86 GFLOP/s`, `1.2 PFLOP/s`: three digits and a prefix."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops_per_s >= size or prefix == "M":
+            number = flops_per_s / size
+            digits = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+            return f"{digits} {prefix}FLOP/s"
+    raise AssertionError
 
 
 def name_skeleton(name: str) -> str:

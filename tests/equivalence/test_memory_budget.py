@@ -88,8 +88,8 @@ def test_a_tighter_budget_costs_more_and_holds_less(arguments) -> None:
         assert own.estimated_peak_bytes <= share * replicated_bytes(state)
     costs = [own.solver.objective for own in plans]
     assert costs == sorted(costs)
-    assert "memory budget" not in plans[0].explain()
-    assert "memory budget" in plans[-1].explain()
+    assert "memory budget" not in plans[0].explain(detail="full")
+    assert "memory budget" in plans[-1].explain(detail="full")
 
 
 def test_what_cannot_fit_says_by_how_much_and_what_would_help(arguments) -> None:

@@ -86,7 +86,7 @@ def test_model(name: str, layers: int) -> None:
 def test_plain_jax() -> None:
     plan = check(train_step, PARAMS, X).last_executable.plan
     assert plan.remat == ("layer 0", "layer 1", "layer 2")
-    assert "recomputed in the backward pass: layer * (3 layers)" in plan.explain()
+    assert "recomputed in the backward pass: layer * (3 layers)" in plan.explain(detail="full")
 
 
 def test_recomputation_is_in_the_estimates() -> None:

@@ -307,7 +307,8 @@ def test_explain_speaks_in_the_names_of_the_user() -> None:
     params = jax.eval_shape(model.init, jax.random.key(0), ABSTRACT[1]["x"])
     cluster = autopar.ClusterSpec(1, 8, "cpu", memory_bytes=10)
     method = autopar.ManualParallel((2, 4), ("data", "model"), (None, P("data")))
-    text = autopar.plan(train, params, ABSTRACT[1], cluster=cluster, method=method).explain()
+    plan = autopar.plan(train, params, ABSTRACT[1], cluster=cluster, method=method)
+    text = plan.explain(detail="full")
     for part in (
         "train: on a mesh data=2 × model=4 of 8 devices",
         "ManualParallel(",

@@ -184,7 +184,7 @@ def test_round_trip(plan: ParallelPlan, searched: ParallelPlan, tmp_path: Any) -
         again = ParallelPlan.load(tmp_path / "plan.json")
         assert again == one
         assert again.search == one.search
-        assert again.explain() == one.explain()
+        assert again.explain(detail="full") == one.explain(detail="full")
         assert again.input_stages == {t.path: t.stages for t in one.inputs}
         assert again.output_specs == {t.path: one.spec_of(t) for t in one.outputs}
 
@@ -282,7 +282,7 @@ def test_malformed_search(searched: ParallelPlan) -> None:
 
 
 def test_explanation(plan: ParallelPlan) -> None:
-    text = plan.explain()
+    text = plan.explain(detail="full")
     lines = text.split("\n")
     assert lines[0] == "step: a pipeline of 2 stages on 8 devices"
     assert "  schedule  1f1b, 4 micro-batches" in lines
@@ -303,7 +303,7 @@ def test_explanation(plan: ParallelPlan) -> None:
 
 
 def test_explanation_of_a_search(searched: ParallelPlan) -> None:
-    text = searched.explain()
+    text = searched.explain(detail="full")
     assert "without a pipeline: " in text
     assert "best pipelines by the cost tables:" in text
     assert f"search: priced {searched.search.num_candidates} stage candidates over " in text
@@ -316,7 +316,7 @@ def test_explanation_of_a_search(searched: ParallelPlan) -> None:
 def test_equal_stages_are_shown_once() -> None:
     method = PipeshardParallel(2, stages=UniformStages(4), layers=AutoLayers(4))
     plan = autopar.plan(step, STATE, BATCH, cluster=ClusterSpec(1, 4, "cpu"), method=method)
-    text = plan.explain()
+    text = plan.explain(detail="full")
     arrays = text[text.index("inputs:") :].split("\n\n")[0]
     (line,) = (line for line in arrays.split("\n") if "['w'][*]" in line)
     assert line.split()[-2:] == ["4", "0–3"]
@@ -325,7 +325,7 @@ def test_equal_stages_are_shown_once() -> None:
 def test_a_plan_on_one_mesh_says_why_it_is_no_pipeline() -> None:
     plan = autopar.plan(step, STATE, BATCH[:1], cluster=CPU, method=AutoParallel())
     assert not plan.is_pipeline and plan.search is not None and plan.search.notes
-    text = " ".join(plan.explain().split())
+    text = " ".join(plan.explain(detail="full").split())
     assert all(note in text for note in plan.search.notes)
 
 

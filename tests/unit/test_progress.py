@@ -131,7 +131,7 @@ def test_text_on_demand(monkeypatch: pytest.MonkeyPatch, capfd, caplog) -> None:
     plan = autopar.plan(step, *ARGS, cluster=CLUSTER, method=autopar.ShardParallel((4,)))
     out, err = capfd.readouterr()
     assert out == ""
-    assert plan.explain() in err
+    assert plan.explain(detail="full") in err
     assert "operators of step (mesh x=4):" in err and "dot_general" in err
     assert "autopar solver, mesh (4,): " in err and "gap 0.00%" in err
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

@@ -342,7 +342,7 @@ def test_a_plan_from_a_file_is_shown_without_a_solver(tmp_path: Path) -> None:
         "import autopar\n"
         f"plan = autopar.ParallelPlan.load({str(plan_file)!r})\n"
         "plan.report('page.html')\n"
-        "print(plan.explain(), plan.strategies(), plan.timeline().num_meshes)\n"
+        "print(plan.explain(detail='full'), plan.strategies(), plan.timeline().num_meshes)\n"
         "try: plan.explain(plan.inputs[0].path)\n"
         "except autopar.DependencyError as error: print(error)\n"
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.inspect.breakdown import mesh_plans
+from autopar.inspect.breakdown import mesh_plans, mesh_shares
 from autopar.inspect.report_page.encode import Texts, run_text, short, shorts
 from autopar.ir.details import MEMORY_CATEGORIES, CollectiveCost, MemoryUse
 from autopar.ir.plan import ParallelPlan
@@ -189,22 +189,19 @@ def _folded(collectives: tuple[CollectiveCost, ...]) -> list[tuple[Any, ...]]:
 PARTS = ("forward", "backward", "update", "communication", "launch overhead", "bubble")
 
 
-def breakdown(plan: ParallelPlan, predicted: Timeline | None) -> dict[str, Any]:
+def breakdown(plan: ParallelPlan) -> dict[str, Any]:
     """Seconds of a step by mesh, in the order of `PARTS`."""
     stages: dict[int, list[int]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         stages[stage.mesh].append(number)
-    busy_s = predicted.busy_s() if predicted is not None and plan.is_pipeline else None
     rows = []
-    for mesh in sorted(stages):
+    for mesh, share in zip(sorted(stages), mesh_shares(plan), strict=True):
         spent = dict.fromkeys(PARTS, 0.0)
         for number in stages[mesh]:
             for cost in (plan.stages[number].plan or plan).modules:
                 part = cost.region if cost.region in PARTS[:3] else "forward"
                 spent[part] += cost.compute_s
                 spent["communication"] += cost.communication_s
-        if busy_s is not None:
-            spent["launch overhead"] = max(0.0, busy_s[mesh] - sum(spent.values()))
-            spent["bubble"] = max(0.0, plan.estimated_step_s - busy_s[mesh])
+        spent["launch overhead"], spent["bubble"] = share.launch, share.bubble
         rows.append({"stages": run_text(stages[mesh]), "seconds": shorts(spent[p] for p in PARTS)})
     return {"parts": list(PARTS), "meshes": rows, "step_s": short(plan.estimated_step_s)}

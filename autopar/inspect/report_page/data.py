@@ -43,7 +43,7 @@ def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str,
         "timelines": [],
         "memory": memory_data(plan, texts),
         "collectives": collective_data(plan, texts),
-        "breakdown": breakdown(plan, headline.predicted),
+        "breakdown": breakdown(plan),
         "search": search_data(plan),
         "solver": _solver(plan),
     }

@@ -181,7 +181,7 @@ def test_the_objective_is_what_the_report_adds_up(planned) -> None:
     total = sum(m.compute_s + m.communication_s for m in planned.modules)
     assert planned.solver.objective == pytest.approx(total)
     assert planned.estimated_step_s == pytest.approx(total + 1e-4), "and one program is started"
-    assert "launch overhead" in planned.explain()
+    assert "launch overhead" in planned.explain(detail="full")
 
 
 def test_a_product_costs_what_was_measured_of_its_part() -> None:
@@ -204,7 +204,7 @@ def test_a_product_costs_what_was_measured_of_its_part() -> None:
 
 
 def test_plans_say_what_they_are_priced_by(planned, tmp_path) -> None:
-    text = " ".join(planned.explain().split())
+    text = " ".join(planned.explain(detail="full").split())
     assert f"formula.json ({PROFILE.digest}): NVIDIA H200, jax 0.0.1" in text
     assert "measured: products, convolutions, streams" in text
     assert PROFILE.digest in planned.to_json() and "launch_s" not in planned.to_json()
@@ -213,7 +213,7 @@ def test_plans_say_what_they_are_priced_by(planned, tmp_path) -> None:
     assert read.cluster.priced_by == planned.cluster.priced_by
     assert read.cluster.measured is None
     assert read.cluster.spec.memory_bytes == 100e9
-    assert PROFILE.digest in read.explain()
+    assert PROFILE.digest in read.explain(detail="full")
 
 
 @pytest.mark.ci
@@ -226,7 +226,7 @@ def test_parts_that_were_not_measured_are_named() -> None:
         cluster=ClusterSpec(1, 1, profile=machine_profile(num_devices=1, without=("crossings",))),
     )
     assert plan.estimated_step_s > 0
-    text = " ".join(plan.explain().split())
+    text = " ".join(plan.explain(detail="full").split())
     assert "from the data sheet: collectives (links), transfers between meshes" in text
 
 

@@ -64,10 +64,10 @@ def test_the_text_names_entries_and_repeats(blocks) -> None:
 
 
 def test_explain_counts_ops_blocks_and_segments(plan, blocks) -> None:
-    text = " ".join(plan.explain().split())
+    text = " ".join(plan.explain(detail="full").split())
     assert f"{blocks.num_nodes} ops in {len(blocks.sequence)} blocks" in text
     assert "plan.blocks()" in text
-    assert "plan.blocks()" not in ParallelPlan.from_json(plan.to_json()).explain()
+    assert "plan.blocks()" not in ParallelPlan.from_json(plan.to_json()).explain(detail="full")
 
 
 def test_a_plan_without_its_program_says_what_to_do(plan) -> None:

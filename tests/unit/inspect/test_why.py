@@ -219,7 +219,8 @@ def test_pins_are_kept_and_priced(plan: ParallelPlan) -> None:
     assert spec_at(second, UP) == P("x", "y") and spec_at(second, "batch") == P(("x", "y"))
     assert second.unpinned_step_s == plan.estimated_step_s
     assert second.estimated_step_s >= first.estimated_step_s * (1 - 1e-9)
-    assert "pins cost" in second.explain() and pin_lines(second)[-1] in second.explain()
+    text = second.explain(detail="full")
+    assert "pins cost" in text and pin_lines(second)[-1] in text
     assert not pin_lines(plan)
     back = second.with_pins({UP: plan.spec_of(plan.inputs[0])})  # the last word counts
     assert back.estimated_step_s <= second.estimated_step_s * (1 + 1e-9)

@@ -79,7 +79,7 @@ def test_plans_are_run_ranked_and_known_the_second_time(cache, compiled, monkeyp
     assert len(compiled) == 3
     assert all(one.is_known for one in again.search.tried)
     assert plan_digest(again) == plan_digest(first.last_planned.plan)
-    text = again.explain()
+    text = again.explain(detail="full")
     assert "3 plans timed with synthetic inputs; → is chosen:" in text
     assert "from the database" in text and "→ predicted" in text
     assert autopar.ParallelPlan.from_json(again.to_json()).search == again.search
@@ -211,7 +211,7 @@ def test_the_measured_order_counts_and_memory_comes_first(monkeypatch):
     tried = found.planned.plan.search.tried
     assert [one.measured_s for one in tried] == [None, 2.0, 1.0]
     assert [one.is_chosen for one in tried] == [False, False, True]
-    assert "failed: RESOURCE_EXHAUSTED" in found.planned.plan.explain()
+    assert "failed: RESOURCE_EXHAUSTED" in found.planned.plan.explain(detail="full")
 
 
 def test_what_is_nearly_as_fast_is_timed_again(monkeypatch):

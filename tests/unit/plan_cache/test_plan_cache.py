@@ -87,12 +87,12 @@ def test_a_plan_from_the_cache_is_the_one_that_was_solved(method, cache):
     assert read.cached == str(file.path)
     assert read == solved and read.to_json() == solved.to_json()
     assert read.input_specs == solved.input_specs and read.output_specs == solved.output_specs
-    shown = read.explain().replace(f"  read from the plan cache: {read.cached}\n", "")
-    assert "plan cache" in read.explain()
-    assert "plan cache" not in solved.explain()
+    shown = read.explain(detail="full").replace(f"  read from the plan cache: {read.cached}\n", "")
+    assert "plan cache" in read.explain(detail="full")
+    assert "plan cache" not in solved.explain(detail="full")
     if not solved.is_pipeline:
         assert read.explain("state['v']") == solved.explain("state['v']")
-    first = solved.explain().splitlines()
+    first = solved.explain(detail="full").splitlines()
     assert [line for line in shown.splitlines() if line in first] == first
 
 

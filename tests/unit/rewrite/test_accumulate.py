@@ -468,7 +468,7 @@ def test_plan_with_micro_batches_is_saved_and_used_again(tmp_path: Any):
     step = sgd(mean_loss)
     method = autopar.ShardParallel((2,), num_micro_batches=NUM)
     plan = autopar.parallelize(step, method=method).plan(W, X)
-    assert "4 micro-batches" in plan.explain()
+    assert "4 micro-batches" in plan.explain(detail="full")
     plan.save(tmp_path / "plan.json")
     loaded = autopar.ParallelPlan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.num_micro_batches == NUM

@@ -115,7 +115,7 @@ def explained(fn: Any, *args: Any, mesh: LogicalMesh, **options: Any) -> autopar
 def test_the_plan_names_values_and_keeps_them_in_its_file() -> None:
     plan = explained(hidden, X, mesh=LogicalMesh((4,)), pins={"h": P(None, "x")})
     assert [(t.path, plan.spec_of(t)) for t in plan.named] == [("h", P(None, "x"))]
-    table = plan.explain().split("named values:")[1].splitlines()
+    table = plan.explain(detail="full").split("named values:")[1].splitlines()
     assert table[3].split()[:2] == ["h", "float32[4,"]
     assert str(P(None, "x")) in table[3]
     assert autopar.ParallelPlan.from_json(plan.to_json()).named == plan.named

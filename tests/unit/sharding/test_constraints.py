@@ -287,7 +287,7 @@ def test_a_solver_out_of_time_leaves_a_plan_with_its_gap() -> None:
     plan = plan_of(fn=example.train_step, args=args, **options)
     assert 0 < plan.solver.gap < 1
     assert plan.solver.lower_bound < plan.solver.objective
-    assert f"within {plan.solver.gap:.2%} of optimal" in plan.explain()
+    assert f"within {plan.solver.gap:.2%} of optimal" in plan.explain(detail="full")
 
 
 # -- meshes

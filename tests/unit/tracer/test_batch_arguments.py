@@ -150,7 +150,7 @@ def test_the_plan_and_the_error_name_the_batch() -> None:
     args = (PARAMS, floats(16, D), floats(16, D))
     method = autopar.ShardParallel((4,), num_micro_batches=2)
     plan = autopar.parallelize(step, method=method).plan(*args)
-    assert "  batch     x, y\n" in plan.explain()
+    assert "  batch     x, y\n" in plan.explain(detail="full")
     with pytest.raises(TypeError, match="incompatible shapes") as raised:
         autopar.parallelize(step, method=method, batch_argnums=1).plan(*args)
     (note,) = [n for n in raised.value.__notes__ if n.startswith("autopar")]

@@ -199,7 +199,7 @@ def test_collectives_of_equal_layers_and_stages_are_one_row() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     plan = one_mesh()
-    data = breakdown(plan, None)
+    data = breakdown(plan)
     (mesh,) = data["meshes"]
     assert sum(mesh["seconds"]) == pytest.approx(plan.estimated_step_s, rel=1e-3)
 

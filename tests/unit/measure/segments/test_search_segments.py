@@ -71,7 +71,7 @@ def test_plan_says_where_its_time_is_from(tmp_path):
     assert any("segments on this mesh" in note for note in again.warnings)
     assert again.solver.gap == 0.0
     assert "by measured times" in search_text(analysis, result)
-    assert plan.explain()
+    assert plan.explain(detail="full")
 
 
 def test_what_was_not_timed_is_named():

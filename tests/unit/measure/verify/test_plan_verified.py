@@ -67,7 +67,7 @@ def test_what_does_not_fit_or_sends_more_is_not_taken(monkeypatch):
     assert tried[0].failure == "exceeds the memory by 4.0 KiB"
     assert tried[1].compiled_s > 1e3 * tried[1].predicted_s
     assert tried[2].compiled_s == pytest.approx(tried[2].predicted_s)
-    text = plan.explain()
+    text = plan.explain(detail="full")
     assert "3 plans compiled; → is chosen:" in text and "corrected by compiling" in text
     assert autopar.ParallelPlan.from_json(plan.to_json()).search == plan.search
 
