@@ -56,7 +56,11 @@ def _run(arguments: Namespace) -> int:
             from autopar.cli.demo import run_demo
 
             agrees = run_demo(
-                arguments.steps, arguments.batch_size, arguments.platform, arguments.cluster
+                arguments.steps,
+                arguments.batch_size,
+                arguments.platform,
+                arguments.cluster,
+                arguments.model,
             )
             return OK if agrees else NOT_FITTING
         case "plan":

@@ -76,7 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(
-        commands.add_parser("demo", help="train a small GPT on one device and on all, and compare")
+        commands.add_parser(
+            "demo", help="train a small model on one device and on all, and compare"
+        )
     )
     _add_plan(_command(commands, "plan", "plan a train step for a cluster that need not exist"))
     _add_sweep(_command(commands, "sweep", "plan for several cluster and batch sizes, and compare"))
@@ -118,6 +120,12 @@ def _command(commands, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument(
+        "--model",
+        choices=("gpt", "vit", "moe", "pipeline"),
+        default="gpt",
+        help="pipeline: the GPT in two stages (default gpt)",
+    )
     demo.add_argument("--steps", type=_positive, default=30, help="training steps (default 30)")
     demo.add_argument(
         "--batch-size", type=_positive, default=16, help="sequences per step (default 16)"

@@ -1,50 +1,88 @@
-"""`autopar demo`: trains a small GPT with an unmodified step, on one device and on all.
+"""`autopar demo`: an unmodified train step on one device and on all, compared step by step.
 
-The model is Flax, the optimizer optax, the text autopar's source. The losses of both runs are
-compared step by step.
+It says what is compared, trains twice, shows the plan in ten lines, and ends with a verdict and
+the next command. Compiling and planning are timed apart from the steps.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, TextIO
 
-import numpy as np
+from autopar.cli.demo_models import Batch, DemoModel, make_model
 
-from autopar.errors import AutoparError
-
-_MISSING = (
-    "autopar demo needs Flax and optax: {}. Install them with: pip install 'autopar[examples]'"
-)
 TOLERANCE = 2e-3
+VIRTUAL_DEVICES = 8
+NEXT = """\
+next: see it for your own model. Write a function that returns (train_step, (state, batch)), then
+  autopar plan my_train.py:make_step --cluster 1x8:h100-sxm --report plan.html
+plans it for eight H100s that you need not have, and plan.html shows the plan (docs/start.md)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`first_s`: of the first step, with planning and compiling; `step_s`: of one of the others."""
+
+    losses: list[float]
+    first_s: float
+    step_s: float
 
 
 def run_demo(
-    steps: int, batch_size: int, platform: str, cluster: str = "local", out: TextIO = sys.stdout
+    steps: int,
+    batch_size: int,
+    platform: str,
+    cluster: str = "local",
+    model: str = "gpt",
+    out: TextIO = sys.stdout,
 ) -> bool:
     """Train, print, compare; True if the losses agree."""
     import jax
 
     if cluster == "ray":
-        return _on_ray(steps, batch_size, out)
+        return _on_ray(steps, batch_size, model, out)
     if platform != "gpu":
-        jax.config.update("jax_num_cpu_devices", 8)
+        jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     import autopar
 
-    state, train_step = _make_model()
-    batches = list(_batches(steps, batch_size, seq_len=64))
+    demo = make_model(model)
     devices = jax.devices()
-    kind = devices[0].device_kind if devices[0].platform != "cpu" else "virtual CPU"
-    print(f"training a small GPT on {len(devices)} {kind} device(s)\n", file=out)
-    return _compare(state, train_step, batches, autopar.parallelize(train_step), out)
+    is_virtual = devices[0].platform == "cpu"
+    kind = "virtual CPU devices" if is_virtual else devices[0].device_kind
+    print(_introduction(demo, batch_size, f"{len(devices)} {kind}", is_virtual), file=out)
+    step = autopar.parallelize(demo.train_step, method=_method(model, len(devices)))
+    return _compare(demo, list(demo.batches(steps, batch_size)), step, is_virtual, out)
 
 
-def _on_ray(steps: int, batch_size: int, out: TextIO) -> bool:
+def _method(model: str, num_devices: int) -> Any:
+    import autopar
+
+    if model != "pipeline":
+        return None
+    return autopar.PipeshardParallel(4, stages=autopar.UniformStages(min(2, num_devices)))
+
+
+def _introduction(demo: DemoModel, batch_size: int, devices: str, is_virtual: bool) -> str:
+    text = (
+        f"Training {demo.what}, {batch_size} {demo.unit} per step. The same unmodified step runs "
+        f"twice: by jax.jit on one device, and by autopar on {devices}."
+    )
+    if is_virtual:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        text += (
+            f" Virtual devices share this machine's {cores} cores, so they cannot be faster than "
+            "one device: this shows that the results agree, not a speed-up."
+        )
+    return fill(text, 96) + "\n"
+
+
+def _on_ray(steps: int, batch_size: int, model: str, out: TextIO) -> bool:
     """Train on a Ray cluster that is started here: two stages on two hosts of two devices, virtual
     ones without GPUs, or all GPUs of this host."""
     import autopar
@@ -53,127 +91,82 @@ def _on_ray(steps: int, batch_size: int, out: TextIO) -> bool:
     try:
         autopar.init(cluster="ray", num_hosts=2, devices_per_host=2)
         method = autopar.PipeshardParallel(4, stages=autopar.UniformStages(2))
-        print("training a small GPT as two stages on a Ray cluster\n", file=out)
+        where = "a Ray cluster of two hosts with two virtual devices, as two stages"
     except autopar.ClusterError:
         autopar.init(cluster="ray")
-        print("training a small GPT on the GPUs of this host, with Ray\n", file=out)
+        where = "the GPUs of this host, with Ray"
     try:
-        state, train_step = _make_model()
-        batches = list(_batches(steps, batch_size, seq_len=64))
-        step = autopar.parallelize(train_step, method=method)
-        return _compare(state, train_step, batches, step, out)
+        demo = make_model(model)
+        print(_introduction(demo, batch_size, where, method is not None), file=out)
+        step = autopar.parallelize(demo.train_step, method=method)
+        batches = list(demo.batches(steps, batch_size))
+        return _compare(demo, batches, step, method is not None, out)
     finally:
         autopar.shutdown()
 
 
 def _compare(
-    state: Any,
-    train_step: Any,
-    batches: list[dict[str, np.ndarray]],
-    parallel_step: Any,
-    out: TextIO,
+    demo: DemoModel, batches: list[Batch], parallel_step: Any, is_virtual: bool, out: TextIO
 ) -> bool:
     import jax
 
-    alone = jax.jit(train_step)
-    single = [float(loss) for loss in _train(alone, state, batches, "one device ", out)]
-    sharded = [float(loss) for loss in _train(parallel_step, state, batches, "all devices", out)]
-
+    alone = _train(jax.jit(demo.train_step), demo.state, batches, "one device", out)
+    sharded = _train(parallel_step, demo.state, batches, "all devices", out)
     executable = parallel_step.last_executable
     assert executable is not None
-    print("\n" + executable.plan.explain() + "\n", file=out)
-    worst = max(abs(a - b) for a, b in zip(single, sharded, strict=True))
-    print(f"loss {single[0]:.4f} → {single[-1]:.4f} on one device", file=out)
-    print(f"loss {sharded[0]:.4f} → {sharded[-1]:.4f} on all devices", file=out)
+    print(f"\nThe plan:\n{executable.plan}\n", file=out)
+    worst = max(abs(a - b) for a, b in zip(alone.losses, sharded.losses, strict=True))
     agrees = worst <= TOLERANCE
-    verdict = "agree" if agrees else "DIFFER"
-    print(f"losses {verdict}: largest difference {worst:.2e} (tolerance {TOLERANCE:.0e})", file=out)
+    print(
+        f"losses {'agree' if agrees else 'DIFFER'}: the largest difference of {len(batches)} steps "
+        f"is {worst:.1e} (tolerance {TOLERANCE:.0e})",
+        file=out,
+    )
+    print(_verdict(agrees, alone, sharded, executable.plan.num_devices, is_virtual), file=out)
+    print(NEXT, file=out)
     return agrees
 
 
-def _train(
-    step: Any, state: Any, batches: list[dict[str, np.ndarray]], label: str, out: TextIO
-) -> list[Any]:
+def _verdict(agrees: bool, alone: Run, sharded: Run, num_devices: int, is_virtual: bool) -> str:
+    if not agrees:
+        return "verdict: the results differ, which is a bug of autopar. Please report this output."
+    text = f"verdict: autopar ran the step on {num_devices} devices with the results of one"
+    if is_virtual or not sharded.step_s:
+        return f"{text}."
+    return (
+        f"{text}, {alone.step_s / sharded.step_s:.2f} times as fast (a step of this size gains "
+        "little; larger models gain more)."
+    )
+
+
+def _train(step: Any, state: Any, batches: list[Batch], label: str, out: TextIO) -> Run:
     import jax
     import jax.numpy as jnp
 
     state = jax.tree.map(jnp.copy, state)  # the sharded step donates its state
-    losses = []
-    started = time.perf_counter()
+    losses: list[float] = []
+    started = first = time.perf_counter()
     for index, batch in enumerate(batches):
         state, loss = step(state, batch)
-        losses.append(loss)
-        _progress(label, index + 1, len(batches), float(loss), time.perf_counter() - started, out)
-    print(file=out)
-    return losses
+        losses.append(float(loss))
+        if index == 0:
+            first = time.perf_counter()
+        _progress(label, index + 1, len(batches), out)
+    ended = time.perf_counter()
+    run = Run(losses, first - started, (ended - first) / max(1, len(batches) - 1))
+    start = "\r" if out.isatty() else ""
+    what = "compiling" if label == "one device" else "planning and compiling"
+    print(
+        f"{start}{label:11}  {what} {run.first_s:.1f} s, then {len(batches) - 1} steps of "
+        f"{1e3 * run.step_s:.0f} ms; loss {losses[0]:.4f} → {losses[-1]:.4f}",
+        file=out,
+    )
+    return run
 
 
-def _progress(label: str, done: int, total: int, loss: float, seconds: float, out: TextIO) -> None:
-    if not out.isatty() and done != total:
+def _progress(label: str, done: int, total: int, out: TextIO) -> None:
+    if not out.isatty():
         return
     filled = round(24 * done / total)
     bar = "█" * filled + "░" * (24 - filled)
-    start = "\r" if out.isatty() else ""
-    text = f"{start}{label} {bar} {done}/{total}  loss {loss:.4f}  {seconds:5.1f} s"
-    print(text, end="", file=out, flush=True)
-
-
-def _batches(steps: int, batch_size: int, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of this package's source, as bytes."""
-    folder = Path(__file__).parent
-    text = b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
-    data = np.frombuffer(text, dtype=np.uint8).astype(np.int32)
-    random = np.random.default_rng(0)
-    for _ in range(steps):
-        starts = random.integers(0, len(data) - seq_len - 1, size=batch_size)
-        windows = np.stack([data[s : s + seq_len + 1] for s in starts])
-        yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
-
-
-def _make_model() -> tuple[Any, Any]:
-    try:
-        import flax.linen as nn
-        import optax
-        from flax.training.train_state import TrainState
-    except ImportError as error:
-        raise AutoparError(_MISSING.format(error)) from error
-    import jax
-    import jax.numpy as jnp
-
-    hidden, heads, layers, vocabulary, length = 128, 8, 4, 256, 64
-
-    class TransformerBlock(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            batch, seq, _ = x.shape
-            qkv = nn.Dense(3 * hidden, name="qkv")(nn.LayerNorm()(x))
-            q, k, v = jnp.split(qkv.reshape(batch, seq, heads, -1), 3, axis=-1)
-            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-            x = x + nn.Dense(hidden, name="out")(attended.reshape(batch, seq, hidden))
-            y = nn.gelu(nn.Dense(4 * hidden, name="up")(nn.LayerNorm()(x)))
-            return x + nn.Dense(hidden, name="down")(y)
-
-    class GPT(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(vocabulary, hidden, name="embed")
-            positions = self.param("positions", nn.initializers.normal(0.02), (length, hidden))
-            x = embed(tokens) + positions
-            for _ in range(layers):
-                x = TransformerBlock()(x)
-            return nn.Dense(vocabulary, name="head")(nn.LayerNorm()(x))
-
-    model = GPT()
-    params = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
-
-    def train_step(state, batch):
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, batch["tokens"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-            return losses.mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    return state, train_step
+    print(f"\r{label:11} {bar} {done}/{total}", end="", file=out, flush=True)
