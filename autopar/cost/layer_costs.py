@@ -179,6 +179,7 @@ class LayerTerms:
         end = np.maximum(start, np.array(graph.liveness.node_ends)[consumer])
         finishes = np.array([graph.nodes[v].kind is NodeKind.FINISH for v in consumer], dtype=bool)
         end = np.where(finishes, start, end)
+        start = np.where(finishes, self.times[producer], start)
         self.copies = Bytes(
             self.edge_group[: len(edges)], self.layers.layer[consumer], sizes, start, end
         )

@@ -83,9 +83,9 @@ def _copies(
             if source == target or is_slice(source, target):
                 continue
             if node.kind is NodeKind.FINISH:
-                # The finished value is counted; its partial sums exist while it is made.
+                # The finished value is counted; its partial sums exist until they are reduced.
                 size = graph.values[value].num_bytes / num_shards(source, mesh.shape)
-                yield Holding(value, start, start, size, True)
+                yield Holding(value, graph.liveness.times[producer], start, size, True)
                 continue
             key = (value, target, node.region if refetch else "")
             first, last = spans.get(key, (start, end))

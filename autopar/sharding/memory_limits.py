@@ -57,7 +57,10 @@ class Holdings:
                 producer, result = graph.producer[value]
                 key = (classes[producer], classes[index], result, position, finishes)
                 edge = edge_of.setdefault(key, len(edge_of))
-                copies.append((edge, start, start if finishes else max(start, end), size))
+                if finishes:  # partial sums exist until they are reduced
+                    copies.append((edge, graph.liveness.times[producer], start, size))
+                else:
+                    copies.append((edge, start, max(start, end), size))
         self.edges = list(edge_of)
         self.copies = _columns(copies)
         self._sizes: dict[tuple[int, int], np.ndarray] = {}

@@ -92,9 +92,14 @@ class _Sweep:
         self.in_place -= self.transposed_state()
 
     def late_gradients(self) -> dict[int, int]:
-        """Products that nothing but the update waits for, with the times at which they run. XLA
-        hides collectives under compute, and plans backwards from the end of the step (or of a
-        loop's body): what only the end needs comes last, however long its operands then live."""
+        """Products that nothing but the update waits for, and their reductions, with the times at
+        which they run. XLA hides collectives under compute and plans backwards from the end, where
+        all of these products are ready: they take turns with the products that the backward pass
+        waits for until there are none left, which is so halfway through it. So the first half of
+        the backward pass has none of them, and the operands of half of them are kept at once. Their
+        partial sums wait for the end, where their reductions are merged.
+
+        In a loop's body they come last: their sums with the carry do."""
         carried = {
             value
             for index, node in enumerate(self.nodes)
@@ -123,16 +128,26 @@ class _Sweep:
             for value in node.operands:
                 before = needed.get(value, need)
                 needed[value] = None if need is None or before is None else min(before, need)
-        # Those at the end of the step run one after the other.
         last = len(self.nodes) - 1
         at_end = sorted(index for index, time in late.items() if time == end)
-        return {**late, **{i: min(end + n, last) for n, i in enumerate(at_end)}}
+        for number, index in enumerate(at_end):
+            slot = min(end + number, last)
+            beside = (len(at_end) + number + 1) // 2
+            late[index] = at_end[beside] if beside < len(at_end) else slot
+            for finish in self.finishes_of(index):
+                late[finish] = slot
+        return late
+
+    def finishes_of(self, index: int) -> Iterator[int]:
+        for value in self.nodes[index].results:
+            if value in self.finish_of:
+                yield self.producer[self.finish_of[value]]
 
     def schedule(self, late: dict[int, int]) -> list[int]:
         times: list[int] = []
         for index, node in enumerate(self.nodes):
             time = late.get(index, index)
-            if late and index not in late and node.kind is not NodeKind.MERGE:
+            if late and node.kind is not NodeKind.MERGE:
                 # What reads a late product waits for it.
                 earlier = (self.producer[v] for v in node.operands)
                 time = max([time, *(times[i] for i in earlier if i < index)])

@@ -143,8 +143,8 @@ def test_candidates_of_a_pipeline_search_have_other_stages():
 @pytest.mark.parametrize(
     ("remat", "width", "rows", "num_devices", "budget"),
     [
-        ("none", 512, 16384, 8, 1.28e8),  # of 143 MB for data parallelism; split state makes it fit
-        ("auto", 64, 65536, 2, 1.5e8),  # of 210 MB; activations are what there is to save
+        ("none", 512, 16384, 8, 1.53e8),  # of 157 MB; state that is split further makes it fit
+        ("auto", 64, 65536, 2, 2.4e8),  # of 261 MB; activations are what there is to save
     ],
 )
 def test_candidates_keep_to_the_budget(remat, width, rows, num_devices, budget):

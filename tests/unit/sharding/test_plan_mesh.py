@@ -33,8 +33,8 @@ def share_without_rules(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     """Graphs in which this share of the flops has no rule, for a failure."""
     build = plan_mesh.build_graph
 
-    def built(step: Any) -> Graph:
-        graph = build(step)
+    def built(step: Any, **options: Any) -> Graph:
+        graph = build(step, **options)
         flops = request.param * sum(node.weight * node.flops for node in graph.nodes)
         unruled = Unruled("dot_general", "model.py:3", "runs replicated", 1, flops, FAILURE)
         return replace(graph, unruled=(unruled,))

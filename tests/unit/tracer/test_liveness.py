@@ -130,26 +130,40 @@ def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
     assert len(gradients) == 3 and min(gradients) < last
 
 
-def test_gradients_of_parameters_come_last_where_collectives_are_hidden() -> None:
-    """On several devices XLA runs the products that only the update needs at the end, so their
-    operands live until then. On one device each runs where it stands."""
+def test_gradients_of_parameters_come_late_where_collectives_are_hidden() -> None:
+    """On several devices, XLA runs the products that only the update needs in the second half of
+    the backward pass, two for each that the pass itself needs, and reduces them at the end. On one
+    device each runs where it stands."""
+    num_layers = 6
 
     def loss_of(w, x):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"])
+        for layer in w:
+            x = jnp.tanh(x @ layer)
+        return jnp.sum(x)
 
-    weights = {name: array(64, 64) for name in "abc"}
-
-    def times(overlaps: bool) -> tuple[list[int], int]:
-        graph = graph_of(train(loss_of), weights, array(64, 64), overlaps=overlaps)
+    def times(overlaps: bool) -> tuple[list[int], list[int], int]:
+        weights = [array(64, 64)] * num_layers
+        graph = graph_of(train(loss_of), weights, array(32, 64), overlaps=overlaps)
         backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
-        products = [i for i in backward if graph.nodes[i].name == "dot_general"]
-        return [graph.liveness.times[i] for i in products], max(backward)
+        late, reduced = [], []
+        for index in backward:
+            node, time = graph.nodes[index], graph.liveness.times[index]
+            is_gradient = graph.values[node.results[0]].shape == (64, 64)
+            if is_gradient and node.name == "dot_general":
+                late.append(time)
+            elif is_gradient and node.kind is NodeKind.FINISH:
+                reduced.append(time)
+        return late, reduced, max(backward)
 
-    (late, last), (early, _) = times(True), times(False)
-    assert early == sorted(early) and max(early) <= last
-    # Two pass gradients on, three are of parameters.
-    assert len(late) == 5 and sorted(time > last for time in late) == [False] * 2 + [True] * 3
-    assert len(set(late)) == 5
+    early, _, last = times(overlaps=False)
+    late, reduced, _ = times(overlaps=True)
+    assert len(early) == len(late) == num_layers and max(early) <= last
+    assert late == sorted(late)
+    # None runs before half of them could have, and then two at a time.
+    assert late[0] >= early[num_layers // 2]
+    assert late[num_layers // 2] >= early[3 * num_layers // 4]
+    assert late[-1] > last
+    assert len(reduced) == num_layers and all(time > last for time in reduced)
 
 
 def test_gradients_in_a_loop_come_last_in_its_body() -> None:
