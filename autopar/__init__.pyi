@@ -157,6 +157,9 @@ from autopar.methods import (
     Zero3Parallel as Zero3Parallel,
 )
 from autopar.runtime.checkpoints.find import (
+    checkpoint_metadata as checkpoint_metadata,
+)
+from autopar.runtime.checkpoints.find import (
     checkpoint_steps as checkpoint_steps,
 )
 from autopar.runtime.checkpoints.find import (
@@ -183,6 +186,27 @@ from autopar.training.data_loader import (
     data_loader as data_loader,
 )
 from autopar.training.elastic import run_training as run_training
+from autopar.training.keeping import (
+    CheckpointPolicy as CheckpointPolicy,
+)
+from autopar.training.keeping import (
+    NonFiniteError as NonFiniteError,
+)
+from autopar.training.metrics import (
+    MetricsPolicy as MetricsPolicy,
+)
+from autopar.training.metrics import (
+    PrometheusMetrics as PrometheusMetrics,
+)
+from autopar.training.metrics import (
+    TensorBoardMetrics as TensorBoardMetrics,
+)
+from autopar.training.metrics import (
+    TrainingMetrics as TrainingMetrics,
+)
+from autopar.training.metrics import (
+    log_metrics as log_metrics,
+)
 from autopar.training.preemption import Preempted as Preempted
 from autopar.training.restarts import RestartPolicy as RestartPolicy
 from autopar.training.restore import restore_checkpoint as restore_checkpoint

@@ -21,15 +21,19 @@ from autopar import session
 from autopar.errors import ArgumentError
 from autopar.runtime.remote.arrays import DistributedArray
 from autopar.training.data_loader import DataLoader
+from autopar.training.positions import Positioned
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
-def batch_source(batches: Batches, start: int) -> BatchSource:
-    """`start`: the number of the first batch that will be requested."""
-    if isinstance(batches, DataLoader) and session.current().remote is not None:
-        return _LoadedBatches(batches, start)
-    return BatchSource(batches, start)
+def batch_source(batches: Batches, start: int, must_repeat: bool = False) -> BatchSource:
+    """`start`: the number of the first batch that will be requested. `must_repeat`: whether batches
+    may be requested again even if no worker can be lost."""
+    if isinstance(batches, DataLoader) and (
+        session.current().remote is not None or not batches.begun
+    ):
+        return _LoadedBatches(batches, start, must_repeat)
+    return BatchSource(batches, start, must_repeat)
 
 
 class BatchSource:
@@ -39,16 +43,23 @@ class BatchSource:
     can_forget:  whether no batch before the next step is needed any more.
     """
 
-    def __init__(self, batches: Batches, start: int) -> None:
+    _reads_ahead = False
+
+    def __init__(self, batches: Batches, start: int, must_repeat: bool = False) -> None:
         self._batches = batches
+        self._positioned: Positioned | None = None
+        self._positions: dict[int, Any] = {}  # where the source was before a batch, by its number
         self._newest: tuple[int, Any] | None = None  # as the source gave it
         self._kept: deque[Any] = deque()  # those before `_next`, on the host
         self._next = start  # the number of the batch that the source gives next
         self._taking = threading.Lock()  # guards the source, which may be slow
         self._changing = threading.Lock()  # guards the kept batches
         self.can_go_back = callable(batches) or isinstance(batches, Sequence)
-        self.can_forget = self.can_go_back or not workers_can_be_lost()
+        self.can_forget = self.can_go_back or not (must_repeat or workers_can_be_lost())
         self._iterator: Iterator[Any] | None = self._from(start)
+        if start == 0 and self._positioned is not None and self._positioned.has_position:
+            self._positions[0] = self._positioned.position()
+            self.can_go_back = self.can_forget = True
 
     def _from(self, start: int) -> Iterator[Any]:
         batches = self._batches
@@ -67,7 +78,32 @@ class BatchSource:
                 f"run_training(batches={batches!r}): needs an iterable of batches, or a function "
                 "from the number of the first batch to such an iterable."
             )
-        return itertools.islice(iter(batches), start, None)
+        self._positioned = Positioned(batches)
+        if start in self._positions:
+            return self._positioned.begin(self._positions[start])
+        iterator = self._positioned.begin()
+        return itertools.islice(iterator, start, None) if start else iterator
+
+    def resume(self, number: int, position: Any) -> None:
+        """The next batch is `number`, and the source was at this position (None: not known) before
+        it. A source that knows its position can go back, so no batch need be kept."""
+        with self._taking, self._changing:
+            if position is None:
+                return
+            self._positions = {number: position}
+            self.can_go_back = self.can_forget = True
+            self._kept.clear()
+            if self._next != number or self._iterator is None or self._newest is None:
+                self._newest, self._next, self._iterator = None, number, self._from(number)
+
+    def position(self, number: int) -> Any:
+        """Where the source is before batch `number`, as JSON; None if it does not know."""
+        with self._taking:
+            if number in self._positions:
+                return self._positions[number]
+            if self._positioned is None or self._next != number:
+                return None
+            return self._positioned.position()
 
     def get(self, number: int, **default: Any) -> Any:
         """Batch `number`, or the default after the last one; without a default, `StopIteration`."""
@@ -91,6 +127,10 @@ class BatchSource:
         assert self._iterator is not None
         while True:
             batch = self._checked(next(self._iterator))
+            if self._reads_ahead and self._positioned is not None:
+                position = self._positioned.position()
+                if position is not None:
+                    self._positions[self._next + 1] = position
             kept = [] if self.can_forget else [_on_host(batch)]
             with self._changing:
                 self._newest = self._next, batch
@@ -105,6 +145,8 @@ class BatchSource:
                 self._newest = None
             while self._kept and self._next - len(self._kept) < number:
                 self._kept.popleft()
+            for old in [one for one in self._positions if one < number]:
+                del self._positions[old]
 
     def forget_all(self) -> None:
         """After a loss: drop what may be on lost workers, and what the source can make again."""
@@ -160,14 +202,16 @@ class _LoadedBatches(BatchSource):
     """The batches of a data loader's source by number, and a loader that places them as they are
     requested one after another."""
 
-    def __init__(self, loader: DataLoader, start: int) -> None:
+    _reads_ahead = True
+
+    def __init__(self, loader: DataLoader, start: int, must_repeat: bool = False) -> None:
         if loader.begun:
             raise ArgumentError(
                 "run_training(batches=…): the data loader has begun, so some batches are on the "
                 "cluster already and would be lost with it. Pass a new one, or a function: "
                 "batches=lambda start: autopar.data_loader(batches_from(start), step)."
             )
-        super().__init__(loader.source, start)
+        super().__init__(loader.source, start, must_repeat)
         self._given = loader
         self._loader: DataLoader | None = None
         self._placed: tuple[int, Any] | None = None  # the last requested batch
@@ -185,6 +229,11 @@ class _LoadedBatches(BatchSource):
                     return default["default"]
                 raise
         return self._placed[1]
+
+    def resume(self, number: int, position: Any) -> None:
+        if position is not None:
+            self._end_loader()
+        super().resume(number, position)
 
     def _raw_from(self, start: int) -> Iterator[Any]:
         for number in itertools.count(start):

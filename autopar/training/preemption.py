@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from autopar import _jax
-from autopar.errors import ClusterError
+from autopar.errors import ArgumentError, ClusterError
 from autopar.progress import LOGGER
 
 _POLL_S = 0.5
@@ -64,6 +64,11 @@ class StopRequests:
     elsewhere, those of other processes count."""
 
     def __init__(self, grace_s: float) -> None:
+        is_number = isinstance(grace_s, (int, float)) and not isinstance(grace_s, bool)
+        if not is_number or not grace_s > 0:
+            raise ArgumentError(
+                f"run_training(grace_s={grace_s!r}): needs a number of seconds > 0."
+            )
         self.grace_s = grace_s
         self._signal = 0
         self._asked = threading.Event()

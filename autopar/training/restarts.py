@@ -20,6 +20,7 @@ from autopar import session
 from autopar.errors import ArgumentError, ClusterError, WorkerError
 from autopar.progress import LOGGER
 from autopar.runtime.remote.session import WorkerCluster
+from autopar.training.metrics import Meter
 
 _HOUR_S = 3600.0
 _LOOK_EVERY_S = 2.0
@@ -79,13 +80,16 @@ class Restarts:
 
     def __init__(
         self,
-        policy: RestartPolicy,
+        policy: RestartPolicy | None,
         max_in_a_row: int,
         on_restart: Callable[[WorkerError | ClusterError], None] | None,
         sleep: Callable[[float], None],
+        meter: Meter | None = None,
     ) -> None:
         self.count = 0
-        self._policy, self._max_in_a_row, self._on_restart = policy, max_in_a_row, on_restart
+        self._meter = meter
+        self.policy = policy or RestartPolicy()
+        self._max_in_a_row, self._on_restart = max_in_a_row, on_restart
         self._sleep = sleep
         self._in_a_row = 0
         self._times_s: deque[float] = deque()
@@ -93,7 +97,7 @@ class Restarts:
     def after_loss(self, error: WorkerError, has_new_checkpoint: bool) -> None:
         """Count a loss, and wait if it is not the first in a row; raises the error if there were
         too many."""
-        policy = self._policy
+        policy = self.policy
         self._in_a_row = 1 if has_new_checkpoint else self._in_a_row + 1
         now_s = time.monotonic()
         while self._times_s and now_s - self._times_s[0] > _HOUR_S:
@@ -113,7 +117,7 @@ class Restarts:
                 policy.max_per_hour,
             )
             raise error
-        self.count += 1
+        self._add()
         pause_s = 0.0
         if self._in_a_row > 1:
             pause_s = min(policy.first_pause_s * 2.0 ** (self._in_a_row - 2), policy.max_pause_s)
@@ -132,14 +136,20 @@ class Restarts:
             self._on_restart(error)
         self._sleep(pause_s)
 
-    def planned(self, reason: PlannedRestart) -> None:
+    def _add(self) -> None:
         self.count += 1
+        if self._meter is not None:
+            self._meter.restarts = self.count
+
+    def planned(self, reason: PlannedRestart) -> None:
+        """Count a restart that is no loss."""
+        self._add()
         LOGGER.warning("Restart %d, from a checkpoint made for it: %s", self.count, reason)
 
     def start_again(self, load: Callable[[], None]) -> None:
         """Restart the cluster and load; repeated within the policy's time while the cluster cannot
         be started."""
-        policy = self._policy
+        policy = self.policy
         begun_s, pause_s = time.monotonic(), policy.first_pause_s
         while True:
             waited_s = time.monotonic() - begun_s
@@ -157,7 +167,7 @@ class Restarts:
 
     def _pause(self, pause_s: float, waited_s: float) -> float:
         """Not beyond the moment when fewer devices will do, nor beyond the end."""
-        policy = self._policy
+        policy = self.policy
         limits = [policy.wait_s]
         if policy.min_devices is not None and waited_s < policy.shrink_after_s:
             limits.append(policy.shrink_after_s)
@@ -167,17 +177,17 @@ class Restarts:
         first_line = str(error).partition("\n")[0]
         if self._on_restart is not None:
             self._on_restart(error)
-        if waited_s >= self._policy.wait_s:
+        if waited_s >= self.policy.wait_s:
             LOGGER.error(
                 "Training ends: no cluster within %.0f s (RestartPolicy(wait_s=…)): %s",
-                self._policy.wait_s,
+                self.policy.wait_s,
                 first_line,
             )
             raise error
         LOGGER.warning(
             "No cluster after %.0f s of at most %.0f; the next attempt is in %.0f s: %s",
             waited_s,
-            self._policy.wait_s,
+            self.policy.wait_s,
             self._pause(pause_s, waited_s),
             first_line,
         )

@@ -7,6 +7,7 @@ names.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,22 @@ from jax.tree_util import SequenceKey
 
 from autopar import _jax, session
 from autopar.api import ParallelFunction, local_devices
-from autopar.errors import ArgumentError, CheckpointError
+from autopar.errors import ArgumentError, CheckpointError, PlanError
 from autopar.ir.objects.nnx import merge_objects
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.lower_step import check_devices
-from autopar.runtime.checkpoints.find import find_checkpoint
+from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.find import FoundCheckpoint, checkpoint_steps, find_checkpoint
 from autopar.runtime.checkpoints.orbax import OrbaxSource
 from autopar.runtime.checkpoints.restore import (
+    OtherModelError,
     OwnSource,
     difference_text,
     differing,
     restore_nested,
     restore_tree,
 )
+from autopar.runtime.ranks.consensus import Consensus, planning_limit_s
 from autopar.runtime.remote.save import input_places
 
 
@@ -46,12 +50,61 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
                A pytree of arrays or `jax.ShapeDtypeStruct`s: in this structure, each array with the
                sharding of its counterpart, if that has one.
                None: as dicts and lists of NumPy arrays.
-    step:      which checkpoint; None for the newest.
+    step:      which checkpoint; None for the newest that is in order: one that is damaged is left
+               out, with a warning.
 
     Returns the state. Raises `CheckpointError` if there is no checkpoint, if it is damaged or
     incomplete, or, naming the first differences, if its leaves are not those of the target.
     """
-    checkpoint = find_checkpoint(directory, step)
+    if step is None and len(checkpoint_steps(directory)) > 1:
+        return restore_newest(directory, target)[1]
+    return _restored(find_checkpoint(directory, step), target)
+
+
+def restore_newest(directory: str | Path, target: Any) -> tuple[int, Any, tuple[int, ...]]:
+    """(step, state) of the newest checkpoint that is in order, and the steps of damaged ones that
+    are newer. Every damaged one is an error in the log and a warning."""
+    damaged: list[int] = []
+    first: CheckpointError | PlanError | None = None
+    for step in reversed(checkpoint_steps(directory)):
+        try:
+            return step, _restored_by_all(find_checkpoint(directory, step), target), tuple(damaged)
+        except OtherModelError:
+            raise
+        except (CheckpointError, PlanError) as error:
+            text = f"THE CHECKPOINT OF STEP {step} IS DAMAGED and is left out: {error}"
+            LOGGER.error("%s", text)
+            warnings.warn(text, stacklevel=3)
+            damaged.append(step)
+            first = first or error
+    assert first is not None, f"{directory} has no checkpoint"
+    raise CheckpointError(
+        f"{directory}: none of the checkpoints of steps {damaged} can be restored; of the newest: "
+        f"{first}"
+    ) from first
+
+
+def restore_step(directory: Path, target: Any, step: int) -> Any:
+    """The state of one checkpoint, if all processes can read their parts."""
+    return _restored_by_all(find_checkpoint(directory, step), target)
+
+
+def _restored_by_all(checkpoint: FoundCheckpoint, target: Any) -> Any:
+    """The state, if all processes can read their parts."""
+    if jax.process_count() == 1:
+        return _restored(checkpoint, target)
+    result: list[Any] = []
+
+    def restore() -> dict[str, Any]:
+        result.append(_restored(checkpoint, target))
+        return {}
+
+    name = f"restoring {checkpoint.path}"
+    Consensus(name).agree("reading", restore, planning_limit_s())
+    return result[0]
+
+
+def _restored(checkpoint: FoundCheckpoint, target: Any) -> Any:
     source = OrbaxSource(checkpoint.path) if checkpoint.is_orbax else OwnSource(checkpoint.path)
     if target is None:
         return restore_nested(source)
@@ -61,7 +114,7 @@ def restore_checkpoint(directory: str | Path, target: Any = None, step: int | No
     differences = [differing(source.manifest, argument.wanted) for argument in arguments]
     chosen = next((i for i, lines in enumerate(differences) if not lines), 0)
     if differences[chosen]:
-        raise CheckpointError(difference_text(checkpoint.path, differences[chosen]))
+        raise OtherModelError(difference_text(checkpoint.path, differences[chosen]))
     argument = arguments[chosen]
     return argument.rebuilt(source.leaves(argument.wanted))
 

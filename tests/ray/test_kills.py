@@ -101,6 +101,7 @@ def test_fewer_devices_after_the_loss_of_a_node(
         checkpoint_every=3,
         on_step=on_step,
         on_restart=errors.append,
+        restart_policy=autopar.RestartPolicy(min_devices=4, shrink_after_s=0),
     )
     assert [type(error) for error in errors] == [WorkerError]
     assert "lost with its node" in str(errors[0])

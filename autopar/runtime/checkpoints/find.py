@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.runtime.checkpoints import folders
-from autopar.runtime.checkpoints.format import MANIFEST
+from autopar.runtime.checkpoints.format import MANIFEST, read_manifest
+from autopar.runtime.checkpoints.orbax import orbax_metadata
 from autopar.runtime.checkpoints.save import checked_directory
 
 _ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
@@ -33,6 +35,25 @@ def latest_step(directory: str | Path) -> int | None:
     """The step of the newest checkpoint in the folder `directory`; None if there is none.
     `ArgumentError` if it is not a path."""
     return max(checkpoint_steps(directory), default=None)
+
+
+def checkpoint_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
+    """What `save_checkpoint(metadata=…)` saved with the checkpoint of `step`, or the newest, in the
+    folder `directory`; empty if nothing. `CheckpointError` if there is no such checkpoint, or if it
+    cannot be read."""
+    found = find_checkpoint(directory, step)
+    if found.is_orbax:
+        return orbax_metadata(found.path)
+    text = read_manifest(found.path).metadata
+    if text is None:
+        return {}
+    try:
+        metadata = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{found.path}: its metadata is no JSON: {error}") from error
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{found.path}: its metadata is {type(metadata).__name__}, no dict.")
+    return metadata
 
 
 def find_checkpoint(directory: Any, step: Any) -> FoundCheckpoint:

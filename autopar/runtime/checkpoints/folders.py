@@ -201,11 +201,21 @@ def _dead(directory: Path, final: str, identity: str) -> Iterator[bool]:
         os.close(lock)
 
 
-def keep_newest(directory: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` of the checkpoints up to `step`. Later ones stay."""
-    before = [s for s in own_steps(directory) if s <= step]
-    for old in before[:-keep]:
-        path = step_folder(directory, old)
-        aside = directory / f".{path.name}.tmp-{secrets.token_hex(6)}"
-        files.rename(path, aside)  # a checkpoint is never visible in part
-        files.remove(aside)
+def all_but_newest(steps: list[int], keep: int) -> list[int]:
+    return steps[:-keep]
+
+
+def delete(directory: Path, step: int) -> None:
+    """Delete a checkpoint; it is never visible in part."""
+    path = step_folder(directory, step)
+    aside = directory / f".{path.name}.tmp-{secrets.token_hex(6)}"
+    files.rename(path, aside)
+    files.remove(aside)
+
+
+def set_aside(directory: Path, step: int, why: str) -> Path:
+    """Give a checkpoint that nobody should use another name, for people to look at; returns it."""
+    path = step_folder(directory, step)
+    aside = directory / f"{why}_{path.name}_{secrets.token_hex(3)}"
+    files.rename(path, aside)
+    return aside

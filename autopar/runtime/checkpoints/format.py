@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -85,11 +85,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
+    """metadata: what the user saved beside the state, as JSON."""
+
     step: int
     leaves: tuple[Leaf, ...]
     writers: tuple[str, ...]
     autopar_version: str
     jax_version: str
+    metadata: str | None = field(default=None, metadata={"omit_none": True})
 
 
 def with_shards(leaves: Sequence[Leaf], entries: Sequence[Entry]) -> tuple[Leaf, ...]:

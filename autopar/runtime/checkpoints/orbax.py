@@ -9,7 +9,7 @@ cluster is a group of its own, so their arrays are saved in autopar's format onl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,13 @@ def _orbax_errors(what: str) -> Iterator[None]:
 
 
 def begin_orbax_save(
-    directory: Path, state: Any, step: int, keep: int | None, background: bool, overwrite: bool
+    directory: Path,
+    state: Any,
+    step: int,
+    keep: int | None,
+    background: bool,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Callable[[], None]]:
     """(path of the checkpoint, function that completes it) after the arrays were copied."""
     ocp = _orbax()
@@ -80,7 +86,8 @@ def begin_orbax_save(
             files.remove(root)  # of a save that crashed
         manager = ocp.CheckpointManager(root, options=options)
         try:
-            manager.save(step, args=ocp.args.StandardSave(tree), force=True)
+            extra = None if metadata is None else dict(metadata)
+            manager.save(step, args=ocp.args.StandardSave(tree), force=True, custom_metadata=extra)
         except BaseException:
             manager.close()
             raise
@@ -97,6 +104,16 @@ def begin_orbax_save(
                 files.remove(root)
 
     return final, complete
+
+
+def orbax_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata that was saved with a checkpoint of `CheckpointManager`; `folder` is the one
+    with its arrays, or the one around it."""
+    ocp = _orbax()
+    step = folder if folder.name.isdecimal() else folder.parent
+    with _orbax_errors(f"reading {folder}"):
+        found = ocp.CheckpointManager(step.parent).metadata(int(step.name))
+    return dict(getattr(found, "custom_metadata", None) or {})
 
 
 class OrbaxSource:

@@ -35,6 +35,10 @@ from autopar.runtime.checkpoints.read import read_numpy
 _MOST_SHOWN = 10
 
 
+class OtherModelError(CheckpointError):
+    """A checkpoint whose leaves are not those of the target; it may be in order."""
+
+
 class CheckpointSource(Protocol):
     """A checkpoint to read from. `manifest` has its leaves, named as `name` names paths in
     pytrees."""
@@ -100,7 +104,7 @@ def restore_leaves(source: CheckpointSource, wanted: Sequence[tuple[str, Any]]) 
     """The named leaves, each at its place; these must be all that the checkpoint has."""
     differences = differing(source.manifest, wanted)
     if differences:
-        raise CheckpointError(difference_text(source.folder, differences))
+        raise OtherModelError(difference_text(source.folder, differences))
     return source.leaves(wanted)
 
 

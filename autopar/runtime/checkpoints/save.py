@@ -13,8 +13,9 @@ import atexit
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from autopar.runtime.checkpoints.format import (
 from autopar.runtime.checkpoints.leaves import described, named_leaves
 
 FORMATS = ("autopar", "orbax")
+METADATA_LIMIT_BYTES = 2**20
 SETTLE_LIMIT_S = 3600.0  # for a save before the next one, or before the process ends
 
 
@@ -131,6 +133,7 @@ def save_checkpoint(
     asynchronous: bool = False,
     overwrite: bool = False,
     format: str = "autopar",
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path | CheckpointSave:
     """Save a pytree as the checkpoint of `step` in a folder of checkpoints, and return its path.
 
@@ -144,6 +147,8 @@ def save_checkpoint(
                   wait for it.
     overwrite:    replace the checkpoint of this step, if there is one.
     format:       "autopar", or "orbax" for a checkpoint that orbax can read.
+    metadata:     what else to save: a dict of texts, numbers, lists and dicts, as JSON has them, of
+                  1 MiB at most. `checkpoint_metadata` reads it.
 
     Every process of a cluster writes its own shards, so all must see the folder. A crash leaves the
     earlier checkpoints, and no partial one.
@@ -151,23 +156,64 @@ def save_checkpoint(
     Raises `CheckpointError` if the folder cannot be written, or has a checkpoint of this step and
     `overwrite` is not set.
     """
-    global _latest
-    (state,) = split_objects((state,), {}).args
     path = _checked(directory, step, keep, format)
-    finish_saves()
-    complete: Callable[[], None]
-    if format == "orbax":
-        from autopar.runtime.checkpoints.orbax import begin_orbax_save
+    text = metadata_text(metadata)
+    if format != "orbax":
+        superfluous = None if keep is None else partial(folders.all_but_newest, keep=keep)
+        return start_save(path, state, step, superfluous, asynchronous, overwrite, text)
+    from autopar.runtime.checkpoints.orbax import begin_orbax_save
 
-        final, complete = begin_orbax_save(path, state, step, keep, asynchronous, overwrite)
-    else:
-        save = _Save(path, state, step.__index__(), keep, asynchronous, overwrite)
-        final, complete = save.final, save.complete
+    (state,) = split_objects((state,), {}).args
+    finish_saves()
+    final, complete = begin_orbax_save(path, state, step, keep, asynchronous, overwrite, metadata)
+    return _started(final, complete, asynchronous)
+
+
+def start_save(
+    directory: Path,
+    state: Any,
+    step: int,
+    superfluous: Callable[[list[int]], Iterable[int]] | None,
+    asynchronous: bool,
+    overwrite: bool,
+    metadata: str | None,
+) -> Path | CheckpointSave:
+    """Save in autopar's format. `superfluous`: which of the steps that are there up to this one to
+    delete once it is complete."""
+    (state,) = split_objects((state,), {}).args
+    finish_saves()
+    save = _Save(directory, state, step.__index__(), superfluous, asynchronous, overwrite, metadata)
+    return _started(save.final, save.complete, asynchronous)
+
+
+def _started(
+    final: Path, complete: Callable[[], None], asynchronous: bool
+) -> Path | CheckpointSave:
+    global _latest
     if asynchronous:
         _latest = CheckpointSave(final, complete)
         return _latest
     complete()
     return final
+
+
+def metadata_text(metadata: Any) -> str | None:
+    """Metadata as JSON, checked."""
+    if metadata is None:
+        return None
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"save_checkpoint(metadata=…): is no dict of texts, finite numbers, lists and dicts "
+            f"({error}). Save arrays as part of the state."
+        ) from error
+    if len(text) > METADATA_LIMIT_BYTES:
+        raise ArgumentError(
+            f"save_checkpoint(metadata=…): has {len(text)} bytes as JSON, and at most "
+            f"{METADATA_LIMIT_BYTES} are saved. Save arrays as part of the state."
+        )
+    return text
 
 
 def _checked(directory: Any, step: Any, keep: Any, format: Any) -> Path:
@@ -196,13 +242,14 @@ class _Save:
         directory: Path,
         state: Any,
         step: int,
-        keep: int | None,
+        superfluous: Callable[[list[int]], Iterable[int]] | None,
         background: bool,
         overwrite: bool,
+        metadata: str | None = None,
     ) -> None:
         self.final = folders.step_folder(directory, step)
-        self._directory, self._step, self._keep = directory, step, keep
-        self._overwrite = overwrite
+        self._directory, self._step, self._superfluous = directory, step, superfluous
+        self._overwrite, self._metadata = overwrite, metadata
         named = named_leaves(state, "save_checkpoint")
         self._leaves = [described(leaf, "save_checkpoint") for leaf in named]
         if not self._leaves:
@@ -247,8 +294,8 @@ class _Save:
             if self._draft is not None:
                 self._draft.abandon()
             raise
-        if self._keep is not None and self._draft is not None:
-            self._delete_old(self._keep)
+        if self._superfluous is not None and self._draft is not None:
+            self._delete_old(self._superfluous)
 
     def _write(self) -> list[Entry]:
         writes, self._writes = self._writes, []
@@ -269,14 +316,16 @@ class _Save:
             body = json.loads((self._folder / name).read_bytes())
             entries += [(key, decode(Shard, shard)) for key, shard in body]
             files.remove(self._folder / name)
-        manifest = _manifest(self._step, self._leaves, entries)
+        manifest = _manifest(self._step, self._leaves, entries, self._metadata)
         _check_files(self._folder, [shard for _, shard in entries])
         self._draft.commit(manifest_text(manifest))
 
-    def _delete_old(self, keep: int) -> None:
+    def _delete_old(self, superfluous: Callable[[list[int]], Iterable[int]]) -> None:
         """The checkpoint is safe, so training goes on if this fails."""
         try:
-            folders.keep_newest(self._directory, self._step, keep)
+            there = [step for step in folders.own_steps(self._directory) if step <= self._step]
+            for step in superfluous(there):
+                folders.delete(self._directory, step)
         except OSError as error:
             text = f"{self.final}: is saved, but older ones could not be deleted: {error}"
             warnings.warn(text, stacklevel=2)
@@ -286,7 +335,9 @@ def _is_number(leaf: object) -> bool:
     return isinstance(leaf, tuple(SCALARS.values())) and not isinstance(leaf, np.generic)
 
 
-def _manifest(step: int, leaves: Sequence[Leaf], entries: Sequence[Entry]) -> Manifest:
+def _manifest(
+    step: int, leaves: Sequence[Leaf], entries: Sequence[Entry], extra: str | None
+) -> Manifest:
     written = with_shards(leaves, entries)
     manifest = Manifest(
         step=step,
@@ -296,6 +347,7 @@ def _manifest(step: int, leaves: Sequence[Leaf], entries: Sequence[Entry]) -> Ma
         ),
         autopar_version=_own_version(),
         jax_version=jax.__version__,
+        metadata=extra,
     )
     try:
         check_manifest(manifest)

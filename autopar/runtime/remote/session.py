@@ -352,6 +352,13 @@ class RemoteSession:
                 values[place][slices(box)] = shard
         return values
 
+    def device_bytes(self, limit_s: float) -> list[int]:
+        """Memory in use on each device of the meshes that run, as far as JAX counts it."""
+        with self.lock:
+            self.check()
+            replies = [r for mesh in self._meshes.values() for r in mesh.submit("stats")]
+        return [number for r in replies for number in r.result(limit_s)["device_bytes"]]
+
     def close(self) -> None:
         if self.before_close is not None:
             self.before_close()

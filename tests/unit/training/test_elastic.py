@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_training_goes_on_in_another_run(tmp_path: Path):
         assert_equal(state, want)
         assert told.told == losses[:6] + losses[4:]
         again = autopar.run_training(Failing(set()), shapes, kind(), **common)
-        assert again[1] is None
+        assert again[1] == losses[-1][1]
         assert_equal(again[0], want)
 
 
@@ -334,6 +335,10 @@ def test_bad_arguments(tmp_path: Path):
             run(**{name: value})
     with pytest.raises(ArgumentError, match=r"grace_s=0\): needs a number of seconds > 0"):
         run(grace_s=0)
+    with pytest.raises(ArgumentError, match=r"bad_numbers='ignore'\): needs one of"):
+        autopar.CheckpointPolicy(bad_numbers="ignore")
+    with pytest.raises(ArgumentError, match=r"CheckpointPolicy\(keep_best=0\)"):
+        autopar.CheckpointPolicy(keep_best=0)
     with pytest.raises(ArgumentError, match=r"batches=3\): needs an iterable of batches"):
         run(batches=3)
     with pytest.raises(ArgumentError, match=r"returned None for the batches from number 0 on"):
@@ -342,3 +347,291 @@ def test_bad_arguments(tmp_path: Path):
         run(step=lambda state, batch: batch)
     with pytest.raises(CheckpointError, match="is of another model"):
         run(step=lambda state, batch: state, state={"another": np.ones(3)})
+
+
+# -- bad numbers
+
+
+def poisoned(*numbers: int, value: float = np.nan) -> list[np.ndarray]:
+    batches = [batch.copy() for batch in BATCHES]
+    for number in numbers:
+        batches[number][0, 0] = value
+    return batches
+
+
+def without(*numbers: int) -> tuple[Any, dict[int, float]]:
+    """State and losses of training that leaves out these batches, by number."""
+    step = autopar.parallelize(train_step, method=Zero3Parallel())
+    state, losses = fresh_state(), {}
+    for number, batch in enumerate(BATCHES):
+        if number not in numbers:
+            state, loss = step(state, batch)
+            losses[number + 1] = float(loss)
+    return state, losses
+
+
+def test_bad_numbers_end_training(tmp_path: Path):
+    with pytest.raises(autopar.NonFiniteError, match=r"Step 8 gave nan.*checkpoint is that of st"):
+        autopar.run_training(
+            Failing(set()), fresh_state(), poisoned(7), checkpoint_dir=tmp_path, checkpoint_every=3
+        )
+    finish_saves()
+    assert autopar.checkpoint_steps(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize("kind", ["a list", "an iterator"])
+@pytest.mark.parametrize(
+    ("what", "numbers", "left_out"),
+    [
+        ("skip", (7,), (7,)),
+        ("skip", (4, 5), (4, 5)),
+        ("roll back", (7,), (6, 7)),
+        ("roll back", (5, 6), (3, 4, 5, 6)),
+    ],
+)
+def test_bad_batches_are_left_out(
+    tmp_path: Path, what: str, numbers: tuple[int, ...], left_out: tuple[int, ...], kind: str
+):
+    want, losses = without(*left_out)
+    told = Losses()
+    batches = poisoned(*numbers)
+    state, _ = autopar.run_training(
+        Failing(set()),
+        fresh_state(),
+        batches if kind == "a list" else iter(batches),
+        checkpoint_dir=tmp_path,
+        checkpoint_every=3,
+        checkpoint_policy=autopar.CheckpointPolicy(bad_numbers=what),
+        on_step=told,
+    )
+    assert_equal(state, want)
+    finite = {number: loss for number, loss in told.told if np.isfinite(loss)}
+    assert {n: finite[n] for n in losses} == losses
+    assert autopar.latest_step(tmp_path) == 12
+
+
+def test_bad_numbers_are_not_looked_at(tmp_path: Path):
+    _, loss = autopar.run_training(
+        Failing(set()),
+        fresh_state(),
+        poisoned(7),
+        checkpoint_dir=tmp_path,
+        checkpoint_policy=autopar.CheckpointPolicy(bad_numbers=None),
+    )
+    assert np.isnan(float(loss))
+
+
+def ruining_step(state: Any, batch: Any) -> tuple[Any, Any]:
+    """The gradient is not a number where the loss still is."""
+    new, loss = train_step(state, jnp.where(batch > 1e3, 0.0, batch))
+    is_bad = (batch > 1e3).any()
+    return {**new, "w": jnp.where(is_bad, jnp.nan, new["w"])}, loss
+
+
+@pytest.mark.filterwarnings("ignore:THE CHECKPOINT OF STEP 6 IS BAD")
+def test_a_checkpoint_that_a_bad_gradient_ruined_is_set_aside(tmp_path: Path):
+    """The loss of its own step was finite: only the next step shows it."""
+    batches = poisoned(5, value=1e6)
+    state, _ = autopar.run_training(
+        autopar.parallelize(ruining_step, method=Zero3Parallel()),
+        fresh_state(),
+        batches,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=3,
+        keep=1,
+        checkpoint_policy=autopar.CheckpointPolicy(bad_numbers="skip"),
+    )
+    assert np.isfinite(state["w"]).all() and int(state["count"]) == 11
+    assert len(list(tmp_path.glob("bad_step_00000006_*"))) == 1
+    clean = [batch for number, batch in enumerate(BATCHES) if number != 5]
+    step, want = autopar.parallelize(ruining_step, method=Zero3Parallel()), fresh_state()
+    for batch in clean:
+        want, _ = step(want, batch)
+    assert_equal(state, want)
+
+
+def test_numbers_that_stay_bad_end_training(tmp_path: Path):
+    batches = [batch * np.nan for batch in BATCHES * 2]
+    with pytest.raises(autopar.NonFiniteError, match="11 times since a checkpoint"):
+        autopar.run_training(
+            Failing(set()),
+            fresh_state(),
+            batches,
+            checkpoint_dir=tmp_path,
+            checkpoint_policy=autopar.CheckpointPolicy(bad_numbers="skip"),
+        )
+
+
+def test_which_checkpoints_stay(tmp_path: Path):
+    autopar.run_training(
+        Failing(set()),
+        fresh_state(),
+        BATCHES,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=1,
+        keep=2,
+        checkpoint_policy=autopar.CheckpointPolicy(
+            keep_every=5,
+            keep_best=2,
+            metric=lambda loss: abs(float(loss) - uninterrupted_losses()[3]),
+        ),
+    )
+    assert autopar.checkpoint_steps(tmp_path) == sorted({5, 10, 11, 12, 3, nearest_to_third()})
+
+
+@functools.cache
+def uninterrupted_losses() -> dict[int, float]:
+    return dict(uninterrupted()[1])
+
+
+def nearest_to_third() -> int:
+    losses = uninterrupted_losses()
+    return sorted((abs(loss - losses[3]), n) for n, loss in losses.items() if n != 3)[0][1]
+
+
+# -- damaged checkpoints
+
+
+def damage(folder: Path) -> None:
+    """One byte of the data is another one."""
+    (data,) = folder.glob("*.data")
+    with open(data, "r+b") as file:
+        file.seek(1)
+        byte = file.read(1)
+        file.seek(1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("how", ["a byte", "a torn manifest"])
+def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, how: str):
+    want, losses = uninterrupted()
+    common = dict(checkpoint_dir=tmp_path, checkpoint_every=3)
+    autopar.run_training(Failing(set()), fresh_state(), BATCHES, num_steps=6, **common)
+    newest = tmp_path / "step_00000006"
+    if how == "a byte":
+        damage(newest)
+    else:
+        text = (newest / "manifest.json").read_bytes()
+        (newest / "manifest.json").write_bytes(text[: len(text) // 2])
+    told = Losses()
+    with pytest.warns(UserWarning, match="THE CHECKPOINT OF STEP 6 IS DAMAGED"):
+        state, _ = autopar.run_training(
+            Failing(set()), fresh_state(), BATCHES, on_step=told, **common
+        )
+    assert_equal(state, want)
+    assert told.told == losses[3:]
+    assert len(list(tmp_path.glob("damaged_step_00000006_*"))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:THE CHECKPOINT OF STEP")
+def test_no_checkpoint_is_in_order(tmp_path: Path):
+    common = dict(checkpoint_dir=tmp_path, checkpoint_every=3)
+    autopar.run_training(Failing(set()), fresh_state(), BATCHES, num_steps=3, **common)
+    for folder in tmp_path.glob("step_*"):
+        damage(folder)
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints of steps \[3, 0\]"):
+        autopar.run_training(Failing(set()), fresh_state(), BATCHES, **common)
+
+
+def test_restore_takes_the_one_before(tmp_path: Path):
+    for number in (1, 2):
+        autopar.save_checkpoint(tmp_path, {"x": np.arange(50) * number}, number)
+    damage(tmp_path / "step_00000002")
+    with pytest.warns(UserWarning, match="THE CHECKPOINT OF STEP 2 IS DAMAGED"):
+        restored = autopar.restore_checkpoint(tmp_path)
+    np.testing.assert_array_equal(restored["x"], np.arange(50))
+    with pytest.raises(CheckpointError):
+        autopar.restore_checkpoint(tmp_path, step=2)
+
+
+# -- positions of loaders
+
+
+class GrainLike:
+    """An iterator as grain's: its state is a dict, and a shuffled order that nobody can guess."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> GrainLike:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        number = int(self.rng.integers(len(BATCHES)))
+        self.drawn.append(number)
+        return BATCHES[number]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+class TorchLike:
+    """A loader as torchdata's: the loader has the state, with bytes and arrays."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.drawn: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        order = GrainLike()
+        for number in range(1000):
+            batch = next(order)
+            if number >= self.start:
+                self.start = number + 1
+                self.drawn.append(order.drawn[-1])
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": np.array(self.start), "_worker": {0: b"abc", "t": (1, None, 2.5)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["_worker"] == {0: b"abc", "t": (1, None, 2.5)}
+        self.start = int(state["start"])
+
+
+@pytest.mark.parametrize("with_loader", [False, True], ids=["plain", "data_loader"])
+@pytest.mark.parametrize("kind", [GrainLike, TorchLike])
+def test_loaders_go_on_where_they_were(tmp_path: Path, kind: Any, with_loader: bool):
+    def run(folder: str, source: Any, num_steps: int, calls: set[int]) -> Any:
+        step = Failing(calls)
+        batches = autopar.data_loader(source, step) if with_loader else source
+        told = Losses()
+        state, _ = autopar.run_training(
+            step,
+            fresh_state(),
+            batches,
+            checkpoint_dir=tmp_path / folder,
+            checkpoint_every=4,
+            num_steps=num_steps,
+            on_step=told,
+        )
+        return state, told.told
+
+    want, losses = run("whole", kind(), 12, set())
+    _, first = run("parts", kind(), 6, {5})
+    assert sorted(set(first)) == losses[:6]
+    again = kind()
+    state, second = run("parts", again, 12, set())
+    assert second == losses[6:], "no batch twice, none left out"
+    assert_equal(state, want)
+    if not with_loader:
+        assert len(again.drawn) == 6, "nothing is drawn to be dropped"
+
+
+def test_metadata_of_users_is_beside_the_state(tmp_path: Path):
+    autopar.run_training(
+        Failing(set()),
+        fresh_state(),
+        BATCHES,
+        checkpoint_dir=tmp_path,
+        num_steps=4,
+        checkpoint_policy=autopar.CheckpointPolicy(
+            metadata=lambda step: {"tokens": 1000 * step, "run": "a"}
+        ),
+    )
+    assert autopar.checkpoint_metadata(tmp_path)["user"] == {"tokens": 4000, "run": "a"}
+    assert autopar.checkpoint_metadata(tmp_path, 0)["user"]["tokens"] == 0

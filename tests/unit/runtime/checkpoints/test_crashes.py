@@ -120,7 +120,7 @@ def test_old_ones_that_cannot_be_deleted_do_not_end_training(
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folders, "keep_newest", refuse)
+    monkeypatch.setattr(folders, "delete", refuse)
     with pytest.warns(UserWarning, match=r"step_00000002: is saved, but older ones could not"):
         autopar.save_checkpoint(tmp_path, state_of(2), 2, keep=1)
     assert assert_whole(tmp_path) == 2

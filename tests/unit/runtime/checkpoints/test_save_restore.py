@@ -257,3 +257,21 @@ def test_nothing_to_restore(tmp_path: Path):
     assert autopar.latest_step(tmp_path) == 1
     with pytest.raises(ArgumentError, match="step='x'"):
         autopar.restore_checkpoint(tmp_path, step="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", ["autopar", "orbax"])
+def test_metadata_is_saved_beside_the_state(tmp_path: Path, format: str) -> None:
+    given = {"tokens": 12, "position": {"shard": [1, 2.5, None, "ä"]}}
+    autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 1, metadata=given, format=format)
+    autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 2, format=format)
+    assert autopar.checkpoint_metadata(tmp_path, 1) == given
+    assert autopar.checkpoint_metadata(tmp_path) == {}
+    with pytest.raises(CheckpointError, match="there is none of this step"):
+        autopar.checkpoint_metadata(tmp_path, 3)
+
+
+@pytest.mark.parametrize("given", [{"x": np.ones(2)}, {"x": float("nan")}, {"x": "y" * 2**20}, 3])
+def test_metadata_is_small_json(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"save_checkpoint\(metadata=…\)"):
+        autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 1, metadata=given)
+    assert autopar.checkpoint_steps(tmp_path) == []
