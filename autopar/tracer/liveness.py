@@ -52,11 +52,13 @@ def find_lives(
     in_place: Collection[int | None],
     loops: Sequence[tuple[int, int]],
     overlaps: bool = True,
+    zeros: Collection[int] = (),
 ) -> Liveness:
     """`in_place`: outputs that take over the buffer of an input; `loops`: the half-open range of
     nodes of each loop, outer loops first; `overlaps`: there are collectives to hide under compute
-    (`late_gradients`), as on every mesh of more than one device."""
-    return _Sweep(nodes, values, outputs, in_place, loops, overlaps).lives()
+    (`late_gradients`), as on every mesh of more than one device; `zeros`: values known to be zero
+    everywhere."""
+    return _Sweep(nodes, values, outputs, in_place, loops, overlaps, zeros).lives()
 
 
 @dataclass(frozen=True)
@@ -74,30 +76,33 @@ class _Sweep:
         in_place: Collection[int | None],
         loops: Sequence[tuple[int, int]],
         overlaps: bool,
+        zeros: Collection[int],
     ) -> None:
         self.nodes = nodes
         self.values = values
         self.outputs = {o for o in outputs if o is not None}
         self.in_place = {o for o in in_place if o is not None}
         self.loops = loops
+        self.zeros = frozenset(zeros)
         self.producer = {v: i for i, node in enumerate(nodes) for v in node.results}
         self.finish_of = {
             node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
         }
         self.times = self.schedule(self.late_gradients() if overlaps else {})
         self.readers: dict[int, list[_Reader]] = {}
+        self.zero_types: frozenset[tuple[tuple[int, ...], str]] | None = None
         self.folded = self.folded_scatters()  # scatters -> the additions that they are made in
         self.made_from: dict[int, frozenset[int]] = {}  # written value -> written ones it reads
         self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
         self.in_place -= self.transposed_state()
 
     def late_gradients(self) -> dict[int, int]:
-        """Products that nothing but the update waits for, and their reductions, with the times at
-        which they run. XLA hides collectives under compute and plans backwards from the end, where
-        all of these products are ready: they take turns with the products that the backward pass
-        waits for until there are none left, which is so halfway through it. So the first half of
-        the backward pass has none of them, and the operands of half of them are kept at once. Their
-        partial sums wait for the end, where their reductions are merged.
+        """Products and scatters that nothing but the update waits for, and their reductions, with
+        the times at which they run. XLA hides collectives under compute and plans backwards from
+        the end, where all of these products are ready: they take turns with the products that the
+        backward pass waits for until there are none left, which is so halfway through it. So the
+        first half of the backward pass has none of them, and the operands of half of them are kept
+        at once. Their partial sums wait for the end, where their reductions are merged.
 
         In a loop's body they come last: their sums with the carry do."""
         carried = {
@@ -121,9 +126,10 @@ class _Sweep:
                 need = index
             elif after and None not in after:
                 need = min(time for time in after if time is not None)
-            if need is not None and need > index and node.is_heavy:
+            is_product = node.is_heavy or is_scatter_add(node.name)
+            if need is not None and need > index and is_product:
                 late[index] = need
-            if node.is_heavy or node.kind is NodeKind.MERGE or node.name in _REDUCTIONS:
+            if is_product or node.kind is NodeKind.MERGE or node.name in _REDUCTIONS:
                 need = None
             for value in node.operands:
                 before = needed.get(value, need)
@@ -160,13 +166,18 @@ class _Sweep:
         for index in range(len(self.nodes) - 1, -1, -1):
             for value in self.nodes[index].operands:
                 time = times[index]
-                if self.nodes[index].kind is NodeKind.USE:
+                if self.is_made_when_needed(self.nodes[index]):
                     time = first_read.get(self.nodes[index].results[0], time)
                 first_read[value] = min(first_read.get(value, time), time)
         for index, node in enumerate(self.nodes):
-            if node.kind is NodeKind.USE:  # a copy is made when it is first needed
+            if self.is_made_when_needed(node):
                 times[index] = first_read.get(node.results[0], index)
         return times
+
+    def is_made_when_needed(self, node: Node) -> bool:
+        """Copies of inputs, and zeros of the update."""
+        is_zero = node.region == UPDATE and not self.zeros.isdisjoint(node.results)
+        return node.kind is NodeKind.USE or is_zero
 
     def transposed_state(self) -> set[int]:
         """State that is not updated in place: its gradient comes from a batched product with its
@@ -275,6 +286,8 @@ class _Sweep:
             return True
         if not readers or all(self.nodes[r.node].kind is NodeKind.INPUT for r in readers):
             return False
+        if value in self.zeros and self.type_of(value) in self.scattered_zeros():
+            return any(self.zeros.isdisjoint(self.nodes[r.node].results) for r in readers)
         fused = [r for r in readers if not r.unfused]
         if len(fused) < len(readers) or node.name in UNFUSED - _FUSED_SLICES:
             return True
@@ -289,6 +302,22 @@ class _Sweep:
         if INSTRUCTIONS.get(node.name, 1.0) >= _EXPENSIVE and self.crosses(value):
             count = max(count, _CROSSING_READERS)
         return (count - 1) * recompute > (count + 1) * size
+
+    def scattered_zeros(self) -> frozenset[tuple[tuple[int, ...], str]]:
+        """Types of the zeros that scatters add to. XLA merges all zeros of one type, and what one
+        reader needs in memory is not fused into the others."""
+        if self.zero_types is None:
+            self.zero_types = frozenset(
+                self.type_of(node.operands[0])
+                for index, node in enumerate(self.nodes)
+                if is_scatter_add(node.name) and index not in self.folded
+                for value in node.operands[:1]
+                if value in self.zeros
+            )
+        return self.zero_types
+
+    def type_of(self, value: int) -> tuple[tuple[int, ...], str]:
+        return self.values[value].shape, self.values[value].dtype
 
     def crosses(self, value: int) -> bool:
         """Whether the backward pass reads a forward value, directly or through elementwise ops."""

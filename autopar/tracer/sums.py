@@ -39,7 +39,8 @@ def is_zero(operand: Operand, zeros: Collection[int]) -> bool:
 
 def zeros_made(equation: Equation, zeros: Collection[int]) -> tuple[int, ...]:
     """Results that are known to be zero."""
-    if equation.name == "broadcast_in_dim" and is_zero(equation.operands[0], zeros):
+    same = ("broadcast_in_dim", "convert_element_type")
+    if equation.name in same and is_zero(equation.operands[0], zeros):
         return equation.results
     return ()
 

@@ -218,6 +218,24 @@ def test_a_scatter_into_zeros_is_made_in_what_it_is_added_to() -> None:
     assert large == {"dot_general", "add_any"}
 
 
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_zeros_that_a_scatter_adds_to_are_read_from_memory_by_others(other: float) -> None:
+    """XLA merges equal constants, and does not fuse one that has to be in memory anyway (Adagrad
+    updates embeddings by `where(sum > 0, …, 0)`)."""
+
+    def step(w, ids):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w[ids])))(w)
+        return w - jnp.where(w > 0, gradient, jnp.full(w.shape, other))
+
+    graph = graph_of(step, array(4096, 64), array(32, dtype=jnp.int32))
+    lives = lives_by_op(graph)
+    in_update = [n.name for n in graph.nodes if n.region == "update"]
+    assert "select_n" in in_update
+    # One for the scatter, whose result takes it over, and one for the update.
+    made = [*lives["broadcast_in_dim"], *lives.get("convert_element_type", [])]
+    assert sum(shape == (4096, 64) for _, _, shape in made) == (2 if other == 0 else 1)
+
+
 @pytest.mark.parametrize("columns", [1024, 2**15])
 def test_a_softmax_of_short_rows_has_a_buffer_of_its_own(columns: int) -> None:
     """One Triton kernel takes whole rows, and writes elsewhere than it reads."""
