@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import ArgumentError, AutoparError
+
+KEY_VARIABLE = "LLM_SERVING_API_KEY"  # not an option: others could read the command line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +42,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_connections=args.max_connections,
         request_s=args.request_timeout,
         drain_s=args.drain,
+        stuck_s=args.stuck,
     )
     tokenizer = Tokenizer.load(args.model)
     with load(
@@ -56,7 +60,11 @@ def _serve(args: argparse.Namespace) -> int:
         if args.name:
             model.engine.model_name = args.name
         server = Server(
-            model.engine, tokenizer, eos_token_ids=model.config.eos_token_ids, limits=limits
+            model.engine,
+            tokenizer,
+            eos_token_ids=model.config.eos_token_ids,
+            limits=limits,
+            api_key=os.environ.get(KEY_VARIABLE) or None,
         )
         closed = serve(server, args.host, args.port, lambda port: _announce(args, model, port))
     return 0 if closed else 1
@@ -98,14 +106,17 @@ def _positive(text: str) -> int:
     return value
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _lengths(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
     return tuple(_positive(part) for part in text.split(",") if part)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.llm_serving",
-        description="Serves a decoder model from a local folder over HTTP, OpenAI-style.",
+        description="Serves a decoder model from a local folder over HTTP, OpenAI-style. "
+        f"Clients need the API key in the variable {KEY_VARIABLE}, if it is set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -124,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-choices", type=_positive, default=16, help="answers of one request")
     add("--max-connections", type=_positive, default=512)
     add("--request-timeout", type=float, default=600.0, help="seconds, waiting included")
+    add("--stuck", type=float, default=120.0, help="seconds per step until /live says 503")
     add("--drain", type=float, default=10.0, help="seconds for running requests at shutdown")
     add(
         "--attended-lengths",
@@ -135,9 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--warm-up",
         type=_lengths,
-        default=(16,),
+        default="all",
         metavar="N,…",
-        help="compile for prompts up to these lengths before the first request; '' for none",
+        help="compile for prompts of these lengths before the first request; '' for none",
     )
     return parser
 

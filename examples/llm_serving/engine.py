@@ -18,11 +18,13 @@ import collections
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from examples.llm_serving.histograms import Histogram
 from examples.llm_serving.requests import (
     Completion,
     EngineStoppedError,
@@ -45,12 +47,14 @@ class _Running:
       limit: the maximum number of tokens.
       num_dispatched: tokens that the dispatched steps will produce.
       num_given: tokens that the client has.
+      given_s: when it got the last one.
     """
 
     completion: Completion
     limit: int
     num_dispatched: int = 0
     num_given: int = 0
+    given_s: float = 0.0
     is_over: bool = False
 
 
@@ -89,7 +93,8 @@ class BatchingEngine:
       attended_lengths: while no sequence is longer than one of these, decode reads only that much
         of the cache. Each length has its own program.
       warm_up_lengths: prompt lengths whose programs, and decode's, are compiled now and not at the
-        first request. `warm_up_sampling`: also the programs that sample.
+        first request, when other requests would wait for it; None for all lengths.
+        `warm_up_sampling`: also the programs that sample.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class BatchingEngine:
         queue_size: int = 256,
         steps_per_call: int = 1,
         attended_lengths: Sequence[int] = (),
-        warm_up_lengths: Sequence[int] = (),
+        warm_up_lengths: Sequence[int] | None = (),
         warm_up_sampling: bool = False,
     ) -> None:
         self.model_name = model_name
@@ -123,6 +128,14 @@ class BatchingEngine:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._num_tokens = self._num_steps = self._num_requests = 0
+        self._moved_s = time.monotonic()  # when the loop last came around
+        self.histograms = {
+            "time_to_first_token_seconds": Histogram(),
+            "time_per_output_token_seconds": Histogram(),
+            "request_seconds": Histogram(),
+        }
+        if warm_up_lengths is None:
+            warm_up_lengths = all_padded_lengths(self.max_length)
         if warm_up_lengths:
             for may_sample in (False, True) if warm_up_sampling else (False,):
                 self._warm_up(self._groups[0], warm_up_lengths, may_sample)
@@ -154,6 +167,13 @@ class BatchingEngine:
         except EngineStoppedError as error:
             return error
         return None
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long the loop has been at one step, though there is work; 0 without work."""
+        with self._changed:
+            has_work = bool(self._waiting) or any(g.under_way or g.running for g in self._groups)
+            return time.monotonic() - self._moved_s if has_work else 0.0
 
     def stats(self) -> dict[str, float]:
         with self._changed:
@@ -263,10 +283,12 @@ class BatchingEngine:
     def _wait_for_work(self) -> bool:
         """Returns False when the engine should stop."""
         with self._changed:
+            self._moved_s = time.monotonic()
             while not self._is_closing:
                 if self._waiting or any(g.under_way or g.running for g in self._groups):
                     return True
                 self._changed.wait(timeout=1.0)
+                self._moved_s = time.monotonic()
             return False
 
     def _advance(self, group: _Group) -> None:
@@ -368,6 +390,13 @@ class BatchingEngine:
             self._num_tokens += num_given
 
     def _give(self, one: _Running, token: int, logprob: float) -> None:
+        now_s = time.monotonic()
+        if one.num_given == 1:
+            waited_s = now_s - one.completion.begun_s
+            self.histograms["time_to_first_token_seconds"].add(waited_s)
+        else:
+            self.histograms["time_per_output_token_seconds"].add(now_s - one.given_s)
+        one.given_s = now_s
         if token in one.completion.stops:
             _end(one, Token(token, logprob, "stop"))
             self._free(one)
@@ -378,6 +407,8 @@ class BatchingEngine:
             one.completion.put(Token(token, logprob))
 
     def _free(self, one: _Running) -> None:
+        waited_s = time.monotonic() - one.completion.begun_s
+        self.histograms["request_seconds"].add(waited_s)
         for group in self._groups:
             for slot, other in enumerate(group.slots):
                 if other is one:
@@ -393,6 +424,14 @@ def _end(one: _Running, token: Token) -> None:
 def padded_length(length: int, max_length: int) -> int:
     """The padded length of a prompt: a power of two, so that there are few programs."""
     return min(max(_MIN_PADDED, 1 << (length - 1).bit_length()), max_length)
+
+
+def all_padded_lengths(max_length: int) -> tuple[int, ...]:
+    """Every padded length of a prompt: with their programs compiled, no prompt stalls others."""
+    lengths = [padded_length(1, max_length)]
+    while lengths[-1] < max_length:
+        lengths.append(padded_length(lengths[-1] + 1, max_length))
+    return tuple(lengths)
 
 
 def _is_whole(value: Any) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from autopar.errors import AutoparError
+from examples.llm_serving.histograms import Histogram
 
 
 class ServingError(AutoparError):
@@ -74,6 +76,7 @@ class Completion:
         self.prompt = tuple(prompt)
         self.params = params
         self.stops = frozenset(params.stop_token_ids)  # looked up for every token
+        self.begun_s = time.monotonic()
         self._tokens: queue.SimpleQueue[Token | Exception] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._listener: Callable[[], None] | None = None
@@ -120,6 +123,13 @@ class Engine(Protocol):
     """The number of tokens, prompt and answer together, that one request's cache holds."""
     vocab_size: int
     model_name: str
+    histograms: Mapping[str, Histogram]
+    """Latencies, by name."""
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long it has not come to its next step, though there is work."""
+        ...
 
     @property
     def failure(self) -> Exception | None:

@@ -1,7 +1,7 @@
 """Runs a `Server`: in this process until SIGTERM or SIGINT, or in a thread.
 
 On the first signal the server accepts nothing more, running requests get `Limits.drain_s` to end,
-and the engine is closed. A second signal stops at once.
+and the engine is closed. A second signal stops at once, and so does a failure of the engine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from collections.abc import Callable, Iterator
 from examples.llm_serving.server import Server
 
 CLOSE_S = 30.0
+LOOK_S = 0.5  # how often the engine's health is looked at
 # The engine's thread and the event loop share the interpreter. By default, a loop with many streams
 # to write would make the engine wait 5 ms, longer than a decode step.
 SWITCH_S = 5e-4
 
 
 def serve(server: Server, host: str, port: int, announce: Callable[[int], None]) -> bool:
-    """Serves until a signal; `announce` is called with the port. Returns whether the engine closed
-    within its limit."""
+    """Serves until a signal, or until the engine fails; `announce` is called with the port. Returns
+    whether the engine worked to the end and closed within its limit."""
     sys.setswitchinterval(SWITCH_S)
     asyncio.run(_serve_until_signal(server, host, port, announce))
+    if (failure := server.engine.failure) is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        return False
     closing = threading.Thread(target=server.engine.close, daemon=True)
     closing.start()
     closing.join(CLOSE_S)
@@ -47,7 +51,11 @@ async def _serve_until_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     announce(port)
-    await stopping.wait()
+    while not stopping.is_set() and server.engine.failure is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), LOOK_S)
+    if server.engine.failure is not None:  # whoever started the process should start another
+        server.hurry()
     await server.stop()
 
 

@@ -1,6 +1,11 @@
 """The HTTP endpoint: an engine and its tokenizer → OpenAI-style completions on a port.
 
-    POST /v1/completions   GET /v1/models   GET /v1/models/{name}   GET /health   GET /metrics
+    POST /v1/completions   GET /v1/models   GET /v1/models/{name}
+    GET /health, /ready    whether requests should be sent here
+    GET /live              whether the engine works: 503 if it failed, or is stuck in a step
+    GET /metrics           counts, and histograms of latencies, for Prometheus
+
+With an API key, /v1 needs the header `Authorization: Bearer KEY`.
 
 Every resource a client can use is bounded: bodies, answers per request, connections, the engine's
 queue, and the time for a body to arrive, for a reader to read and for a whole request. When a
@@ -13,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import hmac
 import json
 import logging
 import socket
@@ -56,6 +62,7 @@ class Limits:
       write_s: for a reader to make room; then the connection is cut.
       request_s: from a request's arrival to its last token, waiting included.
       drain_s: for running requests when the server is asked to stop.
+      stuck_s: for the engine to come to its next step; afterwards it counts as stuck.
     """
 
     max_body_bytes: int = 1 << 20
@@ -65,6 +72,7 @@ class Limits:
     write_s: float = 20.0
     request_s: float = 600.0
     drain_s: float = 10.0
+    stuck_s: float = 120.0
 
 
 class Server:
@@ -77,7 +85,11 @@ class Server:
         *,
         eos_token_ids: Sequence[int] = (),
         limits: Limits | None = None,
+        api_key: str | None = None,
     ):
+        if api_key is not None and not api_key:
+            raise ServingError("The API key is empty. Give a long random text, or None.")
+        self._api_key = api_key
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
@@ -104,7 +116,9 @@ class Server:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_get("/health", self._health)
+        app.router.add_get("/health", self._ready)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/live", self._live)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(
             app,
@@ -161,6 +175,7 @@ class Server:
         """Turns a handler's exceptions into OpenAI's error objects, and writes the rest of the
         response within its time limit."""
         try:
+            self._check_key(request)
             response = await handler(request)
         except web.HTTPException as error:
             response = _error_response(_of_aiohttp(error, request, self.limits))
@@ -177,6 +192,18 @@ class Server:
                 request.transport.abort()
             raise asyncio.CancelledError from None
         return response
+
+    def _check_key(self, request: web.Request) -> None:
+        """Raises if the API key is wrong; how long it takes says nothing about the key."""
+        if self._api_key is None or not request.path.startswith("/v1"):
+            return
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            raise HttpError(
+                "The API key is missing or wrong; send the header `Authorization: Bearer KEY`.",
+                status=401,
+                code="invalid_api_key",
+            )
 
     def _explain(self, error: Exception) -> HttpError:
         if isinstance(error, HttpError):
@@ -225,12 +252,23 @@ class Server:
                 code="model_not_found",
             )
 
-    async def _health(self, request: web.Request) -> web.Response:
-        failure = self.engine.failure
-        if failure is not None or self.stopping:
-            reason = "the server is stopping" if failure is None else str(failure)
-            return web.json_response({"status": "stopped", "reason": reason}, status=503)
-        return web.json_response({"status": "ok"})
+    async def _ready(self, request: web.Request) -> web.Response:
+        reason = self._what_is_wrong()
+        if self.stopping and not reason:
+            reason = "the server is stopping"
+        return _status(reason)
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return _status(self._what_is_wrong())
+
+    def _what_is_wrong(self) -> str:
+        """With the engine; empty if nothing."""
+        failure, stuck_s = self.engine.failure, self.engine.stuck_s
+        if failure is not None:
+            return str(failure)
+        if stuck_s > self.limits.stuck_s:
+            return f"the engine has been at one step for {stuck_s:.0f} s"
+        return ""
 
     async def _metrics(self, request: web.Request) -> web.Response:
         server = self._runner.server
@@ -241,6 +279,8 @@ class Server:
             **self.counts,
         }
         lines = [f"llm_serving_{name} {value:.17g}" for name, value in sorted(figures.items())]
+        for name, histogram in sorted(self.engine.histograms.items()):
+            lines += histogram.lines(f"llm_serving_{name}")
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _completions(self, http_request: web.Request) -> web.StreamResponse:
@@ -328,6 +368,12 @@ class _Refusal(asyncio.Protocol):
         )
         transport.write(head.encode() + body)
         transport.close()
+
+
+def _status(reason: str) -> web.Response:
+    if reason:
+        return web.json_response({"status": "stopped", "reason": reason}, status=503)
+    return web.json_response({"status": "ok"})
 
 
 def _error_response(error: HttpError) -> web.Response:

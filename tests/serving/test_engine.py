@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import autopar
 from examples.llm_serving import decoder
 from examples.llm_serving.config import config_from_dict
-from examples.llm_serving.engine import BatchingEngine
+from examples.llm_serving.engine import BatchingEngine, all_padded_lengths
 from examples.llm_serving.model import LanguageModel, random_model
 from examples.llm_serving.requests import (
     EngineStoppedError,
@@ -256,3 +257,38 @@ def test_random_models_are_refused_with_the_reason() -> None:
         random_model(CONFIG, num_slots=3, num_groups=2)
     with pytest.raises(ModelError, match="dtype='int8'"):
         random_model(CONFIG, dtype="int8")
+
+
+def test_every_padded_length_is_compiled_before_the_first_request(parts: tuple[Steps, Any]) -> None:
+    """A longer prompt than all before compiles nothing, so nobody waits for it."""
+    assert all_padded_lengths(48) == (32, 48) and all_padded_lengths(128) == (32, 64, 128)
+    assert all_padded_lengths(7) == (7,)
+    steps, params = parts
+    with BatchingEngine(steps, params, warm_up_lengths=None) as engine:
+        before = len(steps._prefill[False].compiled_entries())
+        for length in (3, 20, 33, 40):
+            list(engine.submit([1] * length, SamplingParams(max_new_tokens=2)).tokens(60.0))
+        assert len(steps._prefill[False].compiled_entries()) == before
+
+
+def test_a_loop_that_does_not_come_around_is_stuck(
+    parts: tuple[Steps, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, params = parts
+    go_on = threading.Event()
+    decode = steps.decode
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        go_on.wait(60)
+        return decode(*args, **kwargs)
+
+    with BatchingEngine(steps, params) as engine:
+        assert engine.stuck_s == 0
+        monkeypatch.setattr(steps, "decode", waiting)
+        completion = engine.submit([1, 2], SamplingParams(max_new_tokens=4))
+        until_s = time.monotonic() + 60
+        while engine.stuck_s < 0.3:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        go_on.set()
+        assert len(list(completion.tokens(60.0))) == 4

@@ -239,7 +239,7 @@ def test_many_stop_tokens_cost_a_token_nothing(engine):
 
 def _metric(url: str, name: str) -> float:
     lines = call(url, "GET", "/metrics")[2].decode().splitlines()
-    return float(dict(line.split() for line in lines)[f"llm_serving_{name}"])
+    return float(dict(line.split() for line in lines if line[0] != "#")[f"llm_serving_{name}"])
 
 
 @pytest.mark.ci
@@ -266,3 +266,43 @@ def test_a_taken_port_is_an_error(engine, url):
         serving(Server(engine), port=address(url)[1]),
     ):
         pass
+
+
+def test_an_api_key_is_needed_if_there_is_one(engine):
+    with served(engine, api_key="s3cret") as (url, _):
+        fields = json.dumps({"prompt": [1], "max_tokens": 2}).encode()
+        for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
+            status, _, body = call(url, "POST", "/v1/completions", fields, headers=headers)
+            assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+        good = {"Authorization": "Bearer s3cret"}
+        assert call(url, "POST", "/v1/completions", fields, headers=good)[0] == 200
+        assert call(url, "GET", "/health")[0] == 200
+
+
+def test_a_stuck_engine_is_not_live(engine, monkeypatch):
+    with served(engine, limits={"stuck_s": 5.0}) as (url, _):
+        assert call(url, "GET", "/live")[0] == call(url, "GET", "/ready")[0] == 200
+        monkeypatch.setattr(type(engine), "stuck_s", 6.0)
+        for path in ("/live", "/ready", "/health"):
+            status, _, body = call(url, "GET", path)
+            assert status == 503 and "at one step for 6 s" in json.loads(body)["reason"]
+
+
+def test_latencies_are_counted(engine):
+    with served(engine) as (url, _):
+        before = figures(url)
+        answer(url, prompt=[1], max_tokens=5, ignore_eos=True)
+        after = figures(url)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    prefix = "llm_serving_"
+    assert grown[f"{prefix}time_to_first_token_seconds_count"] == 1
+    assert grown[f"{prefix}time_per_output_token_seconds_count"] == 4
+    assert grown[f"{prefix}request_seconds_count"] == 1
+    assert grown[f'{prefix}request_seconds_bucket{{le="+Inf"}}'] == 1
+    assert grown[f"{prefix}request_seconds_sum"] > 0
+
+
+def figures(url: str) -> dict[str, float]:
+    lines = call(url, "GET", "/metrics")[2].decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs}

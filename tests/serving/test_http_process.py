@@ -16,6 +16,7 @@ pytest.importorskip("tokenizers")
 
 from examples.llm_serving.__main__ import main
 from examples.llm_serving.random_checkpoint import save_random_checkpoint
+from examples.llm_serving.requests import SamplingParams
 from tests.serving.http_clients import answer, call, events
 
 
@@ -74,6 +75,23 @@ def test_a_second_signal_waits_for_nobody(folder):
         server.send_signal(signal.SIGTERM)
         list(stream)
         assert server.wait(40) == 0
+
+
+@pytest.mark.ci
+def test_it_ends_when_its_engine_dies(folder, monkeypatch, capsys):
+    """Whoever started it should start another; a server without an engine helps nobody."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    def announce(args, model, port):
+        monkeypatch.setattr(model.engine._steps, "prefill", fail)
+        model.engine.submit([1], SamplingParams())
+
+    monkeypatch.setattr("examples.llm_serving.__main__._announce", announce)
+    options = ["--model", folder, "--port", "0", "--mesh", "1", "--max-length", "64"]
+    assert main([*options, "--warm-up="]) == 1
+    assert "a step failed: RuntimeError('out of memory')" in capsys.readouterr().err
 
 
 @pytest.mark.slow
