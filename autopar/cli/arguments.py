@@ -151,6 +151,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--budget", metavar="BYTES", help="memory budget per device, such as 28GB")
     plan.add_argument("--save", metavar="FILE.json", help="save the plan")
     plan.add_argument("--report", metavar="FILE.html", help="write the plan's HTML report")
+    plan.add_argument(
+        "--baselines",
+        action="store_true",
+        help="with --report: plan data parallel, ZeRO-2 and ZeRO-3 too, and show them beside it",
+    )
     plan.add_argument("--depth", type=_positive, help="levels of modules to show")
     plan.add_argument("--full", action="store_true", help="print all that the plan says")
     plan.add_argument(
@@ -398,6 +403,13 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     )
     report.add_argument(
         "--measured", metavar="TRACE.json", help="trace of a run, recorded by autopar.trace"
+    )
+    report.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="OTHER.json",
+        help="another plan of the step, to show beside it; may be given several times",
     )
 
 

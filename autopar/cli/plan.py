@@ -8,8 +8,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from autopar.cli.arguments import STARTED
-from autopar.cli.requests import MadePlan, make_plan, request_of, use_no_devices
+from autopar.cli.requests import MadePlan, PlanRequest, make_plan, request_of, use_no_devices
 from autopar.cli.targets import check_target
+from autopar.errors import AutoparError
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
 from autopar.measure.verify.verify_plan import check_compiler, verify
@@ -33,7 +34,8 @@ def run_plan(arguments: Namespace) -> int:
     if arguments.save:
         plan.save(arguments.save)
     if arguments.report:
-        plan.report(arguments.report)
+        compare = baselines_of(request, made) if arguments.baselines else {}
+        plan.report(arguments.report, compare=compare)
     if not arguments.quiet:
         print(plan.explain(depth=arguments.depth, detail="full" if arguments.full else "short"))
         print()
@@ -55,6 +57,24 @@ def run_plan(arguments: Namespace) -> int:
     total = time.perf_counter() - STARTED
     print(f"planned in {made.seconds:.1f} s, {total:.1f} s in total")
     return code
+
+
+def baselines_of(request: PlanRequest, made: MadePlan) -> dict[str, ParallelPlan | str]:
+    """The same step with the methods that most people would use, or why there is no such plan."""
+    plans: dict[str, ParallelPlan | str] = {}
+    for name, title in BASELINES.items():
+        plain = replace(
+            request, method=name, micro_batches=None, budget=None, stages=None, layers=None,
+            schedule=None, remat=None,
+        )  # fmt: skip
+        try:
+            plans[title] = make_plan(plain, made.step).plan
+        except AutoparError as error:
+            plans[title] = str(error).splitlines()[0]
+    return plans
+
+
+BASELINES = {"data": "data parallel", "zero2": "ZeRO-2", "zero3": "FSDP (ZeRO-3)"}
 
 
 def _verified(made: MadePlan, arguments: Namespace) -> int:

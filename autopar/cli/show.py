@@ -23,7 +23,8 @@ def report(arguments: Namespace) -> int:
     plan = _load(arguments.plan)
     target = arguments.output or str(Path(arguments.plan).with_suffix(".html"))
     check_target(target, "--output")
-    plan.report(target, measured=_measured(arguments.measured, plan))
+    compare = {Path(other).stem: _load(other) for other in arguments.compare}
+    plan.report(target, measured=_measured(arguments.measured, plan), compare=compare)
     print(f"report: {target}")
     return 0
 

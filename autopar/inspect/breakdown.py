@@ -70,10 +70,15 @@ def mesh_shares(plan: ParallelPlan) -> list[StepShares]:
         compute = sum(module.compute_s for module in modules)
         communication = sum(module.communication_s for module in modules)
         busy_s = step if is_alone else compute + communication if busy is None else busy[mesh]
-        launch = max(0.0, busy_s - compute - communication)
-        bubble = max(0.0, step - compute - communication - launch)
+        launch = _rest(busy_s, compute + communication)
+        bubble = _rest(step, compute + communication + launch)
         shares.append(StepShares(step, compute, communication, bubble, launch))
     return shares
+
+
+def _rest(whole: float, part: float) -> float:
+    """What is left of the whole, but for rounding."""
+    return whole - part if whole - part > 1e-9 * whole else 0.0
 
 
 def shares_of(plan: ParallelPlan) -> StepShares:

@@ -283,10 +283,17 @@ class ParallelPlan:
     def _repr_html_(self) -> str:
         return late_method("summary_html")(self)
 
-    def report(self, target: str | Path, *, measured: Timeline | None = None) -> None:
+    def report(
+        self,
+        target: str | Path,
+        *,
+        measured: Timeline | None = None,
+        compare: Mapping[str, ParallelPlan | str] | None = None,
+    ) -> None:
         """Write the plan as one HTML page that needs no network, with the `measured` timeline
-        beside the predicted one."""
-        late_method("report")(self, target, measured)
+        beside the predicted one, and other plans of the step by name in `compare` (a text says why
+        there is no plan)."""
+        late_method("report")(self, target, measured, compare)
 
     def timeline(self) -> Timeline:
         """The predicted timeline of a step, on each mesh."""

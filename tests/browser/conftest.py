@@ -54,9 +54,10 @@ def open_page(context: sync_api.BrowserContext, tmp_path: Path) -> Iterator[Open
         measured: Timeline | None = None,
         size: tuple[int, int] = (1280, 900),
         scheme: str = "light",
+        compare: dict[str, ParallelPlan | str] | None = None,
     ) -> sync_api.Page:
         target = tmp_path / "plan.html"
-        write_report(plan, target, measured)
+        write_report(plan, target, measured, compare)
         page = context.new_page()
         pages.append(page)
         page.set_viewport_size({"width": size[0], "height": size[1]})

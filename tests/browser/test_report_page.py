@@ -359,3 +359,43 @@ def test_plans_of_all_kinds(open_page: Any, plan: ParallelPlan) -> None:
     words = page.inner_text("body")
     assert not any(sign in words for sign in ("[object", "NaN", "undefined", "Infinity"))
     assert not_wider_than_the_window(page)
+
+
+# -- plans beside it, cuts and pins
+
+
+def test_baselines_stand_beside_the_plan(open_page: Any) -> None:
+    plan = one_mesh()
+    slow = replace(plan, estimated_step_s=1.5 * plan.estimated_step_s)
+    page = open_page(plan, compare={"data parallel": slow, "ZeRO-2": "no sharding fits"})
+    text = page.inner_text("#compare")
+    assert "data parallel, is predicted to take 1.50 times as long" in text
+    assert "no sharding fits" in text
+    assert shown(page, "#compare tr.chosen strong") == ["this plan"]
+    assert open_page(plan).locator("#compare").count() == 0
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen(open_page: Any, size: Any, scheme: str) -> None:
+    plan = one_mesh()
+    page = open_page(plan, compare={"data parallel": plan}, size=size, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_arrays_are_cut_and_their_pins_are_copied(open_page: Any) -> None:
+    page = open_page(one_mesh())
+    cut = page.locator("#arrays svg.cut").first
+    assert "device" in cut.get_attribute("aria-label")
+    assert cut.locator("rect.own").count() == 1
+    page.evaluate("copyText = (words) => { window.copied = words; return Promise.resolve(true); }")
+    page.locator("#arrays button.pin").first.click()
+    path = page.locator("#arrays td.wrap .code").first.inner_text()
+    assert page.evaluate("window.copied").startswith(f'"{path}": P(')
+    assert page.locator("#arrays button.pin").first.inner_text() == "copied"
+
+
+def test_modules_have_the_colour_of_their_parallelism(open_page: Any) -> None:
+    page = open_page(one_mesh())
+    assert page.locator("#model .axis .swatch").count() > 0
+    assert "tensor" in page.inner_text("#model .legend >> nth=0")

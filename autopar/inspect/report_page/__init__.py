@@ -6,6 +6,7 @@ draw it in the browser. It needs no network, and its content policy forbids any.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 
@@ -17,8 +18,14 @@ from autopar.ir.plan import ParallelPlan
 from autopar.ir.timeline import Timeline
 
 
-def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | None = None) -> None:
-    """Write the page, whole or not at all."""
+def write_report(
+    plan: ParallelPlan,
+    target: str | Path,
+    measured: Timeline | None = None,
+    compare: Mapping[str, ParallelPlan | str] | None = None,
+) -> None:
+    """Write the page, whole or not at all. `compare`: plans beside it by name, or why there is
+    none."""
     where = f"report({str(target)!r})"
     if not isinstance(plan, ParallelPlan):
         raise PlanError(
@@ -35,7 +42,12 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
         raise PlanError(f"{where}: this is a folder; give the path of a file, such as plan.html.")
     if not path.parent.is_dir():
         raise PlanError(f"{where}: the folder {path.parent} does not exist; create it first.")
-    content = render(page_data(plan, measured))
+    if not _is_comparison(compare or {}):
+        raise ArgumentError(
+            f"{where}: compare must be a dict from names to ParallelPlans, such as "
+            "{'data parallel': plan_b}."
+        )
+    content = render(page_data(plan, measured, compare))
     try:
         write_whole(path, content)
     except OSError as error:
@@ -43,6 +55,13 @@ def write_report(plan: ParallelPlan, target: str | Path, measured: Timeline | No
             f"{where}: cannot write the file ({error.strerror or error}). Choose a writable folder "
             "on a disk with free space."
         ) from error
+
+
+def _is_comparison(given: object) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(other, (ParallelPlan, str))
+        for name, other in given.items()
+    )
 
 
 def _check_measured(plan: ParallelPlan, measured: object, where: str) -> None:

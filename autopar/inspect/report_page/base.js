@@ -78,6 +78,7 @@ const PHASE_COLOURS = {
   prepare: 5,
   send: 6,
   recv: 7,
+  collective: 3,
   other: 3,
 };
 const phaseOf = (kind, phase) => (phase in PHASE_COLOURS ? phase : kind in PHASE_COLOURS ? kind : "other");

@@ -6,6 +6,7 @@ The scripts know these names (`head`, `cluster`, `stages` …). Tables of many r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
@@ -18,8 +19,10 @@ from autopar.inspect.report_page.charts import (
     memory_data,
     timeline_data,
 )
+from autopar.inspect.report_page.compare import compare_data
 from autopar.inspect.report_page.encode import Texts, run_text, runs, short
 from autopar.inspect.report_page.headline import Headline, headline_of
+from autopar.inspect.report_page.layer_timeline import layer_timeline
 from autopar.inspect.report_page.model import array_rows, model_data
 from autopar.inspect.report_page.search import search_data
 from autopar.ir.plan import ParallelPlan, StagePlan
@@ -29,7 +32,11 @@ from autopar.ir.timeline import Timeline
 PAGE_VERSION = 1
 
 
-def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str, Any]:
+def page_data(
+    plan: ParallelPlan,
+    measured: Timeline | None = None,
+    compare: Mapping[str, ParallelPlan | str] | None = None,
+) -> dict[str, Any]:
     """Texts that occur often are indices into `texts`."""
     texts = Texts()
     headline = headline_of(plan)
@@ -46,8 +53,10 @@ def page_data(plan: ParallelPlan, measured: Timeline | None = None) -> dict[str,
         "breakdown": breakdown(plan),
         "search": search_data(plan),
         "solver": _solver(plan),
+        "compare": compare_data(plan, compare or {}),
     }
-    for title, timeline in (("predicted", headline.predicted), ("measured", measured)):
+    predicted = layer_timeline(plan, headline.predicted)
+    for title, timeline in (("predicted", predicted), ("measured", measured)):
         if timeline is not None and timeline.events:
             data["timelines"].append({"title": title, **timeline_data(timeline, texts)})
     data["texts"] = texts.all()
@@ -58,7 +67,7 @@ def _head(plan: ParallelPlan, headline: Headline) -> dict[str, Any]:
     budget = min((p.memory_budget_bytes for p in mesh_plans(plan)), default=inf)
     return {
         "name": plan.name,
-        "method": plan.method,
+        "method": plan.asked or plan.method,
         "device": plan.device,
         "pipeline": plan.is_pipeline,
         "devices": headline.num_devices,

@@ -2,6 +2,7 @@
 
 const SECTIONS = [
   summarySection,
+  compareSection,
   clusterSection,
   breakdownSection,
   timelineSection,

@@ -114,6 +114,9 @@ def array_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
                     "count": len(members),
                     "stages": run_text(sorted({s for t in members for s in t.stages})),
                     "bytes": short(held_bytes(members[0], mesh_plan)),
+                    "shape": list(members[0].shape),
+                    "layout": list(members[0].layout),
+                    "mesh": list(mesh_plan.mesh_shape),
                 }
             )
     return rows

@@ -26,7 +26,9 @@ SCRIPTS = (
     "timeline_paint.js",
     "timeline.js",
     "memory.js",
+    "cut.js",
     "costs.js",
+    "compare.js",
     "main.js",
 )
 

@@ -46,7 +46,7 @@ function timelineSection() {
   const measured = timelines.find((one) => one.title === "measured");
   const lead = DATA.head.pipeline
     ? "What each mesh does during a step. Numbers are micro-batches, thin bars sends and receives, gaps idle time."
-    : "The phases of a step. Collectives count toward the phase that needs them.";
+    : "The layers of a step in order, and below them the collectives that they wait for.";
   return section(
     "timeline",
     "Timeline",

@@ -27,7 +27,7 @@ function readTimeline(data) {
 }
 
 const KIND = { kind: 0, phase: 1, name: 2, stage: 3, bytes: 4 };
-const isTransfer = (data, kind) => ["send", "recv", "transfer"].includes(text(data.kinds[kind][KIND.kind]));
+const isTransfer = (data, kind) => ["send", "recv", "transfer", "collective"].includes(text(data.kinds[kind][KIND.kind]));
 
 // The first event of a mesh that starts at or after a time.
 function firstFrom(mesh, time) {

@@ -100,7 +100,9 @@ function paintMesh(pen, chart, timeline, mesh, number, top, xOf, fills) {
       const label =
         mesh.microBatch[index] >= 0
           ? String(mesh.microBatch[index])
-          : text(kind[KIND.phase]) || text(kind[KIND.kind]);
+          : (DATA.head.pipeline ? "" : text(kind[KIND.name]).split("/").pop()) ||
+            text(kind[KIND.phase]) ||
+            text(kind[KIND.kind]);
       if (pen.measureText(label).width < wide - 4) {
         pen.fillStyle = fills.on(PHASE_COLOURS[phase]);
         pen.fillText(label, (a + b) / 2, y + work / 2);

@@ -180,6 +180,7 @@ function treeSection() {
       ),
       found,
     ),
+    legend([...WORD_COLOURS, ["other", 6]]),
     legend([
       ["compute", 0],
       ["communication", 3],

@@ -71,6 +71,17 @@ const shareCell = (compute, communication, total) => [
   "",
 ];
 
+// Kinds of parallelism and their colours; the first that a text names counts.
+const WORD_COLOURS = [
+  ["ZeRO", 2],
+  ["tensor", 1],
+  ["expert", 4],
+  ["sequence", 5],
+  ["data", 0],
+  ["replicated", 7],
+];
+const wordColour = (words) => (WORD_COLOURS.find(([name]) => words.includes(name)) || ["", 6])[1];
+
 // `x: data, y: tensor, column` as one element per axis.
 function wordCells(words, query, share) {
   const parts = words.split(/, (?=[^,:]+: )/).filter(Boolean);
@@ -78,6 +89,7 @@ function wordCells(words, query, share) {
     make(
       "span",
       { class: "axis" },
+      make("i", { class: "swatch", style: `background:${colour(wordColour(part))}` }),
       marked(part, query),
       share && index === parts.length - 1 ? make("span", { class: "soft" }, ` ${share}`) : null,
     ),

@@ -1,0 +1,48 @@
+"""Plans beside a plan, for the question whether it was worth it: from plans to rows of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.inspect.breakdown import shares_of
+from autopar.inspect.diff import diff
+from autopar.inspect.explain import where_text
+from autopar.inspect.report_page.encode import short
+from autopar.ir.plan import ParallelPlan
+
+
+def compare_data(
+    plan: ParallelPlan, others: Mapping[str, ParallelPlan | str]
+) -> dict[str, Any] | None:
+    """`others`: by name, plans, or why there is none. With a single plan, what differs as text."""
+    if not others:
+        return None
+    rows = [_row("this plan", plan, plan)]
+    for name, other in others.items():
+        if isinstance(other, str):
+            rows.append({"name": name, "failure": other})
+        else:
+            rows.append(_row(name, other, plan))
+    plans = [other for other in others.values() if isinstance(other, ParallelPlan)]
+    return {
+        "rows": rows,
+        "diff": str(diff(plan, plans[0])) if len(others) == len(plans) == 1 else "",
+    }
+
+
+def _row(name: str, plan: ParallelPlan, base: ParallelPlan) -> dict[str, Any]:
+    shares = shares_of(plan)
+    ratio = plan.estimated_step_s / base.estimated_step_s if base.estimated_step_s else 1.0
+    return {
+        "name": name,
+        "failure": "",
+        "where": where_text(plan).partition(": ")[2],
+        "step_s": short(plan.estimated_step_s),
+        "ratio": short(ratio),
+        "compute_s": short(shares.compute),
+        "communication_s": short(shares.communication),
+        "waiting_s": short(shares.bubble + shares.launch),
+        "peak_bytes": short(plan.estimated_peak_bytes),
+        "fits": plan.estimated_peak_bytes <= plan.memory_budget_bytes,
+    }

@@ -1,0 +1,32 @@
+"""Plans beside a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.inspect.report_page.compare import compare_data
+from tests.report_plans import one_mesh
+
+
+def test_rows_are_relative_to_the_plan() -> None:
+    plan = one_mesh()
+    slow = replace(plan, estimated_step_s=2 * plan.estimated_step_s, memory_budget_bytes=1.0)
+    data = compare_data(plan, {"slow": slow, "none": "does not fit"})
+    assert data is not None
+    this, other, none = data["rows"]
+    assert (this["name"], this["ratio"], this["fits"]) == ("this plan", 1.0, True)
+    assert (other["ratio"], other["fits"]) == (2.0, False)
+    assert none == {"name": "none", "failure": "does not fit"}
+    assert data["diff"] == ""  # of two plans only
+    alone = compare_data(plan, {"slow": slow})
+    assert alone is not None and alone["diff"]
+    assert compare_data(plan, {}) is None
+
+
+@pytest.mark.parametrize("given", [["plan"], {"a": 3}, {1: "no plan"}])
+def test_what_is_no_comparison(tmp_path, given) -> None:
+    with pytest.raises(ArgumentError, match="compare must be a dict from names to ParallelPlans"):
+        one_mesh().report(tmp_path / "r.html", compare=given)
