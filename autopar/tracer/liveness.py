@@ -94,7 +94,8 @@ class _Sweep:
         self.folded = self.folded_scatters()  # scatters -> the additions that they are made in
         self.made_from: dict[int, frozenset[int]] = {}  # written value -> written ones it reads
         self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
-        self.in_place -= self.transposed_state()
+        if overlaps:
+            self.in_place -= self.transposed_state()
 
     def late_gradients(self) -> dict[int, int]:
         """Products and scatters that nothing but the update waits for, and their reductions, with
@@ -180,8 +181,9 @@ class _Sweep:
         return node.kind is NodeKind.USE or is_zero
 
     def transposed_state(self) -> set[int]:
-        """State that is not updated in place: its gradient comes from a batched product with its
-        dimensions in another order, and XLA computes the whole update in that order."""
+        """State that is not updated in place on several devices: its gradient comes from a batched
+        product with its dimensions in another order, is reduced in that order, and XLA computes the
+        whole update in it. On one device the product itself turns its result."""
         transposed: set[int] = set()
         for node in self.nodes:
             if self.is_transpose(node) and node.region != UPDATE:
