@@ -118,14 +118,11 @@ def test_a_pipeline_equals_jit(eight: str, schedule: str, stages: Any, name: str
 
 @pytest.mark.parametrize("eight", NAMES, indirect=True)
 def test_state_goes_from_plan_to_plan(eight: str) -> None:
-    """From a pipeline to another with other meshes, to one mesh, and back."""
-    check_plan_to_plan(
-        "mlp-tiny",
-        pipeline(2),
-        pipeline(UNEQUAL, "1f1b_eager"),
-        autopar.ShardParallel((8,)),
-        rtol=RTOL,
-    )
+    """From a pipeline to another with other meshes, to one mesh, and back. Two plans at a time:
+    the processes of three are more than MPS has connections for."""
+    unequal = pipeline(UNEQUAL, "1f1b_eager")
+    check_plan_to_plan("mlp-tiny", pipeline(2), unequal, rtol=RTOL)
+    check_plan_to_plan("mlp-tiny", unequal, autopar.ShardParallel((8,)), rtol=RTOL)
 
 
 @pytest.mark.parametrize("eight", ["nccl"], indirect=True)

@@ -35,8 +35,10 @@ def processes(ranks: Callable[[int], Ranks]) -> Iterator[list[Peer]]:
     """Eight ranks of one device each; on CPUs three, to save time."""
     of_eight = ranks(8)
     fake, count = not has_cuda(of_eight), 8 if has_cuda(of_eight) else 3
-    with cases.workers(count, "nccl", ranks=of_eight, num_devices=1, fake_cuda=fake) as peers:
-        yield peers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "12")  # no other processes use the GPU
+        with cases.workers(count, "nccl", ranks=of_eight, num_devices=1, fake_cuda=fake) as peers:
+            yield peers
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -35,10 +35,11 @@ OLDEST_NCCL = (2, 30)
 MOST_RANKS_PER_GPU = 48  # clients of an MPS server
 _USED_MEMORY = 0.9  # of the GPU by XLA; the rest is for CUDA contexts and NCCL's buffers
 # Streams run side by side up to a process's connections. On an H200 all processes together had 120
-# to 124: the fourth with 32 each could not start, nor the eleventh with 12.
+# to 124: the fourth with 32 each could not start, nor the eleventh with 12. A mesh starts while
+# another on the same devices still holds its arrays, so two processes per rank must fit.
 _CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"  # if set, it decides
-_CONNECTIONS = 96
-_MOST_CONNECTIONS = 12  # of a process: the next mesh starts before the processes of the last end
+_CONNECTIONS = 112
+_MOST_CONNECTIONS = 12
 # Of the multiprocessors, for a rank. Blocks of a collective wait for each other, so all must be
 # resident: with 12 % (15 of an H200's 132) a DLRM's all-to-alls of eight hung in every launch,
 # with 14, 18, 25 and 100 % in none.
@@ -193,7 +194,7 @@ class SharedGpu(Ranks):
         if self._mps:
             env |= self._mps_variables()
             env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(max(_LEAST_PERCENT, 100 // share))
-            own = max(1, min(_MOST_CONNECTIONS, _CONNECTIONS // share))
+            own = max(1, min(_MOST_CONNECTIONS, _CONNECTIONS // (2 * share)))
             env[_CONNECTIONS_VARIABLE] = os.environ.get(_CONNECTIONS_VARIABLE, str(own))
         return env
 

@@ -119,6 +119,7 @@ class Executor:
             self._transport,
             self._runs_alone,
         )
+        loaded.warm_up()
         self._tasks[task] = loaded
         return loaded.links()
 

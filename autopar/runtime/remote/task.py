@@ -133,6 +133,21 @@ class WorkerTask:
                     else:
                         log.ends_with(place, [slots[b] for b in buffers], may_vanish=True)
 
+    def warm_up(self) -> None:
+        """Load the programs that cut, join and make room for tiles, before any transfer waits
+        (`Transport.expect`). Stage programs load as they first run: what they wait for is under way
+        by then."""
+        outgoing = [
+            self._outgoing(place, instruction)
+            for place, instruction in enumerate(self.task.program.instructions)
+            if isinstance(instruction, Send) and instruction.to_mesh != self.task.mesh
+        ]
+        warmed: set[Any] = set()
+        for tiles in (*outgoing, *self._incoming.values()):
+            tiles.warm_up(warmed)
+        if self._transport is not None:
+            self._transport.expect([t for one in self._incoming.values() for t in one.tiles])
+
     def links(self) -> list[Link]:
         """The links on which this worker sends and receives."""
         links: dict[Link, None] = {}

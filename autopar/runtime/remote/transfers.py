@@ -6,6 +6,7 @@ sent once per worker, and the worker copies it to its other devices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +77,27 @@ def target_places(transfer: RemoteTransfer, endpoints: Sequence[Endpoint]) -> li
     return [landing[tile.target] for tile in plan.tiles]
 
 
-_Cut = Callable[[jax.Array], Sequence[jax.Array]]
+@dataclass(frozen=True)
+class _Cut:
+    """How a device's shard is cut. `tiles`: number, source and targets of each."""
+
+    device: int
+    shape: tuple[int, ...]
+    dtype: Any
+    cut: Callable[[jax.Array], Sequence[jax.Array]]
+    tiles: list[tuple[int, Endpoint, tuple[Endpoint, ...]]]
+
+
+def _new_zeros(
+    warmed: set[Any], program: Callable[..., Any], device: int, shapes: tuple[Any, ...], dtype: Any
+) -> list[jax.Array]:
+    """Zeros to run the program on; none if it is in `warmed`, to which this adds it."""
+    key = (program, device, shapes, str(dtype))
+    if key in warmed:
+        return []
+    warmed.add(key)
+    place = jax.local_devices()[device]
+    return [jnp.zeros(shape, dtype, device=place) for shape in shapes]
 
 
 class OutgoingTiles:
@@ -103,8 +124,7 @@ class OutgoingTiles:
         source_endpoints: Sequence[Endpoint],
         target_endpoints: Sequence[Endpoint],
         worker: int,
-    ) -> list[tuple[int, _Cut, list[tuple[int, Endpoint, tuple[Endpoint, ...]]]]]:
-        """(device, how its shard is cut, (number, source, targets) of each of its tiles)."""
+    ) -> list[_Cut]:
         plan = transfer.tiles
         assert plan is not None
         sources = _on_grid(transfer.source.grid, source_endpoints)
@@ -122,15 +142,22 @@ class OutgoingTiles:
             tiles = [(n, end, tuple(targets[p] for p in places[n])) for n in numbers]
             whole = boxes == [within(shard, shard)]
             as_it_is = _uncut if kept else _copied
-            cuts.append((end.device, as_it_is if whole else cutter(tuple(boxes)), tiles))
+            cut = as_it_is if whole else cutter(tuple(boxes))
+            shape = tuple(stop - start for start, stop in shard)
+            cuts.append(_Cut(end.device, shape, transfer.source.dtype, cut, tiles))
         return cuts
+
+    def warm_up(self, warmed: set[Any]) -> None:
+        """Run the cuts once, on zeros, but those in `warmed`."""
+        for one in itertools.chain(*self._cuts_by_transfer):
+            if zeros := _new_zeros(warmed, one.cut, one.device, (one.shape,), one.dtype):
+                jax.block_until_ready(one.cut(*zeros))
 
     def links(self) -> list[Link]:
         return [
             Link(source, targets)
-            for cuts in self._cuts_by_transfer
-            for _, _, tiles in cuts
-            for _, source, targets in tiles
+            for one in itertools.chain(*self._cuts_by_transfer)
+            for _, source, targets in one.tiles
         ]
 
     def tiles(self, arrays: Sequence[jax.Array]) -> list[OutTile]:
@@ -140,8 +167,9 @@ class OutgoingTiles:
                 continue
             shards = shards_by_device(array)
             numbered = []
-            for device, cut, tiles in cuts:
-                for (number, source, targets), data in zip(tiles, cut(shards[device]), strict=True):
+            for one in cuts:
+                parts = one.cut(shards[one.device])
+                for (number, source, targets), data in zip(one.tiles, parts, strict=True):
                     numbered.append((number, OutTile(data, source, targets)))
             out_tiles += [tile for _, tile in sorted(numbered, key=lambda one: one[0])]
         return out_tiles
@@ -235,6 +263,16 @@ class IncomingTiles:
                 )
             )
         return joins
+
+    def warm_up(self, warmed: set[Any]) -> None:
+        """Run the joins once, on zeros, but those in `warmed`."""
+        for first, _, joins, finish in self._transfers:
+            for one in joins:
+                shapes = tuple(self.tiles[first + n].shape for n in one.numbers)
+                if one.join and (
+                    zeros := _new_zeros(warmed, one.join, one.device, shapes, finish.dtype)
+                ):
+                    jax.block_until_ready(one.join(zeros))
 
     def assemble(self, received: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays, from all tiles in order."""

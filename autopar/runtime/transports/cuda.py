@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.errors import ClusterError
+from autopar.runtime.transports.base import InTile
 
 
 def import_cupy(transport: str) -> Any:
@@ -126,6 +128,14 @@ class _Written:
         else:
             self._runtime.streamWaitEvent(stream, self._written.ptr)
         return self._array.__dlpack__(stream=stream)
+
+
+def expect_landings(tiles: Sequence[InTile], devices: Sequence[Any]) -> None:
+    """Load the programs that make room for such tiles. CUDA may wait for the device to be idle when
+    a program runs for the first time: if a receive waits there for another worker, and that one for
+    this worker, for ever."""
+    for shape, dtype, device in {(t.shape, str(t.dtype), t.target.device) for t in tiles}:
+        _room(shape, jnp.dtype(dtype), devices[device])().block_until_ready()
 
 
 @lru_cache(maxsize=4096)

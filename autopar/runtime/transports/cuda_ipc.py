@@ -39,6 +39,7 @@ from autopar.runtime.transports.cuda import (
     Landing,
     Lent,
     empty,
+    expect_landings,
     import_cupy,
     new_stream,
     ordinal,
@@ -94,6 +95,9 @@ class CudaIpc:
             if link.source.worker == self.place.worker:
                 for target in link.targets:
                     self._connection(target.worker)
+
+    def expect(self, tiles: Sequence[InTile]) -> None:
+        expect_landings(tiles, self.devices)
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
         self._senders.check()

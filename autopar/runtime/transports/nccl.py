@@ -14,7 +14,7 @@ over each link, one after the other. After that, `send` and `recv` wait for nobo
 
 A waiting transfer occupies multiprocessors of its device: a device needs as many as it has links,
 times NCCL_MAX_CTAS, besides those that its programs need. CUDA runs streams side by side only up to
-CUDA_DEVICE_MAX_CONNECTIONS.
+CUDA_DEVICE_MAX_CONNECTIONS, and may load no program while a transfer waits: hence `expect`.
 
 Workers of a link keep a connection to each other, which ends with either of them. Then, or after
 `TRANSFER_LIMIT_S`, transfers that wait are aborted, and `check` raises (`watch`).
@@ -45,6 +45,7 @@ from autopar.runtime.transports.cuda import (
     Landing,
     Lent,
     empty,
+    expect_landings,
     import_cupy,
     import_nccl,
     new_stream,
@@ -122,6 +123,9 @@ class Nccl:
         for link in new:
             self._within_limit(link, partial(self._connect_ranks, link))
             self._joined.add(link)
+
+    def expect(self, tiles: Sequence[InTile]) -> None:
+        expect_landings(tiles, self.devices)
 
     def send(self, tag: int, tiles: Sequence[OutTile]) -> None:
         self._watch.check()
@@ -310,7 +314,7 @@ class Nccl:
         return comms
 
     def _connect_ranks(self, link: Link) -> None:
-        """Send a first byte over the link."""
+        """Send a first byte over the link, which also loads NCCL's kernel."""
         ends = _ends(link)
         if len(ends) == 1:
             return

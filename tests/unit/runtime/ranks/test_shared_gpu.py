@@ -81,7 +81,7 @@ def test_every_rank_has_its_share(driver, monkeypatch):
     assert env["JAX_PLATFORMS"] == "cuda,cpu"
     assert env["CUDA_VISIBLE_DEVICES"] == "0"
     assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "18"
-    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "12"
+    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
     assert float(env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(0.9 / 8, abs=1e-4)
     assert env["LD_PRELOAD"].endswith("libnccl.so.2")
     assert env["AUTOPAR_RANKS_PER_GPU"] == "8"

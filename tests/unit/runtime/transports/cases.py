@@ -100,7 +100,9 @@ def links(transfers: Sequence[Transfer]) -> list[Link]:
     return list(dict.fromkeys(Link(t.source, t.targets) for own in transfers for t in own))
 
 
-def prepare(peers: Sequence[Peer], all_links: Sequence[Link]) -> None:
+def prepare(peers: Sequence[Peer], transfers: Sequence[Transfer]) -> None:
+    """Make the links of these transfers, and load what receiving them takes."""
+    all_links = links(transfers)
     for peer in peers:
         own = [
             link
@@ -108,7 +110,10 @@ def prepare(peers: Sequence[Peer], all_links: Sequence[Link]) -> None:
             if peer.worker in {end.worker for end in (link.source, *link.targets)}
         ]
         peer.post("prepare", own)
+        tiles = [tile for one in transfers for tile, _ in incoming(one, peer.worker)]
+        peer.post("expect", tiles)
     for peer in peers:
+        peer.answer()
         peer.answer()
 
 
@@ -122,7 +127,7 @@ def carry_out(
     """Send and receive the transfers, by tag. Every worker goes through them in the same order, but
     who is early is drawn, and unless `sends_first`, so is whether it first sends or receives."""
     draw = random.Random(seed)
-    prepare(peers, links(list(transfers.values())))
+    prepare(peers, list(transfers.values()))
     commands: list[tuple[Peer, list[tuple[str, int, Any]]]] = []
     for peer in peers:
         own: list[tuple[str, int, Any]] = []
@@ -166,7 +171,7 @@ def carry_out_many(
     the last round than after the second. With `work`, tiles are sent long before they are computed:
     by so many products of matrices."""
     source, target = Endpoint(sender.worker, 0), Endpoint(receiver.worker, 0)
-    prepare([sender, receiver], [Link(source, (target,))])
+    prepare([sender, receiver], [(Sent(np.zeros(size, np.float32), source, (target,)),)])
     tile = InTile((size,), jnp.dtype("float32"), source, target, (target,))
     held: list[list[tuple[int, int]]] = []
     for round_ in range(10):
@@ -202,7 +207,7 @@ def between_meshes(peers: Sequence[Peer], num_devices: int, first_tag: int) -> N
             pairs = zip(mesh, others, strict=True)
             transfers[next(numbers)] = tuple(tile(end, [target]) for end, target in pairs)
             transfers[next(numbers)] = tuple(tile(end, others) for end in mesh)
-    prepare(peers, links(list(transfers.values())))
+    prepare(peers, list(transfers.values()))
     for peer in peers:
         for tag, transfer in transfers.items():
             if wanted := incoming(transfer, peer.worker):
@@ -264,7 +269,7 @@ def random_traffic(
 def _post_traffic(
     peers: Sequence[Peer], transfers: dict[int, Transfer], draw: random.Random, recvs_first: bool
 ) -> None:
-    prepare(peers, links(list(transfers.values())))
+    prepare(peers, list(transfers.values()))
     posts: dict[Peer, list[tuple[str, int, Any]]] = {}
     for peer in peers:
         sends = [("send", tag, outgoing(own, peer.worker)) for tag, own in transfers.items()]

@@ -165,6 +165,9 @@ class _Worker:
     def prepare(self, links: Sequence[Any]) -> None:
         self.transport.prepare(links)
 
+    def expect(self, tiles: Sequence[Any]) -> None:
+        self.transport.expect(tiles)
+
     def send(self, tag: int, tiles: Sequence[tuple[Any, Any, Any]]) -> None:
         import jax
 

@@ -161,7 +161,7 @@ def test_a_send_waits_for_nobody(processes, transport):
         cases.Sent(np.arange(9, dtype=np.float32), Endpoint(one, 0), (Endpoint(other, 0),))
         for one, other in ((1, 2), (2, 1))
     )
-    cases.prepare(processes[:2], cases.links([(there,), (back,)]))
+    cases.prepare(processes[:2], [(there,), (back,)])
     for tag in (60_000, 60_001):
         first.ask("send", tag, cases.outgoing((there,), 1))
         second.ask("send", tag + 10, cases.outgoing((back,), 2))
