@@ -1,14 +1,14 @@
-"""Killed workers and lost nodes while a pipeline trains on Ray: the errors, and the recovery.
-recovery.
+"""Faults while a pipeline trains on Ray: the errors, and the recovery.
 
-    python -m benchmarks.kills [--kills N] [--seed S] [--json FILE]
+    python -m benchmarks.kills [--kills N] [--seed S] [--disk FOLDER] [--json FILE]
 
 Rounds of 60 steps of a small MLP, alternating between a pipeline on two meshes of two processes and
 one mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this
 machine. Training uses `autopar.run_training` with a checkpoint every 5 steps. The kinds of kills
 are in `tests/ray/kills.py`. `exact` means that all losses and the last state equal those of a run
 without kills bit for bit; `within_stated` means that the error came within the time that
-docs/ray.md states. The results file is written after every kill.
+docs/ray.md states. `--disk` names a folder on a small file system (a tmpfs of 64 MiB, say), which
+is filled at times. The results file is written after every kill.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--disk", type=Path)
     arguments = parser.parse_args()
     print(f"--kills {arguments.kills} --seed {arguments.seed}", flush=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -82,14 +83,20 @@ def main() -> None:
         }
         write_json(arguments.json, body)
 
-    whats = kills.mixture(arguments.kills, arguments.seed)
+    whats = kills.mixture(arguments.kills, arguments.seed, arguments.disk is not None)
     with tempfile.TemporaryDirectory() as folder:
         nodes = kills.Nodes(2, cpus_per_node=8)
         try:
             options = kills.options(Path(folder) / "cache")
             autopar.init(**options, num_hosts=4, devices_per_host=2)
             soak = kills.Soak(
-                whats, list(kills.METHODS), Path(folder), arguments.seed, nodes=nodes, tell=tell
+                whats,
+                list(kills.METHODS),
+                Path(folder),
+                arguments.seed,
+                nodes=nodes,
+                disk=arguments.disk,
+                tell=tell,
             )
             soak.run()
         finally:

@@ -7,6 +7,11 @@ losses are those of a run without. `test_kills.py` and `benchmarks/kills.py` use
     checkpoint  SIGKILL while a checkpoint is being written
     start       SIGKILL while workers read the checkpoint and compile
     node        a node of Ray goes, with its workers
+    torn        SIGKILL of a worker, after the newest checkpoint lost half of its data
+    network     the connections that carry data between the driver and a worker are cut
+    sigterm     SIGTERM of the driver, which starts training again
+    ctrl_c      SIGINT of the driver, likewise
+    disk        the disk with the checkpoints is full until training ends; it starts again
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -29,12 +35,14 @@ import numpy as np
 import optax
 
 import autopar
-from autopar import session
-from autopar.errors import ClusterError, WorkerError
+from autopar import Preempted, session
+from autopar.errors import CheckpointError, ClusterError, WorkerError
+from autopar.runtime.remote.sockets import hang_up
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 CHECKPOINT_EVERY = 5
 HEARTBEAT_S, SILENCE_LIMIT_S = 1.0, 10.0
+GRACE_S = 30.0
 # As the architecture page states them.
 STATED_S = {
     "kill": 10.0,
@@ -42,7 +50,13 @@ STATED_S = {
     "start": 10.0,
     "stop": SILENCE_LIMIT_S + 10.0,
     "node": SILENCE_LIMIT_S + 10.0,
+    "torn": 10.0,
+    "network": SILENCE_LIMIT_S + 20.0,
+    "sigterm": GRACE_S + 2.0,
+    "ctrl_c": GRACE_S + 2.0,
+    "disk": 60.0,
 }
+OF_DRIVER = {"sigterm": Preempted, "ctrl_c": KeyboardInterrupt, "disk": CheckpointError}
 METHODS = {
     "2 meshes of 2 processes": autopar.PipeshardParallel(4, stages=autopar.UniformStages(2)),
     "1 mesh of 4 processes": autopar.Zero3Parallel(),
@@ -96,9 +110,11 @@ def options(cache: Path) -> dict[str, Any]:
     }
 
 
-def mixture(num_kills: int, seed: int) -> list[str]:
-    """What to do, in a random order: of every ten, six kills and one of each other kind."""
-    kinds = ["kill", "stop", "kill", "node", "kill", "checkpoint", "kill", "start", "kill", "kill"]
+def mixture(num_kills: int, seed: int, has_disk: bool = False) -> list[str]:
+    """What to do, in a random order: of about fifteen, five kills, two signals of each kind, and
+    one of each other kind."""
+    kinds = ["kill", "sigterm", "stop", "kill", "ctrl_c", "node", "kill", "torn", "checkpoint"]
+    kinds += ["kill", "sigterm", "start", "network", "kill", "ctrl_c", *["disk"] * has_disk]
     whats = [kinds[n % len(kinds)] for n in range(num_kills)]
     random.Random(seed).shuffle(whats)
     return whats
@@ -222,12 +238,29 @@ class Nodes:
         self._cluster.shutdown()
 
 
+def _tear(folder: Path) -> None:
+    """Half of a data file is gone, if the checkpoint is not deleted just now."""
+    with contextlib.suppress(FileNotFoundError):
+        data = sorted(folder.glob("*.data"))[0]
+        os.truncate(data, data.stat().st_size // 2)
+
+
+def _fill(path: Path) -> None:
+    """Write until there is no room."""
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+
+
 class Soak:
     """Kills, one after another, in rounds of training of `num_steps` steps each.
 
     whats: what to do, in order.
     where: names of METHODS, which rounds take in turn.
     nodes: for the loss of nodes.
+    disk:  a folder on a small file system, for checkpoints, which may be filled.
     tell:  is given each record when it is complete.
     """
 
@@ -240,12 +273,13 @@ class Soak:
         *,
         num_steps: int = 60,
         nodes: Nodes | None = None,
+        disk: Path | None = None,
         tell: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self.records: list[Record] = []
         self._whats = deque(whats)
         self._where, self._folder, self._num_steps = where, folder, num_steps
-        self._nodes = nodes
+        self._nodes, self._disk = nodes, disk
         self._num_nodes = len(nodes) if nodes else 0
         self._tell = tell
         self._rng = random.Random(seed)
@@ -275,22 +309,33 @@ class Soak:
         return self.records
 
     def _round(self, number: int, name: str) -> None:
-        self._now, self._checkpoints = name, self._folder / f"round_{number}"
+        self._now = name
+        self._checkpoints = (self._disk or self._folder) / f"round_{number}"
         self._pending.clear()
         self._last_done = 0
         self._step = autopar.parallelize(train, method=METHODS[name])
-        state, _ = autopar.run_training(
-            self._step,
-            make_state(),
-            lambda first: batches_from(first, self._num_steps),
-            checkpoint_dir=self._checkpoints,
-            checkpoint_every=CHECKPOINT_EVERY,
-            max_restarts=20,
-            on_step=self._on_step,
-            on_restart=self._on_restart,
-        )
+        while True:
+            try:
+                state, _ = autopar.run_training(
+                    self._step,
+                    make_state(),
+                    lambda first: batches_from(first, self._num_steps),
+                    checkpoint_dir=self._checkpoints,
+                    checkpoint_every=CHECKPOINT_EVERY,
+                    max_restarts=20,
+                    restart_policy=autopar.RestartPolicy(max_per_hour=10_000),
+                    on_step=self._on_step,
+                    on_restart=self._on_restart,
+                    grace_s=GRACE_S,
+                )
+                break
+            except (Preempted, KeyboardInterrupt, CheckpointError) as error:
+                self._on_end(error)
+        self._came_too_late()
         while self._pending:
             self._check_loss(*self._pending.popleft())
+        if self._disk is not None:
+            shutil.rmtree(self._checkpoints)
         want = self._wanted[name].state
         same = [np.array_equal(a, b) for a, b in zip(fetched(state), want, strict=True)]
         if not all(same):
@@ -307,6 +352,40 @@ class Soak:
             self._check_loss(done, value)
             self._step_was_done(done)
 
+    def _on_end(self, error: BaseException) -> None:
+        """Training ended, as it should after a signal, or without room on the disk."""
+        seen_s = time.monotonic()
+        record, killed_s = self._open[-1] if self._open else (None, 0.0)
+        if record is None or not isinstance(error, OF_DRIVER.get(record.what, ())):
+            raise error
+        if self._thread is not None:
+            self._thread.join(60)
+            self._thread = None
+        record.error_s, record.named = seen_s - killed_s, str(error).partition("\n")[0]
+        if record.what == "disk":
+            self._pending.clear()
+            self._fill_path().unlink()
+            if "No space left" not in str(error) and "full" not in str(error):
+                record.wrong = f"does not say that the disk is full: {error}"
+        elif record.error_s > STATED_S[record.what]:
+            record.wrong = f"ended after {record.error_s} s"
+
+    def _came_too_late(self) -> None:
+        """A signal that came after the last step ended nothing."""
+        for record, killed_s in list(self._open):
+            if record.what in OF_DRIVER and record.error_s is None:
+                record.named, record.error_s, record.exact = "training had ended", 0.0, True
+                record.next_step_s, record.num_again = time.monotonic() - killed_s, 0
+                self._open.remove((record, killed_s))
+                if record.what == "disk":
+                    self._fill_path().unlink(missing_ok=True)
+                self._tell(record)
+        self._thread = None if self._open == [] else self._thread
+
+    def _fill_path(self) -> Path:
+        assert self._disk is not None
+        return self._disk / "filled"
+
     def _check_loss(self, number: int, loss: Any) -> None:
         want = self._wanted[self._now].losses[number]
         if float(loss) != want:
@@ -319,11 +398,15 @@ class Soak:
             record.next_step_s = time.monotonic() - killed_s
             record.num_again = self._last_done - number + 1
             record.exact = True
+            if record.what in ("sigterm", "ctrl_c") and record.num_again > 0:
+                record.wrong += f"{record.num_again} steps were done again"
             self._open.remove((record, killed_s))
             self._tell(record)
         self._last_done = number
         if self._nodes is not None and len(self._nodes) < self._num_nodes:
             self._nodes.add()
+        if self._open:  # of the driver, without an end yet
+            return
         if self._thread is None and self._whats and number < self._num_steps - 2 * CHECKPOINT_EVERY:
             if self._whats[0] == "start":  # needs an end before
                 self._whats.rotate(-1) if set(self._whats) != {"start"} else self._whats.popleft()
@@ -360,11 +443,17 @@ class Soak:
         record.mesh, record.stage = error.mesh, error.stage
         record.instruction = error.instruction
         record.log_lines = len(error.log_tail.splitlines())
-        wrong = []
+        wrong: list[str] = []
         if record.error_s is None or record.error_s > STATED_S[record.what]:
             wrong.append(f"told after {record.error_s} s")
-        if not any(said.startswith(f"Worker {number} ") for number in record.workers):
+        if record.what != "network" and not any(
+            said.startswith(f"Worker {number} ") for number in record.workers
+        ):
             wrong.append("names another worker")
+        if record.what == "network":
+            if "connection to a worker is lost" not in said or wrong:
+                record.wrong = "; ".join([*wrong, said])
+            return
         words = {"stop": "has not answered", "node": "lost with its node"}
         if words.get(record.what, "died") not in record.named:
             wrong.append("tells something else")
@@ -402,6 +491,8 @@ class Soak:
         elif what == "start":
             self._wait_for(lambda: any(w.hello.pid not in before for w in workers()))
             time.sleep(delay_s)
+        elif what == "torn":
+            self._wait_for(lambda: len(list(self._checkpoints.glob("step_*"))) > 1)
         else:
             time.sleep(delay_s)
         there = self._at_work() or workers()
@@ -418,8 +509,24 @@ class Soak:
         if what == "node":
             assert self._nodes is not None
             self._nodes.lose(victim.node.node_id)
+        elif what == "network":
+            self._cut_connections(victim)
+        elif what == "disk":
+            self._fill_path().write_bytes(b"")
+            _fill(self._fill_path())
+        elif what in OF_DRIVER:
+            os.kill(os.getpid(), signal.SIGTERM if what == "sigterm" else signal.SIGINT)
         else:
+            if what == "torn":
+                _tear(max(self._checkpoints.glob("step_*")))
             kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+
+    def _cut_connections(self, victim: Any) -> None:
+        for mesh in self._step.last_executable.meshes:
+            for place, channel in zip(mesh.places, mesh.channels, strict=True):
+                if place.worker == victim.place.worker:
+                    hang_up(channel._up)
+                    hang_up(channel._down)
 
     def _at_work(self) -> list[Any]:
         """Workers of this round's meshes; others may be left of rounds before."""

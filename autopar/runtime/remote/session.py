@@ -231,7 +231,7 @@ class RemoteSession:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Guards the use of data channels. A broken one means that a worker is gone, and the
-        cluster soon knows which one, and why."""
+        cluster soon knows which one, and why; or that the network is cut."""
         try:
             yield
         except (PeerGone, DataTimeout) as error:
@@ -240,7 +240,10 @@ class RemoteSession:
                 self.check()
             except (ClusterError, WorkerError) as failure:
                 raise failure from error
-            raise
+            raise WorkerError(
+                f"The connection to a worker is lost, though all workers answer: {error} Check the "
+                "network between the driver and its host. The session cannot be used any more."
+            ) from error
 
     # -- values up
 
