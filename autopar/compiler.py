@@ -106,7 +106,7 @@ def plan_step(
             with paused_garbage_collector():
                 with log.timed("trace"):
                     source = StepSource.of(fn, args, kwargs, options or StepOptions())
-                task = _Task(source, cluster, method, mesh, one_mesh, log)
+                task = _Task(source, cluster, method, mesh, one_mesh, log, started_s)
                 kept = None if folder is None else _look_up(task, folder)
             planned = _plan(task) if kept is None else kept.planned or _plan_and_keep(task, kept)
             if kept is not None:
@@ -114,7 +114,6 @@ def plan_step(
             log.alternatives = [_warned(other, log) for other in log.alternatives]
     finally:
         _last_search = log.search or _last_search
-    planned = _as_asked(planned, method, time.perf_counter() - started_s)
     if (lost := lost_state_warning(planned.plan)) is not None:
         LOGGER.warning("%s", lost)
     if debugs("plan"):
@@ -148,6 +147,7 @@ class _Task:
     mesh: LogicalMesh | None
     one_mesh: bool
     log: PlanningLog
+    started_s: float
 
 
 # -- the plan cache
@@ -231,7 +231,8 @@ def _warned(planned: PlannedStep, log: PlanningLog) -> PlannedStep:
 
 
 def _plan(task: _Task) -> PlannedStep:
-    return _warned(_plan_by_method(task), task.log)
+    planned = _warned(_plan_by_method(task), task.log)
+    return _as_asked(planned, task.method, time.perf_counter() - task.started_s)
 
 
 def _plan_by_method(task: _Task) -> PlannedStep:

@@ -24,7 +24,7 @@ plans it for eight H100s that you need not have, and plan.html shows the plan (d
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """`first_s`: of the first step, with planning and compiling; `step_s`: of one of the others."""
 
     losses: list[float]
@@ -127,7 +127,9 @@ def _compare(
     return agrees
 
 
-def _verdict(agrees: bool, alone: Run, sharded: Run, num_devices: int, is_virtual: bool) -> str:
+def _verdict(
+    agrees: bool, alone: DemoRun, sharded: DemoRun, num_devices: int, is_virtual: bool
+) -> str:
     if not agrees:
         return "verdict: the results differ, which is a bug of autopar. Please report this output."
     text = f"verdict: autopar ran the step on {num_devices} devices with the results of one"
@@ -139,7 +141,7 @@ def _verdict(agrees: bool, alone: Run, sharded: Run, num_devices: int, is_virtua
     )
 
 
-def _train(step: Any, state: Any, batches: list[Batch], label: str, out: TextIO) -> Run:
+def _train(step: Any, state: Any, batches: list[Batch], label: str, out: TextIO) -> DemoRun:
     import jax
     import jax.numpy as jnp
 
@@ -153,7 +155,7 @@ def _train(step: Any, state: Any, batches: list[Batch], label: str, out: TextIO)
             first = time.perf_counter()
         _progress(label, index + 1, len(batches), out)
     ended = time.perf_counter()
-    run = Run(losses, first - started, (ended - first) / max(1, len(batches) - 1))
+    run = DemoRun(losses, first - started, (ended - first) / max(1, len(batches) - 1))
     start = "\r" if out.isatty() else ""
     what = "compiling" if label == "one device" else "planning and compiling"
     print(

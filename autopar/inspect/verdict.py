@@ -20,8 +20,8 @@ def verdict_lines(plan: ParallelPlan) -> list[str]:
         parts.append(f"without a pipeline it would take {format_seconds(search.intra_only_s or 0)}")
     wall_s = plan.solver.seconds.get(WALL)
     if wall_s is not None:
-        cached = " from the plan cache" if plan.cached else ""
-        parts.append(f"planned in {format_seconds(wall_s)}{cached}")
+        took = f"planned in {format_seconds(wall_s)}"
+        parts.append(f"{took} earlier, now from the plan cache" if plan.cached else took)
     return paragraph(f"verdict: {'; '.join(filter(None, parts))}", "")
 
 

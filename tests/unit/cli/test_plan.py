@@ -251,3 +251,12 @@ def test_points_are_planned_in_other_processes(tmp_path, capsys) -> None:
         capsys, "sweep", f"{FILE}:make_nothing", "--cluster", "1x4", "--devices", "2,4"
     )
     assert code == 2 and "returned None" in err
+
+
+def test_baselines_are_planned_beside_it(tmp_path, capsys) -> None:
+    page = tmp_path / "plan.html"
+    flags = ("--cluster", "1x4:h100-sxm", "--method", "shard", "--report", str(page), "--quiet")
+    assert run(capsys, "plan", STEP, *flags, "--baselines")[0] == 0
+    text = page.read_text(encoding="utf-8")
+    for name in ("this plan", "data parallel", "ZeRO-2", "FSDP (ZeRO-3)"):
+        assert f'"name":"{name}"' in text

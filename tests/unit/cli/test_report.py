@@ -57,3 +57,14 @@ def test_a_trace_of_something_else(files: tuple[Path, Path], tmp_path: Path, cap
         and "Give the trace" in message
     )
     assert not (tmp_path / "one.html").exists()
+
+
+def test_other_plans_stand_beside_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        one_mesh().save(tmp_path / f"{name}.json")
+    page = tmp_path / "page.html"
+    other = str(tmp_path / "b.json")
+    assert main(["report", str(tmp_path / "a.json"), "-o", str(page), "--compare", other]) == 0
+    data = data_of(page)["compare"]
+    assert [row["name"] for row in data["rows"]] == ["this plan", "b"]
+    assert data["diff"]
