@@ -1,0 +1,1 @@
+"""Predicted peak memory against XLA's, over models and kinds of plans."""

@@ -1,0 +1,74 @@
+"""A case → a row: the peak that its plan predicts, and XLA's.
+
+python -m benchmarks.memory_zoo.rows MODEL KIND [no-compiling]     # prints the row as JSON
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+import warnings
+from typing import Any
+
+from benchmarks.zoo.planning import row_of_a_process, versions, without_folders
+
+
+def case_in_a_process(model: str, kind: str, compiles: bool, limit_s: float) -> dict[str, Any]:
+    """The row of a case, or what went wrong."""
+    arguments = [model, kind] if compiles else [model, kind, "no-compiling"]
+    row = row_of_a_process("benchmarks.memory_zoo.rows", arguments, limit_s)
+    return {"model": model, "kind": kind, **versions(), **row}
+
+
+def case_row(model: str, kind: str, compiles: bool) -> dict[str, Any]:
+    import autopar
+    from benchmarks.memory_zoo.cases import case_of
+
+    case = case_of(model, kind)
+    step, arguments = case.step()
+    cluster = autopar.ClusterSpec(1, case.num_devices, "h100-sxm")
+    try:
+        plan = autopar.plan(step, *arguments, cluster=cluster, method=case.method())
+        row: dict[str, Any] = {
+            "held_out": case.held_out,
+            "devices": case.num_devices,
+            "meshes": [list(stage.mesh_shape) for stage in plan.stages],
+            "remat_layers": len(plan.remat),
+            "layouts": layouts_digest(plan),
+            "predicted_bytes": [(s.plan or plan).estimated_peak_bytes for s in plan.stages],
+        }
+        if compiles:
+            started = time.perf_counter()
+            report = autopar.verify(step, *arguments, plan=plan)
+            row["xla_bytes"] = [mesh.peak_bytes.xla for mesh in report.meshes]
+            row["compiled_s"] = time.perf_counter() - started
+    except autopar.AutoparError as error:
+        return {"error": without_folders(f"{type(error).__name__}: {error}")}
+    return row
+
+
+def layouts_digest(plan: Any) -> str:
+    """A hash of all that XLA's memory depends on: the program and its layouts. While it stays the
+    same, a new prediction can be compared with an earlier figure of XLA."""
+    parts = [
+        (
+            one.fingerprint.program,
+            repr(one.program),
+            one.mesh_shape,
+            one.num_micro_batches,
+        )
+        for one in (plan, *(stage.plan for stage in plan.stages if stage.plan is not None))
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # of other people's packages
+    model, kind, *rest = sys.argv[1:]
+    print(json.dumps(case_row(model, kind, compiles=not rest)))
+
+
+if __name__ == "__main__":
+    main()

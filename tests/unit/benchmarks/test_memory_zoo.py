@@ -1,0 +1,65 @@
+"""The page of the memory benchmark, its cases, and a row without compiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from benchmarks.memory_zoo.cases import DEVELOPMENT, HELD_OUT, KINDS, all_cases, case_of
+from benchmarks.memory_zoo.page import page, ratio
+from benchmarks.memory_zoo.rows import layouts_digest
+
+
+def row(model: str, held_out: bool, predicted: list[float], xla: list[float]) -> dict:
+    return {
+        "model": model,
+        "kind": "mesh",
+        "held_out": held_out,
+        "meshes": [[8]] * len(xla),
+        "predicted_bytes": [p * 2**30 for p in predicted],
+        "xla_bytes": [x * 2**30 for x in xla],
+    }
+
+
+def test_the_page_counts_and_names_the_worst() -> None:
+    rows = [
+        row("a", False, [1.0], [1.0]),
+        row("b", False, [0.8, 1.0], [1.0, 1.0]),
+        row("c", True, [1.2], [1.0]),
+        {"model": "d", "kind": "mesh", "error": "PlanningError: no | plan\nmore"},
+    ]
+    text = page(rows)
+    assert "- all plans: 1 of 3 within 10%, 1 below 0.85" in text
+    assert "- held out: 0 of 1 within 10%, 0 below 0.85" in text
+    assert "- the worst: b (mesh) 0.80, c (mesh) 1.20, a (mesh) 1.00" in text
+    assert "| b | mesh | 8, 8 | 0.80, 1.00 | 1.00, 1.00 | 0.80, 1.00 |" in text
+    assert text.index("| b |") < text.index("## Held out") < text.index("| c |")
+    assert "- d, mesh: PlanningError: no \\| plan" in text
+    assert ratio(rows[1]) == pytest.approx(0.8)
+
+
+def test_every_case_is_one_of_a_kind() -> None:
+    cases = list(all_cases())
+    assert len(cases) >= 40 and len(set(cases)) == len(cases)
+    assert {case.kind for case in cases} <= set(KINDS)
+    assert {case.model for case in cases if case.held_out} == set(HELD_OUT)
+    assert DEVELOPMENT.keys().isdisjoint(HELD_OUT)
+    assert case_of("gpt", "one").num_devices == 1 and case_of("gpt", "mesh").num_devices == 8
+
+
+def test_equal_layouts_have_equal_digests() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    arguments = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+
+    def digest(method: Any) -> str:
+        return layouts_digest(autopar.plan(step, *arguments, cluster=cluster, method=method))
+
+    data = digest(autopar.DataParallel())
+    assert data == digest(autopar.DataParallel()) != digest(autopar.Zero3Parallel())

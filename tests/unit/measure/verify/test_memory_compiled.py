@@ -1,0 +1,86 @@
+"""Predicted memory against XLA's GPU compiler, mechanism by mechanism, on small programs.
+
+Like `test_gpu_compiler`, this needs JAX's CUDA plugin; `.ci/verify` installs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import CompileError
+from autopar.measure.verify.targets import cuda_version, load_target
+
+
+def why_not() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    try:
+        cuda_version(load_target("h100-80gb"))
+    except CompileError as error:
+        return str(error)
+    return ""
+
+
+MISSING = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skip(reason=MISSING)] if MISSING else []
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def trained(loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(state: Any, batch: jax.Array) -> Any:
+        grads = jax.grad(loss_of)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+
+    return step
+
+
+def picked_logits(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A scatter-add into zeros, added to the gradient of the softmax."""
+    logits = x @ w
+    target = jnp.take_along_axis(logits, jnp.full((x.shape[0], 1), 3), axis=-1)[:, 0]
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
+
+
+def attention(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A softmax of short rows, whose kernel writes elsewhere than it reads."""
+    return jnp.sum((jax.nn.softmax(x @ w) @ w.T) ** 2)
+
+
+def deep(layers: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    """On several devices the gradients of parameters are late, and their sums wait for the end."""
+    for number, (up, down) in enumerate(layers):
+        with jax.named_scope(f"layer_{number}"):
+            x = x + jnp.tanh(x @ up) @ down
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "state", "batch", "num_devices", "remat"),
+    [
+        (picked_logits, array(256, 32768), array(2048, 256), 1, "none"),
+        (attention, array(512, 2048), array(8192, 512), 1, "none"),
+        (deep, [(array(512, 2048), array(2048, 512))] * 8, array(16384, 512), 8, "all"),
+    ],
+)
+def test_a_prediction_is_near_the_buffer_assignment(
+    loss_of: Callable[..., jax.Array], state: Any, batch: Any, num_devices: int, remat: str
+) -> None:
+    step = trained(loss_of)
+    options = autopar.ShardingOptions(memory_budget_bytes=1e15, remat=remat)
+    plan = autopar.plan(
+        step,
+        state,
+        batch,
+        cluster=autopar.ClusterSpec(1, num_devices, "h100-sxm"),
+        method=autopar.ShardParallel(options=options),
+    )
+    report = autopar.verify(step, state, batch, plan=plan)
+    assert plan.estimated_peak_bytes / report.peak_bytes == pytest.approx(1.0, abs=0.1)
