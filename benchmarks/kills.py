@@ -1,6 +1,7 @@
 """Faults while a pipeline trains on Ray: the errors, and the recovery.
 
     python -m benchmarks.kills [--kills N] [--seed S] [--disk FOLDER] [--json FILE]
+    python -m benchmarks.kills --kills 40 --steps 20000 --every 500      (a soak)
 
 Rounds of 60 steps of a small MLP, alternating between a pipeline on two meshes of two processes and
 one mesh of four processes, each process with two virtual CPU devices, on two Ray nodes of this
@@ -8,7 +9,8 @@ machine. Training uses `autopar.run_training` with a checkpoint every 5 steps. T
 are in `tests/ray/kills.py`. `exact` means that all losses and the last state equal those of a run
 without kills bit for bit; `within_stated` means that the error came within the time that
 docs/ray.md states. `--disk` names a folder on a small file system (a tmpfs of 64 MiB, say), which
-is filled at times. The results file is written after every kill.
+is filled at times. `driver_bytes` and `worker_bytes` are the memory of the driver and of the
+largest worker after each recovery. The results file is written after every kill.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "within_stated": sum(e <= kills.STATED_S[what] for e in errors),
             "as_it_should_be": sum(not row["wrong"] for row in own),
             "error_s": [min(errors), statistics.median(errors), max(errors)] if errors else [],
+            "driver_bytes": [row["driver_bytes"] for row in own],
+            "worker_bytes": [row["worker_bytes"] for row in own],
             "next_step_s": [min(steps), statistics.median(steps), max(steps)] if steps else [],
         }
     return found
@@ -64,6 +68,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--disk", type=Path)
+    parser.add_argument("--steps", type=int, default=60, help="of a round")
+    parser.add_argument("--every", type=int, default=0, help="the fewest steps between two faults")
     arguments = parser.parse_args()
     print(f"--kills {arguments.kills} --seed {arguments.seed}", flush=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -95,7 +101,9 @@ def main() -> None:
                 Path(folder),
                 arguments.seed,
                 nodes=nodes,
+                num_steps=arguments.steps,
                 disk=arguments.disk,
+                every=arguments.every,
                 tell=tell,
             )
             soak.run()

@@ -125,6 +125,15 @@ def kill(worker: Any, number: int = signal.SIGKILL) -> None:
         os.kill(worker.hello.pid, number)
 
 
+def memory_bytes(pid: int | str) -> int:
+    """The resident memory of a process of this machine; 0 if it has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def show(record: Record) -> None:
     print(json.dumps(record.as_row()), flush=True)
 
@@ -178,6 +187,7 @@ class Record:
     next_step_s: from the kill to the next step that was done.
     num_again:   steps that were done again.
     also:        starts that failed before one succeeded.
+    driver_bytes, worker_bytes: memory of the driver, and of the largest worker, afterwards.
     """
 
     number: int
@@ -195,6 +205,8 @@ class Record:
     num_again: int | None = None
     exact: bool | None = None
     also: str = ""
+    driver_bytes: int = 0
+    worker_bytes: int = 0
     wrong: str = ""
 
     def as_row(self) -> dict[str, Any]:
@@ -261,6 +273,7 @@ class Soak:
     where: names of METHODS, which rounds take in turn.
     nodes: for the loss of nodes.
     disk:  a folder on a small file system, for checkpoints, which may be filled.
+    every: the fewest steps between two faults of a round.
     tell:  is given each record when it is complete.
     """
 
@@ -274,12 +287,14 @@ class Soak:
         num_steps: int = 60,
         nodes: Nodes | None = None,
         disk: Path | None = None,
+        every: int = 0,
         tell: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self.records: list[Record] = []
         self._whats = deque(whats)
         self._where, self._folder, self._num_steps = where, folder, num_steps
-        self._nodes, self._disk = nodes, disk
+        self._nodes, self._disk, self._every = nodes, disk, every
+        self._not_before = every  # the step
         self._num_nodes = len(nodes) if nodes else 0
         self._tell = tell
         self._rng = random.Random(seed)
@@ -312,7 +327,7 @@ class Soak:
         self._now = name
         self._checkpoints = (self._disk or self._folder) / f"round_{number}"
         self._pending.clear()
-        self._last_done = 0
+        self._last_done, self._not_before = 0, self._every
         self._step = autopar.parallelize(train, method=METHODS[name])
         while True:
             try:
@@ -401,16 +416,19 @@ class Soak:
             if record.what in ("sigterm", "ctrl_c") and record.num_again > 0:
                 record.wrong += f"{record.num_again} steps were done again"
             self._open.remove((record, killed_s))
+            record.driver_bytes = memory_bytes("self")
+            record.worker_bytes = max(memory_bytes(w.hello.pid) for w in workers())
             self._tell(record)
         self._last_done = number
         if self._nodes is not None and len(self._nodes) < self._num_nodes:
             self._nodes.add()
-        if self._open:  # of the driver, without an end yet
+        if self._open or number < self._not_before:  # of the driver, without an end yet
             return
         if self._thread is None and self._whats and number < self._num_steps - 2 * CHECKPOINT_EVERY:
             if self._whats[0] == "start":  # needs an end before
                 self._whats.rotate(-1) if set(self._whats) != {"start"} else self._whats.popleft()
             else:
+                self._not_before = number + self._every
                 self._begin(self._whats.popleft())
 
     def _on_restart(self, error: Any) -> None:
