@@ -134,7 +134,7 @@ def run_case(name: str, example: Any, by_hand: list[Any], dump: str | None) -> l
     if dump:
         folder = pathlib.Path(dump, name)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.txt").write_text(plan.explain())
+        (folder / "plan.txt").write_text(plan.explain(detail="full"))
         (folder / "autopar.hlo").write_text(compiled["step"].as_text())
     for hand in by_hand:
         jitted, _ = hand.jitted(example.train_step, state, devices)

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--save", help="write the plan to this file")
     arguments = parser.parse_args()
     best = plan_of(autopar.ShardParallel())
-    print(best.explain(depth=arguments.depth))
+    print(best.explain(depth=arguments.depth, detail="full"))
     print("\n--- compared with the best plan on a mesh of one axis ---\n")
     print(autopar.diff(best, plan_of(autopar.ShardParallel(mesh_shape=(8,)))))
     if arguments.save:

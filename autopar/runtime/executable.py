@@ -145,7 +145,9 @@ class Executable(ABC):
         plan = self.plan
         yield DebugFile("plan.json", "the plan, as ParallelPlan.load reads it", plan.to_json)
         yield DebugFile(
-            "plan.txt", "the plan in words: plan.explain()", lambda: plan.explain() + "\n"
+            "plan.txt",
+            'the plan in words: plan.explain(detail="full")',
+            lambda: plan.explain(detail="full") + "\n",
         )
         yield DebugFile(
             "figures.json",
