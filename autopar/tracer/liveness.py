@@ -14,7 +14,8 @@ The model follows how XLA compiles for GPUs:
   (`reuse_buffers`).
 - *Scatters.* A scatter-add into zeros whose result is then added to something is made in that
   buffer: it has no memory of its own (`folded_scatters`).
-- *Order.* Convolution kernels stay in the order that the library wants (`transposed_kernels`).
+- *Convolutions.* Kernels stay in the order that the library wants (`transposed_kernels`); inputs of
+  transposed convolutions are written with zeros between their rows (`dilated_inputs`).
 
 A value that a loop reads lives until the loop's end; a stack that it writes, from the loop's start.
 """
@@ -486,6 +487,23 @@ class _Sweep:
                 copies[kernel] = Life(kernel, start, max(ends[kernel], start))
         return list(copies.values())
 
+    def dilated_inputs(self) -> Iterator[Life]:
+        """Inputs of transposed convolutions: XLA writes them with zeros between their rows. It
+        knows the gradient of a strided convolution by its reversed kernel, and the library
+        dilates that itself."""
+        for index, node in enumerate(self.nodes):
+            if node.work is None or node.work.kind != "input-gradient":
+                continue
+            if self.nodes[self.producer[self.source(node.operands[1])]].name == "rev":
+                continue
+            shapes = [self.values[v].shape for v in (*node.operands, *node.results)]
+            images, positions, out_channels, *_ = (
+                prod(shapes[which][dim] for which, dim in dims) for dims in node.work.sizes
+            )
+            made = prod(shapes[2]) // max(1, images * out_channels)
+            count, time = round(made / max(1, positions)), self.times[index]
+            yield Life(node.operands[0], time, time, max(1, count))
+
     def extend(self, ends: dict[int, int], value: int, end: int) -> None:
         ends[value] = max(ends.get(value, -1), end)
 
@@ -509,6 +527,7 @@ class _Sweep:
         written = self.written_values()
         node_ends, ends = self.last_needed(written)
         lives = self.recomputed_lives(node_ends, ends) + self.transposed_kernels(ends)
+        lives += self.dilated_inputs()
         self.reuse_buffers(ends)
         last = len(self.nodes)
         for index, node in enumerate(self.nodes):

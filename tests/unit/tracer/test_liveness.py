@@ -314,3 +314,26 @@ def test_a_kernel_is_turned_once_for_both_passes(dtype) -> None:
         and life.start < min(backward) <= life.end
     ]
     assert [value.dtype for value in across] == [jnp.dtype(dtype).name]
+
+
+def test_a_transposed_convolution_reads_a_dilated_copy() -> None:
+    """Not so the gradient of a strided one, which the library dilates."""
+
+    def upsampled(w, x):
+        return jnp.sum(
+            jax.lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+
+    def downsampled(w, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        return jnp.sum(
+            jnp.sin(jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=numbers))
+        )
+
+    def copies(loss_of) -> list[int]:
+        graph = graph_of(train(loss_of), array(4, 4, 16, 16), array(8, 32, 32, 16))
+        return [life.count for life in graph.liveness.lives if life.count > 1]
+
+    assert copies(upsampled) == [4]
+    assert copies(downsampled) == []
