@@ -63,13 +63,14 @@ def read_collectives(hlo_text: str) -> tuple[CollectiveOp, ...]:
     count."""
     module = HloModule(hlo_text)
     return tuple(
-        _collective(one, module)
+        read_collective(one, module)
         for one in module.instructions
         if one.is_first and one.kind in _KINDS
     )
 
 
-def _collective(one: Instruction, module: HloModule) -> CollectiveOp:
+def read_collective(one: Instruction, module: HloModule) -> CollectiveOp:
+    """A collective, or the start of one."""
     arrays, groups = one.results, one.groups(module.num_devices)
     if one.kind == "collective-permute":
         group_size = 2 if any(source != target for source, target in groups) else 1
@@ -97,9 +98,9 @@ def read_dot_flops(hlo_text: str) -> float:
     for one in module.instructions:
         is_call = one.opcode == "custom-call"
         if one.opcode == "dot" or (is_call and _CUBLAS.search(one.attributes)):
-            flops = _product_flops
+            flops = product_flops
         elif is_call and _CUDNN.search(one.attributes):
-            flops = _convolution_flops
+            flops = convolution_flops
         else:
             continue
         operands = [by_name[one.computation, n].results[0].shape for n in one.operands[:2]]
@@ -107,14 +108,14 @@ def read_dot_flops(hlo_text: str) -> float:
     return total
 
 
-def _product_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
+def product_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
     """Two per multiply-add: for every element of the result, as many as the contracted size."""
     match = _LHS_CONTRACTING.search(one.attributes)
     contracting = re.findall(r"\d+", match[1] or match[2] or "") if match else []
     return 2.0 * prod(one.results[0].shape) * prod(operands[0][int(d)] for d in contracting)
 
 
-def _convolution_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
+def convolution_flops(one: Instruction, operands: Sequence[tuple[int, ...]]) -> float:
     """Two per multiply-add: for every output of the forward convolution, a window of the filter
     over all input features. Gradients take equally many, with their operands in other places."""
     kind, window, labels = (

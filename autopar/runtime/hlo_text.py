@@ -96,7 +96,7 @@ class Instruction:
     def _closed(self) -> int:
         return _closing(self.rest)
 
-    @property
+    @cached_property
     def operands(self) -> list[str]:
         """Names of the operands; some versions write their types before them."""
         parts = _split(_COMMENT.sub("", self.rest[1 : self._closed]))
@@ -116,7 +116,7 @@ class Instruction:
         """Whether it is not the second half of an asynchronous pair."""
         return not self.opcode.endswith(("-update", "-done"))
 
-    @property
+    @cached_property
     def results(self) -> tuple[ArrayType, ...]:
         """The results of the operation. The type of a start is (operands, results, contexts…), but
         an all-reduce-start may have its results alone."""
@@ -130,6 +130,25 @@ class Instruction:
     def op_name(self) -> str:
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
+
+    @property
+    def is_root(self) -> bool:
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
+    def trips(self) -> int | None:
+        """Of a loop, if XLA knows them."""
+        match = _TRIPS.search(self.rest)
+        return int(match[1]) if match else None
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it runs; of a loop the body, not the condition."""
+        names: dict[str, None] = {}
+        for call in _CALLED.finditer(self.rest):
+            for name in (call["one"] or call["several"]).split(","):
+                names[name.strip(" %")] = None
+        return list(names)
 
     def groups(self, num_devices: int) -> Groups:
         """The groups of devices of a collective; for a permutation, (source, target) pairs."""
@@ -157,14 +176,26 @@ class HloModule:
     def __init__(self, text: str) -> None:
         header = text[text.find("HloModule") :].partition("\n")[0] if "HloModule" in text else ""
         self.num_devices = prod(int(n) for n in _NUM_DEVICES.findall(header))
+        self.is_scheduled = "is_scheduled=true" in header
+        self.entry = ""
         self.instructions: list[Instruction] = []
         computation = ""
         for line in text.splitlines():
             if not line.startswith(" ") and (start := _COMPUTATION.match(line)):
                 computation = start[1]
+                if line.startswith("ENTRY"):
+                    self.entry = computation
             elif match := _INSTRUCTION.match(line):
                 parts = match["name"], match["type"], match["opcode"], match["rest"]
                 self.instructions.append(Instruction(computation, *parts, line))
+
+    @cached_property
+    def computations(self) -> dict[str, list[Instruction]]:
+        """The instructions of each computation, in XLA's order; of a scheduled module, as run."""
+        listed: dict[str, list[Instruction]] = {}
+        for one in self.instructions:
+            listed.setdefault(one.computation, []).append(one)
+        return listed
 
     @cached_property
     def _calls(self) -> dict[str, list[tuple[str, int | None]]]:
@@ -173,13 +204,8 @@ class HloModule:
         for one in self.instructions:
             if not one.is_first:  # some versions repeat the computation of the start
                 continue
-            callees: dict[str, int | None] = {}
-            for call in _CALLED.finditer(one.rest):
-                trips = _TRIPS.search(one.rest) if call["how"] == "body" else None
-                count = int(trips[1]) if trips else 1 if call["how"] == "body" else None
-                names = (call["one"] or call["several"]).split(",")
-                callees.update((name.strip(" %"), count) for name in names)
-            for callee, count in callees.items():
+            count = (one.trips or 1) if one.opcode == "while" else None
+            for callee in one.called:
                 calls.setdefault(callee, []).append((one.computation, count))
         return calls
 

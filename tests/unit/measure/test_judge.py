@@ -1,0 +1,216 @@
+"""The judge on made-up schedules whose times follow by hand, and on texts of real compilers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.ir.mesh import ClusterSpec, DeviceSpec
+from autopar.measure.judge import LAUNCH_S, MEMORY, PRODUCTS, Judgement, judge
+
+# A float32 of one element takes a second to read, and so does a multiply-add pair.
+DEVICE = DeviceSpec(
+    "made-up",
+    flops_16bit=4.0 / PRODUCTS,
+    flops_32bit=2.0 / PRODUCTS,
+    memory_bytes=1e9,
+    memory_bandwidth=4.0 / MEMORY,
+    intra_host_bandwidth=4.0,
+    host_bandwidth=1.0,
+    intra_host_alpha_s=0.0,
+    inter_host_alpha_s=0.0,
+)
+ALL_OF_TWO = "replica_groups={{0,1}}"
+TEXTS = sorted((Path(__file__).parents[1] / "runtime/hlo_texts").glob("*-gpu.txt"))
+
+
+def module(entry: str, others: str = "", partitions: int = 2) -> str:
+    lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    header = f"HloModule m, is_scheduled=true, num_partitions={partitions}"
+    return f"{header}\n\n{others}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{lines}\n}}\n"
+
+
+def computation(name: str, text: str) -> str:
+    lines = "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+    return f"%{name} (a: f32[8]) -> f32[8] {{\n{lines}\n}}\n"
+
+
+def seconds(value: float) -> object:
+    return pytest.approx(value, rel=1e-4)
+
+
+def test_a_kernel_takes_its_traffic() -> None:
+    text = module(
+        """%p = f32[8]{0} parameter(0)
+        ROOT %t = f32[8]{0} transpose(%p), dimensions={0}"""
+    )
+    found = judge(text, DEVICE)
+    assert found.step_s == found.compute_s == seconds(16 + LAUNCH_S)
+    assert found.kernels[0].num_bytes == 64
+
+
+def test_a_product_takes_its_flops_by_type() -> None:
+    def of(dtype: str) -> float:
+        return judge(
+            module(
+                f"""%p = {dtype}[8,16]{{1,0}} parameter(0)
+                %q = {dtype}[16,8]{{1,0}} parameter(1)
+                ROOT %d = {dtype}[8,8]{{1,0}} dot(%p, %q), lhs_contracting_dims={{1}}, """
+                "rhs_contracting_dims={0}"
+            ),
+            DEVICE,
+        ).step_s
+
+    assert of("f32") == seconds(8 * 8 * 16)
+    assert of("bf16") == seconds(8 * 8 * 16 / 2)
+
+
+COLLECTIVES = """%p = f32[8]{{0}} parameter(0)
+    %s = f32[8]{{0}} all-reduce-start(%p), {groups}, to_apply=%add
+    {kernels}
+    %d = f32[8]{{0}} all-reduce-done(%s)
+    ROOT %t = f32[8]{{0}} transpose(%d), dimensions={{0}}"""
+KERNEL = "%k{0} = f32[8]{{0}} transpose(%p), dimensions={{0}}"
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_a_collective_hides_under_kernels_that_run_before_its_done(beside: int) -> None:
+    """It takes 8 s: 2 × ½ of 32 bytes at 4 per second. A kernel takes 16."""
+    kernels = "\n".join(KERNEL.format(n) for n in range(beside))
+    found = judge(module(COLLECTIVES.format(groups=ALL_OF_TWO, kernels=kernels)), DEVICE)
+    assert found.links_s == seconds(8)
+    assert found.exposed_s == seconds(0 if beside else 8)
+    assert found.step_s == seconds(16 * (beside + 1) + found.exposed_s)
+    assert found.hidden_s + found.exposed_s == seconds(8)
+
+
+def test_collectives_follow_one_another() -> None:
+    text = module(
+        f"""%p = f32[8]{{0}} parameter(0)
+        %a = f32[8]{{0}} all-reduce-start(%p), {ALL_OF_TWO}, to_apply=%add
+        %b = f32[8]{{0}} all-reduce-start(%p), {ALL_OF_TWO}, to_apply=%add
+        %ad = f32[8]{{0}} all-reduce-done(%a)
+        %bd = f32[8]{{0}} all-reduce-done(%b)
+        ROOT %c = f32[8]{{0}} all-reduce(%bd), {ALL_OF_TWO}, to_apply=%add"""
+    )
+    found = judge(text, DEVICE)
+    assert found.step_s == found.exposed_s == seconds(24)
+
+
+def test_between_hosts_a_group_has_its_share_of_the_network() -> None:
+    def of(groups: str, partitions: int) -> float:
+        text = module(COLLECTIVES.format(groups=groups, kernels=""), partitions=partitions)
+        return judge(text, ClusterSpec(2, 2, device=DEVICE)).links_s
+
+    inside = of("replica_groups={{0,1},{2,3}}", 4)
+    one_each = of("replica_groups={{0,2},{1,3}}", 4)
+    everyone = of("replica_groups={{0,1,2,3}}", 4)
+    assert inside == seconds(32 / 4)
+    assert one_each == seconds(32 / 0.5)  # half of the host's network
+    assert everyone == seconds(48 / 1)
+
+
+def test_a_loop_runs_its_body_so_often() -> None:
+    body = computation(
+        "body",
+        f"""%a = f32[8]{{0}} parameter(0)
+        %r = f32[8]{{0}} all-reduce(%a), {ALL_OF_TWO}, to_apply=%add
+        ROOT %t = f32[8]{{0}} transpose(%r), dimensions={{0}}""",
+    )
+    trips = ', backend_config={"known_trip_count":{"n":"5"}}'
+
+    def of(config: str) -> Judgement:
+        text = module(
+            f"""%p = f32[8]{{0}} parameter(0)
+            ROOT %w = f32[8]{{0}} while(%p), condition=%cond, body=%body{config}""",
+            body,
+        )
+        return judge(text, DEVICE)
+
+    known, unknown = of(trips), of("")
+    assert known.step_s == seconds(5 * (16 + 8)) and not known.unknown_loops
+    assert known.links_s == known.exposed_s == seconds(40)
+    assert known.kernels[0].count == 5
+    assert unknown.step_s == seconds(24) and unknown.unknown_loops == ("w",)
+
+
+FUSIONS = {
+    "a slice of a large array": (
+        """%a = f32[800]{0} parameter(0)
+        %i = s32[] parameter(1)
+        ROOT %s = f32[8]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={8}""",
+        2 * 32 + 4,
+    ),
+    "an update in place": (
+        """%a = f32[800]{0} parameter(0)
+        %u = f32[8]{0} parameter(1)
+        %i = s32[] parameter(2)
+        ROOT %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)""",
+        2 * 32 + 4,
+    ),
+    "an update in place, then a bitcast": (
+        """%a = f32[800]{0} parameter(0)
+        %u = f32[8]{0} parameter(1)
+        %i = s32[] parameter(2)
+        %s = f32[800]{0} dynamic-update-slice(%a, %u, %i)
+        ROOT %b = f32[8,100]{1,0} bitcast(%s)""",
+        2 * 32 + 4,
+    ),
+    "a slice, and all of it": (
+        """%a = f32[800]{0} parameter(0)
+        %s = f32[8]{0} slice(%a), slice={[0:8]}
+        %n = f32[800]{0} negate(%a)
+        ROOT %t = (f32[8]{0}, f32[800]{0}) tuple(%s, %n)""",
+        3200 + 3200 + 32,
+    ),
+    "a scatter": (
+        """%a = f32[800]{0} parameter(0)
+        %i = s32[8]{0} parameter(1)
+        %u = f32[8]{0} parameter(2)
+        ROOT %s = f32[800]{0} scatter(%a, %i, %u), to_apply=%add""",
+        32 + 32 + 32 + 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_fusion_moves_what_it_touches(name: str) -> None:
+    inner, expected = FUSIONS[name]
+    operands = inner.count("parameter(")
+    names = ["%p", "%q", "%r"][:operands]
+    text = module(
+        f"""%p = f32[800]{{0}} parameter(0)
+        %q = f32[8]{{0}} parameter(1)
+        %r = s32[]{{}} parameter(2)
+        ROOT %f = f32[800]{{0}} fusion({", ".join(names)}), kind=kLoop, calls=%fused""",
+        computation("fused", inner),
+    )
+    assert judge(text, DEVICE).kernels[0].num_bytes == expected
+
+
+def test_scratch_memory_of_a_library_is_no_traffic() -> None:
+    text = module(
+        """%p = f32[8,16]{1,0} parameter(0)
+        %q = f32[16,8]{1,0} parameter(1)
+        ROOT %d = (f32[8,8]{1,0}, s8[100000]{0}) custom-call(%p, %q), """
+        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    )
+    (kernel,) = judge(text, DEVICE).kernels
+    assert kernel.num_bytes == 4 * (128 + 128 + 64) and kernel.flops == 2 * 8 * 8 * 16
+
+
+def test_a_text_without_schedule_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="not scheduled"):
+        judge("HloModule m\n\nENTRY %main () -> f32[] {\n}\n", "h100-sxm")
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.stem)
+def test_what_every_compiler_prints_is_read(file: Path) -> None:
+    texts = file.read_text(encoding="utf-8").split("\n// ")
+    judged = [judge(text[text.find("HloModule") :], "h100-sxm") for text in texts]
+    assert judged and all(one.step_s > 0 for one in judged)
+    assert any(one.links_s > 0 for one in judged)
+    assert all(0 <= one.exposed_s <= one.links_s * (1 + 1e-9) for one in judged)
