@@ -10,14 +10,16 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_is_inside = False  # the main thread, in a block
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Handlers of SIGINT and SIGTERM, which may raise, run at the end of the block. A second signal
     does not wait: then the block is cut, and must leave nothing that others rely on. Only the main
-    thread runs handlers, so others need no protection."""
-    if threading.current_thread() is not threading.main_thread():
+    thread runs handlers, so others need no protection. A block inside another ends with it."""
+    global _is_inside
+    if _is_inside or threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers: dict[int, Any] = {n: signal.getsignal(n) for n in _SIGNALS}
@@ -31,9 +33,11 @@ def uninterrupted() -> Iterator[None]:
 
     for number in handlers:
         signal.signal(number, note)
+    _is_inside = True
     try:
         yield
     finally:
+        _is_inside = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number, frame in caught[:1]:

@@ -42,6 +42,7 @@ from autopar.training.keeping import (
 )
 from autopar.training.last_results import finished_results, write_last_results
 from autopar.training.metrics import Meter
+from autopar.training.positions import gather_positions, own_position
 from autopar.training.preemption import StopRequests
 from autopar.training.restarts import ClusterWatch, PlannedRestart
 from autopar.training.restore import restore_step
@@ -143,7 +144,7 @@ class Training:
     def _restore(self, newest: int, source: BatchSource) -> None:
         saved = saved_by_training(self._directory, newest)
         self._metrics = metrics_of(self._directory)
-        source.resume(newest, saved.get("position"))
+        source.resume(newest, own_position(saved.get("positions")))
         self._done = self.written = self._loaded = newest
         self._meter.saved(newest)
         self._unproven = {newest}
@@ -322,7 +323,7 @@ class Training:
             self._metrics[step] = value
         if self._bad_numbers is not None:
             self._unproven.add(step)
-        own = {"position": source.position(step), "metric": value}
+        own = {"positions": gather_positions(source.position(step)), "metric": value}
         metadata: dict[str, Any] = {TRAINING: {n: v for n, v in own.items() if v is not None}}
         if keeping.policy.metadata is not None:
             metadata["user"] = dict(keeping.policy.metadata(step))

@@ -8,13 +8,20 @@ arrays and tensors; nothing is pickled.
 from __future__ import annotations
 
 import base64
+import itertools
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from autopar import _jax
 from autopar.errors import ArgumentError, CheckpointError
+from autopar.progress import LOGGER
+from autopar.runtime.ranks.consensus import arrival_limit_s
 
+_numbers = itertools.count()
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -53,6 +60,43 @@ class Positioned:
         if self.has_position:
             return _encoded(self._iterator.get_state())  # type: ignore[union-attr]
         return None
+
+
+def gather_positions(own: Any) -> list[Any] | None:
+    """The positions of all processes, in the first one, which saves them; None if there are none.
+    Every process must call this, in the same order."""
+    if jax.process_count() == 1:
+        return None if own is None else [own]
+    me, count, name = jax.process_index(), jax.process_count(), f"autopar/position/{next(_numbers)}"
+    if me != 0:
+        _jax.store_set(f"{name}/{me}", json.dumps(own).encode())
+        return None
+    positions = [own]
+    for process in range(1, count):
+        text = _jax.store_get(f"{name}/{process}", arrival_limit_s())
+        if text is None:
+            raise CheckpointError(
+                f"run_training: process {process} did not say where its loader is within "
+                f"{arrival_limit_s():g} s. Every process must run the same steps."
+            )
+        positions.append(json.loads(text))
+    _jax.store_delete(name)
+    return None if None in positions else positions
+
+
+def own_position(positions: Any) -> Any:
+    """This process's, of those that were saved; None if other processes saved them."""
+    if not isinstance(positions, list):
+        return None
+    if len(positions) != jax.process_count():
+        LOGGER.warning(
+            "The checkpoint has the positions of %d loaders, and there are %d processes: batches "
+            "are drawn and dropped instead.",
+            len(positions),
+            jax.process_count(),
+        )
+        return None
+    return positions[jax.process_index()]
 
 
 def _has(thing: object, *names: str) -> bool:

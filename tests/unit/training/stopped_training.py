@@ -30,6 +30,34 @@ def batch_of(number: int) -> np.ndarray:
     return np.random.default_rng(number).normal(size=(8, 8)).astype(np.float32)
 
 
+class Shuffled:
+    """Batches in an order that only its state knows, which belongs to one process."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.left, self.rng = num_steps, np.random.default_rng(1)
+
+    def __iter__(self) -> Shuffled:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.left == 0:
+            raise StopIteration
+        self.left -= 1
+        return batch_of(int(self.rng.integers(1000)))
+
+    def get_state(self) -> dict:
+        state = self.rng.bit_generator.state
+        return {"rng": state, "left": self.left, "process": jax.process_index()}
+
+    def set_state(self, state: dict) -> None:
+        assert state["process"] == jax.process_index()
+        drawn = MANY - state["left"]
+        self.rng.bit_generator.state, self.left = state["rng"], self.left - drawn
+
+
+MANY = 10**9
+
+
 def main() -> None:
     folder, losses_path, num_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     is_first = True
@@ -45,11 +73,16 @@ def main() -> None:
                 file.write(f"{number} {float(value).hex()}\n")
         time.sleep(0.02)
 
+    def from_number(start: int):
+        return (batch_of(number) for number in range(start, num_steps))
+
+    batches = Shuffled(MANY) if os.environ.get("STATEFUL") else from_number
     weights = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) / 3
     state, _ = autopar.run_training(
         autopar.parallelize(train_step, method=autopar.DataParallel()),
         {"w": weights, "count": 0},
-        lambda start: (batch_of(number) for number in range(start, num_steps)),
+        batches,
+        num_steps=num_steps,
         checkpoint_dir=folder,
         checkpoint_every=1000,
         on_step=on_step,

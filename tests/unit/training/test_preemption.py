@@ -89,7 +89,7 @@ def _free_port() -> int:
         (signal.SIGTERM, 1, 143, {}),
         pytest.param(signal.SIGINT, 1, -signal.SIGINT, {}, marks=pytest.mark.ci),
         pytest.param(signal.SIGUSR1, 1, 138, {"SLURM_JOB_ID": "7"}, marks=pytest.mark.ci),
-        pytest.param(signal.SIGTERM, 2, 143, {}, marks=pytest.mark.ci),
+        pytest.param(signal.SIGTERM, 2, 143, {"STATEFUL": "1"}, marks=pytest.mark.ci),
     ],
 )
 def test_the_next_start_goes_on_exactly_where_a_signal_ended_the_last(
@@ -107,12 +107,12 @@ def test_the_next_start_goes_on_exactly_where_a_signal_ended_the_last(
     assert autopar.latest_step(folder) == done
     assert "was written in" in ended[0][2]
 
-    runs.append(Run(folder, losses, done + 5, count))
+    runs.append(Run(folder, losses, done + 5, count, **env))
     ended = runs[-1].end()
     assert [one[0] for one in ended] == [0] * count, ended
     assert ended[0][1].splitlines()[-1] == f"count {done + 5}"
     whole = tmp_path / "whole"
-    runs.append(Run(tmp_path / "other", whole, done + 5, count))
+    runs.append(Run(tmp_path / "other", whole, done + 5, count, **env))
     runs[-1].end()
     assert losses_in(losses) == losses_in(whole), "bitwise those of a run without a signal"
 
