@@ -126,6 +126,7 @@ DEVELOPMENT: dict[str, Callable[[int], Step]] = {
     "lstm": partial(_real, "lstm"),
     "unet": _unet,
     "dlrm": partial(_example, lambda n: dlrm.example(_DLRM, 8192 * n)),
+    "vae": partial(_real, "vae"),
     "moe": partial(
         _example,
         lambda n: moe.example(moe.MoEConfig(1536, 2, 16, num_heads=16, dtype=bf16), 4 * n),
@@ -142,7 +143,6 @@ HELD_OUT: dict[str, Callable[[int], Step]] = {
         lambda n: build("wresnet-250m", 8 * n, stage_sizes=(1, 1, 1, 1), dtype=bf16),
     ),
     "convnext": partial(_classifier, ConvNeXt(1000, (1, 1), (192, 384), bf16), 64),
-    "vae": partial(_real, "vae"),
     "gnn": partial(_real, "gnn"),
 }
 

@@ -30,6 +30,7 @@ def test_the_page_counts_and_names_the_worst() -> None:
         row("a", False, [1.0], [1.0]),
         row("b", False, [0.8, 1.0], [1.0, 1.0]),
         row("c", True, [1.2], [1.0]),
+        row("e", True, [150.0], [100.0]),
         {"model": "d", "kind": "mesh", "error": "PlanningError: no | plan\nmore"},
     ]
     text = page(rows)
@@ -38,6 +39,7 @@ def test_the_page_counts_and_names_the_worst() -> None:
     assert "- the worst: b (mesh) 0.80, c (mesh) 1.20, a (mesh) 1.00" in text
     assert "| b | mesh | 8, 8 | 0.80, 1.00 | 1.00, 1.00 | 0.80, 1.00 |" in text
     assert text.index("| b |") < text.index("## Held out") < text.index("| c |")
+    assert "- e, mesh: 150.00 of 100.00 GiB, 1.50" in text and "| e |" not in text
     assert "- d, mesh: PlanningError: no \\| plan" in text
     assert ratio(rows[1]) == pytest.approx(0.8)
 
