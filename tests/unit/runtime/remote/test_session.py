@@ -43,8 +43,10 @@ def test_a_broken_channel_is_the_worker_that_is_gone(error: Exception) -> None:
     assert caught.value is failure and caught.value.__cause__ is error
 
 
-def test_it_is_told_as_it_is_if_no_worker_is_gone() -> None:
-    with pytest.raises(PeerGone, match="broke"), session_on(Cluster(None)).connected():
+def test_if_no_worker_is_gone_the_network_is_cut() -> None:
+    """Also a `WorkerError`, so that training starts again."""
+    said = r"connection to a worker is lost, though all workers answer: broke.*Check the network"
+    with pytest.raises(WorkerError, match=said), session_on(Cluster(None)).connected():
         raise PeerGone("broke")
 
 
