@@ -33,6 +33,7 @@ from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, Reduction, reduc
 SMALL = 30_000  # edge entries up to which a solver is as fast
 _MAX_ROUNDS = 6
 _PASSES = 5  # forward and backward, between checks
+_EARLY_CHECKS = (1, 3)  # after so many passes, where a gap is allowed
 _FIRST_PASSES = 2  # times as many in the first round
 _ROUNDING = 1e-9  # relative to the objective: smaller differences are ignored
 _MAX_TRY_ENTRIES = 40_000  # edge entries of the problem in which a choice is searched
@@ -99,7 +100,7 @@ class _ContractSearch:
         for number in range(_MAX_ROUNDS):
             moved = Moved(current, along_edges(current))
             for _ in range(1 if number else _FIRST_PASSES):
-                self.pass_on(moved, current)
+                self.pass_on(moved, current, gap)
                 if self.is_proven(gap):
                     return None
                 if time.monotonic() > self.deadline:
@@ -126,12 +127,16 @@ class _ContractSearch:
                 break
         return current
 
-    def pass_on(self, moved: Moved, current: PairwiseProblem) -> None:
-        for _ in range(_PASSES):
+    def pass_on(self, moved: Moved, current: PairwiseProblem, gap: float) -> None:
+        """Passes, and what they tell; fewer of them if a gap is allowed that is soon reached."""
+        for number in range(1, _PASSES + 1):
             moved.pass_on(moved.order)
             moved.pass_on(moved.order[::-1])
-        self.bound = max(self.bound, moved.lower_bound())
-        self.take(settled(current, moved.greedy_choice()))
+            if number == _PASSES or (gap and number in _EARLY_CHECKS):
+                self.bound = max(self.bound, moved.lower_bound())
+                self.take(settled(current, moved.greedy_choice()))
+                if self.is_proven(gap):
+                    return
 
     def is_proven(self, gap: float) -> bool:
         if self.best >= FORBIDDEN / 2:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem
+from autopar.sharding.reduce import FORBIDDEN, PairwiseProblem, largest_allowed
 
 _MAX_PASSES = 30  # forward and backward
 _PASSES_PER_CHOICE = 5
@@ -60,7 +60,7 @@ class Moved:
         # Forbidden entries cost more than any allowed choice, yet leave digits for the rest.
         tables = [*problem.costs.values()]
         tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
-        largest = [float(t.max(initial=0.0, where=t < FORBIDDEN / 2)) for t in tables]
+        largest = list(map(largest_allowed, tables))
         ceiling = 10 * sum(largest) + 1.0 * (max(largest, default=0.0) == 0.0)
         self.costs = {u: np.minimum(c, ceiling) for u, c in problem.costs.items()}
         self.edges: dict[int, dict[int, np.ndarray]] = {u: {} for u in problem.costs}
@@ -87,7 +87,7 @@ class Moved:
     def lower_bound(self) -> float:
         tables = [*self.costs.values()]
         tables += [m for u, row in self.edges.items() for v, m in row.items() if u < v]
-        return self.constant + sum(float(t.min()) for t in tables)
+        return self.constant + sum(float(np.minimum.reduce(t, axis=None)) for t in tables)
 
     def pass_on(self, order: list[int]) -> None:
         place = {u: i for i, u in enumerate(order)}
@@ -95,7 +95,7 @@ class Moved:
             around = self.edges[u]
             collected = self.costs[u]
             for matrix in around.values():
-                demanded = matrix.min(axis=1)
+                demanded = np.minimum.reduce(matrix, axis=1)
                 matrix -= demanded[:, None]
                 collected = collected + demanded
             later = [m for v, m in around.items() if place[v] > place[u]]

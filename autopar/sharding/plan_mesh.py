@@ -66,6 +66,7 @@ class ShardingTask:
     known:       mesh -> the best sharding of an equal graph, memory aside; new ones are added.
     in_full:     explain a step that cannot fit; else its error comes at once, with bytes only.
     every_order: look at every order of a mesh's axes; else, for a try, at one.
+    cutoff:      seconds of a plan at hand: among plans that take as long, any will do.
     """
 
     step: TracedStep
@@ -79,6 +80,7 @@ class ShardingTask:
     known: dict[LogicalMesh, GraphSharding] | None = None
     in_full: bool = True
     every_order: bool = True
+    cutoff: float = inf
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def plan_mesh(task: ShardingTask, log: PlanningLog | None = None) -> PlannedStep
     if problem.meshes[0].num_devices == 1:
         return _on_one_device(problem, log)
     solution = solve_mesh(problem, log)
+    log.work_s = solution.sharding.problem.work_s
     return planned_as(solution.origin, solution.sharding, log, solution.warnings)
 
 
@@ -136,6 +139,17 @@ def peak_floor(task: ShardingTask, log: PlanningLog) -> float:
     """A lower bound on the peak of every plan of a step, on any of its meshes."""
     problem = mesh_problem(task, log)
     return min(memory_floor(problem.graph, mesh) for mesh in problem.meshes)
+
+
+def cheapest_peak(problem: MeshProblem, log: PlanningLog) -> float:
+    """The peak of the cheapest sharding, memory aside, on the mesh where it takes the least. It is
+    remembered in `known` for whoever solves the problem."""
+    refusals: dict[LogicalMesh, AutoparError] = {}
+    with paused_garbage_collector(), log.timed("shard"):
+        shardings, _ = _solved_meshes(problem, problem.meshes, log.deadline, refusals, [], log)
+        if not shardings:
+            raise _refusal(refusals)
+        return min(replace(s, refetch=True).memory.peak_bytes for s in shardings)
 
 
 def solve_mesh(problem: MeshProblem, log: PlanningLog) -> MeshSolution:
@@ -344,8 +358,10 @@ def _best_within_memory(
     options = options_of(method)
     best: GraphSharding | None = None
     misses: list[Miss] = []
-    took_s = 0.0
+    took_s, cutoff = 0.0, problem.task.cutoff
     for sharding in sorted(shardings, key=lambda sharding: sharding.objective):
+        if (best is not None or misses) and sharding.objective >= cutoff:
+            break
         if best is not None and (1 - GOOD_GAP) * best.objective <= sharding.objective:
             break
         if best is not None and not log.deadline.allows(took_s):
@@ -360,7 +376,7 @@ def _best_within_memory(
                     budget,
                     solver=options.solver,
                     time_limit_s=log.deadline.seconds(options.solver_time_limit_s),
-                    cutoff=inf if best is None else (1 - GOOD_GAP) * best.objective,
+                    cutoff=min(cutoff, inf if best is None else (1 - GOOD_GAP) * best.objective),
                     first_price=0.0 if best is None else best.price_per_byte,
                 )
             except DoesNotFit as miss:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from autopar.errors import MemoryBudgetError, MeshError, SolverError, SpecError
 from autopar.ir.mesh import ClusterSpec, LogicalMesh
@@ -38,6 +39,7 @@ class WholeStep:
 
     mesh:    None for the best of those that the method may use.
     in_full: explain a step that does not fit; else the error comes soon, with bytes only.
+    cutoff:  seconds of a plan at hand: among plans that take as long, any will do.
     """
 
     source: StepSource
@@ -46,6 +48,7 @@ class WholeStep:
     log: PlanningLog
     mesh: LogicalMesh | None = None
     in_full: bool = True
+    cutoff: float = inf
 
     @property
     def num_micro_batches(self) -> int:
@@ -83,6 +86,7 @@ class WholeStep:
             mesh,
             in_full=in_full,
             every_order=in_full or every_order or not step.remat,
+            cutoff=self.cutoff,
         )
         return self.log.note(plan_mesh(task, self.log))
 

@@ -42,6 +42,7 @@ class PlanningLog:
     failures:        failures of autopar's own that ruled out candidates.
     deadline:        the seconds that the plan may take, from the log's creation on.
     best:            the best plan so far, for the terminal.
+    work_s:          no plan of the whole step takes less (`ShardingProblem.work_s`); 0 if unknown.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class PlanningLog:
     failures: list[Failure] = field(default_factory=list)
     deadline: Deadline = field(default_factory=Deadline)
     best: Best | None = None
+    work_s: float = 0.0
 
     @contextmanager
     def limited(self, options: ShardingOptions) -> Iterator[None]:

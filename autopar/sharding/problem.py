@@ -51,6 +51,16 @@ class ShardingProblem:
     # What was tried under memory budgets, for the same problem with another budget or other lives.
     tried: Tried = field(default_factory=Tried)
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of all operators if each were divided evenly over all devices, as its cheapest
+        strategy runs. No plan on these devices takes less, whether on one mesh or as a pipeline."""
+        num_devices = self.mesh.num_devices
+        return sum(
+            float(np.min(cost * [s.parallelism for s in self.strategies[owner]])) / num_devices
+            for owner, cost in self.pairwise.costs.items()
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class FoldedGraph:

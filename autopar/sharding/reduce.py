@@ -135,20 +135,29 @@ def restrict(problem: PairwiseProblem, kept: Mapping[int, np.ndarray]) -> Pairwi
 
 
 def _largest_cost(problem: PairwiseProblem) -> float:
-    tables = [*problem.costs.values(), *(m for row in problem.edges.values() for m in row.values())]
-    return max((float(t.max(initial=0.0, where=t < FORBIDDEN / 2)) for t in tables), default=0.0)
+    tables = list(problem.costs.values())
+    tables += [m for u, row in problem.edges.items() for v, m in row.items() if u < v]
+    return max(map(largest_allowed, tables), default=0.0)
+
+
+def largest_allowed(table: np.ndarray) -> float:
+    """The largest entry that is not forbidden; 0 if there is none above."""
+    largest = float(np.maximum.reduce(table, axis=None, initial=0.0))
+    if largest < FORBIDDEN / 2:
+        return largest
+    return float(table.max(initial=0.0, where=table < FORBIDDEN / 2))
 
 
 def _normalise(problem: PairwiseProblem, u: int, v: int, tolerance: float) -> bool:
     """Move what depends on one end only to that end; True if the edge vanished."""
     matrix = problem.edges[u][v]
-    rows = matrix.min(axis=1)
+    rows = np.minimum.reduce(matrix, axis=1)
     matrix = matrix - rows[:, None]
-    columns = matrix.min(axis=0)
-    matrix = matrix - columns[None, :]
+    columns = np.minimum.reduce(matrix, axis=0)
+    matrix -= columns
     problem.costs[u] = problem.costs[u] + rows
     problem.costs[v] = problem.costs[v] + columns
-    if matrix.max(initial=0.0) <= tolerance:
+    if np.maximum.reduce(matrix, axis=None, initial=0.0) <= tolerance:
         problem.remove_edge(u, v)
         return True
     problem.edges[u][v] = matrix
@@ -186,10 +195,10 @@ def _eliminate(reduction: Reduction, u: int) -> list[int]:
         problem.constant += float(cost.min())
     elif len(around) == 1:
         ((v, matrix),) = around
-        problem.costs[v] = problem.costs[v] + (cost[:, None] + matrix).min(axis=0)
+        problem.costs[v] = problem.costs[v] + np.minimum.reduce(cost[:, None] + matrix)
     else:
         (v, to_v), (w, to_w) = around
-        through = (cost[:, None, None] + to_v[:, :, None] + to_w[:, None, :]).min(axis=0)
+        through = np.minimum.reduce((cost[:, None] + to_v)[:, :, None] + to_w[:, None, :])
         problem.add_edge(v, w, through)
         _normalise(problem, v, w, reduction.tolerance)
     return [v for v, _ in around]
@@ -238,7 +247,7 @@ def _worst_difference(matrix: np.ndarray) -> np.ndarray:
     """D[t, s] = max over columns of matrix[t] − matrix[s]."""
     rows, columns = matrix.shape
     if rows * rows * columns <= 4_000_000:
-        return (matrix[:, None, :] - matrix[None, :, :]).max(axis=2)
+        return np.maximum.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
     worst = np.empty((rows, rows))
     for t in range(rows):
         worst[t] = (matrix[t][None, :] - matrix).max(axis=1)

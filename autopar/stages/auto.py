@@ -34,6 +34,7 @@ from autopar.sharding.tried import (
     why_not_cut,
     with_failures,
 )
+from autopar.stages.choose_stages import device_budget
 from autopar.stages.looped import batch_rows, first_micro_batches, launch_s
 from autopar.stages.plan_pipeline import plan_pipeline
 from autopar.tracer.costs import aval_bytes, program_flops
@@ -66,13 +67,21 @@ class AutoTask:
             return float(given)
         return self.cluster.spec.memory_bytes * (1 - RESERVE_SHARE)
 
-    def whole(self, num_micro_batches: int | None = None, *, in_full: bool = False) -> WholeStep:
+    def whole(
+        self,
+        num_micro_batches: int | None = None,
+        *,
+        in_full: bool = False,
+        cutoff: float = inf,
+    ) -> WholeStep:
         """The step on one mesh, with the method's number of micro-batches by default."""
         number = num_micro_batches
         if number is None:
             number = 1 if self.number_is_free else int(self.method.num_micro_batches)
         method = ShardParallel(num_micro_batches=number, options=self.method.options)
-        return WholeStep(self.source, self.cluster, method, self.log, in_full=in_full)
+        return WholeStep(
+            self.source, self.cluster, method, self.log, in_full=in_full, cutoff=cutoff
+        )
 
     def as_pipeline(self) -> PlannedStep:
         method = PipeshardParallel(self.method.num_micro_batches, options=self.method.options)
@@ -95,10 +104,12 @@ class _Outcomes:
     tried: dict[str, str] = field(default_factory=dict)
     useless: set[str] = field(default_factory=set)
 
-    def on_one_mesh(self, num_micro_batches: int | None = None) -> PlannedStep | None:
-        """The best plan on one mesh."""
+    def on_one_mesh(
+        self, num_micro_batches: int | None = None, cutoff: float = inf
+    ) -> PlannedStep | None:
+        """The best plan on one mesh; if none takes less than the cutoff, any or none."""
         try:
-            return plan_whole(self.task.whole(num_micro_batches))
+            return plan_whole(self.task.whole(num_micro_batches, cutoff=cutoff))
         except MemoryBudgetError as error:
             self.misfit = self.misfit or error
         except Exception as error:
@@ -166,7 +177,7 @@ def _one_mesh_first(task: AutoTask, outcomes: _Outcomes, reason: str | None) -> 
     searched, if that is known."""
     whole = outcomes.on_one_mesh()
     whole_s = inf if whole is None else whole.plan.estimated_step_s
-    reason = reason or _why_too_slow(task, whole_s) or _why_whole_batch(task)
+    reason = reason or _why_too_slow(task, whole) or _why_whole_batch(task)
     pipeline = None
     if reason is None and whole is not None and not _has_time(task, "pipelines"):
         reason = "there was no time left"
@@ -206,7 +217,8 @@ def _pipeline_first(task: AutoTask, outcomes: _Outcomes) -> PlannedStep | None:
     for number in numbers:
         if best is not None and not _has_time(task, f"one mesh, {number} micro-batches"):
             continue
-        whole = outcomes.on_one_mesh(number)
+        cutoff = pipeline_s * (_WORTH_SOLVING if best is None else 1.0)
+        whole = outcomes.on_one_mesh(number, cutoff)
         if whole is None:
             continue
         whole_s = min(whole_s, whole.plan.estimated_step_s)
@@ -380,7 +392,11 @@ def _why_whole_batch(task: AutoTask) -> str | None:
         return first_line(error)
     if asked == "auto" and rows == 1:
         return "the batch has one row"
-    number = first_micro_batches(step, task.cluster) if asked == "auto" else int(asked)
+    if asked == "auto":
+        budget = device_budget(task.method.options, task.cluster)
+        number = first_micro_batches(step, task.cluster, budget)
+    else:
+        number = int(asked)
     reason = why_not_cut(task.source.as_loop, number, task.log)
     if reason is not None or asked != "auto":
         return reason
@@ -388,11 +404,31 @@ def _why_whole_batch(task: AutoTask) -> str | None:
     return f"micro-batches would change results: {notes[0]}" if notes else None
 
 
-def _why_too_slow(task: AutoTask, whole_s: float) -> str | None:
-    """Why no pipeline can beat a plan on one mesh; None if one may."""
-    flops = program_flops(task.source.whole.program) / task.cluster.num_devices
-    min_s = min_work_s(task.cluster, flops) + _FEWEST_LAUNCHES * launch_s(task.cluster)
-    return None if whole_s > min_s else f"it would take {min_s:.3g} s at least"
+def _why_too_slow(task: AutoTask, whole: PlannedStep | None) -> str | None:
+    """Why no pipeline can beat a plan on one mesh; None if one may. No step is faster than its
+    operators at full speed on all devices. Where memory is no reason for micro-batches, a pipeline
+    has two stages or more: with n micro-batches, the second waits for an n-th of the first one's
+    work, and the two start 2 · (n + 1) stage programs one after another."""
+    if whole is None:
+        return None
+    cluster, step = task.cluster, task.source.whole
+    flops = program_flops(step.program) / cluster.num_devices
+    work_s, each_s = max(min_work_s(cluster, flops), task.log.work_s), launch_s(cluster)
+    min_s = work_s + _FEWEST_LAUNCHES * each_s
+    if not whole.plan.solver.unbounded and not whole.plan.remat:
+        numbers = _possible_numbers(task)
+        min_s = min(work_s * (1 + 1 / n) + 2 * (n + 1) * each_s for n in numbers)
+    is_slow = whole.plan.estimated_step_s > min_s
+    return None if is_slow else f"it would take {min_s:.3g} s at least"
+
+
+def _possible_numbers(task: AutoTask) -> list[int]:
+    """Numbers of micro-batches, roughly."""
+    if not task.number_is_free:
+        return [int(task.method.num_micro_batches)]
+    shapes = [task.source.whole.avals[i].shape for i in task.source.whole.batch]
+    rows = max((shape[0] for shape in shapes if shape), default=1)
+    return [2**k for k in range(rows.bit_length())]
 
 
 def _with_notes(

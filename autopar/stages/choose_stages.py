@@ -9,7 +9,7 @@ On many devices, the search skips what a plan at hand shows to be useless (stage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
@@ -50,6 +50,8 @@ MANY_DEVICES = 128
 _SEARCH = 0.25
 # A stage search at another number of micro-batches must promise this much to be made.
 WORTH_ANOTHER = 0.06
+# Micro-batches of fewer rows than a host has devices must promise this much: tables know little.
+WORTH_FEW_ROWS = 0.2
 SLOW = 1.6  # step time over ideal compute time (recomputing everything costs a third)
 FULL = 0.8  # share of the budget from which on a stage is full
 
@@ -61,11 +63,24 @@ class StageSearch:
     choice:  the best stages; None if nothing fits.
     report:  what it considered.
     another: stages with another number of micro-batches that promise to be better.
+    tables, setting: what was searched.
+    excess:  submesh -> how much more than in tables stages take there (see `calibrate`).
+    plain:   (submesh, mesh shape, recomputed) -> the table at which memory has no price.
     """
 
     choice: PipelineChoice | None
     report: SearchReport
     another: PipelineChoice | None = None
+    tables: Sequence[LayerTable] = ()
+    setting: Setting | None = None
+    excess: Mapping[Submesh, float] = field(default_factory=dict)
+    plain: Mapping[tuple[Submesh, tuple[int, ...], bool], LayerTable] = field(default_factory=dict)
+
+    @property
+    def within(self) -> Setting:
+        """The setting in which stages fit as they are."""
+        assert self.setting is not None
+        return within_less(self.setting, self.excess)
 
 
 def choose_stages(
@@ -74,19 +89,20 @@ def choose_stages(
     cluster: ClusterSpec,
     log: PlanningLog,
     *,
-    try_other_numbers: bool = False,
     only: Collection[Submesh] | None = None,
+    excess: Mapping[Submesh, float] | None = None,
     to_the_end: bool = True,
 ) -> StageSearch:
-    """The best stages of a looped step. `only`: the submeshes to search, all if None;
-    `to_the_end`: go on when time is up, until some stages fit or all submeshes were searched."""
+    """The best stages of a looped step. `only`: the submeshes to search, all if None; `excess`: how
+    much more than in tables stages take there (see `calibrate`); `to_the_end`: go on when time is
+    up, until some stages fit or all submeshes were searched."""
     assert isinstance(method.stages, AutoStages)
-    number = looped.step.num_micro_batches
     submeshes = list(candidate_submeshes(cluster, method.stages.submeshes))
     if only is not None:
         submeshes = [submesh for submesh in submeshes if submesh in only]
     maker = _table_maker(looped, method.options, cluster, log)
-    setting = _setting(looped, method, cluster)
+    all_of_it = _setting(looped, method, cluster)
+    setting = within_less(all_of_it, excess or {})
     if cluster.num_devices < MANY_DEVICES:
         tables = maker.tables(submeshes)
         with log.timed("search"):
@@ -98,14 +114,47 @@ def choose_stages(
         with log.timed("search"):
             choice, report = search_stages(tables, setting, deadline=log.deadline.part(_SEARCH))
     log.search = report
-    if not try_other_numbers:
-        return StageSearch(choice, report)
+    return StageSearch(
+        choice, report, None, tables, all_of_it, dict(excess or {}), maker.bench.plain
+    )
+
+
+def search_within(
+    search: StageSearch, excess: Mapping[Submesh, float], log: PlanningLog
+) -> StageSearch:
+    """The same tables searched once more, with the budget of a submesh divided by its excess."""
+    search = replace(search, excess=dict(excess))
     with log.timed("search"):
-        other = _other_number(looped, tables, setting, choice, log.deadline.part(_SEARCH))
-    if other is None or other.num_micro_batches == number:
-        return StageSearch(choice, report)
+        choice, report = search_stages(
+            search.tables, search.within, deadline=log.deadline.part(_SEARCH)
+        )
+    log.search = report
+    return replace(search, choice=choice, report=report)
+
+
+def within_less(setting: Setting, excess: Mapping[Submesh, float]) -> Setting:
+    """The setting with the budget of every submesh divided by its excess; where that is unknown, by
+    the least that is known."""
+    if not excess:
+        return setting
+    budget, least = setting.memory_budget, min(excess.values())
+
+    def less(submesh: Submesh) -> float:
+        whole = budget(submesh) if callable(budget) else budget
+        return whole / excess.get(submesh, least)
+
+    return replace(setting, memory_budget=less)
+
+
+def with_another(looped: LoopedStep, search: StageSearch, log: PlanningLog) -> StageSearch:
+    """The search with stages of another number of micro-batches, if they promise to be better."""
+    setting, choice = search.within, search.choice
+    with log.timed("search"):
+        other = _other_number(looped, search.tables, setting, choice, log.deadline.part(_SEARCH))
+    if other is None or other.num_micro_batches == setting.num_micro_batches:
+        return search
     promises = choice is None or other.step_s < choice.step_s * (1 - WORTH_ANOTHER)
-    return StageSearch(choice, report, other if promises else None)
+    return replace(search, another=other) if promises else search
 
 
 def _uses_all(choice: PipelineChoice | None, cluster: ClusterSpec) -> bool:
@@ -192,7 +241,8 @@ def _other_number(
             break
         candidates = candidate_micro_batches(rows, min_rows=min(rows, least))
         other = choose_micro_batches(tables, setting, candidates, deadline=deadline)
-        if other is not None and (best is None or other.choice.step_s < best.step_s):
+        worth = WORTH_FEW_ROWS if least < most else 0.0
+        if other is not None and (best is None or other.choice.step_s < best.step_s * (1 - worth)):
             best = other.choice
     return best
 
@@ -271,13 +321,14 @@ def _setting(looped: LoopedStep, method: PipeshardParallel, cluster: ClusterSpec
         np.array(boundary_bytes(looped.body, looped.attached), dtype=float),
         looped.step.num_micro_batches,
         "1f1b" if schedule == "interleaved_1f1b" else schedule,
-        _budget(method.options, cluster),
+        device_budget(method.options, cluster),
         launch_s(cluster),
         looped.has_backward,
     )
 
 
-def _budget(options: ShardingOptions, cluster: ClusterSpec) -> float:
+def device_budget(options: ShardingOptions, cluster: ClusterSpec) -> float:
+    """The bytes that a device may hold."""
     mesh = mesh_of_cluster(cluster, (cluster.num_devices,))
     budget = memory_budget(mesh, ShardParallel(options=options))
     return inf if budget is None else budget
@@ -286,7 +337,7 @@ def _budget(options: ShardingOptions, cluster: ClusterSpec) -> float:
 def nothing_fits(
     looped: LoopedStep, report: SearchReport, options: ShardingOptions, cluster: ClusterSpec
 ) -> MemoryBudgetError:
-    budget = _budget(options, cluster)
+    budget = device_budget(options, cluster)
     return MemoryBudgetError(
         f"{looped.step.name}: no pipeline of its {report.num_layers} layers fits into the "
         f"budget of {format_bytes(budget)} per device. {' '.join(report.notes)}",
@@ -302,7 +353,7 @@ def nothing_fits(
 
 def check_state_fits(step: TracedStep, options: ShardingOptions, cluster: ClusterSpec) -> None:
     """Refuse at once what no pipeline can hold, whatever its stages are."""
-    floor, budget = state_floor(step, cluster.num_devices), _budget(options, cluster)
+    floor, budget = state_floor(step, cluster.num_devices), device_budget(options, cluster)
     if floor > budget:
         raise MemoryBudgetError(
             f"{step.name}: no pipeline fits. The state alone takes {format_bytes(floor)} per "

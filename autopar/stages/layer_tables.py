@@ -295,6 +295,8 @@ class TableBench:
         self.solver, self.time_limit_s = solver, time_limit_s
         self.terms = LayerTerms(graph, places, self.folded.classes, num_micro_batches)
         self.known: dict[tuple[Submesh, tuple[int, ...]], tuple[Choice, float]] = {}
+        # (submesh, mesh shape, recomputed) -> the table at which memory has no price
+        self.plain: dict[tuple[Submesh, tuple[int, ...], bool], LayerTable] = {}
 
     def terms_of(self, problem: ShardingProblem) -> LayerTerms:
         """The terms of the problem's classes, which pins may have split."""
@@ -333,7 +335,10 @@ class TableBench:
             table = terms.table(figures, submesh, mesh)
             table = replace(table, price_per_byte=share * unit)
             for again in remat:
-                yield terms.recomputed(table, figures) if again else table
+                made = terms.recomputed(table, figures) if again else table
+                if not share:
+                    self.plain[submesh, mesh.shape, again] = made
+                yield made
 
     def cheapest(
         self, submesh: Submesh, mesh: LogicalMesh, allowed: Allowed, keep: StrategyFilter | None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from autopar.rewrite.layer_boundaries import layers_by_marks
 from autopar.rewrite.layers import Layer, find_layers
 from autopar.rewrite.remat import rematerialise
 from autopar.rewrite.stage_slices import SlicedStep, slice_step
-from autopar.tracer.costs import program_flops
+from autopar.tracer.costs import aval_bytes, program_flops
 
 # Time to start one stage program: Python, argument handling and the launch itself.
 LAUNCH_S = {"cpu": 300e-6}
@@ -131,15 +131,31 @@ def slice_into(
 _MOST_STAGES = 8  # of a pipeline that is searched at first
 
 
-def first_micro_batches(step: TracedStep, cluster: ClusterSpec) -> int:
+def first_micro_batches(step: TracedStep, cluster: ClusterSpec, budget: float = inf) -> int:
     """The number of micro-batches to search stages at first: four for every stage, if stages are
-    hosts, but with two rows for every device of a host, so that a stage can still split them. On
-    many hosts stages are larger: with few rows, tables would know nothing of splitting them."""
+    hosts, or as many as memory asks for, but with two rows for every device of a host, so that a
+    stage can still split them. On many hosts stages are larger: with few rows, tables would know
+    nothing of splitting them. `budget`: the bytes that a device may hold."""
     rows = batch_rows(step)
     most = max(2, rows // (2 * cluster.devices_per_host))
-    wanted = min(most, 4 * min(max(2, cluster.num_hosts), _MOST_STAGES))
+    num_stages = min(max(2, cluster.num_hosts), _MOST_STAGES)
+    wanted = min(most, max(4 * num_stages, _needed_micro_batches(step, cluster, budget)))
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     return min(divisors, key=lambda n: abs(n - wanted))
+
+
+def _needed_micro_batches(step: TracedStep, cluster: ClusterSpec, budget: float) -> int:
+    """How many micro-batches let the first of several stages keep what is in flight there without
+    recomputation: about a third of what the layers' backward pass reads (see `rewrite.residuals`),
+    for as many micro-batches as there are stages, beside its share of the state."""
+    if budget == inf:
+        return 1
+    num_stages = min(max(2, cluster.num_hosts), _MOST_STAGES)
+    layers = find_layers(step.program, batch=step.batch)
+    state = sum(aval_bytes(step.avals[i]) for i, _ in step.state) / cluster.num_devices
+    residuals = sum(layer.residual_bytes for layer in layers) / 3 / cluster.num_devices
+    room = max(budget - state, 0.1 * budget) / 2
+    return ceil(num_stages * residuals / room)
 
 
 def batch_rows(step: TracedStep) -> int:

@@ -10,7 +10,7 @@ solve    stages → a plan per stage, and the pipeline's plan   (stages.solve_pi
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -39,11 +39,14 @@ from autopar.sharding.tried import (
     why_not_cut,
     with_failures,
 )
+from autopar.stages.calibrate import MOST_ROUNDS, calibrated
 from autopar.stages.choose_stages import (
     StageSearch,
     check_state_fits,
     choose_stages,
+    device_budget,
     nothing_fits,
+    with_another,
 )
 from autopar.stages.looped import (
     LoopedStep,
@@ -183,30 +186,56 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     is_free = method.num_micro_batches == "auto"
     check_state_fits(source.whole, method.options, cluster)
     if is_free:
-        number = first_micro_batches(source.as_loop(1), cluster)
+        number = first_micro_batches(source.whole, cluster, device_budget(method.options, cluster))
     else:
         number = int(method.num_micro_batches)
     looped = _looped(source, number, method.layers, log)
-    search = choose_stages(
-        looped, method, cluster, log, try_other_numbers=is_free, to_the_end=task.to_the_end
-    )
-    looped, search = _at_better_number(source, task, looped, search)
+    search = choose_stages(looped, method, cluster, log, to_the_end=task.to_the_end)
+    excess: dict[Submesh, float] = {}
+    search = _calibrated(task, looped, search, excess, 1 if is_free else MOST_ROUNDS)
+    if is_free:
+        search = with_another(looped, search, log)
+    first = search
+    looped, search = _at_better_number(source, task, looped, search, excess)
+    if is_free and search is first:
+        search = _calibrated(task, looped, search, excess)
     rows = batch_rows(looped.step)
     if search.choice is None and is_free and rows % 2 == 0:  # the smallest that can be split
         smallest = _looped_near(source, task, rows // 2, looped.step.num_micro_batches)
-        again = None if smallest is None else _search_again(smallest, task)
+        again = None if smallest is None else _search_again(smallest, task, excess)
         if smallest is not None and again is not None:
             looped, search = smallest, again
     if search.choice is None:
         raise nothing_fits(looped, search.report, method.options, cluster)
     planned = _best_solved(task, looped, search.report)
     if is_free and _recomputes_more(planned.plan, search.report):
-        planned = _with_smaller(source, task, planned)
+        planned = _with_smaller(source, task, planned, excess)
     return _with_skipped(planned, log)
 
 
+def _calibrated(
+    task: PipelineTask,
+    looped: LoopedStep,
+    search: StageSearch,
+    excess: dict[Submesh, float],
+    rounds: int = MOST_ROUNDS,
+) -> StageSearch:
+    """The search with what is found of its stages' memory; as it is, if autopar fails in that, or
+    if nothing would fit: a stage may still save memory at a price."""
+    try:
+        found = calibrated(task, looped, search, excess, rounds)
+    except Exception as error:
+        task.log.contain("the memory of single stages", error)
+        return search
+    return search if found.choice is None else found
+
+
 def _at_better_number(
-    source: StepSource, task: PipelineTask, looped: LoopedStep, search: StageSearch
+    source: StepSource,
+    task: PipelineTask,
+    looped: LoopedStep,
+    search: StageSearch,
+    excess: dict[Submesh, float],
 ) -> tuple[LoopedStep, StageSearch]:
     """Search once more at the number of micro-batches that promises to be better."""
     if search.another is None:
@@ -217,13 +246,14 @@ def _at_better_number(
     other = _looped_near(source, task, number, looped.step.num_micro_batches)
     if other is None:
         return looped, search
-    plans = (*search.report.best, search.another)
+    plans = (*search.report.best[:1], search.another)
     submeshes = {stage.submesh for plan in plans for stage in plan.stages}
     rows = batch_rows(looped.step) // other.step.num_micro_batches
     has_few_rows = rows < task.cluster.devices_per_host  # of which tables know little
-    again = _search_again(other, task, only=None if has_few_rows else submeshes)
+    again = _search_again(other, task, excess, only=None if has_few_rows else submeshes)
     if again is None:
         return looped, search
+    again = _calibrated(task, other, again, excess)
     old, new = search.choice, again.choice
     if old is None or (new is not None and new.step_s < old.step_s):
         return other, again
@@ -241,12 +271,15 @@ def _has_time(task: PipelineTask, what: str, share: float = _AGAIN) -> bool:
 
 
 def _search_again(
-    looped: LoopedStep, task: PipelineTask, only: Collection[Submesh] | None = None
+    looped: LoopedStep,
+    task: PipelineTask,
+    excess: Mapping[Submesh, float],
+    only: Collection[Submesh] | None = None,
 ) -> StageSearch | None:
     """A search at another number of micro-batches than the first; None if autopar fails in it."""
     try:
         return choose_stages(
-            looped, task.method, task.cluster, task.log, only=only, to_the_end=False
+            looped, task.method, task.cluster, task.log, only=only, excess=excess, to_the_end=False
         )
     except Exception as error:
         number = looped.step.num_micro_batches
@@ -334,7 +367,9 @@ def _recomputes_more(plan: ParallelPlan, report: SearchReport) -> bool:
     return sum(stage.remat for stage in plan.stages) > meant
 
 
-def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) -> PlannedStep:
+def _with_smaller(
+    source: StepSource, task: PipelineTask, planned: PlannedStep, excess: Mapping[Submesh, float]
+) -> PlannedStep:
     """The same submeshes with micro-batches half as large, if that is faster: tables had more room
     than the stages themselves, which had to recompute."""
     count = planned.plan.num_micro_batches
@@ -344,7 +379,7 @@ def _with_smaller(source: StepSource, task: PipelineTask, planned: PlannedStep) 
     if looped is None:
         return planned
     submeshes = {stage.submesh for stage in planned.plan.stages}
-    search = _search_again(looped, task, only=submeshes)
+    search = _search_again(looped, task, excess, only=submeshes)
     if search is None or search.choice is None:
         return planned
     if search.choice.step_s >= planned.plan.estimated_step_s:

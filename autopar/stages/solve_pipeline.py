@@ -17,6 +17,7 @@ from math import inf, prod
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanError
+from autopar.ir.graph import Graph
 from autopar.ir.layering import Layering, LayerSource
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan, StagePlan, Tensor
@@ -40,7 +41,7 @@ from autopar.sharding.assemble import PipelineDecision, bind_plan, stages_plan
 from autopar.sharding.constraints import method_constraints
 from autopar.sharding.method_text import method_text
 from autopar.sharding.origin import Pins, bound_origin, pins_of
-from autopar.sharding.planning_log import PlanningLog
+from autopar.sharding.planning_log import PlanningLog, paused_garbage_collector
 from autopar.stages.layer_tables import submesh_cluster
 from autopar.stages.looped import (
     LoopedStep,
@@ -61,6 +62,7 @@ from autopar.stages.stage_plans import (
     plan_stage,
 )
 from autopar.stages.submeshes import place_submeshes
+from autopar.tracer.build import build_graph
 from autopar.tracer.costs import aval_bytes
 
 _MUCH_COPIED = 2**20  # bytes of other stages' parameters that a stage may get without a warning
@@ -93,6 +95,7 @@ class PipelineTask:
     known:     shardings of stages that were solved, for equal ones.
     may_recompute: a stage that does not fit may recompute its layers, if the options say so.
     to_the_end: if no pipeline is found in time, search on.
+    cuts, graphs: the stages that were cut last, and their graphs.
     """
 
     method: PipeshardParallel
@@ -104,10 +107,29 @@ class PipelineTask:
     known: KnownShardings = field(default_factory=dict)
     may_recompute: bool = True
     to_the_end: bool = True
+    cuts: dict[tuple, tuple[LoopedStep, SlicedStep]] = field(default_factory=dict)
+    graphs: dict[int, tuple[StageSlice, Graph]] = field(default_factory=dict)
 
     @property
     def owners(self) -> Mapping[int, int] | None:
         return None if self.placement is None else self.placement.owners
+
+    def sliced(self, looped: LoopedStep, specs: Sequence[StageSpec]) -> SlicedStep:
+        """The step cut into these stages; the last cut is kept."""
+        key = (id(looped), *((spec.layers, spec.remat) for spec in specs))
+        if key not in self.cuts:
+            self.cuts.clear()
+            self.graphs.clear()
+            with self.log.timed("slice"):
+                self.cuts[key] = looped, slice_into(looped, specs, self.owners)
+        return self.cuts[key][1]
+
+    def graph_of(self, cut: StageSlice) -> Graph:
+        """The graph of a stage of the last cut."""
+        if id(cut) not in self.graphs:
+            with self.log.timed("graph"), paused_garbage_collector():
+                self.graphs[id(cut)] = cut, build_graph(cut.step)
+        return self.graphs[id(cut)][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,8 +233,7 @@ def _solve_stages(task: PipelineTask, looped: LoopedStep, specs: list[StageSpec]
     options = task.method.options
     may_recompute = task.may_recompute and options.remat == "auto" and looped.has_backward
     while True:
-        with task.log.timed("slice"):
-            sliced = slice_into(looped, specs, task.owners)
+        sliced = task.sliced(looped, specs)
         try:
             solved = _solve_each(task, sliced, specs, max(stage_mesh) + 1)
         except StageTooLarge as miss:
@@ -236,7 +257,9 @@ def _solve_each(
                     method.schedule, len(specs), number, k, num_meshes=num_meshes
                 )
                 in_specs = _input_specs(cut, task.placement)
-                stage_task = StageTask(cut, spec.submesh, spec.mesh_shape, in_flight, in_specs)
+                stage_task = StageTask(
+                    cut, spec.submesh, spec.mesh_shape, in_flight, in_specs, task.graph_of(cut)
+                )
                 stage = plan_stage(
                     k, stage_task, task.cluster, method.options, task.pins, task.known, task.log
                 )

@@ -27,7 +27,13 @@ from autopar.sharding.layout_constraints import (
     unconstrained,
 )
 from autopar.sharding.origin import Pins
-from autopar.sharding.plan_mesh import ShardingTask, mesh_problem, planned_as, solve_mesh
+from autopar.sharding.plan_mesh import (
+    ShardingTask,
+    cheapest_peak,
+    mesh_problem,
+    planned_as,
+    solve_mesh,
+)
 from autopar.sharding.planning_log import PlanningLog
 from autopar.sharding.solve import GraphSharding
 from autopar.stages.layer_tables import stage_costs, submesh_cluster
@@ -43,6 +49,7 @@ class StageTask:
 
     mesh_shape: None for any.
     in_specs:   specs that its inputs must have, None for any; empty for any at all.
+    built:      the graph of its step, if known.
     """
 
     slice: StageSlice
@@ -50,6 +57,7 @@ class StageTask:
     mesh_shape: tuple[int, ...] | None
     in_flight: int
     in_specs: tuple[PartitionSpec | None, ...] = ()
+    built: Graph | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,37 @@ def plan_stage(
 ) -> SolvedStage:
     """Plan one stage; raises `StageTooLarge` if it does not fit. `pins` come before the options;
     `known` remembers the shardings of equal stages."""
+    mesh_task = _mesh_task(task, cluster, options, pins, known)
+    try:
+        solution = solve_mesh(mesh_problem(mesh_task, log), log)
+    except MemoryBudgetError as error:
+        raise StageTooLarge(number, error) from error
+    with log.timed("assign"):
+        planned = planned_as(solution.origin, solution.sharding, warnings=solution.warnings)
+        costs = stage_costs(solution.sharding, task.slice, task.submesh)
+    return SolvedStage(planned.plan, costs)
+
+
+def unbounded_peak(
+    task: StageTask,
+    cluster: ClusterSpec,
+    options: ShardingOptions,
+    known: KnownShardings,
+    log: PlanningLog,
+) -> float:
+    """The peak of the stage's cheapest sharding, whether that fits or not."""
+    problem = mesh_problem(_mesh_task(task, cluster, options, {}, known), log)
+    return cheapest_peak(problem, log)
+
+
+def _mesh_task(
+    task: StageTask,
+    cluster: ClusterSpec,
+    options: ShardingOptions,
+    pins: Pins,
+    known: KnownShardings,
+) -> ShardingTask:
+    """The stage as a step on the meshes of its submesh."""
     step = task.slice.step
     options, pins = options_for(options, task.slice), pins_for(pins, task.slice)
     constraints = _constraints(task, options)
@@ -89,23 +128,16 @@ def plan_stage(
     is_plain = is_plain and not task.in_specs and not pins
     key = program_fingerprint(step.program) if is_plain else step.name
     shape = "auto" if task.mesh_shape is None else task.mesh_shape
-    mesh_task = ShardingTask(
+    return ShardingTask(
         step,
         submesh_cluster(cluster, task.submesh),
         ShardParallel(mesh_shape=shape, options=options),
         pins=pins,
         constraints=constraints,
         change=in_flight_of(task.slice, task.in_flight),
+        built=task.built,
         known=known.setdefault((key, task.submesh), {}),
     )
-    try:
-        solution = solve_mesh(mesh_problem(mesh_task, log), log)
-    except MemoryBudgetError as error:
-        raise StageTooLarge(number, error) from error
-    with log.timed("assign"):
-        planned = planned_as(solution.origin, solution.sharding, warnings=solution.warnings)
-        costs = stage_costs(solution.sharding, task.slice, task.submesh)
-    return SolvedStage(planned.plan, costs)
 
 
 # -- what a stage has of the user's wishes

@@ -187,3 +187,20 @@ def test_a_step_made_to_fit_on_one_device_trains_like_jit() -> None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
     finally:
         autopar.init()
+
+
+def test_no_pipeline_is_searched_where_compute_alone_takes_as_long(monkeypatch: Any) -> None:
+    """Nearly all of the step is compute, evenly divided: the wait for a first micro-batch alone
+    makes every pipeline slower, so not even one micro-batch is traced."""
+
+    def loss(weights: list[Any], batch: dict[str, Any]) -> Any:
+        return jnp.mean(forward(weights, batch["x"]) ** 2)
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+    batch = {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)}
+    cluster = autopar.ClusterSpec(1, 4, "cpu", intra_host_bandwidth=1e12)
+    monkeypatch.setattr(auto, "why_not_cut", lambda *_: pytest.fail("a micro-batch was traced"))
+    plan = autopar.plan(step_of(loss), weights, batch, cluster=cluster)
+    assert not plan.is_pipeline
+    assert plan.search is not None
+    assert any("it would take" in note and "at least" in note for note in plan.search.notes)

@@ -101,7 +101,7 @@ def test_a_mesh_that_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch
     warning = warning_of(other)
     assert f"ruled out mesh {best}: IndexError: tuple index out of range" in warning
     assert "(autopar/sharding/plan_mesh.py:" in warning
-    assert warning in " ".join(other.explain().split())
+    assert warning in " ".join(other.explain(detail="full").split())
 
 
 def test_a_mesh_that_cannot_be_fitted_into_memory_is_left_out(
@@ -161,6 +161,7 @@ def any_named(equations: Any, name: str) -> bool:
 def test_an_operator_whose_rule_fails_is_replicated_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rules, "_lowered", {})
     Injected(monkeypatch, rules, "_lower", lambda equations, _: any_named(equations, "cumsum"))
     warnings = [w for w in plan(ShardParallel()).warnings if "cumsum" in w]
     assert warnings and all("IndexError: tuple index out of range" in w for w in warnings)
@@ -170,6 +171,7 @@ def test_an_operator_whose_rule_fails_is_replicated_and_named(
 def test_too_much_work_without_rules_is_an_error(
     monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
+    monkeypatch.setattr(rules, "_lowered", {})
     Injected(monkeypatch, rules, "_lower", lambda equations, _: any_named(equations, "dot_general"))
     with pytest.raises(PlanningError, match="of the step's flops would run replicated") as caught:
         plan(method)
@@ -223,14 +225,15 @@ def test_a_number_of_micro_batches_that_fails_is_halved_and_named(
     search = plan_pipeline.choose_stages
     numbers: list[int] = []
 
-    def promising(looped: Any, *args: Any, **options: Any) -> Any:
+    def noted(looped: Any, *args: Any, **options: Any) -> Any:
         numbers.append(looped.step.num_micro_batches)
-        found = search(looped, *args, **options)
-        if not options.get("try_other_numbers"):
-            return found
+        return search(looped, *args, **options)
+
+    def promising(looped: Any, found: Any, log: Any) -> Any:
         return replace(found, another=replace(found.choice, num_micro_batches=16))
 
-    monkeypatch.setattr(plan_pipeline, "choose_stages", promising)
+    monkeypatch.setattr(plan_pipeline, "choose_stages", noted)
+    monkeypatch.setattr(plan_pipeline, "with_another", promising)
     Injected(monkeypatch, step_source, "accumulate", lambda full, micro, number, *_: number == 16)
     pipeline = plan(PipeshardParallel("auto"), HOSTS)
     assert numbers[0] < 8 and numbers[1] == 8

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.stages.looped import even_ranges
+from autopar.rewrite.step_source import StepSource
+from autopar.stages.looped import even_ranges, first_micro_batches
+from autopar.tracer.trace import StepOptions
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,3 +59,22 @@ def test_a_step_that_updates_inside_of_a_scan_has_no_layers(stages: Any) -> None
     assert "inside of a scan" in text and "test_looped.py" in text
     assert text.endswith("Use ShardParallel or AutoParallel.")
     assert not autopar.plan(step, *args, cluster=cluster).is_pipeline
+
+
+def test_more_micro_batches_are_searched_first_where_memory_is_short() -> None:
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for weight in weights:
+                y = jnp.tanh(y @ weight)
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights)), x[:0]
+
+    weights = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((1024, 8), jnp.float32)
+    source = StepSource.of(step, (weights, x), {}, StepOptions())
+    cluster = autopar.ClusterSpec(2, 4, "v100")
+    numbers = [first_micro_batches(source.whole, cluster, budget) for budget in (1e9, 1e3, 1e1)]
+    assert numbers[0] == first_micro_batches(source.whole, cluster) == 8
+    assert numbers[0] < numbers[1] < numbers[2] == 1024 // (2 * 4)
