@@ -10,9 +10,12 @@ from dataclasses import replace
 from autopar.cli.arguments import STARTED
 from autopar.cli.requests import MadePlan, PlanRequest, make_plan, request_of, use_no_devices
 from autopar.cli.targets import check_target
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MemoryBudgetError
+from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.text import format_bytes, format_seconds
+from autopar.measure.verify.plan_verified import CompiledPlan, fitted_by_xla
+from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
 
 OK, NOT_FITTING = 0, 1
@@ -29,7 +32,9 @@ def run_plan(arguments: Namespace) -> int:
         request = request.with_option("batch", arguments.batch)
     if arguments.verify:
         check_compiler(request.target().cluster, arguments.target)
-    made = make_plan(request)
+    made, report = make_plan(request), None
+    if arguments.verify:
+        made, report = _verified(made, request, arguments)
     plan = made.plan
     if arguments.save:
         plan.save(arguments.save)
@@ -52,8 +57,10 @@ def run_plan(arguments: Namespace) -> int:
         budget = format_bytes(made.target.cluster.spec.memory_bytes)
         print(f"autopar: the plan does not fit: each device has {budget}.", file=sys.stderr)
         code = NOT_FITTING
-    if arguments.verify:
-        code = max(code, _verified(made, arguments))
+    if report is not None:
+        print()
+        print(report)
+        code = code if report.fits else NOT_FITTING
     total = time.perf_counter() - STARTED
     print(f"planned in {made.seconds:.1f} s, {total:.1f} s in total")
     return code
@@ -77,13 +84,36 @@ def baselines_of(request: PlanRequest, made: MadePlan) -> dict[str, ParallelPlan
 BASELINES = {"data": "data parallel", "zero2": "ZeRO-2", "zero3": "FSDP (ZeRO-3)"}
 
 
-def _verified(made: MadePlan, arguments: Namespace) -> int:
+def _verified(
+    made: MadePlan, request: PlanRequest, arguments: Namespace
+) -> tuple[MadePlan, VerifyReport]:
+    """The plan, or the first that fits by XLA's count, and what XLA made of it; where none does,
+    the first one, whose report says so."""
     batch = {} if arguments.batch_argnums is None else {"batch_argnums": arguments.batch_argnums}
     user, target = made.step, arguments.target
-    report = verify(user.step, *user.args, plan=made.plan, target=target, **batch, **user.kwargs)
-    print()
-    print(report)
-    return OK if report.fits else NOT_FITTING
+    tried: list[tuple[MadePlan, CompiledPlan]] = []
+
+    def compiled(made: MadePlan) -> CompiledPlan:
+        plan = made.plan
+        report = verify(user.step, *user.args, plan=plan, target=target, **batch, **user.kwargs)
+        tried.append((made, CompiledPlan(plan, report)))
+        return tried[-1][1]
+
+    def again(correction: MemoryCorrection) -> CompiledPlan:
+        made = make_plan(request, user, correction)
+        if made.plan.correction != correction:
+            text = f"{made.plan.method} has one plan alone"
+            raise MemoryBudgetError(text, first.report.peak_bytes)
+        return compiled(made)
+
+    first = compiled(made)
+    try:
+        plan = fitted_by_xla(first, again)
+    except MemoryBudgetError as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return made, first.report
+    last, one = tried[-1]
+    return replace(last, plan=plan), one.report
 
 
 def fits(made: MadePlan) -> bool:

@@ -17,7 +17,9 @@ from autopar.cli.clusters import ClusterTarget, Overrides, parse_target, with_de
 from autopar.cli.factories import UserStep, load_object, load_step, parse_options
 from autopar.cli.units import parse_quantity
 from autopar.errors import ArgumentError, FactoryError, near_names, shortened
+from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.plan import ParallelPlan
+from autopar.sharding.refit import with_correction
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,20 @@ def use_no_devices() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def make_plan(request: PlanRequest, loaded: UserStep | None = None) -> MadePlan:
-    """`loaded`: the step, if the factory was already called."""
+def make_plan(
+    request: PlanRequest,
+    loaded: UserStep | None = None,
+    correction: MemoryCorrection | None = None,
+) -> MadePlan:
+    """`loaded`: the step, if the factory was already called. `correction`: what XLA was found to
+    keep, over what is predicted."""
     target = request.target()
     started = time.perf_counter()
     step = load_step(request.factory, dict(request.options)) if loaded is None else loaded
     parallelized = step.step if isinstance(step.step, api.ParallelFunction) else None
     method = method_of(request, target, parallelized and parallelized.method)
+    if not isinstance(method, ParallelPlan):
+        method = with_correction(method, correction)
     loaded_at = time.perf_counter()
     batch = {} if request.batch_argnums is None else {"batch_argnums": request.batch_argnums}
     if request.batch_argnums is not None and parallelized is not None:

@@ -21,6 +21,7 @@ from autopar.inspect.breakdown import (
 )
 from autopar.inspect.costs_text import collective_lines, memory_line, memory_lines
 from autopar.inspect.lines import WIDTH, counted, number_range, number_runs, paragraph
+from autopar.inspect.memory_text import found_sentences, freeing_sentences
 from autopar.inspect.module_tree import tree_lines
 from autopar.inspect.search_text import search_lines, solver_lines, stages_text
 from autopar.inspect.verdict import verdict_lines, warning_lines
@@ -65,7 +66,7 @@ def explain_shortly(plan: ParallelPlan, depth: int | None = None) -> str:
             _limits(plan),
             stages if len(stages) <= MOST_SHORT_LINES // 2 else stages_line(plan),
             tree_lines(plan, depth, _cost_of(plan), most=max(room, 6), parameters=False),
-            [*memory_line(plan), *verdict_lines(plan)],
+            [*memory_line(plan), *_memory_found(plan), *verdict_lines(plan)],
             warning_lines(plan),
             [MORE],
         ]
@@ -97,7 +98,7 @@ def explain_plan(plan: ParallelPlan, depth: int | None = None, blocks: Blocks | 
         _stages(plan) if plan.is_pipeline else [],
         tree_lines(plan, depth, cost),
         collective_lines(plan, cost),
-        memory_lines(plan),
+        [*memory_lines(plan), *_memory_found(plan)],
         *_arrays(plan),
         solver_lines(plan),
         _blocks(blocks),
@@ -238,6 +239,12 @@ def _step(plan: ParallelPlan) -> list[str]:
 def _limits(plan: ParallelPlan) -> list[str]:
     lines = [line for sentence in limits_of(plan) for line in paragraph(sentence)]
     return ["what limits the step:", *lines] if lines else []
+
+
+def _memory_found(plan: ParallelPlan) -> list[str]:
+    """XLA's figures, and what would free memory."""
+    sentences = (*found_sentences(plan), *freeing_sentences(plan))
+    return [line for sentence in sentences for line in paragraph(sentence, "")]
 
 
 def _blocks(blocks: Blocks | None) -> list[str]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.compiler import plan_step
 from autopar.errors import ArgumentError, MemoryBudgetError
+from autopar.ir.memory_found import MemoryCorrection
 from autopar.ir.mesh import ClusterSpec
 from autopar.ir.plan import ParallelPlan
 from autopar.ir.stages import SearchReport, TriedPlan
@@ -22,8 +24,9 @@ from autopar.measure.candidates import plan_candidates
 from autopar.measure.rerank import plan_summary
 from autopar.measure.verify.report import VerifyReport
 from autopar.measure.verify.verify_plan import check_compiler, verify
-from autopar.methods import ParallelMethod
+from autopar.methods import ParallelMethod, options_of
 from autopar.progress import Progress
+from autopar.sharding.refit import Refit, can_refit, with_correction
 from autopar.tracer.trace import DEFAULT_BATCH, StepOptions
 
 
@@ -37,12 +40,14 @@ def plan_verified(
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     **kwargs: Any,
 ) -> ParallelPlan:
-    """Plan for a cluster that need not exist, and choose the best of several plans by compiling
-    them for its GPU. Needs JAX's CUDA plugin: `pip install 'autopar[verify]'`.
+    """Plan for a cluster that need not exist, and compile the plan for its GPU: if it does not fit
+    by XLA's count, plan again with what was learned. Of several plans, choose the best by what XLA
+    made of them. Needs JAX's CUDA plugin: `pip install 'autopar[verify]'`.
 
     fn:           the step; `args` and `kwargs` are its arguments.
     cluster:      a `ClusterSpec`.
-    method:       one that searches; its `ShardingOptions(rerank=…)` is the number of plans.
+    method:       one that searches; its `ShardingOptions(rerank=…)` is how many plans it chooses of,
+                  0 for one plan that fits.
     target:       the GPU, as for `autopar.verify`. Default: the cluster's device.
     time_limit_s: for compiling one program.
     batch_argnums: as for `parallelize`.
@@ -50,17 +55,20 @@ def plan_verified(
     Returns the plan. Raises `MemoryBudgetError` if no compiled plan fits, and `CompileError` if XLA
     rejects a program.
     """
-    num = getattr(getattr(method, "options", None), "rerank", 0)
-    if not num:
+    if not can_refit(method):
         raise ArgumentError(
-            f"plan_verified(method={method!r}): needs a method with a number of plans to compile, "
-            "such as ShardParallel(options=ShardingOptions(rerank=4)). For one plan, use "
+            f"plan_verified(method={method!r}): needs a method that searches, such as "
+            "AutoParallel() or ShardParallel(options=ShardingOptions(rerank=4)). For another, use "
             "autopar.plan(…) and autopar.verify(…, plan=plan)."
         )
+    num = options_of(method).rerank
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentError(f"plan_verified(cluster={cluster!r}): needs an autopar.ClusterSpec.")
     check_compiler(cluster, target)
     options = StepOptions.checked(batch_argnums=batch_argnums)
+    if not num:
+        settings = {"target": target, "time_limit_s": time_limit_s, "batch_argnums": batch_argnums}
+        return _first_that_fits(fn, args, kwargs, cluster, method, options, settings)
     candidates = plan_candidates(
         fn, args, kwargs, cluster=cluster, method=method, options=options, num=num
     )
@@ -79,6 +87,47 @@ def plan_verified(
             compiled.append(CompiledPlan(planned.plan, report))
             progress.step()
     return best_compiled(compiled)
+
+
+def _first_that_fits(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cluster: ClusterSpec,
+    method: ParallelMethod | None,
+    options: StepOptions,
+    settings: dict[str, Any],
+) -> ParallelPlan:
+    """The loop that runs where devices are, with XLA's compiler alone."""
+
+    def compiled(correction: MemoryCorrection | None) -> CompiledPlan:
+        corrected = with_correction(method, correction)
+        planned = plan_step(fn, args, kwargs, cluster=cluster, method=corrected, options=options)
+        return verified(planned.plan)
+
+    def verified(plan: ParallelPlan) -> CompiledPlan:
+        return CompiledPlan(plan, verify(fn, *args, plan=plan, **settings, **kwargs))
+
+    return fitted_by_xla(compiled(None), compiled)
+
+
+def fitted_by_xla(
+    first: CompiledPlan, again: Callable[[MemoryCorrection], CompiledPlan]
+) -> ParallelPlan:
+    """The plan if it fits its devices and its budget by XLA's count, else the first that does, with
+    XLA's figures."""
+    limits = [
+        mesh.limit_bytes if mesh.budget_bytes is None else min(mesh.limit_bytes, mesh.budget_bytes)
+        for mesh in first.report.meshes
+    ]
+    refit = Refit(
+        plan_again=again,
+        bytes_of=lambda one: [mesh.peak_bytes.xla for mesh in one.report.meshes],
+        plan_of=lambda one: one.plan,
+        limit_bytes=min(limits),
+    )
+    fitted, found = refit.fitted(first)
+    return replace(fitted.plan, memory_found=found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,8 +79,58 @@ def test_where_none_fits_all_are_named(monkeypatch):
 
 
 def test_bad_arguments_are_said():
-    plain = autopar.ShardParallel()
-    with pytest.raises(ArgumentError, match="a number of plans to compile"):
-        autopar.plan_verified(step, *ARGUMENTS, cluster=CLUSTER, method=plain)
+    with pytest.raises(ArgumentError, match="needs a method that searches"):
+        autopar.plan_verified(step, *ARGUMENTS, cluster=CLUSTER, method=autopar.DataParallel())
     with pytest.raises(ArgumentError, match=r"needs an autopar\.ClusterSpec"):
         autopar.plan_verified(step, *ARGUMENTS, cluster=8, method=METHOD)
+
+
+def counted(*ratios):
+    """Stand-ins for `verify`: XLA counts so many times what was predicted."""
+    plans = []
+
+    def verify(fn, *args, plan, **_):
+        plans.append(plan)
+        xla = ratios[min(len(plans), len(ratios)) - 1] * plan.estimated_peak_bytes
+        budget = plan.memory_budget_bytes
+        mesh = SimpleNamespace(
+            peak_bytes=Compared(xla, plan.estimated_peak_bytes),
+            limit_bytes=2 * budget,
+            budget_bytes=budget,
+        )
+        return SimpleNamespace(meshes=(mesh,), fits=xla <= 2 * budget, peak_bytes=xla)
+
+    return verify, plans
+
+
+def fitted(monkeypatch, budget_share, *ratios):
+    free = autopar.plan(step, *ARGUMENTS, cluster=CLUSTER, method=autopar.ShardParallel())
+    options = autopar.ShardingOptions(memory_budget_bytes=budget_share * free.estimated_peak_bytes)
+    verify, plans = counted(*ratios)
+    monkeypatch.setattr(plan_verified, "verify", verify)
+    monkeypatch.setattr(plan_verified, "check_compiler", lambda *_: None)
+    method = autopar.AutoParallel(options=options)
+    return lambda: autopar.plan_verified(step, *ARGUMENTS, cluster=CLUSTER, method=method), plans
+
+
+def test_one_plan_that_fits_by_xlas_count_is_taken(monkeypatch):
+    run, plans = fitted(monkeypatch, 2.0, 1.1)
+    plan = run()
+    assert len(plans) == 1
+    assert plan.memory_found.compiled_bytes == (1.1 * plan.estimated_peak_bytes,)
+    assert plan.memory_found.replanned == ()
+
+
+def test_a_plan_over_its_budget_is_made_again_without_gpus(monkeypatch):
+    run, plans = fitted(monkeypatch, 1.2, 1.5, 1.0)
+    plan = run()
+    assert len(plans) == 2 and plan.correction.kept > 1
+    assert plan.estimated_peak_bytes <= plan.memory_budget_bytes
+    assert "over the limit of" in plan.memory_found.replanned[0]
+
+
+def test_what_never_fits_is_refused_with_both_figures(monkeypatch):
+    run, plans = fitted(monkeypatch, 1.2, 40.0)
+    with pytest.raises(MemoryBudgetError, match="no plan fits by XLA's count"):
+        run()
+    assert len(plans) <= 4
