@@ -46,7 +46,7 @@ def plan_verified(
 
     fn:           the step; `args` and `kwargs` are its arguments.
     cluster:      a `ClusterSpec`.
-    method:       one that searches; its `ShardingOptions(rerank=…)` is how many plans it chooses of,
+    method:       one that searches; `ShardingOptions(rerank=…)` is how many plans to choose from,
                   0 for one plan that fits.
     target:       the GPU, as for `autopar.verify`. Default: the cluster's device.
     time_limit_s: for compiling one program.
