@@ -19,6 +19,7 @@ from autopar.api import ParallelFunction
 from autopar.errors import ArgumentError, CheckpointError, ClusterError, PlanError, WorkerError
 from autopar.progress import LOGGER
 from autopar.runtime.checkpoints import files
+from autopar.runtime.checkpoints.controllers import is_first_process, num_processes
 from autopar.runtime.checkpoints.find import checkpoint_metadata, checkpoint_steps, latest_step
 from autopar.runtime.checkpoints.folders import set_aside
 from autopar.runtime.checkpoints.leaves import canonical
@@ -127,7 +128,7 @@ class Training:
             except OtherModelError:
                 raise
             except (CheckpointError, PlanError) as error:
-                if isinstance(error, PlanError) and jax.process_count() == 1:
+                if isinstance(error, PlanError) and num_processes() == 1:
                     raise
                 damaged.append(newest)
                 self._set_aside(newest, "damaged", str(error))
@@ -161,12 +162,12 @@ class Training:
         """Give a checkpoint another name, and say so."""
 
         def rename() -> dict[str, Any]:
-            if jax.process_index() == 0:
+            if is_first_process():
                 set_aside(self._directory, step, what)
             return {}
 
         try:
-            if jax.process_count() == 1:
+            if num_processes() == 1:
                 rename()
             else:
                 Consensus(f"checkpoint {step}").agree("set aside", rename, arrival_limit_s())

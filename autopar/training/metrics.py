@@ -5,6 +5,7 @@ A *sink* is a function of `TrainingMetrics`; one with a `close` method is closed
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -173,12 +174,12 @@ class MetricsPolicy:
 
     sinks:           functions of `TrainingMetrics`: `log_metrics`, a `PrometheusMetrics`, a
                      `TensorBoardMetrics`, or your own.
-    every:           steps between two figures.
+    every:           steps between two figures; training waits for a step to measure them.
     tokens_per_step: how many tokens a batch has, for tokens/s.
     """
 
     sinks: Sequence[Sink] = (log_metrics,)
-    every: int = 10
+    every: int = 50
     tokens_per_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -218,7 +219,7 @@ class Meter:
 
     def done(self, step: int, loss: Callable[[], float | None]) -> None:
         """So many steps are done. `loss` is called if figures are due."""
-        if not self._sinks:
+        if not self._is_wanted():
             return
         now_s = time.monotonic()
         if self._begun is None:
@@ -247,6 +248,10 @@ class Meter:
         )
         for sink in self._sinks:
             sink(metrics)
+
+    def _is_wanted(self) -> bool:
+        """Whether anybody gets figures: to measure them, training waits for a step."""
+        return any(s is not log_metrics or LOGGER.isEnabledFor(logging.INFO) for s in self._sinks)
 
     def _mfu(self, step_s: float) -> float | None:
         step = self._step

@@ -19,6 +19,7 @@ import numpy as np
 from autopar import _jax
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.controllers import num_processes
 from autopar.runtime.ranks.consensus import arrival_limit_s
 
 _numbers = itertools.count()
@@ -65,7 +66,7 @@ class Positioned:
 def gather_positions(own: Any) -> list[Any] | None:
     """The positions of all processes, in the first one, which saves them; None if there are none.
     Every process must call this, in the same order."""
-    if jax.process_count() == 1:
+    if num_processes() == 1:
         return None if own is None else [own]
     me, count, name = jax.process_index(), jax.process_count(), f"autopar/position/{next(_numbers)}"
     if me != 0:
@@ -88,15 +89,15 @@ def own_position(positions: Any) -> Any:
     """This process's, of those that were saved; None if other processes saved them."""
     if not isinstance(positions, list):
         return None
-    if len(positions) != jax.process_count():
+    if len(positions) != num_processes():
         LOGGER.warning(
             "The checkpoint has the positions of %d loaders, and there are %d processes: batches "
             "are drawn and dropped instead.",
             len(positions),
-            jax.process_count(),
+            num_processes(),
         )
         return None
-    return positions[jax.process_index()]
+    return positions[jax.process_index() if len(positions) > 1 else 0]
 
 
 def _has(thing: object, *names: str) -> bool:

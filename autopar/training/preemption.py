@@ -29,6 +29,7 @@ import jax
 from autopar import _jax
 from autopar.errors import ArgumentError, ClusterError
 from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.controllers import num_processes
 
 _POLL_S = 0.5
 _JOIN_S = 5.0
@@ -83,7 +84,7 @@ class StopRequests:
         if threading.current_thread() is threading.main_thread():
             for number in _signals():
                 self._before[number] = signal.signal(number, self._handle)
-        if jax.process_count() > 1:
+        if num_processes() > 1:
             self._together = _Together(self._asked, self.grace_s)
         return self
 

@@ -25,6 +25,7 @@ from autopar.ir.objects.nnx import merge_objects
 from autopar.ir.plan import ParallelPlan
 from autopar.lower.lower_step import check_devices
 from autopar.progress import LOGGER
+from autopar.runtime.checkpoints.controllers import num_processes
 from autopar.runtime.checkpoints.find import FoundCheckpoint, checkpoint_steps, find_checkpoint
 from autopar.runtime.checkpoints.orbax import OrbaxSource
 from autopar.runtime.checkpoints.restore import (
@@ -91,7 +92,7 @@ def restore_step(directory: Path, target: Any, step: int) -> Any:
 
 def _restored_by_all(checkpoint: FoundCheckpoint, target: Any) -> Any:
     """The state, if all processes can read their parts."""
-    if jax.process_count() == 1:
+    if num_processes() == 1:
         return _restored(checkpoint, target)
     result: list[Any] = []
 

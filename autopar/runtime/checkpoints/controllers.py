@@ -21,12 +21,20 @@ WAIT_S = 1800.0  # for the slowest process to write its shards
 _saves = itertools.count()
 
 
+def num_processes() -> int:
+    """How many processes run this program. Without a group, JAX's devices are left alone."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def is_first_process() -> bool:
+    return num_processes() == 1 or jax.process_index() == 0
+
+
 class Controllers:
     """The messages of one save. Every process creates these in the same order of saves."""
 
     def __init__(self) -> None:
-        is_group = jax.distributed.is_initialized()
-        self.count = jax.process_count() if is_group else 1
+        self.count = num_processes()
         self.process = jax.process_index() if self.count > 1 else 0
         self._number = next(_saves) if self.count > 1 else 0
         self._name = _folder(self._number)

@@ -162,7 +162,8 @@ def draining_nodes() -> dict[str, float]:
     import_ray()
     from ray._private.state import state  # Ray has no public name for it
 
-    return {node_id: ms / 1000 for node_id, ms in state.get_draining_nodes().items()}
+    draining = getattr(state, "get_draining_nodes", dict)  # old releases of Ray lack it
+    return {node_id: ms / 1000 for node_id, ms in draining().items()}
 
 
 def read_nodes() -> list[RayNode]:

@@ -15,6 +15,7 @@ import pytest
 import autopar
 from autopar import TrainingMetrics
 from autopar.errors import ArgumentError
+from autopar.training.metrics import Meter
 
 FIGURES = TrainingMetrics(
     step=20,
@@ -68,6 +69,21 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
         "step 20, loss 2.25, 500.0 ms per step, 1024 tokens/s, MFU 40.0 %, 3.0 GiB in use, "
         "1 restarts, checkpoint 10, 7 s old"
     ]
+
+
+def test_nothing_is_measured_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def loss() -> float:
+        asked.append(1)
+        return 1.0
+
+    meter = Meter(None, autopar.MetricsPolicy(every=1))
+    for level, count in ((logging.WARNING, 0), (logging.INFO, 2)):
+        with caplog.at_level(level, "autopar"):
+            for step in (1, 2, 3):
+                meter.done(step, loss)
+        assert len(asked) == count
 
 
 def test_prometheus_reads_the_newest_figures() -> None:
