@@ -29,6 +29,11 @@ UNFUSED = {
     "pallas_call", "argsort", "scan_slice", "scan_stack", "dot_product_attention_fwd_wrapper",
     "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
+# Fused with what they read, but their results are written.
+REDUCTIONS = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+    "argmin", "reduce_xor", "reduce",
+}  # fmt: skip
 # Instructions per element of expensive ops; all others take 1.
 INSTRUCTIONS = {
     "tanh": 40.0, "erf": 40.0, "erf_inv": 40.0, "pow": 40.0, "exp": 12.0, "exp2": 12.0,

@@ -1,8 +1,7 @@
 """Which values take memory, and when: from the nodes of a graph to its `Liveness`, before sharding.
 
-Time is the position of a node in the graph. The update is an exception: the compiler interleaves it
-with the backward pass, so an update runs as soon as its operands exist, and frees its gradient.
-The model follows how XLA compiles for GPUs:
+Time is the position of a node in the graph, except where XLA is known to run it elsewhere
+(`run_order`). The model follows how XLA compiles for GPUs:
 
 - *Fusion.* The result of a product, reduction or gather is written to memory; an elementwise value
   is written if such an op reads it. Otherwise each reader recomputes it, if that moves fewer bytes
@@ -27,14 +26,10 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.graph import INSTRUCTIONS_PER_BYTE, Life, Liveness, Node, NodeKind, Value
-from autopar.tracer.costs import INSTRUCTIONS, UNFUSED, VIEWS
+from autopar.tracer.costs import INSTRUCTIONS, REDUCTIONS, UNFUSED, VIEWS
 from autopar.tracer.regions import UPDATE
+from autopar.tracer.run_order import is_scatter_add, run_times
 
-# Fused with what they read, but their results are written.
-_REDUCTIONS = {
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-    "argmin", "reduce_xor", "reduce",
-}  # fmt: skip
 # In `UNFUSED`, but XLA takes the slice inside its reader.
 _FUSED_SLICES = {"scan_slice", "dynamic_slice", "gather"}
 # A value this expensive (in instructions per element) that both passes need has at least this many
@@ -89,7 +84,7 @@ class _Sweep:
         self.finish_of = {
             node.operands[0]: node.results[0] for node in nodes if node.kind is NodeKind.FINISH
         }
-        self.times = self.schedule(self.late_gradients() if overlaps else {})
+        self.times = run_times(nodes, self.zeros, overlaps)
         self.readers: dict[int, list[_Reader]] = {}
         self.zero_types: frozenset[tuple[tuple[int, ...], str]] | None = None
         self.folded = self.folded_scatters()  # scatters -> the additions that they are made in
@@ -97,89 +92,6 @@ class _Sweep:
         self.transposed: set[int] = set()  # written by elementwise ops with a transpose among them
         if overlaps:
             self.in_place -= self.transposed_state()
-
-    def late_gradients(self) -> dict[int, int]:
-        """Products and scatters that nothing but the update waits for, and their reductions, with
-        the times at which they run. XLA hides collectives under compute and plans backwards from
-        the end, where all of these products are ready: they take turns with the products that the
-        backward pass waits for until there are none left, which is so halfway through it. So the
-        first half of the backward pass has none of them, and the operands of half of them are kept
-        at once. Their partial sums wait for the end, where their reductions are merged.
-
-        In a loop's body they come last: their sums with the carry do."""
-        carried = {
-            value
-            for index, node in enumerate(self.nodes)
-            if node.kind is NodeKind.MERGE
-            for value in node.operands
-            if self.producer[value] > index
-        }
-        passes = [i for i, n in enumerate(self.nodes) if n.region != UPDATE]
-        end = passes[-1] + 1 if passes else 0
-        needed: dict[int, int | None] = {}  # value -> when; None if the passes wait for it
-        late: dict[int, int] = {}
-        for index in range(len(self.nodes) - 1, -1, -1):
-            node = self.nodes[index]
-            after = [needed[v] for v in node.results if v in needed]
-            need: int | None = None
-            if node.region == UPDATE:
-                need = end
-            elif node.name == "scan_stack" or not carried.isdisjoint(node.results):
-                need = index
-            elif after and None not in after:
-                need = min(time for time in after if time is not None)
-            is_product = node.is_heavy or is_scatter_add(node.name)
-            if need is not None and need > index and is_product:
-                late[index] = need
-            if is_product or node.kind is NodeKind.MERGE or node.name in _REDUCTIONS:
-                need = None
-            for value in node.operands:
-                before = needed.get(value, need)
-                needed[value] = None if need is None or before is None else min(before, need)
-        last = len(self.nodes) - 1
-        at_end = sorted(index for index, time in late.items() if time == end)
-        for number, index in enumerate(at_end):
-            slot = min(end + number, last)
-            beside = (len(at_end) + number + 1) // 2
-            late[index] = at_end[beside] if beside < len(at_end) else slot
-            for finish in self.finishes_of(index):
-                late[finish] = slot
-        return late
-
-    def finishes_of(self, index: int) -> Iterator[int]:
-        for value in self.nodes[index].results:
-            if value in self.finish_of:
-                yield self.producer[self.finish_of[value]]
-
-    def schedule(self, late: dict[int, int]) -> list[int]:
-        times: list[int] = []
-        for index, node in enumerate(self.nodes):
-            time = late.get(index, index)
-            if late and node.kind is not NodeKind.MERGE:
-                # What reads a late product waits for it.
-                earlier = (self.producer[v] for v in node.operands)
-                time = max([time, *(times[i] for i in earlier if i < index)])
-            if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
-                earlier = [self.producer[v] for v in node.operands if self.producer[v] < index]
-                made = [i for i in earlier if self.nodes[i].kind is not NodeKind.INPUT]
-                time = max((times[i] for i in made), default=0)
-            times.append(time)
-        first_read: dict[int, int] = {}
-        for index in range(len(self.nodes) - 1, -1, -1):
-            for value in self.nodes[index].operands:
-                time = times[index]
-                if self.is_made_when_needed(self.nodes[index]):
-                    time = first_read.get(self.nodes[index].results[0], time)
-                first_read[value] = min(first_read.get(value, time), time)
-        for index, node in enumerate(self.nodes):
-            if self.is_made_when_needed(node):
-                times[index] = first_read.get(node.results[0], index)
-        return times
-
-    def is_made_when_needed(self, node: Node) -> bool:
-        """Copies of inputs, and zeros of the update."""
-        is_zero = node.region == UPDATE and not self.zeros.isdisjoint(node.results)
-        return node.kind is NodeKind.USE or is_zero
 
     def transposed_state(self) -> set[int]:
         """State that is not updated in place on several devices: its gradient comes from a batched
@@ -269,12 +181,12 @@ class _Sweep:
                     written.add(value)
                     sources[value] = frozenset((value,))
                     self.made_from[value] = made_from
-                    if transposes and not self.is_unfused(node) and node.name not in _REDUCTIONS:
+                    if transposes and not self.is_unfused(node) and node.name not in REDUCTIONS:
                         self.transposed.add(value)
                 else:
                     sources[value] = made_from
                     work[value] = instructions
-                    if transposes and node.name not in _REDUCTIONS:
+                    if transposes and node.name not in REDUCTIONS:
                         transposed.add(value)
         return written
 
@@ -294,7 +206,7 @@ class _Sweep:
         fused = [r for r in readers if not r.unfused]
         if len(fused) < len(readers) or node.name in UNFUSED - _FUSED_SLICES:
             return True
-        if node.name in _REDUCTIONS:
+        if node.name in REDUCTIONS:
             return True
         # Recompute it in each reader, or write it once and read it back?
         size = self.values[value].num_bytes
@@ -331,7 +243,7 @@ class _Sweep:
                 node = self.nodes[reader.node]
                 if node.region != region:
                     return node.region != UPDATE
-                if not reader.unfused and node.name not in _REDUCTIONS:
+                if not reader.unfused and node.name not in REDUCTIONS:
                     frontier += [v for v in node.results if v not in seen]
                     seen.update(node.results)
         return False
@@ -383,7 +295,7 @@ class _Sweep:
         part of an array takes over that array."""
         for value, made_from in self.made_from.items():
             node = self.nodes[self.producer[value]]
-            if node.kind is not NodeKind.OP or node.name in _REDUCTIONS:
+            if node.kind is not NodeKind.OP or node.name in REDUCTIONS:
                 continue
             changes = changes_operand(node.name)
             if node.name in UNFUSED and not changes:
@@ -413,11 +325,11 @@ class _Sweep:
         the value do not wait for each other. Then threads would read what others overwrite, and
         each needs its own buffer (the logits, their gradient and the pick of the target's logit).
         A value that is itself summed up shares a kernel with that sum instead."""
-        if any(self.nodes[index].name in _REDUCTIONS for index in self.fused_readers(value)):
+        if any(self.nodes[index].name in REDUCTIONS for index in self.fused_readers(value)):
             return False
         made = self.producer[value]
         return any(
-            self.nodes[index].name in _REDUCTIONS and not self.waits_for(made, index)
+            self.nodes[index].name in REDUCTIONS and not self.waits_for(made, index)
             for index in self.fused_readers(source)
         )
 
@@ -436,7 +348,7 @@ class _Sweep:
 
     def sums_last(self, node: Node) -> bool:
         """A reduction over the last dimension."""
-        if node.name not in _REDUCTIONS or not node.rule.operands:
+        if node.name not in REDUCTIONS or not node.rule.operands:
             return False
         kept = {f for dims in node.rule.results for factors in dims for f in factors}
         last = node.rule.operands[0][-1:]
@@ -451,7 +363,7 @@ class _Sweep:
                 if reader.unfused:
                     continue
                 yield reader.node
-                if node.name not in _REDUCTIONS:
+                if node.name not in REDUCTIONS:
                     frontier += [v for v in node.results if v not in seen]
                     seen.update(node.results)
 
@@ -555,10 +467,6 @@ class _Sweep:
             if self.is_view(node) and in_memory.issuperset(node.operands):
                 in_memory.update(node.results)
         return Liveness(tuple(lives), tuple(self.times), tuple(node_ends), frozenset(in_memory))
-
-
-def is_scatter_add(name: str) -> bool:
-    return name in ("scatter-add", "scatter_add")
 
 
 def changes_operand(name: str) -> bool:

@@ -1,0 +1,115 @@
+"""When XLA runs each node: from the nodes of a graph to their times, before sharding.
+
+Most nodes run at their position in the graph. The exceptions:
+
+- *The update* is interleaved with the backward pass: it runs as soon as its operands exist.
+- *Gradients of parameters* come late where there are collectives to hide (`_late_gradients`).
+- *Copies* of inputs, and zeros that the update reads, are made when they are first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from autopar.ir.graph import Node, NodeKind
+from autopar.tracer.costs import REDUCTIONS
+from autopar.tracer.regions import UPDATE
+
+
+def run_times(nodes: Sequence[Node], zeros: Collection[int], overlaps: bool) -> list[int]:
+    """`zeros`: values known to be zero; `overlaps`: there are collectives to hide under compute."""
+    producer = {v: i for i, node in enumerate(nodes) for v in node.results}
+    late = _late_gradients(nodes, producer) if overlaps else {}
+    times: list[int] = []
+    for index, node in enumerate(nodes):
+        time = late.get(index, index)
+        earlier = [i for i in (producer[v] for v in node.operands) if i < index]
+        if late and node.kind is not NodeKind.MERGE:
+            # What reads a late product waits for it.
+            time = max([time, *(times[i] for i in earlier)])
+        if node.region == UPDATE and node.kind in (NodeKind.OP, NodeKind.FINISH):
+            made = [i for i in earlier if nodes[i].kind is not NodeKind.INPUT]
+            time = max((times[i] for i in made), default=0)
+        times.append(time)
+    zeros = frozenset(zeros)
+    when_needed = [
+        node.kind is NodeKind.USE or (node.region == UPDATE and not zeros.isdisjoint(node.results))
+        for node in nodes
+    ]
+    first_read: dict[int, int] = {}
+    for index in range(len(nodes) - 1, -1, -1):
+        for value in nodes[index].operands:
+            time = times[index]
+            if when_needed[index]:
+                time = first_read.get(nodes[index].results[0], time)
+            first_read[value] = min(first_read.get(value, time), time)
+    for index, node in enumerate(nodes):
+        if when_needed[index]:
+            times[index] = first_read.get(node.results[0], index)
+    return times
+
+
+def _late_gradients(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, int]:
+    """Products and scatters that nothing but the update waits for, and their reductions, with the
+    times at which they run. XLA hides collectives under compute and plans backwards from the end,
+    where all of these products are ready: they take turns with the products that the backward pass
+    waits for until there are none left, which is so halfway through it. So the first half of the
+    backward pass has none of them, and the operands of half of them are kept at once. Their partial
+    sums wait for the end, where their reductions are merged.
+
+    In a loop's body they come last: their sums with the carry do."""
+    late = _latest_times(nodes, producer)
+    end = _end_of_passes(nodes)
+    finish_of = {n.operands[0]: i for i, n in enumerate(nodes) if n.kind is NodeKind.FINISH}
+    at_end = sorted(index for index, time in late.items() if time == end)
+    for number, index in enumerate(at_end):
+        slot = min(end + number, len(nodes) - 1)
+        beside = (len(at_end) + number + 1) // 2
+        late[index] = at_end[beside] if beside < len(at_end) else slot
+        for value in nodes[index].results:
+            if value in finish_of:
+                late[finish_of[value]] = slot
+    return late
+
+
+def _latest_times(nodes: Sequence[Node], producer: dict[int, int]) -> dict[int, int]:
+    """The products and scatters that something waits for only at the end of the step or of a loop's
+    body, and that time."""
+    carried = {
+        value
+        for index, node in enumerate(nodes)
+        if node.kind is NodeKind.MERGE
+        for value in node.operands
+        if producer[value] > index
+    }
+    end = _end_of_passes(nodes)
+    needed: dict[int, int | None] = {}  # value -> when; None if the passes wait for it
+    late: dict[int, int] = {}
+    for index in range(len(nodes) - 1, -1, -1):
+        node = nodes[index]
+        after = [needed[v] for v in node.results if v in needed]
+        need: int | None = None
+        if node.region == UPDATE:
+            need = end
+        elif node.name == "scan_stack" or not carried.isdisjoint(node.results):
+            need = index
+        elif after and None not in after:
+            need = min(time for time in after if time is not None)
+        is_product = node.is_heavy or is_scatter_add(node.name)
+        if need is not None and need > index and is_product:
+            late[index] = need
+        if is_product or node.kind is NodeKind.MERGE or node.name in REDUCTIONS:
+            need = None
+        for value in node.operands:
+            before = needed.get(value, need)
+            needed[value] = None if need is None or before is None else min(before, need)
+    return late
+
+
+def _end_of_passes(nodes: Sequence[Node]) -> int:
+    """The first time after the forward and the backward pass."""
+    return max((i + 1 for i, node in enumerate(nodes) if node.region != UPDATE), default=0)
+
+
+def is_scatter_add(name: str) -> bool:
+    return name in ("scatter-add", "scatter_add")

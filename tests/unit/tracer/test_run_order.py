@@ -1,0 +1,84 @@
+"""When XLA runs what: updates, and gradients of parameters."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import NodeKind
+from tests.unit.tracer.test_liveness import array, graph_of, train
+
+
+def test_an_update_frees_its_gradient_before_the_backward_pass_ends() -> None:
+    def loss_of(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"])
+
+    weights = {name: array(64, 64) for name in "abc"}
+    graph = graph_of(train(loss_of), weights, array(64, 64))
+    last = max(i for i, n in enumerate(graph.nodes) if n.region == "backward")
+    gradients = [
+        graph.liveness.times[i]
+        for i, n in enumerate(graph.nodes)
+        if n.region == "update" and n.name == "sub"
+    ]
+    assert len(gradients) == 3 and min(gradients) < last
+
+
+def test_gradients_of_parameters_come_late_where_collectives_are_hidden() -> None:
+    """On several devices, XLA runs the products that only the update needs in the second half of
+    the backward pass, two for each that the pass itself needs, and reduces them at the end. On one
+    device each runs where it stands."""
+    num_layers = 6
+
+    def loss_of(w, x):
+        for layer in w:
+            x = jnp.tanh(x @ layer)
+        return jnp.sum(x)
+
+    def times(overlaps: bool) -> tuple[list[int], list[int], int]:
+        weights = [array(64, 64)] * num_layers
+        graph = graph_of(train(loss_of), weights, array(32, 64), overlaps=overlaps)
+        backward = [i for i, n in enumerate(graph.nodes) if n.region == "backward"]
+        late, reduced = [], []
+        for index in backward:
+            node, time = graph.nodes[index], graph.liveness.times[index]
+            is_gradient = graph.values[node.results[0]].shape == (64, 64)
+            if is_gradient and node.name == "dot_general":
+                late.append(time)
+            elif is_gradient and node.kind is NodeKind.FINISH:
+                reduced.append(time)
+        return late, reduced, max(backward)
+
+    early, _, last = times(overlaps=False)
+    late, reduced, _ = times(overlaps=True)
+    assert len(early) == len(late) == num_layers and max(early) <= last
+    assert late == sorted(late)
+    # None runs before half of them could have, and then two at a time.
+    assert late[0] >= early[num_layers // 2]
+    assert late[num_layers // 2] >= early[3 * num_layers // 4]
+    assert late[-1] > last
+    assert len(reduced) == num_layers and all(time > last for time in reduced)
+
+
+def test_gradients_in_a_loop_come_last_in_its_body() -> None:
+    """Gradients that a loop over micro-batches adds up wait for the end of the body."""
+
+    def step(w, x):
+        def body(total, rows):
+            def loss_of(w):
+                return jnp.sum(jnp.tanh(jnp.tanh(rows @ w["a"]) @ w["b"]))
+
+            return jax.tree.map(jnp.add, total, jax.grad(loss_of)(w)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        total, _ = jax.lax.scan(body, zeros, x)
+        return jax.tree.map(lambda p, g: p - g, w, total)
+
+    weights = {name: array(64, 64) for name in "ab"}
+    graph = graph_of(step, weights, array(4, 16, 64), overlaps=True)
+    inside = [i for i, n in enumerate(graph.nodes) if n.weight == 4]
+    products = [i for i in inside if graph.nodes[i].name == "dot_general"]
+    times = [graph.liveness.times[i] for i in products]
+    assert max(times) <= max(inside)
+    late = [t for i, t in zip(products, times, strict=True) if t > i]
+    assert late and min(late) > max(t for i, t in zip(products, times, strict=True) if t == i)
