@@ -43,11 +43,11 @@ function clusterSection() {
   if (device) {
     node.append(
       facts([
-        ["Inside a host", `${scaled(device.intra_host_bandwidth, "B/s")} per device and direction`],
-        ["Between hosts", hosts > 1 ? `${scaled(device.host_bandwidth, "B/s")} per host and direction` : null],
+        ["Inside a host", `${bytes(device.intra_host_bandwidth)}/s per device and direction`],
+        ["Between hosts", hosts > 1 ? `${bytes(device.host_bandwidth)}/s per host and direction` : null],
         [
           "Memory",
-          `${scaled(device.memory_bytes, "B")} per device, ${scaled(device.memory_bandwidth, "B/s")} bandwidth`,
+          `${bytes(device.memory_bytes)} per device, ${bytes(device.memory_bandwidth)}/s bandwidth`,
         ],
         [
           "Peak rate",

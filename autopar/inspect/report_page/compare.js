@@ -6,13 +6,13 @@ function compareSection() {
   const slowest = Math.max(...data.rows.filter((row) => !row.failure).map((row) => row.step_s));
   const others = data.rows.slice(1).filter((row) => !row.failure && row.fits);
   const best = others.length ? others.reduce((a, b) => (a.step_s < b.step_s ? a : b)) : null;
-  const verdict = !best
-    ? "None of the others fits into memory."
-    : best.step_s < data.rows[0].step_s
-      ? `${best.name} is predicted to be faster: ${percent(best.ratio)} of this plan's step.`
-      : best.ratio < 1.005
-        ? `${best.name} is predicted to take the same time.`
-        : `The best of the others that fits, ${best.name}, is predicted to take ${digits(best.ratio, 3)} times as long.`;
+  let verdict = "None of the others fits into memory.";
+  if (best && Math.abs(best.ratio - 1) < 0.005)
+    verdict = `The best of the others that fits, ${best.name}, is predicted to take the same time.`;
+  else if (best && best.ratio < 1)
+    verdict = `${best.name} is predicted to be faster: ${percent(best.ratio)} of this plan's step.`;
+  else if (best)
+    verdict = `The best of the others that fits, ${best.name}, is predicted to take ${digits(best.ratio, 3)} times as long.`;
   const none = (row, show) => (row.failure ? "–" : show(row));
   return section(
     "compare",

@@ -200,7 +200,31 @@ def test_a_file_that_is_no_results_is_told(tmp_path):
             command.read_results(path)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_the_readme_says_what_the_tables_say():
+    """Its two ranges of ratios are those of docs/benchmarks.md."""
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for table, form in (
+        ("bench:h100", "takes {} to {} of the time of the best hand-tuned"),
+        ("shared-gpu:steps", "it takes {} to {}."),
+    ):
+        rows = text.split(f"<!-- {table} -->")[1].split("<!-- /")[0].strip().splitlines()
+        at = [cell.strip() for cell in rows[0].split("|")].index("ratio")
+        ratios = sorted(row.split("|")[at].strip() for row in rows[2:])
+        assert form.format(ratios[0], ratios[-1]) in readme
+        if table == "bench:h100":
+            index = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+            assert form.format(ratios[0], ratios[-1]) in index
+        if table == "bench:h100":
+            assert f"[{len(ratios)} models]" in readme
+
+
+def test_the_readme_is_two_screens():
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) <= 900
+
+
+@pytest.mark.parametrize("name", ["docs/benchmarks.md"])
 def test_tables_in_texts_are_those_of_the_results(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     document = command.read_results(ROOT / "benchmarks" / "results" / command.RESULTS)

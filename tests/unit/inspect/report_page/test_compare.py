@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -19,6 +20,10 @@ def test_rows_are_relative_to_the_plan() -> None:
     this, other, none = data["rows"]
     assert (this["name"], this["ratio"], this["fits"]) == ("this plan", 1.0, True)
     assert (other["ratio"], other["fits"]) == (2.0, False)
+    unbudgeted = replace(plan, estimated_peak_bytes=3.0, memory_budget_bytes=inf)
+    tight = replace(plan, estimated_peak_bytes=1.0, memory_budget_bytes=2.0)
+    compared = compare_data(tight, {"data": unbudgeted})
+    assert compared is not None and not compared["rows"][1]["fits"]
     assert none == {"name": "none", "failure": "does not fit"}
     assert data["diff"] == ""  # of two plans only
     alone = compare_data(plan, {"slow": slow})
