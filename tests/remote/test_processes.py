@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
+from autopar.runtime.remote.executable import RemoteExecutable
 from tests.remote.cases import (
     check_plan_to_plan,
     check_room_is_made,
@@ -65,3 +69,39 @@ def test_a_mesh_that_nobody_uses_makes_room() -> None:
     cluster.ends_idle_groups = True  # as on GPUs
     with running_on(cluster, "jax_transfer") as remote:
         check_room_is_made(remote)
+
+
+@pytest.mark.ci
+def test_what_workers_compile_is_counted_and_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of `sharding/refit.py`, with bytes that workers count."""
+    count = RemoteExecutable.mesh_memory_bytes
+    counted: list[float] = []
+
+    def too_much_at_first(executable: RemoteExecutable) -> tuple[float, ...]:
+        found = count(executable)
+        counted.append(max(found) * (1.5 if not counted else 1.0))
+        return (counted[-1],) * len(found)
+
+    def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            return jnp.mean(jnp.square(jnp.tanh(x @ weights[0]) @ weights[1]))
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    weights, x = [jnp.ones((8, 64)) / 8, jnp.ones((64, 8)) / 8], jnp.ones((512, 8))
+    expected = jax.jit(step)(weights, x)
+    with running_on(ProcessCluster(2, 1), "jax_transfer"):
+        free = autopar.parallelize(step, donate_argnums=())
+        free(weights, x)
+        assert free.last_executable is not None
+        budget = 1.2 * free.last_executable.memory_bytes()
+        options = autopar.ShardingOptions(memory_budget_bytes=budget)
+        method = autopar.AutoParallel(options=options)
+        monkeypatch.setattr(RemoteExecutable, "mesh_memory_bytes", too_much_at_first)
+        fitted = autopar.parallelize(step, method=method, donate_argnums=())
+        _, value = fitted(weights, x)
+        plan = fitted.plan(weights, x)
+        assert plan.memory_found is not None and len(plan.memory_found.replanned) == 1
+        assert counted[0] > budget >= counted[1]
+        np.testing.assert_allclose(np.asarray(value), expected[1], rtol=1e-5)
