@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import ArgumentError
-from autopar.ir.mesh import ClusterSpec, DeviceSpec, device_spec
+from autopar.ir.mesh import ClusterSpec, DeviceSpec
 from autopar.runtime.hlo import CollectiveOp, convolution_flops, product_flops, read_collective
 from autopar.runtime.hlo_text import HloModule, Instruction
 
@@ -126,7 +126,7 @@ class _Judge:
     def __init__(self, module: HloModule, cluster: ClusterSpec) -> None:
         self.module = module
         self.cluster = cluster
-        self.device = device_spec(cluster.device)
+        self.device = cluster.spec
         self.sums = _Sums()
         self.unknown_loops: list[str] = []
 
@@ -354,15 +354,14 @@ def collective_s(op: CollectiveOp, cluster: ClusterSpec) -> float:
     """One run of a collective by its ring: bytes over the slowest link that a device's share of
     the ring crosses, and a latency. Between hosts, the devices of a group that share a host have
     their shares of its network."""
-    device = device_spec(cluster.device)
+    device = cluster.spec
     per_host = cluster.devices_per_host
     crosses = any(len({d // per_host for d in group}) > 1 for group in op.groups)
     if op.group_size <= 1:
         return 0.0
-    intra = cluster.intra_host_bandwidth or device.intra_host_bandwidth
+    intra, network = device.intra_host_bandwidth, device.host_bandwidth
     if not crosses:
         return device.intra_host_alpha_s + op.sent_bytes / op.trips / intra
-    network = cluster.host_bandwidth or device.host_bandwidth
     group = op.groups[0]
     together = max(1, len(group) // len({d // per_host for d in group}))
     share = network * together / per_host
@@ -371,13 +370,3 @@ def collective_s(op: CollectiveOp, cluster: ClusterSpec) -> float:
         return device.inter_host_alpha_s + over_network / (network / per_host)
     bandwidth = min(share, intra) if together > 1 else share
     return device.inter_host_alpha_s + op.sent_bytes / op.trips / bandwidth
-
-
-def summary_line(judgement: Judgement) -> str:
-    """Such as 'read from XLA's schedule: 21.3 ms (kernels 19.8, collectives 6.1, 1.5 exposed)'."""
-    ms = 1e3
-    return (
-        f"read from XLA's schedule: {judgement.step_s * ms:.1f} ms (kernels "
-        f"{judgement.compute_s * ms:.1f}, collectives {judgement.links_s * ms:.1f}, "
-        f"{judgement.exposed_s * ms:.1f} exposed)"
-    )

@@ -17,6 +17,8 @@ from typing import Any
 
 from autopar import _jax
 from autopar.ir.files import write_whole
+from autopar.ir.mesh import ClusterSpec
+from autopar.measure.judge import judge
 from autopar.measure.verify.jobs import CompileJob
 from autopar.runtime.hlo import read_collectives, read_dot_flops
 from autopar.runtime.remote.exporting import compile_stage_program
@@ -66,7 +68,15 @@ def compiled_figures(job: CompileJob) -> dict[str, Any]:
         "collectives": [[kind, counts[kind], sent[kind]] for kind in sorted(counts)],
         "dot_flops": read_dot_flops(text),
         "seconds": seconds,
+        "times": _times(text, job),
     }
+
+
+def _times(text: str, job: CompileJob) -> list[float] | None:
+    if job.device is None:
+        return None
+    judged = judge(text, ClusterSpec(*job.topology, device=job.device))
+    return [judged.step_s, judged.compute_s, judged.links_s, judged.exposed_s]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import jax
 
 from autopar.errors import CompileError
-from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts
+from autopar.measure.verify.jobs import Collectives, CompileJob, ProgramCosts, ProgramTimes
 
 MAX_PROCESSES = 2
 _LOG_LINES = 12
@@ -126,4 +126,7 @@ def _result(job: CompileJob, folder: Path, code: int) -> ProgramCosts:
     if "error" in result:
         raise CompileError(f"verify: XLA cannot compile {job.name}. {result['error']}")
     collectives = tuple(Collectives(*fields) for fields in result.pop("collectives"))
-    return ProgramCosts(**result, collectives=collectives)
+    times = result.pop("times", None)
+    return ProgramCosts(
+        **result, collectives=collectives, times=ProgramTimes(*times) if times else None
+    )

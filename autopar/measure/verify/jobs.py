@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.mesh import DeviceSpec
 from autopar.ir.remote import ProgramSpec
 
 
@@ -13,6 +14,7 @@ class CompileJob:
 
     program:  serialized by `jax.export`.
     topology: hosts and devices per host of its mesh.
+    device:   whose rates the judge reads the program with; None: it is not judged.
     hlo_file: where to write XLA's optimized HLO, unless empty.
     """
 
@@ -22,6 +24,7 @@ class CompileJob:
     topology: tuple[int, int]
     target_config: str
     hlo_file: str = ""
+    device: DeviceSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class Collectives:
     kind: str
     count: float
     sent_bytes: float
+
+
+@dataclass(frozen=True)
+class ProgramTimes:
+    """What the judge reads from XLA's schedule (`autopar.measure.judge`), seconds of one run."""
+
+    step_s: float
+    compute_s: float
+    links_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class ProgramCosts:
     collectives: tuple[Collectives, ...]
     dot_flops: float
     seconds: float  # of compiling
+    times: ProgramTimes | None = None
 
     @property
     def peak_bytes(self) -> int:

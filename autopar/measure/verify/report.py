@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.codec import encode
-from autopar.ir.text import format_bytes, table
+from autopar.ir.text import format_bytes, format_seconds, table
 from autopar.measure.verify.jobs import Collectives, ProgramCosts
 
 FORMAT = "autopar-verify"
@@ -64,6 +64,8 @@ class VerifiedMesh:
     buffer_bytes: the most that buffers hold between programs.
     limit_bytes:  the device memory that a step may use.
     budget_bytes: the plan's memory budget, or None.
+    step_s:       the mesh's programs as the judge reads them from XLA's schedule, and the predicted
+                  step; None if they were not judged.
     """
 
     mesh: int
@@ -76,6 +78,7 @@ class VerifiedMesh:
     budget_bytes: float | None
     dot_flops: Compared
     collectives: tuple[ComparedCollectives, ...]
+    step_s: Compared | None = None
 
     @property
     def excess_bytes(self) -> float:
@@ -231,6 +234,7 @@ def report_text(report: VerifyReport) -> str:
             [row for mesh in report.meshes for row in _work_rows(report, mesh)],
         ),
         "",
+        *_time_lines(report),
         *_notes(report),
     ]  # fmt: skip
     problem = report.problem()
@@ -314,6 +318,32 @@ def _sum_cells(parts: Sequence[Compared]) -> tuple[str, ...]:
         return "all collectives", _UNKNOWN, format_bytes(xla), _UNKNOWN
     ratio = f"{sum(known) / xla:.2f}" if xla else _UNKNOWN
     return "all collectives", format_bytes(sum(known)), format_bytes(xla), ratio
+
+
+def _time_lines(report: VerifyReport) -> list[str]:
+    """Of each program, and of a step on one mesh; nothing if none was judged."""
+    judged = [(one, one.figures.times) for one in report.programs]
+    rows = [
+        (
+            program.pieces[0],
+            *map(format_seconds, (t.compute_s, t.links_s, t.exposed_s, t.step_s)),
+        )
+        for program, t in judged
+        if t is not None
+    ]
+    if not rows:
+        return []
+    lines = [
+        "Time per run, read from XLA's schedule",
+        *table(("program", "kernels", "collectives", "exposed", "in all"), rows),
+    ]
+    step = report.meshes[0].step_s
+    if step is not None and step.predicted is not None:
+        lines += [
+            f"The plan predicted {format_seconds(step.predicted)} for the step, {_ratio(step)} of "
+            f"the {format_seconds(step.xla)} read here."
+        ]
+    return [*lines, ""]
 
 
 def _notes(report: VerifyReport) -> list[str]:

@@ -159,7 +159,7 @@ def _jobs(
             )
             hlo = str((hlo_folder / f"{name}.hlo.txt").absolute()) if hlo_folder else ""
             program = _serialized(exported)
-            jobs.append(CompileJob(name, spec, program, topology, target.config, hlo))
+            jobs.append(CompileJob(name, spec, program, topology, target.config, hlo, cluster.spec))
         job_of_stage_program.append(known[key])
     return jobs, job_of_stage_program
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.measure.verify.jobs import Collectives, ProgramCosts
+from autopar.measure.verify.jobs import Collectives, ProgramCosts, ProgramTimes
 from autopar.measure.verify.report import (
     Compared,
     VerifiedMesh,
@@ -96,6 +96,17 @@ def test_text_shows_both_sides():
     assert "stage1_forward and 1 equal" in text
     assert "10, 1.0 GiB  4, 2.0 GiB  0.50" in text
     assert "all collectives  1.0 GiB      2.0 GiB     0.50" in text
+
+
+def test_times_that_the_judge_read():
+    made = report(mesh(9.0, step_s=Compared(0.020, 0.018)))
+    assert "schedule" not in str(made)  # no program was judged
+    (program,) = made.programs
+    costs = replace(program.figures, times=ProgramTimes(0.020, 0.016, 0.010, 0.004))
+    text = str(replace(made, programs=(replace(program, figures=costs),)))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["stage1_forward", *"16.00 ms 10.00 ms 4.00 ms 20.00 ms".split()] in rows
+    assert "The plan predicted 18" in text and "0.90 of" in text
 
 
 def test_text_without_predictions():
