@@ -27,7 +27,7 @@ from autopar.stages.stage_plans import StageTask, unbounded_peak
 MOST_ROUNDS = 3
 _SHARE = 0.3  # of the time left, for all rounds
 _CLOSE = 1.02  # an excess that is no reason to search again
-FULL = 0.7  # share of the budget from which on a stage may turn out not to fit
+FULL = 0.3  # share of the budget from which on a stage may turn out not to fit
 
 
 def calibrated(
