@@ -100,7 +100,7 @@ def judge(hlo_text: str, cluster: ClusterSpec | DeviceSpec | str) -> Judgement:
 
 
 @dataclass
-class _Clock:
+class _Streams:
     """Two streams: when each is free."""
 
     kernels: float = 0.0
@@ -145,9 +145,9 @@ class _Judge:
             tuple(self.unknown_loops),
         )
 
-    def _run(self, computation: str, times: int) -> _Clock:
+    def _run(self, computation: str, times: int) -> _Streams:
         """A computation from idle streams; `times`: how often it runs, for the sums."""
-        clock = _Clock()
+        clock = _Streams()
         listed = self.module.computations[computation]
         by_name = {one.name: one for one in listed}
         for one in listed:
@@ -156,7 +156,7 @@ class _Judge:
         return clock
 
     def _start(
-        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Clock, times: int
+        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
     ) -> None:
         if one.opcode in _FREE:
             return
@@ -194,7 +194,7 @@ class _Judge:
                         return read_collective(inner, self.module)
         return None
 
-    def _loop(self, one: Instruction, clock: _Clock, times: int) -> None:
+    def _loop(self, one: Instruction, clock: _Streams, times: int) -> None:
         trips = one.trips
         if trips is None:
             self.unknown_loops.append(one.name)
@@ -202,7 +202,7 @@ class _Judge:
         for name in one.called:
             self._inline(self._run(name, times * trips), clock, trips)
 
-    def _inline(self, inner: _Clock, clock: _Clock, times: int) -> None:
+    def _inline(self, inner: _Streams, clock: _Streams, times: int) -> None:
         begin = max(clock.kernels, clock.links if inner.links else 0.0)
         clock.wait(begin)
         clock.kernels = begin + times * max(inner.kernels, inner.links)
@@ -211,7 +211,7 @@ class _Judge:
             clock.links = clock.kernels
 
     def _kernel(
-        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Clock, times: int
+        self, one: Instruction, by_name: Mapping[str, Instruction], clock: _Streams, times: int
     ) -> None:
         flops_s, flops, num_bytes = self._work(one, by_name)
         seconds = LAUNCH_S + max(
