@@ -192,13 +192,12 @@ def _searched(source: StepSource, task: PipelineTask) -> PlannedStep:
     looped = _looped(source, number, method.layers, log)
     search = choose_stages(looped, method, cluster, log, to_the_end=task.to_the_end)
     excess: dict[Submesh, float] = {}
-    search = _calibrated(task, looped, search, excess, 1 if is_free else MOST_ROUNDS)
     if is_free:
-        search = with_another(looped, search, log)
-    first = search
-    looped, search = _at_better_number(source, task, looped, search, excess)
-    if is_free and search is first:
-        search = _calibrated(task, looped, search, excess)
+        # The memory of stages alone decides the number. At that number the tables' own choice is
+        # solved: a stage often saves what it lacks at a small price, which only solving tells.
+        known = with_another(looped, _calibrated(task, looped, search, excess, 1), log)
+        looped, found = _at_better_number(source, task, looped, known, excess)
+        search = search if found is known else found
     rows = batch_rows(looped.step)
     if search.choice is None and is_free and rows % 2 == 0:  # the smallest that can be split
         smallest = _looped_near(source, task, rows // 2, looped.step.num_micro_batches)
