@@ -15,8 +15,12 @@ Plans are made, not read: the plan cache is off, and its own tests turn it on in
 
 import gc
 import os
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["AUTOPAR_CACHE_DIR"] = ""
 if not os.environ.get("AUTOPAR_TEST_GPU"):

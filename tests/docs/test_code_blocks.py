@@ -63,7 +63,13 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 def test_most_python_blocks_are_run() -> None:
-    blocks = [b for page in pages() for b in blocks_of(page) if b.language == "python"]
+    blocks = [
+        block
+        for page in pages()
+        if page.name != "mistakes.md"  # every block there has a test of its own
+        for block in blocks_of(page)
+        if block.language == "python"
+    ]
     skipped = [b.where for b in blocks if "not run" in b.notes]
     assert len(blocks) > 40
     assert len(skipped) <= len(blocks) // 5, skipped

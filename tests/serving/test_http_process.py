@@ -16,7 +16,6 @@ pytest.importorskip("tokenizers")
 
 from examples.llm_serving.__main__ import main
 from examples.llm_serving.random_checkpoint import save_random_checkpoint
-from examples.llm_serving.requests import SamplingParams
 from tests.serving.http_clients import answer, call, events
 
 
@@ -77,21 +76,32 @@ def test_a_second_signal_waits_for_nobody(folder):
         assert server.wait(40) == 0
 
 
+DYING_ENGINE = """
+import sys
+import examples.llm_serving.__main__ as server
+from examples.llm_serving.requests import SamplingParams
+
+def fail(*args, **kwargs):
+    raise RuntimeError("out of memory")
+
+def announce(args, model, port):
+    model.engine._steps.prefill = fail
+    model.engine.submit([1], SamplingParams())
+
+server._announce = announce
+sys.exit(server.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.ci
-def test_it_ends_when_its_engine_dies(folder, monkeypatch, capsys):
+def test_it_ends_when_its_engine_dies(folder):
     """Whoever started it should start another; a server without an engine helps nobody."""
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of memory")
-
-    def announce(args, model, port):
-        monkeypatch.setattr(model.engine._steps, "prefill", fail)
-        model.engine.submit([1], SamplingParams())
-
-    monkeypatch.setattr("examples.llm_serving.__main__._announce", announce)
-    options = ["--model", folder, "--port", "0", "--mesh", "1", "--max-length", "64"]
-    assert main([*options, "--warm-up="]) == 1
-    assert "a step failed: RuntimeError('out of memory')" in capsys.readouterr().err
+    options = ["--model", folder, "--port", "0", "--mesh", "1", "--max-length", "64", "--warm-up="]
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING_ENGINE, *options], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "a step failed: RuntimeError('out of memory')" in ended.stderr
 
 
 @pytest.mark.slow

@@ -164,8 +164,8 @@ class NamedPlan:
     def to_json(self) -> str:
         return "{}"
 
-    def explain(self) -> str:
-        return self.name
+    def explain(self, *, detail: str = "short") -> str:
+        return f"{self.name}, {detail}"
 
 
 SPECS = {
