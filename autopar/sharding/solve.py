@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.spec import Layout, NodeLayouts
 from autopar.progress import debugs, tell
-from autopar.sharding.budget import solve_within_budget
+from autopar.sharding.budget import BudgetResult, solve_within_budget
 from autopar.sharding.contract import SMALL, solve_contracted
 from autopar.sharding.fold import fold_repeated_layers
 from autopar.sharding.ilp import solve_ilp
@@ -30,6 +30,8 @@ from autopar.sharding.problem import (
 )
 from autopar.sharding.reduce import reduce_problem
 from autopar.sharding.strategies import Strategy
+
+_MOST_ROUNDS = 3  # of solving under a budget: the rows' peak is not quite the profile's
 
 
 @dataclass(frozen=True)
@@ -207,46 +209,65 @@ def fit_into_memory(
     refetching = replace(sharding, refetch=True)
     if refetching.memory.peak_bytes <= budget_bytes:
         return refetching
+    # Rows count a copy once for each reader, and not between two of them; the profile, which shares
+    # copies, decides. What it finds more is taken off the rows' budget.
     started = time.perf_counter()
-    result = solve_within_budget(
-        sharding.problem,
-        budget_bytes,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        first=(sharding.choice, sharding.lower_bound),
-        cutoff=cutoff,
-        first_price=first_price,
-    )
-    seconds = {**sharding.stats.seconds, "memory": time.perf_counter() - started}
+    fitted, rows_bytes, bound = refetching, budget_bytes, inf
+    for _ in range(_MOST_ROUNDS):
+        result = solve_within_budget(
+            sharding.problem,
+            rows_bytes,
+            solver=solver,
+            time_limit_s=max(0.0, time_limit_s - (time.perf_counter() - started)),
+            first=(sharding.choice, sharding.lower_bound),
+            cutoff=cutoff,
+            first_price=first_price,
+        )
+        bound = min(bound, result.lower_bound)  # that of the whole budget holds
+        fitted = _fitted(refetching, result, rows_bytes, bound, time.perf_counter() - started)
+        excess = fitted.memory.peak_bytes - budget_bytes
+        if excess <= 0:
+            return fitted
+        if result.choice is None:
+            break
+        rows_bytes, first_price = rows_bytes - excess, result.price
+    raise DoesNotFit(fitted)
+
+
+def _fitted(
+    sharding: GraphSharding,
+    result: BudgetResult,
+    rows_bytes: float,
+    lower_bound: float,
+    took_s: float,
+) -> GraphSharding:
+    """The sharding with a budget's choice; with the smallest, if none fits."""
+    fits = result.choice is not None
+    seconds = {**sharding.stats.seconds, "memory": took_s}
     stats = replace(
         sharding.stats,
         num_memory_rows=result.num_rows,
         num_solves=1 + result.num_solves,
         seconds=seconds,
     )
-    fits = result.choice is not None
     if debugs("solver"):
         tell(
             "solver",
-            f"autopar solver, mesh {sharding.mesh.shape}, budget {budget_bytes:.0f} bytes: "
+            f"autopar solver, mesh {sharding.mesh.shape}, budget {rows_bytes:.0f} bytes: "
             f"{result.num_solves} solves, {result.num_rows} rows, peak {result.peak_bytes:.0f}, "
             f"objective {result.objective:.9g}, lower bound {result.lower_bound:.9g}, "
             f"{'fits' if fits else 'does not fit'}; {seconds['memory']:.3f} s",
         )
     choice = result.choice if result.choice is not None else result.smallest
-    fitted = replace(
-        refetching,
+    return replace(
+        sharding,
         choice=choice,
         objective=sharding.problem.pairwise.objective(choice),
-        lower_bound=result.lower_bound,
+        lower_bound=lower_bound,
         stats=stats,
-        unbounded=(sharding.objective, sharding.memory.peak_bytes),
+        unbounded=(sharding.objective, replace(sharding, refetch=False).memory.peak_bytes),
         price_per_byte=result.price,
     )
-    # Rows count a copy once for each reader; the profile, which shares copies, decides.
-    if not fits and fitted.memory.peak_bytes > budget_bytes:
-        raise DoesNotFit(fitted)
-    return fitted
 
 
 def _split_by_pins(graph: Graph, classes: list[int], allowed: Allowed) -> list[int]:

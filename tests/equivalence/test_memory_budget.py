@@ -189,3 +189,38 @@ def test_a_try_with_recomputation_keeps_to_the_mesh_and_what_is_forbidden(monkey
     plan = autopar.plan(deep_step, state, batch, cluster=cluster, method=method)
     assert plan.remat and plan.axis_names == ("rows",)
     assert {(m.beta, m.forbidden) for m in tried[1:]} == {((1e-6,), frozenset(("all-to-all",)))}
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75, 0.7, 0.6])
+def test_no_plan_is_predicted_over_its_budget(share) -> None:
+    """A copy that two nodes read is there between them too, which the solver's rows do not see."""
+
+    def step(state, batch):
+        def loss_of(params):
+            x = batch["x"]
+            for up, down in params:
+                x = x + jax.nn.gelu(x @ up) @ down
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments)
+        return {"params": params, "moments": moments}, loss
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    params = [(shape(4096, 16384), shape(16384, 4096))] * 4
+    state = {"params": params, "moments": params}
+    batch = {"x": shape(8192, 4096), "y": shape(8192, 4096)}
+    cluster = autopar.ClusterSpec(1, 8, "h100-sxm")
+
+    def plan_within(budget):
+        method = ShardParallel((8,), options=ShardingOptions(memory_budget_bytes=budget))
+        return autopar.plan(step, state, batch, cluster=cluster, method=method)
+
+    budget = share * plan_within(1e12).estimated_peak_bytes
+    try:
+        assert plan_within(budget).estimated_peak_bytes <= budget
+    except autopar.MemoryBudgetError as error:
+        assert error.peak_bytes > budget
